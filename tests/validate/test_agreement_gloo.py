@@ -63,6 +63,19 @@ GROUPED = LLAMA.model_copy(
 )
 SQUARED = GPT.model_copy(update={"activation": "squared relu"})
 PARTIAL = LLAMA.model_copy(update={"rotary_fraction": 0.5})
+OLMO = LLAMA.model_copy(update={"norm_places": "after", "qk_norm": "width"})
+GEMMA = LLAMA.model_copy(
+    update={
+        "window": 3,
+        "layer_pattern": "WF",
+        "norm_places": "both",
+        "scaled_embeddings": True,
+        "logit_softcap": 0.1,
+    }
+)
+FALCON = LLAMA.model_copy(update={"parallel_mlp": "one norm"})
+NEOX = GPT.model_copy(update={"parallel_mlp": "two norms"})
+WINDOWED = LLAMA.model_copy(update={"window": 5, "layer_pattern": "WF"})
 PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
 ROUTED = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update={"shared_hidden_size": 0})})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
@@ -98,10 +111,10 @@ RING: dict[str, Any] = {"cp_type": ContextParallel.RING}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 # Each way to split, send, keep or recompute occurs once, where it can together with others.
 CASES = {
-    "ddp accumulates, full": saved(LLAMA, "ddp", dp=2, recompute=FULL),
-    "fsdp keeps": saved(LLAMA, "fsdp", dp=2, reshard_after_forward=False),
-    "hsdp": saved(GPT, "fsdp", dp=4, dp_shard=2),
-    "fsdp offloads": saved(GPT, "fsdp", dp=2, microbatch_size=2, **OFFLOADS),
+    "ddp accumulates, full": saved(FALCON, "ddp", dp=2, recompute=FULL),
+    "fsdp keeps": saved(OLMO, "fsdp", dp=2, reshard_after_forward=False),
+    "hsdp": saved(GEMMA, "fsdp", dp=4, dp_shard=2),
+    "fsdp offloads": saved(NEOX, "fsdp", dp=2, microbatch_size=2, **OFFLOADS),
     "titan offloads": saved(GPT, "torchtitan", tp=2, dp=2, **OFFLOADS, **SP),
     "titan tp": saved(GPT, "torchtitan", tp=2),
     "titan tp sp": saved(LLAMA, "torchtitan", tp=2, recompute=SELECTIVE, **SP),
@@ -111,7 +124,7 @@ CASES = {
     "tp full": saved(LLAMA, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
     "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),
     "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
-    "1f1b of 4, one empty": saved(LLAMA, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
+    "1f1b of 4, one empty": saved(WINDOWED, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
     "uneven interleaved": saved(PARTIAL, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),

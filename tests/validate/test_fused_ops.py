@@ -20,6 +20,7 @@ from meshwright.validate.programs.fused import (  # noqa: E402
     RmsNorm,
     Rotary,
     Swiglu,
+    WindowedAttention,
     accumulate_weight_gradient,
 )
 
@@ -65,6 +66,21 @@ def test_flash_attention_is_attention(seq_dim: int, groups: int, *, causal: bool
     ).permute(back)
     got = FusedAttention.apply(query, key, value, seq_dim, causal)
     assert_alike(got, wanted, [query, key, value])
+
+
+@pytest.mark.parametrize("window", [1, 3, TOKENS])
+def test_windows_hide_what_lies_before_them(window: int) -> None:
+    query, key, value = attention_inputs(1, HEADS)
+    by_heads = (each.transpose(1, 2) for each in (query, key, value))
+    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(1 - window)
+    wanted = F.scaled_dot_product_attention(*by_heads, attn_mask=seen).transpose(1, 2)
+    got = WindowedAttention.apply(query, key, value, 1, window)
+    assert_alike(got, wanted, [query, key, value])
+    scores = leaf(3, TOKENS, TOKENS)
+    hidden = scores.masked_fill(~seen, float("-inf"))
+    assert_alike(
+        CausalSoftmax.apply(scores, 0.5, CAUSAL, window), torch.softmax(0.5 * hidden, -1), [scores]
+    )
 
 
 def test_flash_attention_takes_views_of_a_packed_projection() -> None:

@@ -15,6 +15,7 @@ from meshwright.simulator.model.kinds import (
     TRANSFORMER_LAYER,
     WINDOWED_EXPERT_LAYER,
     WINDOWED_LAYER,
+    WINDOWED_LAYERS,
     BlockKind,
     BlockRun,
     KeptLayer,
@@ -44,6 +45,7 @@ from meshwright.simulator.model.parameters import (
 from meshwright.simulator.model.parts import Experts, LatentAttention
 from meshwright.simulator.model.registry import AnyModel, parse_any_model, with_predictions
 from meshwright.simulator.model.spec import (
+    FUSED_MLP,
     MAX_PREDICTION_LAYERS,
     ModelSpec,
     parse_model,
@@ -56,6 +58,7 @@ __all__ = [
     "ENDS",
     "EXPERT_LAYER",
     "EXPERT_LAYERS",
+    "FUSED_MLP",
     "HEAD",
     "LAYERS",
     "MAX_LAYERS",
@@ -63,6 +66,7 @@ __all__ = [
     "TRANSFORMER_LAYER",
     "WINDOWED_EXPERT_LAYER",
     "WINDOWED_LAYER",
+    "WINDOWED_LAYERS",
     "AnyModel",
     "BlockKind",
     "BlockRun",

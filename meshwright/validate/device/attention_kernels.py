@@ -28,22 +28,27 @@ class Attended(NamedTuple):
 
 
 def attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention output and the fp32 log-sum-exp of the scores."""
+    """Return the attention output and the fp32 log-sum-exp of the scores.
+
+    Causal attention on a processor may be to a *window* of tokens alone.
+    """
     if not query.is_cuda:
-        return _plain_forward(query, key, value, causal=causal)
+        return _plain_forward(query, key, value, causal=causal, window=window)
+    assert not window
     if query.dtype is torch.float32:  # FlashAttention-2 has 16-bit formats alone
         return wide_forward(query, key, value, causal=causal)
     return flash_forward(query, key, value, causal=causal)
 
 
 def attention_backward(
-    gradient: Tensor, attended: Attended, *, causal: bool
+    gradient: Tensor, attended: Attended, *, causal: bool, window: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     if not gradient.is_cuda:
-        return _plain_backward(gradient, attended, causal=causal)
+        return _plain_backward(gradient, attended, causal=causal, window=window)
+    assert not window
     if attended.query.dtype is torch.float32:
         return wide_backward(gradient, attended, causal=causal)
     return flash_backward(gradient, attended, causal=causal)
@@ -131,17 +136,29 @@ def wide_backward(
 
 
 def _plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
     heads = query.shape[1]
+    mask = _mask(query, query.shape[2], window) if window else None
     out, log_sum_exp = ATEN._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-        query, _repeated(key, heads), _repeated(value, heads), is_causal=causal
+        query,
+        _repeated(key, heads),
+        _repeated(value, heads),
+        is_causal=causal and mask is None,
+        attn_mask=mask,
     )[:2]
     return out, log_sum_exp.float()
 
 
+def _mask(like: Tensor, tokens: int, window: int) -> Tensor:
+    """Return what scores of a causal window add: nothing where a token sees another."""
+    hidden = torch.full((tokens, tokens), float("-inf"), dtype=like.dtype, device=like.device)
+    earlier = hidden.tril(-window) if window else 0
+    return hidden.triu(1) + earlier
+
+
 def _plain_backward(
-    gradient: Tensor, attended: Attended, *, causal: bool
+    gradient: Tensor, attended: Attended, *, causal: bool, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, groups = attended.query.shape[1], attended.key.shape[1]
     query, key, value, out = (each.float() for each in attended[:4])
@@ -150,7 +167,7 @@ def _plain_backward(
     scale = 1 / sqrt(query.shape[-1])
     scores = query @ wide_key.transpose(-1, -2) * scale
     if causal:
-        scores = scores + torch.full_like(scores[0, 0], float("-inf")).triu(1)
+        scores = scores + _mask(scores, scores.shape[-1], window)
     probabilities = torch.exp(scores - attended.log_sum_exp.unsqueeze(-1))
     row_totals = (incoming * out).sum(-1, keepdim=True)
     slope = probabilities * (incoming @ wide_value.transpose(-1, -2) - row_totals) * scale

@@ -26,14 +26,27 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
 WITHOUT_PROGRAM = "recompute_layers", "expert_overlap", "moment_precision"
 
 QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+PLAIN = (
+    LayerFact.HEAD_NORM,
+    LayerFact.WIDTH_NORM,
+    LayerFact.HEAD_DIM,
+    LayerFact.NORM_PLACES,
+    LayerFact.PARALLEL_MLP,
+    LayerFact.ROTARY_FRACTION,
+    LayerFact.LOGIT_SOFTCAP,
+    LayerFact.SCALED_EMBEDDINGS,
+    LayerFact.WINDOW,
+)
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
-    "fsdp": QWEN,
+    "ddp": PLAIN,
+    "fsdp": (LayerFact.ROUTED_EXPERTS, *PLAIN),
     "megatron-core": (
         *QWEN,
         LayerFact.PREDICTION_LAYERS,
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,
+        LayerFact.WINDOW,
     ),
     "megatron-core-2024": QWEN,
     "torchtitan": QWEN,
@@ -48,6 +61,15 @@ def build_program(request: ProgramRequest) -> RankProgram:
     """
     check_program(request.stack, request.plan)
     check_layers(request.job, request.stack)
+    job = request.job
+    is_windowed = isinstance(job.model, ModelSpec) and LayerFact.WINDOW in job.model.layer_facts(
+        job.seq_len
+    )
+    if is_windowed and request.device.type == "cuda":
+        raise PlanError(
+            f"window={job.transformer.window} has no PyTorch program on GPUs; "
+            "allowed: --backend fake, or gloo"
+        )
     return PROGRAMS[request.stack.name](request)
 
 

@@ -7,6 +7,7 @@ implementations are written for correctness; memory and FLOPs are those of the k
 
 from meshwright.validate.programs.fused.attention import (
     FusedAttention,
+    WindowedAttention,
     flash_attention,
     flash_attention_backward,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "RmsNorm",
     "Rotary",
     "Swiglu",
+    "WindowedAttention",
     "accumulate_weight_gradient",
     "flash_attention",
     "flash_attention_backward",

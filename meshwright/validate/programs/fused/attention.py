@@ -25,7 +25,7 @@ def _log_sum_exp_like(query: Tensor, seq_dim: int) -> Tensor:
 
 @torch.library.custom_op("meshwright::flash_attention", mutates_args=())
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, seq_dim: int, *, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, seq_dim: int, *, causal: bool, window: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output, laid out as *query*, and the log-sum-exp of the scores.
 
@@ -35,16 +35,15 @@ def flash_attention(
         value: As *key*.
         seq_dim: Which dim counts tokens, 0 or 1.
         causal: Whether tokens see only those before them.
+        window: Of these a token sees itself and ``window - 1`` before it; all where it is 0.
     """
     q, k, v = (_to_heads_first(each, seq_dim) for each in (query, key, value))
-    out, log_sum_exp = attention_forward(q, k, v, causal=causal)
+    out, log_sum_exp = attention_forward(q, k, v, causal=causal, window=window)
     return _from_heads_first(out, seq_dim), log_sum_exp.contiguous()
 
 
 @flash_attention.register_fake
-def _(
-    query: Tensor, _key: Tensor, _value: Tensor, seq_dim: int, **_: bool
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, _key: Tensor, _value: Tensor, seq_dim: int, **_: int) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), _log_sum_exp_like(query, seq_dim)
 
 
@@ -55,6 +54,7 @@ def flash_attention_backward(
     seq_dim: int,
     *,
     causal: bool,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
@@ -63,10 +63,12 @@ def flash_attention_backward(
         saved: Query, key, value, output and log-sum-exp of the forward pass.
         seq_dim: As in `flash_attention`.
         causal: As in `flash_attention`.
+        window: As there.
     """
     query, key, value, out = (_to_heads_first(each, seq_dim) for each in saved[:4])
     attended = Attended(query, key, value, out, saved[4])
-    gradients = attention_backward(_to_heads_first(gradient, seq_dim), attended, causal=causal)
+    incoming = _to_heads_first(gradient, seq_dim)
+    gradients = attention_backward(incoming, attended, causal=causal, window=window)
     first, second, third = (
         _from_heads_first(each, seq_dim).to(gradient.dtype) for each in gradients
     )
@@ -75,7 +77,7 @@ def flash_attention_backward(
 
 @flash_attention_backward.register_fake
 def _(
-    _gradient: Tensor, saved: list[Tensor], _seq_dim: int, **_: bool
+    _gradient: Tensor, saved: list[Tensor], _seq_dim: int, **_: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (each.new_empty(each.shape) for each in saved[:3])
     return query, key, value
@@ -88,11 +90,20 @@ def _flash_flops(
     _value: tuple[int, ...],
     seq_dim: int,
     *_: object,
+    window: int = 0,
     **__: object,
 ) -> int:
-    """Two products over the full square, as PyTorch counts attention."""
+    """Two products over the full square, as PyTorch counts attention.
+
+    That is twice what a causal mask leaves, and with a window twice what both leave but for the
+    diagonal, as predicted FLOPs have it.
+    """
     batch, heads, width = query[1 - seq_dim], query[2], query[3]
-    return 4 * batch * heads * query[seq_dim] * key[seq_dim] * width
+    rows, seen = query[seq_dim], key[seq_dim]
+    scores = rows * seen
+    if 0 < window < seen:
+        scores = window * (2 * rows - window)
+    return 4 * batch * heads * scores * width
 
 
 @register_flop_formula(torch.ops.meshwright.flash_attention_backward)
@@ -101,10 +112,25 @@ def _flash_backward_flops(
     saved: list[tuple[int, ...]],
     seq_dim: int,
     *_: object,
+    window: int = 0,
     **__: object,
 ) -> int:
     """Five products: the scores again, and four gradients."""
-    return _flash_flops(saved[0], saved[1], saved[2], seq_dim) * 5 // 2
+    return _flash_flops(saved[0], saved[1], saved[2], seq_dim, window=window) * 5 // 2
+
+
+def _attended(
+    ctx: Context,
+    given: tuple[Tensor, Tensor, Tensor],
+    seq_dim: int,
+    *,
+    causal: bool,
+    window: int = 0,
+) -> Tensor:
+    out, log_sum_exp = flash_attention(*given, seq_dim, causal=causal, window=window)
+    ctx.save_for_backward(*given, out, log_sum_exp)
+    ctx.seq_dim, ctx.causal, ctx.window = seq_dim, causal, window
+    return out
 
 
 class FusedAttention(AutogradFunction):
@@ -120,16 +146,24 @@ class FusedAttention(AutogradFunction):
         causal: bool,  # noqa: FBT001 - autograd passes positions only
     ) -> Tensor:
         """Return the output, laid out as *query*."""
-        out, log_sum_exp = flash_attention(query, key, value, seq_dim, causal=causal)
-        ctx.save_for_backward(query, key, value, out, log_sum_exp)
-        ctx.seq_dim, ctx.causal = seq_dim, causal
-        return out
+        return _attended(ctx, (query, key, value), seq_dim, causal=causal)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key and value."""
         saved = list(ctx.saved_tensors)
         gradients = flash_attention_backward(
-            gradient.contiguous(), saved, ctx.seq_dim, causal=ctx.causal
+            gradient.contiguous(), saved, ctx.seq_dim, causal=ctx.causal, window=ctx.window
         )
         return (*gradients, None, None)
+
+
+class WindowedAttention(FusedAttention):
+    """Causal attention to a window of tokens; keeps the same."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, query: Tensor, key: Tensor, value: Tensor, seq_dim: int, window: int
+    ) -> Tensor:
+        """Return the output, laid out as *query*."""
+        return _attended(ctx, (query, key, value), seq_dim, causal=True, window=window)

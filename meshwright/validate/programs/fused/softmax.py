@@ -7,12 +7,17 @@ from meshwright.validate.programs.fused.autograd_function import AutogradFunctio
 
 
 @torch.library.custom_op("meshwright::causal_softmax", mutates_args=())
-def causal_softmax(scores: Tensor, scale: float, *, causal: bool) -> Tensor:
-    """Return the probabilities of ``scale * scores``, ``[batch * heads, tokens, tokens]``."""
+def causal_softmax(scores: Tensor, scale: float, *, causal: bool, window: int = 0) -> Tensor:
+    """Return the probabilities of ``scale * scores``, ``[batch * heads, tokens, tokens]``.
+
+    With a *window* a token sees itself and ``window - 1`` before it, if it sees no later ones.
+    """
     scaled = scores * scale
     if causal:
-        later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
-        scaled.masked_fill_(later, float("-inf"))
+        square = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
+        scaled.masked_fill_(square.triu(1), float("-inf"))
+        if window:
+            scaled.masked_fill_(square.tril(-window), float("-inf"))
     # By its public name autocast on GPUs would give fp32.
     probabilities: Tensor = torch.ops.aten._softmax(  # noqa: SLF001
         scaled, -1, half_to_float=False
@@ -21,7 +26,7 @@ def causal_softmax(scores: Tensor, scale: float, *, causal: bool) -> Tensor:
 
 
 @causal_softmax.register_fake
-def _(scores: Tensor, _scale: float, **_: bool) -> Tensor:
+def _(scores: Tensor, _scale: float, **_: int) -> Tensor:
     return torch.empty_like(scores)
 
 
@@ -43,9 +48,15 @@ class CausalSoftmax(AutogradFunction):
     """Scale, mask and softmax in one kernel; keeps the probabilities alone."""
 
     @staticmethod
-    def forward(ctx: Context, scores: Tensor, scale: float, causal: bool) -> Tensor:  # noqa: FBT001
+    def forward(
+        ctx: Context,
+        scores: Tensor,
+        scale: float,
+        causal: bool,  # noqa: FBT001
+        window: int = 0,
+    ) -> Tensor:
         """Return the probabilities."""
-        probabilities = causal_softmax(scores, scale, causal=causal)
+        probabilities = causal_softmax(scores, scale, causal=causal, window=window)
         ctx.save_for_backward(probabilities)
         ctx.scale = scale
         return probabilities
@@ -54,4 +65,4 @@ class CausalSoftmax(AutogradFunction):
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the scores."""
         (probabilities,) = ctx.saved_tensors
-        return softmax_backward(gradient, probabilities, ctx.scale), None, None
+        return softmax_backward(gradient, probabilities, ctx.scale), None, None, None

@@ -37,15 +37,13 @@ class PredictionLayer(nn.Module):
     DeepSeek-V3, arXiv 2412.19437, 2.2; names as in Megatron-Core's MultiTokenPredictionLayer.
     """
 
-    def __init__(
-        self, model: ModelSpec, options: LayerOptions, parts: Parts, *, has_experts: bool
-    ) -> None:
+    def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
         super().__init__()
         width = model.hidden_size
         self.enorm = parts.norm(model, width)
         self.hnorm = parts.norm(model, width)
         self.eh_proj = parts.column_linear(2 * width, width, bias=False)
-        self.layer = TransformerLayer(model, options, parts, has_experts=has_experts)
+        self.layer = TransformerLayer(model, options, parts, model.layer_runs[-1].kind)
         self.prediction_norm = parts.norm(model, width)
         self.gathered = parts.gathered_columns
 
@@ -70,12 +68,9 @@ class Predictions(nn.Module):
         self, model: ModelSpec, options: LayerOptions, parts: Parts, embedding: nn.Module | None
     ) -> None:
         super().__init__()
-        number, experts = model.prediction_layers, model.experts
-        has_experts = experts is not None and experts.has_layer(model.num_layers - 1)
+        number = model.prediction_layers
         self.embedding = parts.embedding(model) if embedding is None else embedding
-        self.layers = nn.ModuleList(
-            PredictionLayer(model, options, parts, has_experts=has_experts) for _ in range(number)
-        )
+        self.layers = nn.ModuleList(PredictionLayer(model, options, parts) for _ in range(number))
         self.weight = LOSS_SCALE / number / options.num_microbatches
         # In Megatron-Core a local name beside those that the loss of the next tokens is made of.
         self.last_logits: Tensor | None = None

@@ -9,10 +9,6 @@ from meshwright.validate.programs.layers.predictions import Predictions
 from meshwright.validate.programs.layers.transformer import LayerOptions, Parts, TransformerLayer
 
 
-def _has_experts(model: ModelSpec, layer: int) -> bool:
-    return model.experts is not None and model.experts.has_layer(layer)
-
-
 class VirtualStage(nn.Module):
     """Consecutive layers, with the embedding before the first and the head after the last.
 
@@ -37,13 +33,9 @@ class VirtualStage(nn.Module):
     ) -> None:
         super().__init__()
         self.embedding = parts.embedding(model) if has_embedding else None
+        kinds = [run.kind for run in model.layer_runs for _ in range(run.num_blocks)]
         self.layers = nn.ModuleDict(
-            {
-                str(index): TransformerLayer(
-                    model, options, parts, has_experts=_has_experts(model, index)
-                )
-                for index in layers
-            }
+            {str(index): TransformerLayer(model, options, parts, kinds[index]) for index in layers}
         )
         predictions = None
         if has_head and model.prediction_layers:

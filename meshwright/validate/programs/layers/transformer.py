@@ -11,7 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import ModelSpec
-from meshwright.validate.programs.fused import CausalSoftmax, FusedAttention, Rotary, Swiglu
+from meshwright.simulator.model import EXPERT_LAYERS, WINDOWED_LAYERS, BlockKind
+from meshwright.validate.programs.fused import (
+    CausalSoftmax,
+    FusedAttention,
+    Rotary,
+    Swiglu,
+    WindowedAttention,
+)
 from meshwright.validate.programs.layers.selective_recompute import operator_contexts
 
 ROTARY_BASE = 10_000.0
@@ -42,8 +49,8 @@ class Parts(Protocol):
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a linear layer whose inputs are split where tensor parallelism is by hand."""
 
-    def attention_core(self, model: ModelSpec, options: "LayerOptions") -> nn.Module:
-        """Return the module from queries, keys and values to the attention."""
+    def attention_core(self, model: ModelSpec, options: "LayerOptions", window: int) -> nn.Module:
+        """Return the module from queries, keys and values to attention to a *window*, 0 for all."""
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation between the two products of an MLP."""
@@ -93,9 +100,11 @@ class LayerOptions:
 class AttentionCore(nn.Module):
     """Scores, softmax and values: the part without weights."""
 
-    def __init__(self, model: ModelSpec, options: LayerOptions, seq_dim: int) -> None:
+    def __init__(
+        self, model: ModelSpec, options: LayerOptions, seq_dim: int, window: int = 0
+    ) -> None:
         super().__init__()
-        self.causal = model.causal
+        self.causal, self.window = model.causal, window
         self.scale = 1 / sqrt(model.head_dim)
         self.seq_dim = seq_dim
         self.flash = options.attention is Attention.FLASH
@@ -104,12 +113,17 @@ class AttentionCore(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return ``[.., .., heads, width]`` laid out as *query*."""
         if self.flash:
-            out: Tensor = FusedAttention.apply(query, key, value, self.seq_dim, self.causal)
+            given = query, key, value, self.seq_dim
+            out: Tensor = (
+                WindowedAttention.apply(*given, self.window)
+                if self.window
+                else FusedAttention.apply(*given, self.causal)
+            )
             return out
         heads = query.shape[2]
         q, k, v = (self._batched(_repeat(each, heads)) for each in (query, key, value))
         scores = torch.bmm(q, k.transpose(1, 2))
-        weights = CausalSoftmax.apply(scores, self.scale, self.causal)
+        weights = CausalSoftmax.apply(scores, self.scale, self.causal, self.window)
         del scores
         if self.dropout and self.training:
             weights = torch.native_dropout(weights, self.dropout, train=True)[0]
@@ -144,7 +158,9 @@ class SquaredRelu(nn.Module):
 class SelfAttention(nn.Module):
     """Projections around the attention core; local heads follow from the width that arrives."""
 
-    def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
+    def __init__(
+        self, model: ModelSpec, options: LayerOptions, parts: Parts, kind: BlockKind
+    ) -> None:
         super().__init__()
         width, query_width = model.hidden_size, model.query_hidden_size
         kv_width, bias = model.kv_hidden_size, model.attention_bias
@@ -160,17 +176,20 @@ class SelfAttention(nn.Module):
             self.query = parts.column_linear(width, query_width, bias=bias)
             self.key = parts.column_linear(width, kv_width, bias=bias)
             self.value = parts.column_linear(width, kv_width, bias=bias)
-        self.norms_heads = model.qk_norm == "head"
-        if self.norms_heads:
-            self.query_norm = parts.norm(model, self.head_dim)
-            self.key_norm = parts.norm(model, self.head_dim)
-        self.core = parts.attention_core(model, options)
+        self.qk_norm = model.qk_norm
+        if self.qk_norm != "none":
+            is_whole = self.qk_norm == "width"
+            self.query_norm = parts.norm(model, query_width if is_whole else self.head_dim)
+            self.key_norm = parts.norm(model, kv_width if is_whole else self.head_dim)
+        self.core = parts.attention_core(
+            model, options, model.window if kind in WINDOWED_LAYERS else 0
+        )
         self.output = parts.row_linear(query_width, width, bias=model.output_bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the projected attention of normalised activations."""
         query, key, value = self._projected(inputs)
-        if self.norms_heads:
+        if self.qk_norm == "head":
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary:
             query, key = (Rotary.apply(each, *self.place) for each in (query, key))
@@ -188,11 +207,15 @@ class SelfAttention(nn.Module):
         A fused projection holds, for each group of heads, its queries, its key and its value.
         """
         if not self.fused:
-            query, key, value = (
-                each(inputs).unflatten(-1, (-1, self.head_dim))
-                for each in (self.query, self.key, self.value)
+            query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
+            if self.qk_norm == "width":
+                query, key = self.query_norm(query), self.key_norm(key)
+            by_heads = (-1, self.head_dim)
+            return (
+                query.unflatten(-1, by_heads),
+                key.unflatten(-1, by_heads),
+                value.unflatten(-1, by_heads),
             )
-            return query, key, value
         grouped = self.qkv(inputs).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
         query, key, value = grouped.split([self.queries_per_group, 1, 1], dim=3)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
@@ -234,32 +257,52 @@ class Mlp(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """One transformer layer with its norms before attention and MLP, or experts."""
+    """One transformer layer: norms before attention and MLP, or experts, after them, or both.
+
+    An MLP beside attention reads what that does, or a norm of its own.
+    """
 
     def __init__(
-        self, model: ModelSpec, options: LayerOptions, parts: Parts, *, has_experts: bool = False
+        self, model: ModelSpec, options: LayerOptions, parts: Parts, kind: BlockKind
     ) -> None:
         super().__init__()
-        self.attention_norm = parts.norm(model, model.hidden_size)
-        self.attention = SelfAttention(model, options, parts)
-        self.mlp_norm = parts.norm(model, model.hidden_size)
-        mlp = None if has_experts else Mlp(model, parts)
+        self.is_beside = model.parallel_mlp != "no"
+
+        def norm(*, is_there: bool) -> nn.Module:
+            return parts.norm(model, model.hidden_size) if is_there else nn.Identity()
+
+        before, after = model.norm_places != "after", model.norm_places != "before"
+        self.attention_norm = norm(is_there=before)
+        self.attention = SelfAttention(model, options, parts, kind)
+        self.attention_output_norm = norm(is_there=after)
+        self.mlp_norm = norm(is_there=before and model.parallel_mlp != "one norm")
+        mlp = None if kind in EXPERT_LAYERS else Mlp(model, parts)
         self.mlp = parts.experts(model) if mlp is None else mlp
-        self.add_attention = parts.residual_add(self.attention.output, dropout=options.dropout)
+        self.mlp_out_norm = norm(is_there=after)
+        dropout = 0.0 if self.is_beside else options.dropout
+        self.add_attention = parts.residual_add(self.attention.output, dropout=dropout)
         self.add_mlp = parts.residual_add(
-            self.mlp if mlp is None else mlp.contract, dropout=options.dropout
+            self.mlp if mlp is None else mlp.contract, dropout=dropout
         )
         self.keeps_operators = options.recompute is Recompute.SELECTIVE_OP
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the activations after the layer."""
+        run = self._run_beside if self.is_beside else self._run
         if not (self.keeps_operators and self.training):
-            return self._run(inputs)
-        out: Tensor = checkpoint(
-            self._run, inputs, use_reentrant=False, context_fn=operator_contexts
-        )
+            return run(inputs)
+        out: Tensor = checkpoint(run, inputs, use_reentrant=False, context_fn=operator_contexts)
         return out
 
     def _run(self, inputs: Tensor) -> Tensor:
-        middle = self.add_attention(self.attention(self.attention_norm(inputs)), inputs)
-        return self.add_mlp(self.mlp(self.mlp_norm(middle)), middle)
+        attended = self.attention_output_norm(self.attention(self.attention_norm(inputs)))
+        middle = self.add_attention(attended, inputs)
+        del attended
+        return self.add_mlp(self.mlp_out_norm(self.mlp(self.mlp_norm(middle))), middle)
+
+    def _run_beside(self, inputs: Tensor) -> Tensor:
+        normed = self.attention_norm(inputs)
+        attended = self.attention(normed)
+        has_own = not isinstance(self.mlp_norm, nn.Identity)
+        made = self.mlp(self.mlp_norm(inputs) if has_own else normed)
+        return self.add_mlp(self.add_attention(made, attended), inputs)

@@ -219,9 +219,9 @@ class MegatronParts:
         """Return a row-parallel layer."""
         return RowLinear(inputs // self.tp.size, outputs, self.tp, self.sink, bias=bias)
 
-    def attention_core(self, model: ModelSpec, options: LayerOptions) -> nn.Module:
+    def attention_core(self, model: ModelSpec, options: LayerOptions, window: int) -> nn.Module:
         """Return the core of attention to the tokens of all context-parallel ranks."""
-        core = AttentionCore(model, options, self.seq_dim)
+        core = AttentionCore(model, options, self.seq_dim, window)
         if self.cp is None or self.cp.way is None:
             return core
         if self.cp.way is ContextParallel.ALL_TO_ALL:

@@ -1,6 +1,7 @@
 """Layers of PyTorch's own modules, for one rank or to be split from outside, and their weights."""
 
 import re
+from math import sqrt
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from meshwright.validate.programs.pytorch.context import RotatedCore
 from meshwright.validate.programs.pytorch.loss import token_loss
 
 NORM_EPSILON = 1e-5
+NORMS = "attention_norm", "attention_output_norm", "mlp_norm", "mlp_out_norm"
 PREDICTION_NORMS = "enorm", "hnorm", "prediction_norm"
 
 
@@ -77,10 +79,13 @@ class Embedding(nn.Module):
         learned = model.positions == "learned"
         self.positions = nn.Embedding(model.max_positions, model.hidden_size) if learned else None
         self.dropout = dropout
+        self.scale = sqrt(model.hidden_size) if model.scaled_embeddings else None
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the activations before the first layer."""
         hidden: Tensor = self.words(ids)
+        if self.scale is not None:
+            hidden = hidden * self.scale
         if self.positions is not None:
             part = ids.shape[1] // len(self.starts)
             places = [torch.arange(start, start + part, device=ids.device) for start in self.starts]
@@ -89,20 +94,27 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and the output matrix."""
+    """The final norm and the output matrix, whose logits a soft cap may bend."""
 
     def __init__(
-        self, norm: nn.Module, width: int, vocab_size: int, predictions: nn.Module | None = None
+        self,
+        norm: nn.Module,
+        model: ModelSpec,
+        vocab_size: int,
+        predictions: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.norm, self.predictions = norm, predictions
-        self.output = nn.Linear(width, vocab_size, bias=False)
+        self.output = nn.Linear(model.hidden_size, vocab_size, bias=False)
+        self.cap = model.logit_softcap
 
     def forward(self, hidden: Tensor, *read: Tensor) -> Tensor:
         """Return the logits."""
         hidden = self.norm(hidden)
         if self.predictions is not None:
             hidden = self.predictions(hidden, *read, self.output)
+        if self.cap:
+            return torch.tanh(self.output(hidden) / self.cap) * self.cap
         logits: Tensor = self.output(hidden)
         return logits
 
@@ -152,10 +164,10 @@ class PlainParts:
         """Return a whole linear layer."""
         return nn.Linear(inputs, outputs, bias=bias)
 
-    def attention_core(self, model: ModelSpec, options: LayerOptions) -> nn.Module:
+    def attention_core(self, model: ModelSpec, options: LayerOptions, window: int) -> nn.Module:
         """Return the module from queries, keys and values to the attention."""
         if self.cp is None or self.cp.way is None:
-            return AttentionCore(model, options, self.seq_dim)
+            return AttentionCore(model, options, self.seq_dim, window)
         return RotatedCore(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
@@ -186,8 +198,7 @@ class PlainParts:
 
     def head(self, model: ModelSpec, predictions: nn.Module | None = None) -> nn.Module:
         """Return the module from activations to logits, final norm included."""
-        width = model.hidden_size
-        return Head(self.norm(model, width), width, self.vocab_size, predictions)
+        return Head(self.norm(model, model.hidden_size), model, self.vocab_size, predictions)
 
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return *values*, which are whole."""
@@ -273,17 +284,19 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
     if module in ("gate", "expand"):
         whole = _initial(f"{layer}mlp_in.{tensor}", ffn * (1 + model.gated_mlp), width)
         return whole[-ffn:] if module == "expand" else whole[:ffn]
+    wide = model.qk_norm == "width"
+    query_norm, key_norm = (
+        (model.query_hidden_size, model.kv_hidden_size) if wide else (model.head_dim,) * 2
+    )
     canonical, outputs, inputs = {
         "words": ("word_embedding", model.vocab_size, width),
         "positions": ("position_embedding", model.max_positions, width),
-        "attention_norm": (f"{layer}attention_norm", width, 0),
         "output": (f"{layer}attention_output", width, model.query_hidden_size),
-        "query_norm": (f"{layer}query_norm", model.head_dim, 0),
-        "key_norm": (f"{layer}key_norm", model.head_dim, 0),
-        "mlp_norm": (f"{layer}mlp_norm", width, 0),
+        "query_norm": (f"{layer}query_norm", query_norm, 0),
+        "key_norm": (f"{layer}key_norm", key_norm, 0),
         "contract": (f"{layer}mlp_out", width, ffn),
         "norm": ("final_norm", width, 0),
-        **{name: (f"{layer}{name}", width, 0) for name in PREDICTION_NORMS},
+        **{name: (f"{layer}{name}", width, 0) for name in (*NORMS, *PREDICTION_NORMS)},
         "eh_proj": (f"{layer}eh_proj", width, 2 * width),
     }[module]
     return _initial(f"{canonical}.{tensor}", outputs, inputs)

@@ -24,6 +24,7 @@ from meshwright.simulator.layout import (
     reshards_units,
     syncs_by_default,
 )
+from meshwright.simulator.model import FUSED_MLP
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import RoutedGroup, refuse_routing
 from meshwright.validate.programs.layers import VirtualStage
@@ -95,6 +96,11 @@ def refuse_unsupported(request: ProgramRequest) -> None:
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
         (model.embedding_norm, "embedding_norm", "True; allowed: False"),
+        (
+            model.spelling in FUSED_MLP and request.stack.transformers_layers,
+            "spelling",
+            f"{model.spelling}, whose gate and value are one product; allowed: llama",
+        ),
         (model.qk_norm == "head" and plan.tp > 1, "qk_norm=head and tp", f"{plan.tp}; allowed: 1"),
         (
             model.num_kv_heads % plan.tp > 0,
@@ -135,7 +141,7 @@ class DdpProgram:
             tie_embeddings(stage)
         if request.stack.broadcasts_buffers and request.job.transformer.positions == "rotary":
             # Those of transformers have them as buffers; the layers here make their own.
-            width = request.job.transformer.head_dim // 2
+            width = request.job.transformer.rotary_dim // 2
             for name in ("frequencies", "first_frequencies"):
                 stage.register_buffer(name, torch.zeros(width, device=device), persistent=False)
         bucket_bytes = request.stack.gradient_bucket_parameters * GRADIENT_BYTES

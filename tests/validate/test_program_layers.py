@@ -1,0 +1,73 @@
+"""Layers beyond those of GPT and Llama: fake ranks count what the simulator says of them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_agreement_gloo import FALCON, GEMMA, LLAMA, NEOX, OLMO, WINDOWED, saved  # noqa: E402
+
+from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
+from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
+from meshwright.simulator import ModelSpec, PlanError  # noqa: E402
+from meshwright.validate.comparison.checks import CheckVerdict, compare_rank  # noqa: E402
+from meshwright.validate.programs.build import build_program  # noqa: E402
+from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
+from meshwright.validate.ranks.prediction import default_ranks, predict_ranks  # noqa: E402
+from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
+
+TOKENS = 512  # so many that activations weigh
+SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "ffn_hidden_size": 512}
+
+
+def wide(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
+    """Return a plan of a model that is wide enough for a peak to compare."""
+    usual = {"dp": 2, "microbatch_size": 2}
+    case = saved(model.model_copy(update=SIZES), stack, **(usual | fields))
+    return replace(case, job=replace(case.job, seq_len=TOKENS, precision=Precision.BF16))
+
+
+CASES = {
+    "windows": wide(WINDOWED, "megatron-core", tp=2, sequence_parallel=True),
+    "windows over cp": wide(WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_TO_ALL),
+    "windows of scores": wide(WINDOWED, "megatron-core", attention=Attention.UNFUSED),
+    "norms after, of all heads": wide(OLMO, "fsdp"),
+    "norms before and after, caps, scales": wide(GEMMA, "ddp"),
+    "one norm of both": wide(FALCON, "fsdp", recompute=Recompute.FULL),
+    "two norms of both": wide(
+        NEOX.model_copy(update={"positions": "rotary", "rotary_fraction": 0.25}), "ddp"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_of_such_layers_counts_what_the_simulator_says(name: str) -> None:
+    case = CASES[name]
+    ranks = default_ranks(case.plan)
+    predicted = predict_ranks(case, ranks)
+    for measured in measure_fakes(case, ranks):
+        checks = compare_rank(predicted[measured.rank], measured)
+        assert [each for each in checks if each.verdict is CheckVerdict.FAILED] == []
+
+
+def test_windows_on_gpus_are_refused_by_name() -> None:
+    case = CASES["windows"]
+    asked = ProgramRequest(
+        job=case.job,
+        plan=case.plan,
+        stack=case.stack,
+        rank=0,
+        device=torch.device("cuda"),
+        initialise=False,
+        num_microbatches=1,
+    )
+    with pytest.raises(PlanError, match="window=5 has no PyTorch program on GPUs"):
+        build_program(asked)
+
+
+def test_gates_in_one_product_with_values_are_refused_by_name() -> None:
+    fused = wide(LLAMA.model_copy(update={"spelling": "phi3"}), "fsdp")
+    with pytest.raises(PlanError, match=r"no PyTorch program with spelling=phi3, whose gate"):
+        next(iter(measure_fakes(fused, [0])))
