@@ -1,21 +1,54 @@
-"""What docs/clusters.md and docs/run_on_a_cluster.md show: a mistake, and files to start a run."""
+"""What docs/clusters.md and docs/run_on_a_cluster.md show: defaults, a mistake, files of a run."""
 
+import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from documents.pages import DocumentError
-from documents.tables import block
+from documents.tables import block, table
 from documents.terminal import Terminal, run, scratch_folder
-from meshwright import ProfileError, list_clusters, load_cluster
+from meshwright import ProfileError, list_clusters, list_stacks, load_cluster
 
 # The plan of docs/run_on_a_cluster.md, 16 ranks on two nodes of 8, and its number of steps.
 PLAN = ("gpt2", "--cluster", "dgx-a100", "--gpus", "16", "--tp", "4", "--pp", "2")
 BATCH, STEPS = ("--global-batch", "8"), ("--steps", "3")
+# What stacks are asked for on each cluster.
+STEP = ("simulate", "gpt2", "--gpus", "4", "--global-batch", "8")
+
+
+def stack_defaults() -> str:
+    """Return precision and attention of each stack, a column for clusters that are alike."""
+    devices: dict[str, list[str]] = {}
+    for name in list_clusters():
+        devices.setdefault(load_cluster(name).device.name, []).append(name)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for clusters in devices.values():
+        column = tuple(_cell(stack, clusters[0]) for stack in list_stacks())
+        alike.setdefault(column, []).extend(clusters)
+    head = ("stack", *(_names(clusters) for clusters in alike.values()))
+    return table(head, zip(map(_code, list_stacks()), *alike, strict=True))
+
+
+def _cell(stack: str, cluster: str) -> str:
+    try:
+        step = json.loads(run([*STEP, "--cluster", cluster, "--stack", stack, "--json", "-"]))
+    except DocumentError as error:
+        return str(error).partition("error: ")[2]
+    return f"{step['job']['precision']}, {step['plan']['attention']}"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(map(_code, names))
+
+
+def _code(name: str) -> str:
+    return f"`{name}`"
 
 
 def silent_hosts() -> str:
     """Return the clusters that say nothing of their hosts, as words."""
-    names = [f"`{name}`" for name in list_clusters() if load_cluster(name).host_link is None]
+    names = [_code(name) for name in list_clusters() if load_cluster(name).host_link is None]
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
