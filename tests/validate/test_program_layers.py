@@ -7,15 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from fake_checks import failed_on_fakes  # noqa: E402
 from test_agreement_gloo import FALCON, GEMMA, LLAMA, NEOX, OLMO, WINDOWED, saved  # noqa: E402
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, PlanError  # noqa: E402
-from meshwright.validate.comparison.checks import CheckVerdict, compare_rank  # noqa: E402
 from meshwright.validate.programs.build import build_program  # noqa: E402
 from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
-from meshwright.validate.ranks.prediction import default_ranks, predict_ranks  # noqa: E402
 from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 
 TOKENS = 512  # so many that activations weigh
@@ -44,12 +43,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_of_such_layers_counts_what_the_simulator_says(name: str) -> None:
-    case = CASES[name]
-    ranks = default_ranks(case.plan)
-    predicted = predict_ranks(case, ranks)
-    for measured in measure_fakes(case, ranks):
-        checks = compare_rank(predicted[measured.rank], measured)
-        assert [each for each in checks if each.verdict is CheckVerdict.FAILED] == []
+    assert failed_on_fakes(CASES[name]) == []
 
 
 def test_windows_on_gpus_are_refused_by_name() -> None:
