@@ -12,7 +12,7 @@ from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
 from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import HeldSpans, PipelinePlace, held_spans
+from meshwright.simulator.memory import PipelinePlace, held_spans
 from meshwright.simulator.model import BlockKind
 
 # An interleaved order repeats itself with every group of g microbatches once its warm-up is over;
@@ -156,13 +156,15 @@ def _walked(
     holds = messages is not None
     rank, vpp = (role.first, pipeline.pp), len(role.stages)
     orders = [_order(pipeline.schedule, *rank, each, vpp, holds=holds) for each in num_microbatches]
-    is_backward, virtual_stage, numbers = map(np.concatenate, zip(*orders, strict=True))
-    order = np.repeat(np.arange(len(orders)), [len(phases) for phases, _, _ in orders])
-    own = counts[virtual_stage]
+    is_backward, virtual_stage = (
+        np.concatenate(each) for each in list(zip(*orders, strict=True))[:2]
+    )
+    lengths = [len(each.is_backward) for each in orders]
+    order, own = np.repeat(np.arange(len(orders)), lengths), counts[virtual_stage]
     # While a pass runs it keeps its own blocks: a forward pass already, a backward pass still.
     # When an order is over nothing is kept, so that the next one's sums begin with none.
     kept = np.where(is_backward[:, None], -own, own).cumsum(axis=0) + own * is_backward[:, None]
-    held = [] if messages is None else [numbers @ messages.of(role.stages)]
+    held = [] if messages is None else [_held(orders, lengths, messages.of(role.stages))]
     found = np.column_stack([kept, *held, is_backward, places[virtual_stage]])
     pairs = [pipeline.schedule.pairs(*rank, each, vpp) for each in num_microbatches]
     if any(pairs):
@@ -188,32 +190,52 @@ def _with_pairs(
     return np.delete(found, made + 1, axis=0)
 
 
+class _Order(NamedTuple):
+    """What a rank runs, by action, and the messages that it holds meanwhile.
+
+    ``spans`` are those of `HeldSpans`: starts, ends, sources and times.
+    """
+
+    is_backward: NDArray[np.bool_]
+    virtual_stage: Column
+    spans: NDArray[np.int64]
+
+
 @lru_cache(maxsize=1024)
 def _order(
     schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, vpp: int, *, holds: bool
-) -> tuple[NDArray[np.bool_], Column, NDArray[np.int64]]:
-    """Return of each action of a rank whether it is a backward pass, and its virtual stage.
-
-    Last how many messages it *holds* then, if any, a column for each source of `HeldSpans`.
-    """
+) -> _Order:
+    """Return what a rank runs, with messages if it *holds* any."""
     actions = schedule.rank_actions(pp_rank, pp, num_microbatches, vpp)
     phases, virtual_stages, _ = zip(*actions, strict=True)
     backward = Phase.BACKWARD  # looked up once
     is_backward = np.array([phase is backward for phase in phases])
-    held = list(held_spans(actions, PipelinePlace(pp_rank, pp))) if holds else []
-    return is_backward, np.array(virtual_stages, np.int64), _held(held, len(actions), 2 * vpp)
+    held = held_spans(actions, PipelinePlace(pp_rank, pp)) if holds else ()
+    spans = [np.array([*each[:-1], [each.times] * len(each.starts)], np.int64) for each in held]
+    found = np.concatenate([*spans, np.empty((4, 0), np.int64)], axis=1)
+    lasts = found[1] > found[0]
+    return _Order(is_backward, np.array(virtual_stages, np.int64), found[:, lasts])
 
 
-def _held(held: Sequence[HeldSpans], num_actions: int, num_sources: int) -> NDArray[np.int64]:
-    """Return how many messages of each source are held in each action."""
-    times = [np.full(len(each.starts), each.times) for each in held]
-    spans = [np.array(each[:-1], np.int64) for each in held]
-    starts, ends, sources = np.concatenate([*spans, np.empty((3, 0), np.int64)], axis=1)
-    change = np.concatenate([*times, np.empty(0, np.int64)]) * (ends > starts)
-    places = np.concatenate([starts, ends]) * num_sources + np.tile(sources, 2)
-    size = num_actions + 1, num_sources
+def _held(
+    orders: Sequence[_Order], lengths: Sequence[int], columns: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return how many messages of each column are held in each action of *orders*.
+
+    Args:
+        orders: One after the other.
+        lengths: How many actions each has.
+        columns: 1 in the column of each source of `HeldSpans`; zeros where it is none.
+    """
+    begins = np.cumsum([0, *lengths])
+    of_order = np.repeat(begins[:-1], [each.spans.shape[1] for each in orders])
+    starts, ends, sources, times = np.concatenate([each.spans for each in orders], axis=1)
+    size = begins[-1] + 1, columns.shape[1]
+    places = np.concatenate([starts + of_order, ends + of_order]) * size[1]
+    places += np.tile(columns.argmax(axis=1)[sources], 2)
+    times = times * columns.any(axis=1)[sources]
     # Sums of small whole numbers, which are exact as floats.
-    changes = np.bincount(places, np.concatenate([change, -change]), minlength=prod(size))
+    changes = np.bincount(places, np.concatenate([times, -times]), minlength=prod(size))
     return changes.astype(np.int64).reshape(size)[:-1].cumsum(axis=0)
 
 
