@@ -1,101 +1,195 @@
-"""Up-projections of latents that run again: Megatron-Core's checkpoint, torchtitan's layers.
+"""Megatron-Core's own latent attention against the graph's: every byte, FLOP and call.
 
-Megatron-Core's own latent attention is of Transformer Engine's layers, which need a GPU; around
-what its `qkv_up_proj_and_rope_apply` runs (megatron/core/transformer/multi_latent_attention.py,
-core 0.16) stands its own CheckpointWithoutOutput, given up behind attention as there.
+What is of Transformer Engine there needs a GPU and is stood for: layers whose weights each tensor
+rank has whole, norms, attention, and the kernel that turns queries and keys. The rest is Megatron-
+Core's: its products, gathers of latents, copies of values, and its checkpoint of up-projections.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from block_graph import as_measured
 from block_witness import Given, Measured, count_pass
-from torch import Tensor
-from torchtitan.models.deepseek_v3.model import model as deepseek
+from torch import Tensor, nn
+from torch.nn import functional
 from witnesses import megatron_job
-from witnesses.expert_layers import LATENT, NUM_SEQUENCES, TOKENS, Run
+from witnesses.boundary import modules_converted, values_answered
+from witnesses.expert_layers import LATENT, NUM_SEQUENCES, TOKENS
 
-from meshwright.hwprofiles import Attention, Kernels, Precision, RecomputeModule, load_stack
+from meshwright.hwprofiles import Attention, Precision, RecomputeModule, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.dense import Columns, LayerDims, _latent
 from meshwright.simulator.blocks.kinds import lowering_of
 from meshwright.simulator.graph import Backward, Block, Repetition, Tape, WeightGradients
-from meshwright.simulator.model import EXPERT_LAYER
+from meshwright.simulator.layout import Axis
+from meshwright.simulator.model import EXPERT_LAYER, LatentAttention
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.megatron import default_dtype
 
-from megatron.core.tensor_parallel import CheckpointWithoutOutput  # isort: skip
+from megatron.core import parallel_state  # isort: skip  (after what stands for Apex)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # isort: skip
+from megatron.core.transformer import multi_latent_attention as mla  # isort: skip
+from megatron.core.transformer.enums import AttnMaskType  # isort: skip
+from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
 
 UP = RecomputeModule.MLA_UP_PROJ
 
 
-def attention(angles: Tensor, *, again: bool) -> Run:
-    """Return latent attention of torchtitan's layers in the order of Megatron-Core."""
-    latent = LATENT.latent
-    assert latent is not None
-    own = deepseek.Attention(
-        deepseek.DeepSeekV3ModelArgs(
-            dim=LATENT.hidden_size,
-            n_heads=LATENT.num_heads,
-            q_lora_rank=latent.query_rank,
-            kv_lora_rank=latent.kv_rank,
-            qk_nope_head_dim=latent.plain_head_dim,
-            qk_rope_head_dim=latent.rotary_head_dim,
-            v_head_dim=latent.value_head_dim,
-            max_seq_len=TOKENS,
-        )
+class Duplicated(nn.Linear):
+    """A layer whose weight each tensor rank has, for its own tokens."""
+
+    def __init__(self, width: int, out: int, **_: object) -> None:
+        super().__init__(width, out, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(x), None
+
+
+class Norm(nn.RMSNorm):
+    """A norm in one kernel."""
+
+    def __init__(self, hidden_size: int, config: object, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+
+
+class FlashAttention(nn.Module):
+    """Attention in one kernel, of tokens by sequences by heads."""
+
+    def __init__(self, softmax_scale: float, **_: object) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+    ) -> Tensor:
+        given = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        made = functional.scaled_dot_product_attention(*given, is_causal=True, scale=self.scale)
+        return made.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+
+class Angles(nn.Module):
+    """Angles, which all layers share."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+    def get_rotary_seq_len(self, *_: object) -> int:
+        return TOKENS
+
+    def forward(self, *_: object, **__: object) -> Tensor:
+        return torch.empty(0)
+
+
+class Turned(torch.autograd.Function):
+    """What a kernel turns, which keeps nothing."""
+
+    @staticmethod
+    def forward(_ctx: object, x: Tensor) -> Tensor:
+        return x.new_empty(x.shape)
+
+    @staticmethod
+    def backward(_ctx: object, gradient: Tensor) -> Tensor:
+        return gradient.new_empty(gradient.shape)
+
+
+@contextmanager
+def answers(tp: int) -> Iterator[None]:
+    """Let Megatron-Core's attention run on one of *tp* ranks."""
+    stood_for = {
+        "TELinear": Duplicated,
+        "RotaryEmbedding": Angles,
+        "apply_rotary_pos_emb": lambda x, *_, **__: Turned.apply(x),
+    }
+    with fake_cluster(0, tp), values_answered(), modules_converted(), ExitStack() as stack:
+        stack.enter_context(megatron_job.answers())
+        for name, each in stood_for.items():
+            stack.enter_context(patch.object(mla, name, each))
+        yield
+
+
+def attention(latent: LatentAttention, tp: int, *, again: bool) -> mla.MLASelfAttention:
+    """Return latent attention on one of *tp* ranks."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, 1, create_gloo_process_groups=False)
+    config = MLATransformerConfig(
+        num_layers=LATENT.num_layers,
+        hidden_size=LATENT.hidden_size,
+        num_attention_heads=LATENT.num_heads,
+        q_lora_rank=latent.query_rank or None,
+        kv_lora_rank=latent.kv_rank,
+        qk_head_dim=latent.plain_head_dim,
+        qk_pos_emb_head_dim=latent.rotary_head_dim,
+        v_head_dim=latent.value_head_dim,
+        rope_type="rope",
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        add_bias_linear=False,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        recompute_granularity="selective" if again else None,
+        recompute_modules=[UP.value] if again else None,
     )
-    plain, turned, width = latent.plain_head_dim, latent.rotary_head_dim, latent.value_head_dim
-
-    def up(queries: Tensor, pairs: Tensor, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        given = own.wq_b(queries).unflatten(-1, (-1, plain + turned))
-        first, last = given.split([plain, turned], -1)
-        query = torch.cat([first, deepseek.apply_rotary_emb(last, angles)], -1)
-        shared = deepseek.apply_rotary_emb(shared.unsqueeze(2), angles)
-        keys, value = own.wkv_b(pairs).unflatten(-1, (-1, plain + width)).split([plain, width], -1)
-        key = torch.cat([keys, shared.expand(-1, -1, LATENT.num_heads, -1)], -1)
-        return query, key, value
-
-    def run(x: Tensor) -> Tensor:
-        queries = own.wq_a(x)
-        pairs, shared = own.wkv_a(x).split([latent.kv_rank, turned], -1)
-        given = own.q_norm(queries), own.kv_norm(pairs), shared
-        del queries, pairs, shared
-        checkpoint = CheckpointWithoutOutput()
-        made = checkpoint.checkpoint(up, *given) if again else up(*given)
-        del given
-        scale = own.softmax_scale
-        context = own.inner_attention(*(each.transpose(1, 2) for each in made), scale=scale)
-        if again:
-            checkpoint.discard_output_and_register_recompute(context)
-        return own.wo(context.transpose(1, 2).contiguous().flatten(2))
-
-    return run
+    modules = mla.MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=Duplicated,
+        linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_down_proj=Duplicated,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=FlashAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=Norm,
+        kv_layernorm=Norm,
+    )
+    return mla.MLASelfAttention(config, modules, 1, AttnMaskType.causal)
 
 
-def counted(*, again: bool) -> Measured:
-    """Return what these layers do with tokens."""
-    with fake_cluster(0, 1), megatron_job.answers():
-        angles = torch.empty(TOKENS, 4, dtype=torch.complex64)
+def counted(latent: LatentAttention, tp: int, *, again: bool) -> Measured:
+    """Return what it does with a rank's tokens."""
+    with answers(tp):
         with default_dtype(torch.bfloat16):
-            run = attention(angles, again=again)
-        return count_pass(run, [Given((NUM_SEQUENCES, TOKENS, LATENT.hidden_size))], RankOracle({}))
+            own = attention(latent, tp, again=again)
+        given = Given((TOKENS // tp, NUM_SEQUENCES, LATENT.hidden_size))
+        groups = {(0, 1): "tp"} if tp > 1 else {}
+        found = count_pass(lambda x: own(x, None)[0], [given], RankOracle(groups))
+    if tp == 1:
+        return found
+    # Its products gather their inputs in one buffer that stays; Transformer Engine's do not.
+    width = max(latent.query_rank or LATENT.hidden_size, latent.kv_rank)
+    buffer = 2 * NUM_SEQUENCES * TOKENS * width
+    return replace(
+        found,
+        saved_bytes=found.saved_bytes - buffer,
+        forward_peak_bytes=found.forward_peak_bytes - buffer,
+        backward_peak_bytes=found.backward_peak_bytes - buffer,
+        left_bytes=found.left_bytes - buffer,
+    )
 
 
-def derived(*, again: bool) -> Measured:
-    """Return what the graph says of them."""
+def derived(latent: LatentAttention, tp: int, *, again: bool) -> Measured:
+    """Return what the graph says of it."""
+    model = LATENT.model_copy(update={"latent": latent})
     job = TrainingJob(
-        model=LATENT, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS, precision=Precision.BF16
+        model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS, precision=Precision.BF16
     )
     plan = ParallelPlan(
-        microbatch_size=NUM_SEQUENCES, stages=(LATENT.num_layers,), attention=Attention.FLASH
+        tp=tp,
+        sequence_parallel=tp > 1,
+        microbatch_size=NUM_SEQUENCES,
+        stages=(model.num_layers,),
+        attention=Attention.FLASH,
     )
-    profile = load_stack("torchtitan").model_copy(update={"kernels": Kernels.EAGER})
-    shape = BlockShape.of(job, plan, profile)
-    block = Block({}, replace(lowering_of(shape), copies_operands=True), shape.element_bytes)
-    dims = LayerDims.of(shape, Columns(tp=1, cp=1, microbatch_size=NUM_SEQUENCES))
+    shape = BlockShape.of(job, plan, load_stack("megatron-core"))
+    mesh = {Axis.TP: tp} if tp > 1 else {}
+    lowering = replace(lowering_of(shape), weight_gradients=WeightGradients.KEPT)
+    block = Block(mesh, lowering, shape.element_bytes)
+    dims = LayerDims.of(shape, Columns(tp=tp, cp=1, microbatch_size=NUM_SEQUENCES))
     x = dims.stream(block, shape)
     _latent(block, x, shape, dims, EXPERT_LAYER)
     parts = frozenset({UP}) if again else frozenset()
@@ -106,6 +200,20 @@ def derived(*, again: bool) -> Measured:
     return as_measured(backward)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "mla_up_proj"])
-def test_up_projections_of_latents_are_byte_exact(*, again: bool) -> None:
-    assert derived(again=again) == counted(again=again)
+# Whole queries of two ranks that run again are fullest with gathered tokens, here in the buffer.
+CASES = [
+    (tp, query_rank, again)
+    for tp in (1, 2)
+    for query_rank in (96, 0)
+    for again in (False, True)
+    if (tp, query_rank, again) != (2, 0, True)
+]
+
+
+@pytest.mark.parametrize(("tp", "query_rank", "again"), CASES)
+def test_latent_attention_of_megatron_core_is_byte_exact(
+    tp: int, query_rank: int, *, again: bool
+) -> None:
+    assert LATENT.latent is not None
+    latent = LATENT.latent.model_copy(update={"query_rank": query_rank})
+    assert derived(latent, tp, again=again) == counted(latent, tp, again=again)

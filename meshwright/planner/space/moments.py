@@ -233,9 +233,9 @@ def _held(
     size = begins[-1] + 1, columns.shape[1]
     places = np.concatenate([starts + of_order, ends + of_order]) * size[1]
     places += np.tile(columns.argmax(axis=1)[sources], 2)
-    times = times * columns.any(axis=1)[sources]
+    counts = np.asarray(columns.any(axis=1), np.int64)[sources] * times
     # Sums of small whole numbers, which are exact as floats.
-    changes = np.bincount(places, np.concatenate([times, -times]), minlength=prod(size))
+    changes = np.bincount(places, np.concatenate([counts, -counts]), minlength=prod(size))
     return changes.astype(np.int64).reshape(size)[:-1].cumsum(axis=0)
 
 

@@ -21,6 +21,7 @@ from meshwright.simulator.graph.tensors import (
     changes,
     gradient_place,
     product_place,
+    replicated,
 )
 from meshwright.simulator.layout import Axis
 
@@ -156,7 +157,7 @@ def columns(
 ) -> list[Tensor]:
     """Return products of *x* whose outputs the tensor axis splits; a fused one may be *packed*."""
     lowering = block.lowering
-    whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
+    whole = replicated(x.at, Axis.TP)
     x = kept_copy(block, x, linear)
     with block.one_price(), block.one_node(fused=lowering.fuses_places):
         in_fp8 = _gathers_in_fp8(block, linear)

@@ -52,7 +52,7 @@ def pointwise(
     own = {Reads.INPUTS: inputs, Reads.OUTPUT: (out,), Reads.NOTHING: ()}[reads]
     read = (*own, *beside)
     backward = block.traffic(*inputs, out, *read)
-    gradients = [Gradient(x, read, (backward,) if x is first else (), at=x.at) for x in inputs]
+    gradients = [Gradient(x, read, (backward,) if x is first else ()) for x in inputs]
     return block.add([*inputs, *beside], [out], gradients, block.traffic(*inputs, *beside, out))
 
 

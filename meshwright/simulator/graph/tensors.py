@@ -207,6 +207,11 @@ def gradient_place(at: Placement) -> Placement:
     return {axis: dim for axis, dim in at.items() if dim is not PARTIAL}
 
 
+def replicated(at: Placement, over: MeshAxis) -> Placement:
+    """Return *at* with nothing split, or left in parts, *over* one axis."""
+    return {axis: dim for axis, dim in at.items() if axis is not over}
+
+
 def product_place(one: Placement, other: Placement, out: tuple[Dim, ...]) -> Placement:
     """Return where ``out = one x other`` lies: a split dim that is summed away leaves parts.
 

@@ -90,9 +90,14 @@ def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
         by_operator = Condition(modes.name, eq, modes.code(asked))
         others = tuple(each for each in stack.recompute_modes if each != asked)
         yield Gap(modes.name, f"recompute={asked} with such layers", (by_operator,), others)
-    split = Condition(Axis.TP, gt, 1)
-    if model.latent is not None or not stack.fused_qkv:
+    split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
+    if not stack.fused_qkv:
         yield Gap(Axis.TP, "tp > 1 with such layers", (split,), (1,))
+    # Megatron-Core leaves the gradient of the part that all keys have unsummed where ranks do not
+    # share tokens (get_query_key_value_tensors of multi_latent_attention.py, core 0.16).
+    kind = "latent attention" if model.experts is None else "experts"
+    reason = f"{kind} and tp > 1 without sequence_parallel"
+    yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
     if model.latent is not None:
         kernels = PLAN_FIELDS["attention"]
         unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))
@@ -117,11 +122,8 @@ def _expert_gaps(stack: StackProfile, experts: Experts, width: int) -> Iterator[
         yield from _sharded_expert_gaps(stack, experts, width)
     reason = "offload with ep > 1"
     yield Gap("offload", reason, (OFFLOADS, Condition("ep", gt, 1)), (Offload.NONE,))
-    split, unsplit = Condition(Axis.TP, gt, 1), Condition("sequence_parallel", eq, 0)
     if experts.bias:
         yield from _bias_gaps()
-    reason = "experts and tp > 1 without sequence_parallel"
-    yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
 
 
 def _sharded_expert_gaps(stack: StackProfile, experts: Experts, width: int) -> Iterator[Gap]:

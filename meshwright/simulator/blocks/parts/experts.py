@@ -7,7 +7,7 @@ from meshwright.simulator.blocks.parts.megatron_experts import megatron
 from meshwright.simulator.blocks.parts.routing import ExpertMesh, RoutedDims
 from meshwright.simulator.blocks.parts.titan_experts import torchtitan
 from meshwright.simulator.blocks.parts.transformers_experts import transformers
-from meshwright.simulator.graph import Block, Placement, Tensor, place
+from meshwright.simulator.graph import Block, Placement, Tensor, place, replicated
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import Experts
 
@@ -36,8 +36,7 @@ def routed(
     with block.module(x):
         if block.lowering.fuses_places:
             return megatron(block, x, experts, dims, shared)
-        whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
-        x = place(block, x, whole)
+        x = place(block, x, replicated(x.at, Axis.TP))
         if block.lowering.spells_out:
             return place(block, transformers(block, x, dims, experts), outside)
         return torchtitan(block, x, dims, outside, shared)

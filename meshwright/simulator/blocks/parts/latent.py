@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeAlias
 
 from meshwright.hwprofiles import RecomputeModule
 from meshwright.simulator.graph import (
+    PARTIAL,
     PLAIN,
     Block,
     Dim,
@@ -12,9 +13,11 @@ from meshwright.simulator.graph import (
     Placement,
     Tensor,
     columns,
+    copy,
     cut,
     norm,
     place,
+    replicated,
     rotary,
     row,
     whole_product,
@@ -68,7 +71,9 @@ def latent_attention(
     """Return latent attention of normalised tokens.
 
     Heads have their positions in parts of queries and keys of their own; all keys have one such
-    part (DeepSeek-V2, arXiv 2405.04434, 2.1.3).
+    part (DeepSeek-V2, arXiv 2405.04434, 2.1.3).  Of tokens that tensor ranks share each makes the
+    latents of its own, and gathers these, which are narrower (`TELinear` with ``parallel_mode``
+    duplicated, and the gather of ``k_pos_emb``, in megatron/core of core 0.16).
 
     Args:
         block: Where it is written down.
@@ -80,8 +85,6 @@ def latent_attention(
     """
     dims, hidden = LatentDims.of(latent, num_heads), x.dims[-1]
     with block.module(x):
-        whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
-        x = place(block, x, whole)
         query, key, value, held = _projected(block, x, latent, dims)
         with block.part(RecomputeModule.CORE_ATTN):
             context = attend(block, query, key, value)
@@ -99,7 +102,7 @@ def _projected(
 
     Megatron-Core makes both latents first, in a function that forgets what lies between
     (get_query_key_value_tensors of megatron/core/transformer/multi_latent_attention.py, core 0.16),
-    others the keys' once there are queries.
+    and lays values out for Transformer Engine; others make the keys' once there are queries.
     """
     width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
     source, both = _query_latent(block, x, latent), None
@@ -116,6 +119,9 @@ def _projected(
         (pairs,) = columns(block, narrow, dims.pairs)
         plain, value = cut(block, pairs, dims.plain_keys, dims.values)
         key = _joined(block, plain, shared, dims.queries)
+        if both:
+            value = copy(block, value, "values apart", copies_back=False)
+            block.hold(given, turned, shared, pairs)
     return query, key, value, () if both else (given, turned, shared)
 
 
@@ -131,6 +137,8 @@ def _key_latent(block: Block, x: Tensor, width: Dim, dims: LatentDims) -> tuple[
     """Return the normalised latent of keys and values, and the part that all keys have."""
     both = whole_product(block, x, width, "kv down", PLAIN)
     narrow, shared = cut(block, both, dims.latent, dims.shared_key)
+    if Axis.TP in x.at:
+        shared = place(block, shared, replicated(x.at, Axis.TP))
     return norm(block, narrow, "kv latent norm", centers=False), shared
 
 
@@ -139,8 +147,10 @@ def _joined(block: Block, plain: Tensor, turned: Tensor, out: Dim) -> Tensor:
     at = {axis: out if dim is plain.dims[-1] else dim for axis, dim in plain.at.items()}
     made = plain.like(f"{out.name} joined", dims=(*plain.dims[:-1], out), at=at)
     serves_all = turned.dims[-1].size == turned.dims[-1].grain
+    # Of a part that serves all heads a rank has the gradients of its own heads.
+    of_heads = {axis: PARTIAL for axis, dim in plain.at.items() if dim is plain.dims[-1]}
     gradients = [
         Gradient(plain, hands_on=True, at=plain.at),
-        Gradient(turned, hands_on=not serves_all, at=turned.at),
+        Gradient(turned, hands_on=not serves_all, at=of_heads if serves_all else turned.at),
     ]
     return block.add([plain, turned], [made], gradients, block.traffic(made, made))
