@@ -26,6 +26,7 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
 WITHOUT_PROGRAM = "recompute_layers", "expert_overlap", "moment_precision"
 
 QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+DEEPSEEK = (*QWEN, LayerFact.LATENT_ATTENTION)
 PLAIN = (
     LayerFact.HEAD_NORM,
     LayerFact.WIDTH_NORM,
@@ -42,14 +43,14 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
     "ddp": PLAIN,
     "fsdp": (LayerFact.ROUTED_EXPERTS, *PLAIN),
     "megatron-core": (
-        *QWEN,
+        *DEEPSEEK,
         LayerFact.PREDICTION_LAYERS,
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,
         LayerFact.WINDOW,
     ),
-    "megatron-core-2024": QWEN,
-    "torchtitan": QWEN,
+    "megatron-core-2024": DEEPSEEK,
+    "torchtitan": DEEPSEEK,
 }
 
 

@@ -19,6 +19,7 @@ from meshwright.validate.programs.fused import (
     Swiglu,
     WindowedAttention,
 )
+from meshwright.validate.programs.layers.latent import LatentSelfAttention
 from meshwright.validate.programs.layers.selective_recompute import operator_contexts
 
 ROTARY_BASE = 10_000.0
@@ -48,6 +49,9 @@ class Parts(Protocol):
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a linear layer whose inputs are split where tensor parallelism is by hand."""
+
+    def whole_linear(self, inputs: int, outputs: int) -> nn.Module:
+        """Return a linear layer that every tensor-parallel rank has whole, for its own tokens."""
 
     def attention_core(self, model: ModelSpec, options: "LayerOptions", window: int) -> nn.Module:
         """Return the module from queries, keys and values to attention to a *window*, 0 for all."""
@@ -273,7 +277,11 @@ class TransformerLayer(nn.Module):
 
         before, after = model.norm_places != "after", model.norm_places != "before"
         self.attention_norm = norm(is_there=before)
-        self.attention = SelfAttention(model, options, parts, kind)
+        self.attention = (
+            SelfAttention(model, options, parts, kind)
+            if model.latent is None
+            else LatentSelfAttention(model, options, parts, ROTARY_BASE)
+        )
         self.attention_output_norm = norm(is_there=after)
         self.mlp_norm = norm(is_there=before and model.parallel_mlp != "one norm")
         mlp = None if kind in EXPERT_LAYERS else Mlp(model, parts)

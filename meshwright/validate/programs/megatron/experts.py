@@ -26,10 +26,9 @@ from meshwright.validate.programs.experts import (
     summed,
 )
 from meshwright.validate.programs.fused import GradientSink
-from meshwright.validate.programs.megatron.tensor_parallel import ColumnLinear, TensorParallelGroup
+from meshwright.validate.programs.megatron.tensor_parallel import ALONE, ColumnLinear
 
 ROUTE_SCALE = 1.0  # of sigmoid scores: a kernel, whatever the number
-_ALONE = TensorParallelGroup(None, 0, 1, sequence_parallel=False)
 
 
 class GroupedLinear(nn.Module):
@@ -74,7 +73,7 @@ class MegatronExperts(nn.Module):
         self.facts, self.group, self.routing = experts, group, routing
         num, inner = experts.num_experts // group.num_ep, experts.hidden_size // group.num_etp
         sink, own = sinks
-        self.router = ColumnLinear(hidden_size, experts.num_experts, _ALONE, sink, bias=False)
+        self.router = ColumnLinear(hidden_size, experts.num_experts, ALONE, sink, bias=False)
         self.grouped_in = GroupedLinear(num, hidden_size, experts.num_parts * inner, own)
         self.grouped_out = GroupedLinear(num, inner, hidden_size, own)
         self.shared = shared

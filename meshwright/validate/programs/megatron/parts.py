@@ -28,6 +28,7 @@ from meshwright.validate.programs.layers import (
 from meshwright.validate.programs.megatron.experts import MegatronExperts
 from meshwright.validate.programs.megatron.loss import vocabulary_loss
 from meshwright.validate.programs.megatron.tensor_parallel import (
+    ALONE,
     ColumnLinear,
     RowLinear,
     TensorParallelGroup,
@@ -218,6 +219,10 @@ class MegatronParts:
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a row-parallel layer."""
         return RowLinear(inputs // self.tp.size, outputs, self.tp, self.sink, bias=bias)
+
+    def whole_linear(self, inputs: int, outputs: int) -> nn.Module:
+        """Return a linear layer as one rank alone has it."""
+        return ColumnLinear(inputs, outputs, ALONE, self.sink, bias=False)
 
     def attention_core(self, model: ModelSpec, options: LayerOptions, window: int) -> nn.Module:
         """Return the core of attention to the tokens of all context-parallel ranks."""

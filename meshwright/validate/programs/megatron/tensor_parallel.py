@@ -73,6 +73,9 @@ class TensorParallelGroup:
         return whole.chunk(self.size)[self.rank].clone()
 
 
+ALONE = TensorParallelGroup(None, 0, 1, sequence_parallel=False)
+
+
 class _ColumnProduct(AutogradFunction):
     """``x W^T + b`` whose outputs are split over the ranks."""
 
