@@ -81,8 +81,8 @@ class FlashAttention(NamedTuple):
     Of *ranks* that share its rows each has as many operations, and runs them in as many steps.
     One with a *window* skips what is outside of its band, too: the triangle of all tokens but so
     many.  Forward is two products of ``s x s x d``; backward recomputes the scores and makes four
-    more, 2.5 times the forward (Dao 2023, arXiv 2307.08691, section 4.1).  Values of *value_dim*, if
-    they are not as wide as queries and keys, are in one product forward and two backward.
+    more, 2.5 times the forward (Dao 2023, arXiv 2307.08691, section 4.1).  Values of *value_dim*,
+    if they are not as wide as queries and keys, are in one product forward and two backward.
 
     >>> FlashAttention("band", 1, 8, 1, window=2).flops, 2 * (8**2 - 6**2)
     (56, 56)

@@ -15,6 +15,7 @@ from meshwright.validate.programs.experts import (
     GroupedProduct,
     PutBack,
     Reordered,
+    RoutingBias,
     SortedRows,
     SortedWeights,
     Taken,
@@ -77,6 +78,7 @@ class MegatronExperts(nn.Module):
         self.grouped_in = GroupedLinear(num, hidden_size, experts.num_parts * inner, own)
         self.grouped_out = GroupedLinear(num, inner, hidden_size, own)
         self.shared = shared
+        self.balance = RoutingBias(experts.num_experts) if experts.routing_bias else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return what experts make of this rank's ``[tokens, batch, width]``."""
@@ -98,7 +100,7 @@ class MegatronExperts(nn.Module):
         dtype = logits.dtype
         if self.facts.scores == "sigmoid":
             scores = logits.float().sigmoid().to(dtype)
-            places = chosen_places(scores, self.facts, self.routing)
+            places = chosen_places(scores, self.facts, self.routing, self.balance)
             shares = Taken.apply(scores, places)
             shares = shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE
         else:
@@ -114,6 +116,8 @@ class MegatronExperts(nn.Module):
             own = places.flatten().bincount(minlength=num_experts)
         else:
             own = places.new_full((num_experts,), balanced)
+        if self.balance is not None:
+            self.balance.count(own)
         return Dispatch.of(self.group.told(own, balanced=balanced), self.group)
 
     def _dispatched(
