@@ -91,8 +91,14 @@ def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
         others = tuple(each for each in stack.recompute_modes if each != asked)
         yield Gap(modes.name, f"recompute={asked} with such layers", (by_operator,), others)
     split = Condition(Axis.TP, gt, 1)
-    if model.latent is not None or not stack.fused_qkv:
+    if not stack.fused_qkv:
         yield Gap(Axis.TP, "tp > 1 with such layers", (split,), (1,))
+    elif model.latent is not None:
+        # Without it nothing sums the gradient of the part that keys of all ranks have
+        # (get_query_key_value_tensors of megatron/core/transformer/multi_latent_attention.py, 0.16).
+        unsplit = Condition("sequence_parallel", eq, 0)
+        reason = "latent attention and tp > 1 without sequence_parallel"
+        yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
     if model.latent is not None:
         kernels = PLAN_FIELDS["attention"]
         unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import RecomputeModule
+from meshwright.hwprofiles import CollectiveOp, RecomputeModule
 from meshwright.simulator.graph import (
     PLAIN,
     Block,
@@ -11,10 +11,10 @@ from meshwright.simulator.graph import (
     Gradient,
     Placement,
     Tensor,
+    Transfer,
     columns,
     cut,
     norm,
-    place,
     rotary,
     row,
     whole_product,
@@ -80,8 +80,6 @@ def latent_attention(
     """
     dims, hidden = LatentDims.of(latent, num_heads), x.dims[-1]
     with block.module(x):
-        whole: Placement = {axis: dim for axis, dim in x.at.items() if axis is not Axis.TP}
-        x = place(block, x, whole)
         query, key, value, held = _projected(block, x, latent, dims)
         with block.part(RecomputeModule.CORE_ATTN):
             context = attend(block, query, key, value)
@@ -131,7 +129,25 @@ def _key_latent(block: Block, x: Tensor, width: Dim, dims: LatentDims) -> tuple[
     """Return the normalised latent of keys and values, and the part that all keys have."""
     both = whole_product(block, x, width, "kv down", PLAIN)
     narrow, shared = cut(block, both, dims.latent, dims.shared_key)
+    shared = _of_all_tokens(block, shared)
     return norm(block, narrow, "kv latent norm", centers=False), shared
+
+
+def _of_all_tokens(block: Block, shared: Tensor) -> Tensor:
+    """Return the part that all keys have, gathered if tensor ranks split tokens.
+
+    Each rank has its own heads, so that its gradient is a sum over ranks.
+    """
+    if Axis.TP not in shared.at:
+        return shared
+    whole = {axis: dim for axis, dim in shared.at.items() if axis is not Axis.TP}
+    out, apart = shared.like("shared key of all tokens", at=whole), shared.like("shared key apart")
+    there, back = (
+        Transfer(op, Axis.TP, out.nbytes)
+        for op in (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER)
+    )
+    slope = Gradient(shared, (), (back,), at=shared.at)
+    return block.add([shared], [out], [slope], there, scratch=((apart,), ()))
 
 
 def _joined(block: Block, plain: Tensor, turned: Tensor, out: Dim) -> Tensor:

@@ -121,7 +121,7 @@ def _flash_backward_flops(
     **__: object,
 ) -> int:
     """Five products: the scores again, and four gradients; two are as wide as values."""
-    query, key, value, *_ = saved
+    query, key, value = saved[:3]
     return 2 * _scores(query, key, seq_dim, window) * (3 * query[3] + 2 * value[3])
 
 

@@ -39,6 +39,7 @@ class LatentSelfAttention(nn.Module):
             self.query = parts.column_linear(width, queries, bias=False)
         self.kv_down = parts.whole_linear(width, latent.kv_rank + latent.rotary_head_dim)
         self.kv_latent_norm = parts.norm(model, latent.kv_rank)
+        self.gathered = parts.gathered_tokens
         pairs = latent.plain_head_dim + latent.value_head_dim
         self.kv_up = parts.column_linear(latent.kv_rank, heads * pairs, bias=False)
         self.core = parts.attention_core(model, options, 0)
@@ -72,6 +73,7 @@ class LatentSelfAttention(nn.Module):
         """Return the normalised latent of keys and values, and the part that all keys have."""
         widths = [self.widths.kv_rank, self.widths.rotary_head_dim]
         narrow, shared = self.kv_down(inputs).split(widths, dim=-1)
+        shared = self.gathered(shared)
         return self.kv_latent_norm(narrow), shared.unsqueeze(2)
 
     def _queries(self, source: Tensor) -> Tensor:

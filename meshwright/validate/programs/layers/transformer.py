@@ -77,6 +77,9 @@ class Parts(Protocol):
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return all outputs of a `column_linear`, of the tokens of a rank."""
 
+    def gathered_tokens(self, values: Tensor) -> Tensor:
+        """Return all tokens' of a `whole_linear`, each of which every rank uses for its heads."""
+
     def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
         """Return the mean loss of the first tokens of each sequence."""
 

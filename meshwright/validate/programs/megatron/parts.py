@@ -34,6 +34,7 @@ from meshwright.validate.programs.megatron.tensor_parallel import (
     TensorParallelGroup,
     column_product,
     gather_columns,
+    gather_tokens,
     scatter_sum,
     scatter_tokens,
     sum_ranks,
@@ -282,6 +283,10 @@ class MegatronParts:
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return all columns of a rank's tokens."""
         return gather_columns(values, self.tp)
+
+    def gathered_tokens(self, values: Tensor) -> Tensor:
+        """Return the tokens of all ranks."""
+        return gather_tokens(values, self.tp)
 
     def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
         """Return the mean loss of the first tokens of each sequence."""

@@ -332,7 +332,7 @@ def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> lis
     """Return the weights that see only a rank's own tokens, or its own heads."""
     names: tuple[str, ...] = ("query_norm.", "key_norm.")
     if request.plan.sequence_parallel:
-        names = ("norm.", "attention_output.bias", "mlp_out.bias", "router.")
+        names = ("norm.", "attention_output.bias", "mlp_out.bias", "router.", "_down.")
     return [
         part.parameter
         for stage in stages

@@ -150,6 +150,19 @@ class _ScatterTokens(AutogradFunction):
         return ctx.tp.gather_tokens(gradient), None
 
 
+class _GatherTokens(AutogradFunction):
+    """The tokens of all ranks; backward sums what they make of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Context, local: Tensor, tp: TensorParallelGroup) -> Tensor:
+        ctx.tp = tp
+        return tp.gather_tokens(local)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.tp.scatter_sum(gradient.contiguous()), None
+
+
 class _GatherColumns(AutogradFunction):
     """All columns of this rank's tokens; backward gathers tokens and keeps this rank's columns."""
 
@@ -250,6 +263,12 @@ def column_product(
 def gather_columns(values: Tensor, tp: TensorParallelGroup) -> Tensor:
     """Return the columns of all ranks side by side, of this rank's tokens."""
     out: Tensor = _GatherColumns.apply(values, tp) if tp.size > 1 else values
+    return out
+
+
+def gather_tokens(local: Tensor, tp: TensorParallelGroup) -> Tensor:
+    """Return the tokens of all ranks, of which each uses all."""
+    out: Tensor = _GatherTokens.apply(local, tp) if tp.splits_tokens else local
     return out
 
 

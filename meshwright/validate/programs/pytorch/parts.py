@@ -209,6 +209,10 @@ class PlainParts:
         """Return *values*, which are whole."""
         return values
 
+    def gathered_tokens(self, values: Tensor) -> Tensor:
+        """Return *values*, which are of all tokens."""
+        return values
+
     def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
         """Return the mean loss of the first tokens of each sequence."""
         return token_loss(logits[:, :num_scored], targets[:, :num_scored])
