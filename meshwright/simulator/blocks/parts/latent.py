@@ -13,6 +13,7 @@ from meshwright.simulator.graph import (
     Tensor,
     Transfer,
     columns,
+    copy,
     cut,
     norm,
     rotary,
@@ -95,9 +96,9 @@ def _projected(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """Return queries, keys and values, and what else has names until attention returns.
 
-    Megatron-Core makes both latents first, in a function that forgets what lies between
-    (get_query_key_value_tensors of megatron/core/transformer/multi_latent_attention.py, core 0.16),
-    others the keys' once there are queries.
+    Megatron-Core makes both latents first, in a function that forgets what lies between once all
+    are there, values copied (get_query_key_value_tensors of megatron/core/transformer/
+    multi_latent_attention.py, core 0.16), others the keys' latent once there are queries.
     """
     width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
     source, both = _query_latent(block, x, latent), None
@@ -114,6 +115,9 @@ def _projected(
         (pairs,) = columns(block, narrow, dims.pairs)
         plain, value = cut(block, pairs, dims.plain_keys, dims.values)
         key = _joined(block, plain, shared, dims.queries)
+        if both:
+            value = copy(block, value, "values apart")
+            block.hold(given, turned, pairs, shared)
     return query, key, value, () if both else (given, turned, shared)
 
 

@@ -39,7 +39,7 @@ class LatentSelfAttention(nn.Module):
             self.query = parts.column_linear(width, queries, bias=False)
         self.kv_down = parts.whole_linear(width, latent.kv_rank + latent.rotary_head_dim)
         self.kv_latent_norm = parts.norm(model, latent.kv_rank)
-        self.gathered = parts.gathered_tokens
+        self.gathered, self.copies_values = parts.gathered_tokens, parts.copies_values
         pairs = latent.plain_head_dim + latent.value_head_dim
         self.kv_up = parts.column_linear(latent.kv_rank, heads * pairs, bias=False)
         self.core = parts.attention_core(model, options, 0)
@@ -47,7 +47,7 @@ class LatentSelfAttention(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the projected attention of normalised activations."""
-        given = self._heads(inputs)
+        given = self._heads(*self._latents(inputs))
         if self.recomputes and self.training:
             context = checkpoint(self.core, *given, use_reentrant=False)
         else:
@@ -56,36 +56,31 @@ class LatentSelfAttention(nn.Module):
         out: Tensor = self.output(context.flatten(2))
         return out
 
-    def _heads(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values as ``[.., .., heads, width]``."""
-        source = self._query_latent(inputs)
-        narrow, shared = self._key_latent(inputs)
-        return self._queries(source), *self._pairs(narrow, shared)
+    def _latents(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what queries, and keys and values, are made of, and the part that all keys have.
 
-    def _query_latent(self, inputs: Tensor) -> Tensor:
-        """Return what queries are made of: a latent of their own, if there is one."""
-        if not self.widths.query_rank:
-            return inputs
-        out: Tensor = self.query_latent_norm(self.query_down(inputs))
-        return out
-
-    def _key_latent(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised latent of keys and values, and the part that all keys have."""
+        Queries have a latent of their own, or are made straight of *inputs*.
+        """
+        source = inputs
+        if self.widths.query_rank:
+            source = self.query_latent_norm(self.query_down(inputs))
         widths = [self.widths.kv_rank, self.widths.rotary_head_dim]
         narrow, shared = self.kv_down(inputs).split(widths, dim=-1)
         shared = self.gathered(shared)
-        return self.kv_latent_norm(narrow), shared.unsqueeze(2)
+        return source, self.kv_latent_norm(narrow), shared.unsqueeze(2)
 
-    def _queries(self, source: Tensor) -> Tensor:
-        project = self.query_up if self.widths.query_rank else self.query
-        given = project(source).unflatten(-1, (-1, self.widths.query_head_dim))
-        widths = [self.widths.plain_head_dim, self.widths.rotary_head_dim]
-        plain, turned = given.split(widths, dim=-1)
-        return torch.cat((plain, Rotary.apply(turned, *self.place)), dim=-1)
-
-    def _pairs(self, narrow: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        widths = [self.widths.plain_head_dim, self.widths.value_head_dim]
-        shared = Rotary.apply(shared, *self.place)
-        plain, value = self.kv_up(narrow).unflatten(-1, (-1, sum(widths))).split(widths, dim=-1)
-        turned = shared.expand(-1, -1, plain.shape[2], -1)
-        return torch.cat((plain, turned), dim=-1), value
+    def _heads(
+        self, source: Tensor, narrow: Tensor, shared: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as ``[.., .., heads, width]``."""
+        plain_dim, widths = self.widths.plain_head_dim, self.widths
+        project = self.query_up if widths.query_rank else self.query
+        given = project(source).unflatten(-1, (-1, widths.query_head_dim))
+        plain, turned = given.split([plain_dim, widths.rotary_head_dim], dim=-1)
+        turned = Rotary.apply(turned, *self.place)
+        query = torch.cat((plain, turned), dim=-1)
+        pairs = self.kv_up(narrow).unflatten(-1, (-1, plain_dim + widths.value_head_dim))
+        plain, value = pairs.split([plain_dim, widths.value_head_dim], dim=-1)
+        shared = Rotary.apply(shared, *self.place).expand(-1, -1, plain.shape[2], -1)
+        key = torch.cat((plain, shared), dim=-1)
+        return query, key, value.contiguous() if self.copies_values else value

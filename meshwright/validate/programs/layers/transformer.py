@@ -33,6 +33,7 @@ class Parts(Protocol):
     ``seq_dim`` is the dim of activations that counts tokens: 0 or 1; these are equal parts of a
     sequence, one from each of ``starts`` on.  A checkpoint that ``is_reentrant`` runs autograd once
     more inside its backward pass, and has names there for what came out and for its gradient.
+    Attention of one that ``copies_values`` takes them as one stretch alone.
     """
 
     seq_dim: int
@@ -40,6 +41,7 @@ class Parts(Protocol):
     fuses_qkv: bool
     fuses_gate: bool
     is_reentrant: bool
+    copies_values: bool
 
     def norm(self, model: ModelSpec, width: int) -> nn.Module:
         """Return a norm of the model's kind."""

@@ -191,6 +191,7 @@ class MegatronParts:
     fuses_qkv = True
     fuses_gate = True
     is_reentrant = True
+    copies_values = True
     loss = LossKernel.FUSED
 
     def __init__(

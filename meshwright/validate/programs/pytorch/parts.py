@@ -135,6 +135,7 @@ class PlainParts:
     seq_dim = 1
     fuses_gate = False
     is_reentrant = False
+    copies_values = False
 
     def __init__(
         self,
