@@ -95,7 +95,7 @@ def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
         yield Gap(Axis.TP, "tp > 1 with such layers", (split,), (1,))
     elif model.latent is not None:
         # Without it nothing sums the gradient of the part that keys of all ranks have
-        # (get_query_key_value_tensors of megatron/core/transformer/multi_latent_attention.py, 0.16).
+        # (get_query_key_value_tensors of core/transformer/multi_latent_attention.py, core 0.16).
         unsplit = Condition("sequence_parallel", eq, 0)
         reason = "latent attention and tp > 1 without sequence_parallel"
         yield Gap("sequence_parallel", reason, (split, unsplit), (True,))

@@ -144,7 +144,7 @@ def _of_all_tokens(block: Block, shared: Tensor) -> Tensor:
     """
     if Axis.TP not in shared.at:
         return shared
-    whole = {axis: dim for axis, dim in shared.at.items() if axis is not Axis.TP}
+    whole: Placement = {axis: dim for axis, dim in shared.at.items() if axis is not Axis.TP}
     out, apart = shared.like("shared key of all tokens", at=whole), shared.like("shared key apart")
     there, back = (
         Transfer(op, Axis.TP, out.nbytes)
