@@ -63,14 +63,17 @@ def build_program(request: ProgramRequest) -> RankProgram:
     check_program(request.stack, request.plan)
     check_layers(request.job, request.stack)
     job = request.job
-    is_windowed = isinstance(job.model, ModelSpec) and LayerFact.WINDOW in job.model.layer_facts(
-        job.seq_len
-    )
-    if is_windowed and request.device.type == "cuda":
-        raise PlanError(
-            f"window={job.transformer.window} has no PyTorch program on GPUs; "
-            "allowed: --backend fake, or gloo"
-        )
+    facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
+    # What kernels of attention there are for these is not tried.
+    untried = {
+        LayerFact.WINDOW: f"window={getattr(job.model, 'window', 0)}",
+        LayerFact.LATENT_ATTENTION: f"{LayerFact.LATENT_ATTENTION} of {job.model.name}",
+    }
+    for fact, said in untried.items():
+        if fact in facts and request.device.type == "cuda":
+            raise PlanError(
+                f"{said} has no PyTorch program on GPUs; allowed: --backend fake, or gloo"
+            )
     return PROGRAMS[request.stack.name](request)
 
 
