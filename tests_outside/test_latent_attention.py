@@ -1,13 +1,13 @@
-"""Megatron-Core's own latent attention against the graph's: every byte, FLOP and call.
+"""Megatron-Core's own latent attention on one of a few ranks, against the graph's: every byte.
 
-What is of Transformer Engine there needs a GPU and is stood for: layers whose weights each tensor
-rank has whole, norms, attention, and the kernel that turns queries and keys. The rest is Megatron-
-Core's: its products, gathers of latents, copies of values, and its checkpoint of up-projections.
+`MLASelfAttention` of megatron/core/transformer/multi_latent_attention.py (core 0.16) stands there
+whole, with tensor ranks and with up-projections that run again.  What of it needs a GPU are its
+parts: of Transformer Engine the products that all ranks have whole, attention and norms, here
+PyTorch's; and the kernel that turns heads, here one that keeps nothing.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,166 +15,154 @@ import torch
 from block_graph import as_measured
 from block_witness import Given, Measured, count_pass
 from torch import Tensor, nn
-from torch.nn import functional
+from torchtitan.models.deepseek_v3.model import model as deepseek
 from witnesses import megatron_job
 from witnesses.boundary import modules_converted, values_answered
 from witnesses.expert_layers import LATENT, NUM_SEQUENCES, TOKENS
 
-from meshwright.hwprofiles import Attention, Precision, RecomputeModule, load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.hwprofiles import Attention, Precision, Recompute, RecomputeModule, load_stack
+from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.dense import Columns, LayerDims, _latent
 from meshwright.simulator.blocks.kinds import lowering_of
 from meshwright.simulator.graph import Backward, Block, Repetition, Tape, WeightGradients
 from meshwright.simulator.layout import Axis
-from meshwright.simulator.model import EXPERT_LAYER, LatentAttention
+from meshwright.simulator.model import EXPERT_LAYER
 from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.programs.fused import (
+    AutogradFunction,
+    Context,
+    FusedAttention,
+    RmsNorm,
+)
+from meshwright.validate.programs.layers import LayerOptions
+from meshwright.validate.programs.layers.latent import LatentSelfAttention
 from meshwright.validate.programs.megatron import default_dtype
+from meshwright.validate.programs.pytorch import plain_parts
 
-from megatron.core import parallel_state  # isort: skip  (after what stands for Apex)
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # isort: skip
-from megatron.core.transformer import multi_latent_attention as mla  # isort: skip
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.tensor_parallel import (  # isort: skip
+    ColumnParallelLinear,
+    RowParallelLinear,
+    layers,
+)
+from megatron.core.transformer import multi_latent_attention  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
 
 UP = RecomputeModule.MLA_UP_PROJ
+STRAIGHT = LATENT.model_copy(
+    update={"latent": LATENT.latent.model_copy(update={"query_rank": 0})}  # no latent of queries
+)
+ANGLE_BYTES = 4
 
 
-class Duplicated(nn.Linear):
-    """A layer whose weight each tensor rank has, for its own tokens."""
+class Whole(nn.Linear):
+    """Transformer Engine's product that every rank has whole."""
 
-    def __init__(self, width: int, out: int, **_: object) -> None:
-        super().__init__(width, out, bias=False)
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, **_: object) -> None:
+        super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return super().forward(x), None
 
 
-class Norm(nn.RMSNorm):
-    """A norm in one kernel."""
-
-    def __init__(self, hidden_size: int, config: object, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps)
-
-
-class FlashAttention(nn.Module):
-    """Attention in one kernel, of tokens by sequences by heads."""
-
-    def __init__(self, softmax_scale: float, **_: object) -> None:
+class Norm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float, **_: object) -> None:
         super().__init__()
-        self.scale = softmax_scale
+        self.weight, self.eps = nn.Parameter(torch.empty(hidden_size)), eps
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
-    ) -> Tensor:
-        given = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        made = functional.scaled_dot_product_attention(*given, is_causal=True, scale=self.scale)
-        return made.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+    def forward(self, x: Tensor) -> Tensor:
+        return RmsNorm.apply(x, self.weight, self.eps)
 
 
-class Angles(nn.Module):
-    """Angles, which all layers share."""
-
-    def __init__(self, *_: object, **__: object) -> None:
+class Core(nn.Module):
+    def __init__(self, **_: object) -> None:
         super().__init__()
 
-    def get_rotary_seq_len(self, *_: object) -> int:
-        return TOKENS
-
-    def forward(self, *_: object, **__: object) -> Tensor:
-        return torch.empty(0)
+    def forward(self, *given: Tensor, **_: object) -> Tensor:
+        causal = True
+        return FusedAttention.apply(*given[:3], 0, causal).flatten(2)
 
 
-class Turned(torch.autograd.Function):
-    """What a kernel turns, which keeps nothing."""
+class Turned(AutogradFunction):
+    """A kernel that turns heads and keeps nothing."""
 
     @staticmethod
-    def forward(_ctx: object, x: Tensor) -> Tensor:
+    def forward(_ctx: Context, x: Tensor) -> Tensor:
         return x.new_empty(x.shape)
 
     @staticmethod
-    def backward(_ctx: object, gradient: Tensor) -> Tensor:
+    def backward(_ctx: Context, gradient: Tensor) -> Tensor:
         return gradient.new_empty(gradient.shape)
 
 
-@contextmanager
-def answers(tp: int) -> Iterator[None]:
-    """Let Megatron-Core's attention run on one of *tp* ranks."""
-    stood_for = {
-        "TELinear": Duplicated,
-        "RotaryEmbedding": Angles,
-        "apply_rotary_pos_emb": lambda x, *_, **__: Turned.apply(x),
-    }
-    with fake_cluster(0, tp), values_answered(), modules_converted(), ExitStack() as stack:
-        stack.enter_context(megatron_job.answers())
-        for name, each in stood_for.items():
-            stack.enter_context(patch.object(mla, name, each))
-        yield
-
-
-def attention(latent: LatentAttention, tp: int, *, again: bool) -> mla.MLASelfAttention:
-    """Return latent attention on one of *tp* ranks."""
+def megatrons(model: ModelSpec, tp: int, modules: list[str]) -> nn.Module:
+    """Return Megatron-Core's layer on one of *tp* ranks, of which *modules* run again."""
+    latent = model.latent
+    assert latent is not None
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, 1, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(tp, create_gloo_process_groups=False)
     config = MLATransformerConfig(
-        num_layers=LATENT.num_layers,
-        hidden_size=LATENT.hidden_size,
-        num_attention_heads=LATENT.num_heads,
+        num_layers=1,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_heads,
         q_lora_rank=latent.query_rank or None,
         kv_lora_rank=latent.kv_rank,
         qk_head_dim=latent.plain_head_dim,
         qk_pos_emb_head_dim=latent.rotary_head_dim,
         v_head_dim=latent.value_head_dim,
         rope_type="rope",
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
+        normalization="RMSNorm",
+        add_bias_linear=False,
         bf16=True,
         params_dtype=torch.bfloat16,
-        add_bias_linear=False,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
-        recompute_granularity="selective" if again else None,
-        recompute_modules=[UP.value] if again else None,
+        recompute_granularity="selective" if modules else None,
+        recompute_modules=modules or None,
     )
-    modules = mla.MLASelfAttentionSubmodules(
+    parts = multi_latent_attention.MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
-        linear_q_down_proj=Duplicated,
+        linear_q_down_proj=Whole,
         linear_q_up_proj=ColumnParallelLinear,
-        linear_kv_down_proj=Duplicated,
+        linear_kv_down_proj=Whole,
         linear_kv_up_proj=ColumnParallelLinear,
-        core_attention=FlashAttention,
+        core_attention=Core,
         linear_proj=RowParallelLinear,
         q_layernorm=Norm,
         kv_layernorm=Norm,
     )
-    return mla.MLASelfAttention(config, modules, 1, AttnMaskType.causal)
+    return multi_latent_attention.MLASelfAttention(config, parts, 1, AttnMaskType.causal)
 
 
-def counted(latent: LatentAttention, tp: int, *, again: bool) -> Measured:
-    """Return what it does with a rank's tokens."""
-    with answers(tp):
+def counted(model: ModelSpec, tp: int, *, again: bool) -> Measured:
+    """Return what it does with tokens, but for the table of angles, which it makes once."""
+    fresh = SimpleNamespace(get_tensor=lambda shape, dtype, _: torch.empty(shape, dtype=dtype))
+    with (
+        fake_cluster(0, tp),
+        values_answered(),
+        modules_converted(),
+        megatron_job.answers(),
+        patch.object(multi_latent_attention, "TELinear", Whole),
+        patch.object(
+            multi_latent_attention, "apply_rotary_pos_emb", lambda x, *_, **__: Turned.apply(x)
+        ),
+        patch.object(layers, "get_global_memory_buffer", lambda: fresh),
+    ):
         with default_dtype(torch.bfloat16):
-            own = attention(latent, tp, again=again)
-        given = Given((TOKENS // tp, NUM_SEQUENCES, LATENT.hidden_size))
-        groups = {(0, 1): "tp"} if tp > 1 else {}
-        found = count_pass(lambda x: own(x, None)[0], [given], RankOracle(groups))
-    if tp == 1:
-        return found
-    # Its products gather their inputs in one buffer that stays; Transformer Engine's do not.
-    width = max(latent.query_rank or LATENT.hidden_size, latent.kv_rank)
-    buffer = 2 * NUM_SEQUENCES * TOKENS * width
-    return replace(
-        found,
-        saved_bytes=found.saved_bytes - buffer,
-        forward_peak_bytes=found.forward_peak_bytes - buffer,
-        backward_peak_bytes=found.backward_peak_bytes - buffer,
-        left_bytes=found.left_bytes - buffer,
-    )
+            layer = megatrons(model, tp, [str(UP)] if again else [])
+        given = Given((TOKENS // tp, NUM_SEQUENCES, model.hidden_size))
+        found = count_pass(lambda x: layer(x, None)[0], [given], RankOracle({(0, 1): "tp"}))
+    table = ANGLE_BYTES * TOKENS * model.latent.rotary_head_dim
+    names = "saved_bytes", "forward_peak_bytes", "backward_peak_bytes", "left_bytes"
+    return replace(found, **{name: getattr(found, name) - table for name in names})
 
 
-def derived(latent: LatentAttention, tp: int, *, again: bool) -> Measured:
+def derived(model: ModelSpec, tp: int, *, again: bool) -> Measured:
     """Return what the graph says of it."""
-    model = LATENT.model_copy(update={"latent": latent})
     job = TrainingJob(
         model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS, precision=Precision.BF16
     )
@@ -186,9 +174,8 @@ def derived(latent: LatentAttention, tp: int, *, again: bool) -> Measured:
         attention=Attention.FLASH,
     )
     shape = BlockShape.of(job, plan, load_stack("megatron-core"))
-    mesh = {Axis.TP: tp} if tp > 1 else {}
-    lowering = replace(lowering_of(shape), weight_gradients=WeightGradients.KEPT)
-    block = Block(mesh, lowering, shape.element_bytes)
+    kept = replace(lowering_of(shape), weight_gradients=WeightGradients.KEPT)
+    block = Block({Axis.TP: tp} if tp > 1 else {}, kept, shape.element_bytes)
     dims = LayerDims.of(shape, Columns(tp=tp, cp=1, microbatch_size=NUM_SEQUENCES))
     x = dims.stream(block, shape)
     _latent(block, x, shape, dims, EXPERT_LAYER)
@@ -200,20 +187,54 @@ def derived(latent: LatentAttention, tp: int, *, again: bool) -> Measured:
     return as_measured(backward)
 
 
-# Whole queries of two ranks that run again are fullest with gathered tokens, here in the buffer.
-CASES = [
-    (tp, query_rank, again)
-    for tp in (1, 2)
-    for query_rank in (96, 0)
-    for again in (False, True)
-    if (tp, query_rank, again) != (2, 0, True)
-]
-
-
-@pytest.mark.parametrize(("tp", "query_rank", "again"), CASES)
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "mla_up_proj"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("model", [LATENT, STRAIGHT], ids=["latent of queries", "straight"])
 def test_latent_attention_of_megatron_core_is_byte_exact(
-    tp: int, query_rank: int, *, again: bool
+    model: ModelSpec, tp: int, *, again: bool
 ) -> None:
-    assert LATENT.latent is not None
-    latent = LATENT.latent.model_copy(update={"query_rank": query_rank})
-    assert derived(latent, tp, again=again) == counted(latent, tp, again=again)
+    assert derived(model, tp, again=again) == counted(model, tp, again=again)
+
+
+def by_halves(weight: Tensor, heads: int, turned: int) -> Tensor:
+    """Return rows of heads whose last *turned* numbers turn in neighbours as such of halves."""
+    rows = weight.unflatten(0, (heads, -1)).clone()
+    rows[:, -turned:] = torch.cat((rows[:, -turned::2], rows[:, -turned + 1 :: 2]), dim=1)
+    return rows.flatten(0, 1)
+
+
+@pytest.mark.parametrize("model", [LATENT, STRAIGHT], ids=["latent of queries", "straight"])
+def test_the_programs_latent_attention_makes_what_torchtitans_does(model: ModelSpec) -> None:
+    latent, heads = model.latent, model.num_heads
+    assert latent is not None
+    args = deepseek.DeepSeekV3ModelArgs(
+        dim=model.hidden_size,
+        n_heads=heads,
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.kv_rank,
+        qk_nope_head_dim=latent.plain_head_dim,
+        qk_rope_head_dim=latent.rotary_head_dim,
+        v_head_dim=latent.value_head_dim,
+        max_seq_len=64,
+        original_seq_len=64,
+    )
+    torch.manual_seed(0)
+    theirs = deepseek.Attention(args)
+    options = LayerOptions(attention=Attention.FLASH, recompute=Recompute.NONE, dropout=0.0)
+    parts = plain_parts(model, vocab_size=model.vocab_size, dropout=0.0)
+    ours, turned = (
+        LatentSelfAttention(model, options, parts, args.rope_theta),
+        args.qk_rope_head_dim,
+    )
+    first = (theirs.wq_b, ours.query_up) if latent.query_rank else (theirs.wq, ours.query)
+    pairs = [(theirs.wkv_b, ours.kv_up), (theirs.wo, ours.output)]
+    if latent.query_rank:
+        pairs.append((theirs.wq_a, ours.query_down))
+    with torch.no_grad():
+        for given, own in pairs:
+            own.weight.copy_(given.weight)
+        first[1].weight.copy_(by_halves(first[0].weight, heads, turned))
+        ours.kv_down.weight.copy_(by_halves(theirs.wkv_a.weight, 1, turned))
+    x = torch.randn(2, 64, model.hidden_size)
+    expected = theirs(x, deepseek.precompute_freqs_cis(args), None)
+    torch.testing.assert_close(ours(x), expected, atol=1e-5, rtol=1e-4)

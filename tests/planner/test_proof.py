@@ -31,7 +31,7 @@ from meshwright.planner.space import PASSES, SWITCHES
 from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
 from meshwright.simulator.blocks import BlockTable
-from meshwright.simulator.model import AnyModel, Experts, parse_any_model
+from meshwright.simulator.model import AnyModel, Experts, LatentAttention, parse_any_model
 
 
 class Case(NamedTuple):
@@ -103,6 +103,18 @@ PART_ROUTED = ROUTED.model_copy(
     update={"experts": ROUTED.experts.model_copy(update={"first_dense_layers": 1})}
 )
 DEEP_ROUTED = PART_ROUTED.model_copy(update={"num_layers": 7})
+# As DeepSeek-V3 has them.
+LATENT = PART_ROUTED.model_copy(
+    update={
+        "num_kv_heads": PART_ROUTED.num_heads,
+        "latent": LatentAttention(
+            query_rank=96, kv_rank=64, plain_head_dim=48, rotary_head_dim=16, value_head_dim=32
+        ),
+        "experts": PART_ROUTED.experts.model_copy(
+            update={"scores": "sigmoid", "routing_bias": True}
+        ),
+    }
+)
 # Windows and sinks beside experts with biases, in a dense layer no positions: four kinds of layers.
 MIXED = PART_ROUTED.model_copy(
     update={
@@ -441,6 +453,16 @@ CASES = {
             dispatcher=(None, Dispatcher.HYBRIDEP),
         ),
         imbalance=1.5,
+    ),
+    "latents and routing biases": Case(
+        LATENT,
+        "a100-4xhdr200",
+        "megatron-core",
+        8,
+        16,
+        limits=SpaceLimits(
+            max_microbatch_size=1, max_pp=2, recompute=(Recompute.NONE,), gradient_precision=(None,)
+        ),
     ),
     "layers of four kinds": Case(
         MIXED,

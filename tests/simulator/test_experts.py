@@ -291,7 +291,7 @@ def test_an_all_to_all_takes_what_was_published(
         ("mixtral-8x7b", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
         ("deepseek-v3", "torchtitan", {}, "stack torchtitan shards layers of one kind; deepseek"),
         ("deepseek-v3", "fsdp", {}, "latent of deepseek-v3 is not offered by stack fsdp; "),
-        ("kimi-k2", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered by stack"),
+        ("kimi-k2", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
         (
             "llama3-8b",
             "megatron-core",

@@ -24,7 +24,7 @@ from meshwright.hwprofiles import (  # noqa: E402
 )
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from meshwright.simulator.model import Experts  # noqa: E402
+from meshwright.simulator.model import Experts, LatentAttention  # noqa: E402
 from meshwright.validate.comparison.checks import PEAK, CheckVerdict, compare_rank  # noqa: E402
 from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
 from meshwright.validate.ranks.measurement import RankMeasurement  # noqa: E402
@@ -60,6 +60,23 @@ MIXTRAL = LLAMA.model_copy(update={"experts": EXPERTS})
 GROUPS: dict[str, Any] = {"num_groups": 4, "groups_per_token": 2, "scores": "sigmoid"}
 GROUPED = LLAMA.model_copy(
     update={"experts": EXPERTS.model_copy(update=GROUPS | {"experts_per_token": 4})}
+)
+LATENT = LatentAttention(
+    query_rank=12, kv_rank=8, plain_head_dim=6, rotary_head_dim=4, value_head_dim=6
+)
+STRAIGHT = LLAMA.model_copy(
+    update={"num_kv_heads": 4, "latent": LATENT.model_copy(update={"query_rank": 0})}
+)
+# All layers have experts, as torchtitan shards them; then a dense one before others.
+BALANCED = GROUPED.model_copy(
+    update={
+        "num_kv_heads": 4,
+        "latent": LATENT,
+        "experts": GROUPED.experts.model_copy(update={"routing_bias": True}),
+    }
+)
+DEEPSEEK = BALANCED.model_copy(
+    update={"experts": BALANCED.experts.model_copy(update={"first_dense_layers": 1})}
 )
 SQUARED = GPT.model_copy(update={"activation": "squared relu"})
 PARTIAL = LLAMA.model_copy(update={"rotary_fraction": 0.5})
@@ -134,6 +151,9 @@ CASES = {
     "titan experts cp": saved(MIXTRAL, "torchtitan", cp=2, dp=2, ep=2, recompute=FULL, **RING),
     "fsdp experts": saved(ROUTED, "fsdp", dp=4, ep=2),
     "fsdp experts hsdp, full": saved(ROUTED, "fsdp", dp=4, dp_shard=2, ep=2, recompute=FULL),
+    "latent": saved(STRAIGHT, "megatron-core", tp=2, recompute=FULL, **SP),
+    "deepseek": saved(DEEPSEEK, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
+    "titan deepseek": saved(BALANCED, "torchtitan", dp=4, ep=2),
     "hybrid": saved(SQUARED, "megatron-core", tp=2, pp=2, dp=2, **SP),
 }
 # One of each program; tests beside this one hold fake ranks of other plans to the simulator, and

@@ -20,6 +20,7 @@ from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
 from meshwright.simulator.model import Experts  # noqa: E402
 from meshwright.validate.programs.experts import Dispatch, ExpertGroup  # noqa: E402
+from meshwright.validate.ranks.prediction import predict_ranks  # noqa: E402
 from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -114,7 +115,6 @@ def test_unequal_rows_go_to_their_experts_and_back_in_order() -> None:
 
 
 CHANGED = {
-    "routing_bias=true of experts": {"routing_bias": True},
     "num_groups=2 of experts with scores=softmax": {"num_groups": 2},
     "experts.bias of small-mixtral": {"bias": True},
 }
@@ -144,6 +144,12 @@ def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
     refuses(split, "no PyTorch program with qk_norm=head and tp=2; allowed: 1")
     predicting = MIXTRAL.model_copy(update={"prediction_layers": 1})
     refuses(saved(predicting, cp=2), "cp=2 with prediction_layers has no PyTorch program")
+    biased = MIXTRAL.model_copy(
+        update={"experts": EXPERTS.model_copy(update={"routing_bias": True})}
+    )
+    refuses(saved(biased, "fsdp"), "no PyTorch program with routing_bias=true of experts")
+    with pytest.raises(PlanError, match="a routing bias beside scores=softmax, which stack megatr"):
+        predict_ranks(saved(biased), [0])
     refuses(saved(MIXTRAL, "ddp"), "experts of small-mixtral has no PyTorch program")
 
 

@@ -8,13 +8,25 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_checks import failed_on_fakes  # noqa: E402
-from test_agreement_gloo import FALCON, GEMMA, LLAMA, NEOX, OLMO, WINDOWED, saved  # noqa: E402
+from test_agreement_gloo import (  # noqa: E402
+    BALANCED,
+    DEEPSEEK,
+    FALCON,
+    GEMMA,
+    LLAMA,
+    NEOX,
+    OLMO,
+    STRAIGHT,
+    WINDOWED,
+    saved,
+)
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, PlanError  # noqa: E402
 from meshwright.validate.programs.build import build_program  # noqa: E402
 from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
+from meshwright.validate.ranks.prediction import predict_ranks  # noqa: E402
 from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 
 TOKENS = 512  # so many that activations weigh
@@ -28,10 +40,30 @@ def wide(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
     return replace(case, job=replace(case.job, seq_len=TOKENS, precision=Precision.BF16))
 
 
+def latent(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
+    """Return a plan of a model whose latents are wide, too, and narrower in values than in keys."""
+    assert model.latent is not None
+    widths = {"kv_rank": 64, "plain_head_dim": 48, "rotary_head_dim": 16, "value_head_dim": 32}
+    if model.latent.query_rank:
+        widths["query_rank"] = 96
+    made = model.model_copy(update={"latent": model.latent.model_copy(update=widths)})
+    return wide(made, stack, **fields)
+
+
+SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 CASES = {
     "windows": wide(WINDOWED, "megatron-core", tp=2, sequence_parallel=True),
     "windows over cp": wide(WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_TO_ALL),
     "windows of scores": wide(WINDOWED, "megatron-core", attention=Attention.UNFUSED),
+    "latents over tp": latent(STRAIGHT, "megatron-core", **SPLIT),
+    "latents, full": latent(STRAIGHT, "megatron-core", recompute=Recompute.FULL),
+    "deepseek": latent(DEEPSEEK, "megatron-core", pp=2, ep=4, etp=1, **SPLIT),
+    "deepseek, selective": latent(
+        DEEPSEEK, "megatron-core", ep=2, etp=2, recompute=Recompute.SELECTIVE, **SPLIT
+    ),
+    "deepseek, 2024": latent(DEEPSEEK, "megatron-core-2024", ep=2),
+    "titan latents": latent(STRAIGHT, "torchtitan", dp=4, dp_shard=2, microbatch_size=1),
+    "titan deepseek": latent(BALANCED, "torchtitan", ep=2, microbatch_size=1),
     "norms after, of all heads": wide(OLMO, "fsdp"),
     "norms before and after, caps, scales": wide(GEMMA, "ddp"),
     "one norm of both": wide(FALCON, "fsdp", recompute=Recompute.FULL),
@@ -46,19 +78,21 @@ def test_a_program_of_such_layers_counts_what_the_simulator_says(name: str) -> N
     assert failed_on_fakes(CASES[name]) == []
 
 
+def on_gpus(case: SavedPlan) -> ProgramRequest:
+    return ProgramRequest.of(case, 0, torch.device("cuda"), initialise=False)
+
+
 def test_windows_on_gpus_are_refused_by_name() -> None:
-    case = CASES["windows"]
-    asked = ProgramRequest(
-        job=case.job,
-        plan=case.plan,
-        stack=case.stack,
-        rank=0,
-        device=torch.device("cuda"),
-        initialise=False,
-        num_microbatches=1,
-    )
     with pytest.raises(PlanError, match="window=5 has no PyTorch program on GPUs"):
-        build_program(asked)
+        build_program(on_gpus(CASES["windows"]))
+
+
+def test_latents_on_gpus_and_of_tokens_that_are_not_split_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="latent of tiny-llama has no PyTorch program on GPUs"):
+        build_program(on_gpus(CASES["latents, full"]))
+    whole = latent(STRAIGHT, "megatron-core", tp=2)
+    with pytest.raises(PlanError, match="sequence_parallel=False is not offered"):
+        predict_ranks(whole, [0])
 
 
 def test_gates_in_one_product_with_values_are_refused_by_name() -> None:

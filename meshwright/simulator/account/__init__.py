@@ -16,6 +16,7 @@ from meshwright.simulator.account.traffic import (
     norm_ranks,
     norm_traffic,
     rank_traffic,
+    token_traffic,
 )
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "rank_traffic",
     "task_lanes",
     "time_breakdown",
+    "token_traffic",
 ]

@@ -57,6 +57,6 @@ def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) ->
             (Category.DP_COMM, Cost(waited_ps - host_ps, built.evidence.replicas)),
             (Category.HOST_COPY, Cost(host_ps, built.evidence.host)),
             (Category.TP_COMM, closing[Moment.SUMS]),
-            (Category.DP_COMM, closing[Moment.NORM]),
+            *((Category.DP_COMM, closing[each]) for each in (Moment.TOKENS, Moment.NORM)),
         ]
     )

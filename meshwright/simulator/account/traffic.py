@@ -13,7 +13,7 @@ from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, pass_e
 
 OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)
 # Who takes part in a norm that is one number is `norm_ranks`.
-ELSEWHERE = (*OTHER_SUMS, Moment.NORM, Moment.MESSAGE)
+ELSEWHERE = (*OTHER_SUMS, Moment.TOKENS, Moment.NORM, Moment.MESSAGE)
 REPEATED = tuple(moment for moment in Moment if moment not in ELSEWHERE)
 
 
@@ -64,6 +64,14 @@ def closing_traffic(
     """
     entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
     return _traffic(entries, OTHER_SUMS)
+
+
+def token_traffic(
+    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+) -> tuple[Traffic, ...]:
+    """Return what all ranks of a stage sum of the tokens of experts, if routing has biases."""
+    entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
+    return _traffic(entries, (Moment.TOKENS,))
 
 
 def norm_traffic(

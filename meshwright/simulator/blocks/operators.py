@@ -81,7 +81,8 @@ class FlashAttention(NamedTuple):
     Of *ranks* that share its rows each has as many operations, and runs them in as many steps.
     One with a *window* skips what is outside of its band, too: the triangle of all tokens but so
     many.  Forward is two products of ``s x s x d``; backward recomputes the scores and makes four
-    more, 2.5 times the forward (Dao 2023, arXiv 2307.08691, section 4.1).
+    more, 2.5 times the forward (Dao 2023, arXiv 2307.08691, section 4.1).  Values of *value_dim*,
+    if they are not as wide as queries and keys, are in one product forward and two backward.
 
     >>> FlashAttention("band", 1, 8, 1, window=2).flops, 2 * (8**2 - 6**2)
     (56, 56)
@@ -95,15 +96,15 @@ class FlashAttention(NamedTuple):
     causal: bool = True
     window: int = 0
     ranks: int = 1
+    value_dim: int = 0
 
     @property
     def flops(self) -> int:
         """Operations with the masked half left out."""
-        halves = (5 if self.backward else 2) * (1 if self.causal else 2)
+        wide, deep = self.head_dim, self.value_dim or self.head_dim
+        halves = (3 * wide + 2 * deep if self.backward else wide + deep) * (2 - self.causal)
         skipped = self.seq_len - self.window if self.window else 0
-        return (
-            halves * self.batch_heads * (self.seq_len**2 - skipped**2) * self.head_dim // self.ranks
-        )
+        return halves * self.batch_heads * (self.seq_len**2 - skipped**2) // self.ranks
 
 
 class MemoryBound(NamedTuple):

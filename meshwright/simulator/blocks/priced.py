@@ -267,12 +267,6 @@ def _partial_weights(found: Backward) -> list[Tensor]:
     return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
 
 
-def _head_dim(work: FusedAttention, phase: Phase) -> int:
-    """Return the width of heads whose products are as wide: values may have another."""
-    num_products = 5 if phase is Phase.BACKWARD else 2
-    return -(-_number(work.widths) // num_products)
-
-
 def _number(size: Size) -> int:
     """Return a size, as a number of an operator also where it is a column: see `BlockTable`."""
     return cast("int", size)
@@ -337,11 +331,12 @@ def _flash(
         "attention",
         batch_heads=_number(work.scores * work.ranks) // (seq_len * seen),
         seq_len=seq_len,
-        head_dim=_head_dim(work, phase),
+        head_dim=model.query_head_dim,
         backward=phase is Phase.BACKWARD,
         causal=model.causal,
         window=seen if seen < seq_len else 0,
         ranks=_number(work.ranks),
+        value_dim=model.value_head_dim,
     )
 
 

@@ -376,6 +376,8 @@ def _expert_refusal(name: str, experts: Experts, stack: StackProfile) -> str | N
     found = None
     if experts.shared_gate:
         found = "a gate of shared experts"
+    elif experts.routing_bias and experts.scores != "sigmoid" and stack.megatron_layers:
+        found = f"a routing bias beside scores={experts.scores}"  # TransformerConfig of core 0.16
     elif stack.transformers_layers and experts.shared_hidden_size:
         found = "shared experts"
     elif stack.transformers_layers and experts.scores == "sigmoid":

@@ -16,6 +16,7 @@ from math import prod
 from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import (
+    REPLICATED,
     Axis,
     ExpertAxis,
     GroupSpan,
@@ -27,12 +28,19 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.model import BlockKind, ModelSpec, buffer_bytes, parameter_tensors
+from meshwright.simulator.model import (
+    EXPERT_LAYERS,
+    BlockKind,
+    ModelSpec,
+    buffer_bytes,
+    parameter_tensors,
+)
 from meshwright.simulator.replication import Replication, WireBytes, unit_shards
 
 HEAD_NORMS = "query_norm.", "key_norm."
 NORM_BYTES = 4
 TOKENS_BYTES = 8  # an int64
+COUNT_BYTES = 4  # of an expert's tokens, in fp32
 
 
 def sums_first(stack: StackProfile) -> bool:
@@ -153,6 +161,28 @@ def gradient_norm(
         StepCollective(axis, CollectiveOp.ALL_REDUCE, size_bytes, span)
         for axis, size_bytes, span in sums
     ]
+
+
+def expert_tokens(shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh) -> list[StepCollective]:
+    """Return the sum of the tokens of each expert, over all ranks of a stage, for routing biases.
+
+    One number of fp32 for each expert of all layers of a rank (`get_updated_expert_bias` of
+    megatron/core/transformer/moe/moe_utils.py, core 0.16; `_update_expert_bias` of torchtitan
+    0.2.2, components/optimizer.py); those of transformers do not move.
+    """
+    model = shape.trained
+    if not isinstance(model, ModelSpec) or model.experts is None or not model.experts.routing_bias:
+        return []
+    if shape.stack.transformers_layers:
+        return []
+    runs = [run for stage in stages for run in stage.layers if run.kind in EXPERT_LAYERS]
+    num_layers = sum(run.num_blocks for run in runs)
+    if stages[-1].has_head and model.layer_runs[-1].kind in EXPERT_LAYERS:
+        num_layers += model.prediction_layers
+    size_bytes = COUNT_BYTES * model.experts.num_experts * num_layers
+    ranks = mesh.span(Axis.TP, *REPLICATED)
+    call = StepCollective(Axis.DP, CollectiveOp.ALL_REDUCE, size_bytes, ranks)
+    return [call] if num_layers else []
 
 
 def _expert_norms(

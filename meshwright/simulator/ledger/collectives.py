@@ -19,8 +19,9 @@ class Moment(StrEnum):
     the step waits for it; a ``MESSAGE`` follows a pass, and that of the next stage, or of the one
     before, waits for it.  The rest closes the step, one after the other: what of the gradients is
     reduced after the last pass, sums over tensor-parallel ranks (of some stacks before the
-    reductions end), a tied table between both ends of the pipeline, the norm for which all ranks
-    meet; then the update, and what gathers the updated parameters before the next step.
+    reductions end), a tied table between both ends of the pipeline, the tokens of experts that
+    routing biases move by, the norm for which all ranks meet; then the update, and what gathers
+    the updated parameters before the next step.
     """
 
     OPERATORS = "operators"
@@ -31,6 +32,7 @@ class Moment(StrEnum):
     PASSES_DONE = "passes done"
     SUMS = "sums"
     TIED_TABLE = "tied table"
+    TOKENS = "tokens"
     NORM = "norm"
     UPDATED = "updated"
 

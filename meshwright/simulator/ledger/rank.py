@@ -7,7 +7,13 @@ from typing import NamedTuple
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockTable, Collective, RingMessages
 from meshwright.simulator.layout import IN_STEP, Axis, ContextAxis, ExpertAxis, Stage, join_stages
-from meshwright.simulator.ledger.closing import batch_calls, gradient_norm, tensor_sums, tied_table
+from meshwright.simulator.ledger.closing import (
+    batch_calls,
+    expert_tokens,
+    gradient_norm,
+    tensor_sums,
+    tied_table,
+)
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
 from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.replicas import (
@@ -125,6 +131,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         Moment.PASSES_DONE: batch_calls(shape, setting.mesh.span(Axis.DP), setting.num_reductions),
         Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
         Moment.TIED_TABLE: [],
+        Moment.TOKENS: expert_tokens(shape, stages, setting.mesh),
         Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication),
         Moment.UPDATED: [],
     }

@@ -151,7 +151,10 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
         prefetches=stack.prefetches_units,
         keeps_units=replication.keeps_units,
         sums_first=sums_first(stack),
-        norm_ps=max(rank.closing[Moment.NORM].time_ps for rank in ranks),
+        norm_ps=max(
+            sum(rank.closing[each].time_ps for each in (Moment.TOKENS, Moment.NORM))
+            for rank in ranks
+        ),
         overhead_per_million=overhead_per_million(stack),
     )
 

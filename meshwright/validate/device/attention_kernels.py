@@ -138,16 +138,17 @@ def wide_backward(
 def _plain_forward(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window: int
 ) -> tuple[Tensor, Tensor]:
-    heads = query.shape[1]
+    heads, width = query.shape[1], max(query.shape[-1], value.shape[-1])
     mask = _mask(query, query.shape[2], window) if window else None
+    # The kernel takes heads of one width alone.
+    wide = (F.pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
     out, log_sum_exp = ATEN._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-        query,
-        _repeated(key, heads),
-        _repeated(value, heads),
+        *(_repeated(each, heads) for each in wide),
         is_causal=causal and mask is None,
         attn_mask=mask,
+        scale=1 / sqrt(query.shape[-1]),
     )[:2]
-    return out, log_sum_exp.float()
+    return out[..., : value.shape[-1]], log_sum_exp.float()
 
 
 def _mask(like: Tensor, tokens: int, window: int) -> Tensor:

@@ -26,6 +26,7 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
 WITHOUT_PROGRAM = "recompute_layers", "expert_overlap", "moment_precision"
 
 QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
+DEEPSEEK = (*QWEN, LayerFact.LATENT_ATTENTION)
 PLAIN = (
     LayerFact.HEAD_NORM,
     LayerFact.WIDTH_NORM,
@@ -42,14 +43,14 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
     "ddp": PLAIN,
     "fsdp": (LayerFact.ROUTED_EXPERTS, *PLAIN),
     "megatron-core": (
-        *QWEN,
+        *DEEPSEEK,
         LayerFact.PREDICTION_LAYERS,
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,
         LayerFact.WINDOW,
     ),
-    "megatron-core-2024": QWEN,
-    "torchtitan": QWEN,
+    "megatron-core-2024": DEEPSEEK,
+    "torchtitan": DEEPSEEK,
 }
 
 
@@ -62,14 +63,17 @@ def build_program(request: ProgramRequest) -> RankProgram:
     check_program(request.stack, request.plan)
     check_layers(request.job, request.stack)
     job = request.job
-    is_windowed = isinstance(job.model, ModelSpec) and LayerFact.WINDOW in job.model.layer_facts(
-        job.seq_len
-    )
-    if is_windowed and request.device.type == "cuda":
-        raise PlanError(
-            f"window={job.transformer.window} has no PyTorch program on GPUs; "
-            "allowed: --backend fake, or gloo"
-        )
+    facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
+    # What kernels of attention there are for these is not tried.
+    untried = {
+        LayerFact.WINDOW: f"window={getattr(job.model, 'window', 0)}",
+        LayerFact.LATENT_ATTENTION: f"{LayerFact.LATENT_ATTENTION} of {job.model.name}",
+    }
+    for fact, said in untried.items():
+        if fact in facts and request.device.type == "cuda":
+            raise PlanError(
+                f"{said} has no PyTorch program on GPUs; allowed: --backend fake, or gloo"
+            )
     return PROGRAMS[request.stack.name](request)
 
 

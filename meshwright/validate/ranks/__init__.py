@@ -7,6 +7,7 @@ from meshwright.validate.ranks.groups import (
     different_parts,
     mesh_shape,
     plan_groups,
+    stage_ranks,
     table_ranks,
 )
 from meshwright.validate.ranks.measurement import (
@@ -69,6 +70,7 @@ __all__ = [
     "predicted_rounds",
     "read_measurement",
     "read_record",
+    "stage_ranks",
     "table_ranks",
     "usual_members",
     "without_dropout",

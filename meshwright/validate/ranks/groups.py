@@ -29,6 +29,7 @@ def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
     """
     shape = mesh_shape(plan)
     groups = {tuple(range(plan.world_size)): "world"}
+    groups.setdefault(stage_ranks(plan, rank), "stage")
     groups.setdefault(different_parts(plan, rank), "parts")
     groups |= {ranks: axis.value for axis, ranks in _expert_groups(plan, rank).items()}
     groups[batch_ranks(plan, rank)] = "batch" if plan.cp == 1 else "dp"
@@ -87,6 +88,15 @@ def batch_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
     (1, 3)
     """
     return Mesh.of(plan).group(rank, Axis.DP)
+
+
+def stage_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+    """Return all ranks of the pipeline stages of *rank*.
+
+    >>> stage_ranks(ParallelPlan(pp=2, dp=2, stages=(1, 1)), 2)
+    (2, 3)
+    """
+    return _along(rank, (plan.pp, plan.world_size // plan.pp), 1)
 
 
 def table_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from meshwright.simulator.account import (
     norm_traffic,
     rank_flops,
     rank_traffic,
+    token_traffic,
 )
 from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, MeshAxis
 from meshwright.simulator.ledger import NORM_BYTES
@@ -160,6 +161,9 @@ def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
     counted: Counter[tuple[str, str, int, int]] = Counter()
     passes = rank_traffic(job, plan, stack, pp_rank)
     around = [each for each in passes if each.op is CollectiveOp.P2P]  # a ring's messages
+    stage = stage_name(plan)
+    for each in token_traffic(job, plan, stack, pp_rank):
+        counted[stage, each.op.value, each.num_ranks, each.size_bytes] += each.num_calls
     calls: list[tuple[str | None, Iterable[Traffic]]] = [
         (None, [each for each in passes if each.op is not CollectiveOp.P2P]),
         (None, closing_traffic(job, plan, stack, pp_rank)),
@@ -218,7 +222,22 @@ def norm_axis(plan: ParallelPlan) -> str:
         return group_name(axes[0], plan)
     if norm_ranks(plan) != plan.world_size:
         return "parts"
+    return _experts_name(plan, plan.world_size) or "world"
+
+
+def stage_name(plan: ParallelPlan) -> str:
+    """Return the name of the group of all ranks of a stage."""
+    if plan.tp == 1 and plan.num_shards == plan.dp_cp:
+        return group_name(Axis.DP, plan)
+    if plan.dp_cp == 1:
+        return Axis.TP.value
+    if plan.tp == plan.cp == 1:  # of several sets of shards
+        return "batch"
+    return _experts_name(plan, plan.tp * plan.dp_cp) or ("world" if plan.pp == 1 else "stage")
+
+
+def _experts_name(plan: ParallelPlan, num_ranks: int) -> str | None:
+    """Return the name of neighbours, so many, that share all experts, if they do."""
     mesh = Mesh.of(plan)
-    of_experts = (ExpertAxis.EP, ExpertAxis.ALL) if plan.ep > 1 else ()
-    known = (axis.value for axis in of_experts if mesh.degree(axis) == plan.world_size)
-    return next(known, "world")
+    axes = (ExpertAxis.EP, ExpertAxis.ALL) if plan.ep > 1 else ()
+    return next((axis.value for axis in axes if mesh.degree(axis) == num_ranks), None)

@@ -1,5 +1,6 @@
 """Routed experts: who is sent which rows of tokens, and what experts make of them."""
 
+from meshwright.validate.programs.experts.balance import RoutingBias, move_biases
 from meshwright.validate.programs.experts.group import (
     Dispatch,
     ExpertGroup,
@@ -33,6 +34,7 @@ __all__ = [
     "PutBack",
     "Reordered",
     "RoutedGroup",
+    "RoutingBias",
     "SortedRows",
     "SortedWeights",
     "Taken",
@@ -42,6 +44,7 @@ __all__ = [
     "chosen_places",
     "exchanged",
     "gathered",
+    "move_biases",
     "refuse_routing",
     "row_map",
     "summed",

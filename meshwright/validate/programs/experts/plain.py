@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from meshwright.simulator.model import Experts
 from meshwright.validate.programs.contract import Routing
+from meshwright.validate.programs.experts.balance import RoutingBias
 from meshwright.validate.programs.experts.routing import chosen_places
 
 
@@ -29,6 +30,7 @@ class PlainExperts(nn.Module):
         self.experts_in = nn.Parameter(torch.empty(num, 2 * inner, hidden_size))
         self.experts_out = nn.Parameter(torch.empty(num, hidden_size, inner))
         self.shared = shared
+        self.bias = RoutingBias(num) if experts.routing_bias else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return what routed and shared experts make of ``[batch, tokens, width]``."""
@@ -49,6 +51,8 @@ class PlainExperts(nn.Module):
         logits = self.router(flat).float()
         is_sigmoid = self.facts.scores == "sigmoid"
         scores = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
-        places = chosen_places(scores, self.facts, self.routing)
+        places = chosen_places(scores, self.facts, self.routing, self.bias)
+        if self.bias is not None:
+            self.bias.count(places.flatten().bincount(minlength=self.facts.num_experts))
         chosen = scores.gather(1, places)
         return chosen / chosen.sum(dim=-1, keepdim=True), places

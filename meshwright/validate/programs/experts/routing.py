@@ -7,18 +7,21 @@ from meshwright.hwprofiles import Dispatcher
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
 from meshwright.simulator.model import Experts
 from meshwright.validate.programs.contract import Routing
+from meshwright.validate.programs.experts.balance import RoutingBias
 from meshwright.validate.programs.fused import AutogradFunction, Context
 
 
-def chosen_places(scores: Tensor, experts: Experts, routing: Routing) -> Tensor:
-    """Return the ``[tokens, k]`` experts of tokens, of ``[tokens, E]`` *scores*.
+def chosen_places(
+    scores: Tensor, experts: Experts, routing: Routing, bias: RoutingBias | None = None
+) -> Tensor:
+    """Return the ``[tokens, k]`` experts of tokens, of ``[tokens, E]`` *scores* and their *bias*.
 
     Balanced routing hands tokens out in turns, whatever their scores.
     """
     num_tokens, num_experts = scores.shape
     chosen = experts.experts_per_token
     if not routing.is_balanced:
-        scores = scores.detach()
+        scores = scores.detach() if bias is None else bias(scores)
         if experts.num_groups > 1:
             scores = _of_best_groups(scores, experts)
         return scores.topk(chosen, dim=-1).indices
@@ -63,7 +66,6 @@ def refuse_routing(job: TrainingJob, plan: ParallelPlan) -> None:
     if experts is None:
         return
     switches = {
-        "routing_bias=true of experts": experts.routing_bias,
         f"num_groups={experts.num_groups} of experts with scores={experts.scores}": (
             experts.num_groups > 1 and experts.scores != "sigmoid"
         ),

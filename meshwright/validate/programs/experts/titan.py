@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.simulator.model import Experts
 from meshwright.validate.programs.contract import Routing
+from meshwright.validate.programs.experts.balance import RoutingBias
 from meshwright.validate.programs.experts.group import Dispatch, ExpertGroup, exchanged
 from meshwright.validate.programs.experts.products import GroupedWeights
 from meshwright.validate.programs.experts.routing import Taken, chosen_places
@@ -139,6 +140,7 @@ class TitanExperts(nn.Module):
         self.router = nn.Linear(hidden_size, experts.num_experts, bias=False)
         self.experts = GroupedExperts(experts, hidden_size, routed)
         self.shared = shared
+        self.bias = RoutingBias(experts.num_experts) if experts.routing_bias else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return what experts make of ``[batch, tokens, width]``."""
@@ -148,6 +150,8 @@ class TitanExperts(nn.Module):
         rows = TakenRows.apply(flat, slots // chosen)
         sorted_shares = shares.detach().flatten()[slots]
         counts = self._counts(places)
+        if self.bias is not None:
+            self.bias.count(counts)
         back = self.experts(rows, counts)
         beside = None if self.shared is None else self.shared(inputs)
         unsorted = PutRows.apply(back, slots, len(slots))
@@ -161,7 +165,7 @@ class TitanExperts(nn.Module):
         logits = self.router(flat).float()
         is_sigmoid = self.facts.scores == "sigmoid"
         scores = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
-        places = chosen_places(scores, self.facts, self.routing)
+        places = chosen_places(scores, self.facts, self.routing, self.bias)
         shares = Taken.apply(scores, places)
         return shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE, places
 

@@ -43,8 +43,9 @@ def flash_attention(
 
 
 @flash_attention.register_fake
-def _(query: Tensor, _key: Tensor, _value: Tensor, seq_dim: int, **_: int) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), _log_sum_exp_like(query, seq_dim)
+def _(query: Tensor, _key: Tensor, value: Tensor, seq_dim: int, **_: int) -> tuple[Tensor, Tensor]:
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return out, _log_sum_exp_like(query, seq_dim)
 
 
 @torch.library.custom_op("meshwright::flash_attention_backward", mutates_args=())
@@ -87,7 +88,7 @@ def _(
 def _flash_flops(
     query: tuple[int, ...],
     key: tuple[int, ...],
-    _value: tuple[int, ...],
+    value: tuple[int, ...],
     seq_dim: int,
     *_: object,
     window: int = 0,
@@ -98,12 +99,16 @@ def _flash_flops(
     That is twice what a causal mask leaves, and with a window twice what both leave but for the
     diagonal, as predicted FLOPs have it.
     """
-    batch, heads, width = query[1 - seq_dim], query[2], query[3]
+    return 2 * _scores(query, key, seq_dim, window) * (query[3] + value[3])
+
+
+def _scores(query: tuple[int, ...], key: tuple[int, ...], seq_dim: int, window: int) -> int:
+    """Return how many there are of all heads."""
     rows, seen = query[seq_dim], key[seq_dim]
     scores = rows * seen
     if 0 < window < seen:
         scores = window * (2 * rows - window)
-    return 4 * batch * heads * scores * width
+    return query[1 - seq_dim] * query[2] * scores
 
 
 @register_flop_formula(torch.ops.meshwright.flash_attention_backward)
@@ -115,8 +120,9 @@ def _flash_backward_flops(
     window: int = 0,
     **__: object,
 ) -> int:
-    """Five products: the scores again, and four gradients."""
-    return _flash_flops(saved[0], saved[1], saved[2], seq_dim, window=window) * 5 // 2
+    """Five products: the scores again, and four gradients; two are as wide as values."""
+    query, key, value = saved[:3]
+    return 2 * _scores(query, key, seq_dim, window) * (3 * query[3] + 2 * value[3])
 
 
 def _attended(

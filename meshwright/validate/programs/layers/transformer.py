@@ -19,6 +19,7 @@ from meshwright.validate.programs.fused import (
     Swiglu,
     WindowedAttention,
 )
+from meshwright.validate.programs.layers.latent import LatentSelfAttention
 from meshwright.validate.programs.layers.selective_recompute import operator_contexts
 
 ROTARY_BASE = 10_000.0
@@ -32,6 +33,7 @@ class Parts(Protocol):
     ``seq_dim`` is the dim of activations that counts tokens: 0 or 1; these are equal parts of a
     sequence, one from each of ``starts`` on.  A checkpoint that ``is_reentrant`` runs autograd once
     more inside its backward pass, and has names there for what came out and for its gradient.
+    Attention of one that ``copies_values`` takes them as one stretch alone.
     """
 
     seq_dim: int
@@ -39,6 +41,7 @@ class Parts(Protocol):
     fuses_qkv: bool
     fuses_gate: bool
     is_reentrant: bool
+    copies_values: bool
 
     def norm(self, model: ModelSpec, width: int) -> nn.Module:
         """Return a norm of the model's kind."""
@@ -48,6 +51,9 @@ class Parts(Protocol):
 
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a linear layer whose inputs are split where tensor parallelism is by hand."""
+
+    def whole_linear(self, inputs: int, outputs: int) -> nn.Module:
+        """Return a linear layer that every tensor-parallel rank has whole, for its own tokens."""
 
     def attention_core(self, model: ModelSpec, options: "LayerOptions", window: int) -> nn.Module:
         """Return the module from queries, keys and values to attention to a *window*, 0 for all."""
@@ -72,6 +78,9 @@ class Parts(Protocol):
 
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return all outputs of a `column_linear`, of the tokens of a rank."""
+
+    def gathered_tokens(self, values: Tensor) -> Tensor:
+        """Return all tokens' of a `whole_linear`, each of which every rank uses for its heads."""
 
     def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
         """Return the mean loss of the first tokens of each sequence."""
@@ -273,7 +282,11 @@ class TransformerLayer(nn.Module):
 
         before, after = model.norm_places != "after", model.norm_places != "before"
         self.attention_norm = norm(is_there=before)
-        self.attention = SelfAttention(model, options, parts, kind)
+        self.attention = (
+            SelfAttention(model, options, parts, kind)
+            if model.latent is None
+            else LatentSelfAttention(model, options, parts, ROTARY_BASE)
+        )
         self.attention_output_norm = norm(is_there=after)
         self.mlp_norm = norm(is_there=before and model.parallel_mlp != "one norm")
         mlp = None if kind in EXPERT_LAYERS else Mlp(model, parts)

@@ -15,6 +15,7 @@ from meshwright.validate.programs.experts import (
     GroupedProduct,
     PutBack,
     Reordered,
+    RoutingBias,
     SortedRows,
     SortedWeights,
     Taken,
@@ -26,10 +27,9 @@ from meshwright.validate.programs.experts import (
     summed,
 )
 from meshwright.validate.programs.fused import GradientSink
-from meshwright.validate.programs.megatron.tensor_parallel import ColumnLinear, TensorParallelGroup
+from meshwright.validate.programs.megatron.tensor_parallel import ALONE, ColumnLinear
 
 ROUTE_SCALE = 1.0  # of sigmoid scores: a kernel, whatever the number
-_ALONE = TensorParallelGroup(None, 0, 1, sequence_parallel=False)
 
 
 class GroupedLinear(nn.Module):
@@ -74,10 +74,11 @@ class MegatronExperts(nn.Module):
         self.facts, self.group, self.routing = experts, group, routing
         num, inner = experts.num_experts // group.num_ep, experts.hidden_size // group.num_etp
         sink, own = sinks
-        self.router = ColumnLinear(hidden_size, experts.num_experts, _ALONE, sink, bias=False)
+        self.router = ColumnLinear(hidden_size, experts.num_experts, ALONE, sink, bias=False)
         self.grouped_in = GroupedLinear(num, hidden_size, experts.num_parts * inner, own)
         self.grouped_out = GroupedLinear(num, inner, hidden_size, own)
         self.shared = shared
+        self.balance = RoutingBias(experts.num_experts) if experts.routing_bias else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return what experts make of this rank's ``[tokens, batch, width]``."""
@@ -99,7 +100,7 @@ class MegatronExperts(nn.Module):
         dtype = logits.dtype
         if self.facts.scores == "sigmoid":
             scores = logits.float().sigmoid().to(dtype)
-            places = chosen_places(scores, self.facts, self.routing)
+            places = chosen_places(scores, self.facts, self.routing, self.balance)
             shares = Taken.apply(scores, places)
             shares = shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE
         else:
@@ -115,6 +116,8 @@ class MegatronExperts(nn.Module):
             own = places.flatten().bincount(minlength=num_experts)
         else:
             own = places.new_full((num_experts,), balanced)
+        if self.balance is not None:
+            self.balance.count(own)
         return Dispatch.of(self.group.told(own, balanced=balanced), self.group)
 
     def _dispatched(

@@ -29,6 +29,7 @@ class MegatronGroups:
         edp: Ranks with the same experts; None where these are those of *dp*.
         pipeline: Pipeline ranks.
         ends: First and last pipeline rank, on these; None elsewhere.
+        stage: All ranks of a stage; None where there is one.
         norm: Ranks that hold different gradients, over which the norm is summed: all of them with
             the distributed optimizer, those of one replica without; None where there is one.
         names: Axis of each group, by its ranks.
@@ -41,6 +42,7 @@ class MegatronGroups:
     edp: DataParallelGroup | None
     pipeline: Neighbours
     ends: dist.ProcessGroup | None
+    stage: dist.ProcessGroup | None
     norm: dist.ProcessGroup | None
     names: dict[tuple[int, ...], str]
 
@@ -66,7 +68,8 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     norms = _norm_ranks(plan)
     summed = next(ranks for ranks in norms if rank in ranks)
     norm = _own_group(norms, summed) if len(summed) > 1 else None
-    names: dict[tuple[int, ...], str] = {summed: "parts"}
+    stages = [tuple(range(first, first + stride)) for first in range(0, plan.world_size, stride)]
+    names: dict[tuple[int, ...], str] = {stages[index]: "stage", summed: "parts"}
     names[tuple(range(plan.world_size))] = "world"
     names[own[0], own[-1]] = "pp"
     for name, group in (expert_groups | groups).items():
@@ -81,6 +84,7 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
         edp=_expert_replicas(plan, rank, expert_groups),
         pipeline=Neighbours(ranks=own, index=index, groups=messages),
         ends=ends if index in (0, plan.pp - 1) else None,
+        stage=_own_group(stages, stages[index]) if stride > 1 else None,
         norm=norm,
         names=names,
     )

@@ -28,11 +28,13 @@ from meshwright.validate.programs.layers import (
 from meshwright.validate.programs.megatron.experts import MegatronExperts
 from meshwright.validate.programs.megatron.loss import vocabulary_loss
 from meshwright.validate.programs.megatron.tensor_parallel import (
+    ALONE,
     ColumnLinear,
     RowLinear,
     TensorParallelGroup,
     column_product,
     gather_columns,
+    gather_tokens,
     scatter_sum,
     scatter_tokens,
     sum_ranks,
@@ -189,6 +191,7 @@ class MegatronParts:
     fuses_qkv = True
     fuses_gate = True
     is_reentrant = True
+    copies_values = True
     loss = LossKernel.FUSED
 
     def __init__(
@@ -218,6 +221,10 @@ class MegatronParts:
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a row-parallel layer."""
         return RowLinear(inputs // self.tp.size, outputs, self.tp, self.sink, bias=bias)
+
+    def whole_linear(self, inputs: int, outputs: int) -> nn.Module:
+        """Return a linear layer as one rank alone has it."""
+        return ColumnLinear(inputs, outputs, ALONE, self.sink, bias=False)
 
     def attention_core(self, model: ModelSpec, options: LayerOptions, window: int) -> nn.Module:
         """Return the core of attention to the tokens of all context-parallel ranks."""
@@ -277,6 +284,10 @@ class MegatronParts:
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return all columns of a rank's tokens."""
         return gather_columns(values, self.tp)
+
+    def gathered_tokens(self, values: Tensor) -> Tensor:
+        """Return the tokens of all ranks."""
+        return gather_tokens(values, self.tp)
 
     def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
         """Return the mean loss of the first tokens of each sequence."""

@@ -13,7 +13,7 @@ from meshwright.simulator.layout import gradient_bytes, rank_stages
 from meshwright.simulator.model import shares_table
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
-from meshwright.validate.programs.experts import refuse_routing
+from meshwright.validate.programs.experts import move_biases, refuse_routing
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.megatron.buffers import (
     BucketRule,
@@ -141,6 +141,7 @@ class MegatronProgram:
             sum_unsplit_weights(self.buffers, self._unsplit, self._groups.tp)
         if not scatters_last:
             self._sum_table()
+        move_biases(self.stages, self._groups.stage)
 
     def _sum_table(self) -> None:
         if self._table is not None and self._groups.ends is not None:
@@ -331,7 +332,7 @@ def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> lis
     """Return the weights that see only a rank's own tokens, or its own heads."""
     names: tuple[str, ...] = ("query_norm.", "key_norm.")
     if request.plan.sequence_parallel:
-        names = ("norm.", "attention_output.bias", "mlp_out.bias", "router.")
+        names = ("norm.", "attention_output.bias", "mlp_out.bias", "router.", "_down.")
     return [
         part.parameter
         for stage in stages

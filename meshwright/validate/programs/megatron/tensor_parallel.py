@@ -73,6 +73,9 @@ class TensorParallelGroup:
         return whole.chunk(self.size)[self.rank].clone()
 
 
+ALONE = TensorParallelGroup(None, 0, 1, sequence_parallel=False)
+
+
 class _ColumnProduct(AutogradFunction):
     """``x W^T + b`` whose outputs are split over the ranks."""
 
@@ -145,6 +148,19 @@ class _ScatterTokens(AutogradFunction):
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.tp.gather_tokens(gradient), None
+
+
+class _GatherTokens(AutogradFunction):
+    """The tokens of all ranks; backward sums what they make of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Context, local: Tensor, tp: TensorParallelGroup) -> Tensor:
+        ctx.tp = tp
+        return tp.gather_tokens(local)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.tp.scatter_sum(gradient.contiguous()), None
 
 
 class _GatherColumns(AutogradFunction):
@@ -247,6 +263,12 @@ def column_product(
 def gather_columns(values: Tensor, tp: TensorParallelGroup) -> Tensor:
     """Return the columns of all ranks side by side, of this rank's tokens."""
     out: Tensor = _GatherColumns.apply(values, tp) if tp.size > 1 else values
+    return out
+
+
+def gather_tokens(local: Tensor, tp: TensorParallelGroup) -> Tensor:
+    """Return the tokens of all ranks, of which each uses all."""
+    out: Tensor = _GatherTokens.apply(local, tp) if tp.splits_tokens else local
     return out
 
 

@@ -20,6 +20,7 @@ _PLACES = (
     (r"attention\.qkv\.", "qkv."),
     (r"attention\.(query|key)_norm\.", r"\1_norm."),
     (r"attention\.output\.", "attention_output."),
+    (r"attention\.(?=query|kv)", ""),
     (r"mlp\.expand\.", "mlp_in."),
     (r"mlp\.contract\.", "mlp_out."),
     (r"mlp\.router\.", "router."),

@@ -20,6 +20,7 @@ from meshwright.validate.ranks import (
     different_parts,
     mesh_shape,
     plan_groups,
+    stage_ranks,
     table_ranks,
 )
 
@@ -36,6 +37,7 @@ class RankLayout:
         mesh: Of dims `MESH_DIMS`.
         norm_group: Ranks that hold different parts of the model; None if this one holds all.
         batch_group: Ranks that train on parts of a batch; None if this one has all.
+        stage_group: All ranks of a stage; None where there is one.
         table_group: First and last pipeline rank, where each holds a copy of a tied table and
             this rank is one of them.
         context: The context-parallel ranks of this one; None where it has whole sequences.
@@ -48,6 +50,7 @@ class RankLayout:
     mesh: DeviceMesh
     norm_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
+    stage_group: dist.ProcessGroup | None
     table_group: dist.ProcessGroup | None
     context: ContextGroup | None
     groups: dict[tuple[int, ...], str]
@@ -109,6 +112,7 @@ def make_layout(request: ProgramRequest) -> RankLayout:
         mesh=mesh,
         norm_group=_group(different, groups, plan.world_size),
         batch_group=_group(batch_ranks(plan, rank), groups, plan.world_size),
+        stage_group=_group(stage_ranks(plan, rank), groups, plan.world_size),
         table_group=_group(ends, groups, plan.world_size),
         context=_context(request, groups),
         groups=groups,

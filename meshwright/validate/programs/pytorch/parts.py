@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from meshwright.simulator import ModelSpec
+from meshwright.simulator.model import parameter_tensors
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import Routing, initial_weight
 from meshwright.validate.programs.experts import (
@@ -134,6 +135,7 @@ class PlainParts:
     seq_dim = 1
     fuses_gate = False
     is_reentrant = False
+    copies_values = False
 
     def __init__(
         self,
@@ -163,6 +165,10 @@ class PlainParts:
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a whole linear layer."""
         return nn.Linear(inputs, outputs, bias=bias)
+
+    def whole_linear(self, inputs: int, outputs: int) -> nn.Module:
+        """Return a linear layer."""
+        return nn.Linear(inputs, outputs, bias=False)
 
     def attention_core(self, model: ModelSpec, options: LayerOptions, window: int) -> nn.Module:
         """Return the module from queries, keys and values to the attention."""
@@ -202,6 +208,10 @@ class PlainParts:
 
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return *values*, which are whole."""
+        return values
+
+    def gathered_tokens(self, values: Tensor) -> Tensor:
+        """Return *values*, which are of all tokens."""
         return values
 
     def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
@@ -275,6 +285,10 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
     if module == "output" and not layer:
         table = "word" if model.tied_embeddings else "output"
         return initial_weight(f"{table}_embedding.weight", (model.vocab_size, width))
+    if model.latent is not None and ".attention." in name:
+        wanted = "attention_output" if module == "output" else module
+        known = {each.name: each.shape for each in parameter_tensors(model)}
+        return initial_weight(f"{layer}{wanted}.{tensor}", known[f"{wanted}.{tensor}"])
     if module in ("qkv", "query", "key", "value"):
         rows = model.query_hidden_size + 2 * model.kv_hidden_size
         whole = _initial(f"{layer}qkv.{tensor}", rows, width)

@@ -26,7 +26,7 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.model import FUSED_MLP
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
-from meshwright.validate.programs.experts import RoutedGroup, refuse_routing
+from meshwright.validate.programs.experts import RoutedGroup, move_biases, refuse_routing
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.fully_sharded import (
     ExpertShards,
@@ -115,6 +115,8 @@ def refuse_unsupported(request: ProgramRequest) -> None:
     ]
     if model.experts is not None:
         refuse_routing(request.job, plan)
+        is_fixed = model.experts.routing_bias and request.stack.transformers_layers
+        refusals.append((is_fixed, "routing_bias", "true of experts; allowed: false"))
     for is_refused, name, text in refusals:
         if is_refused:
             raise PlanError(f"{model.name} has no PyTorch program with {name}={text}")
@@ -233,6 +235,7 @@ class FullyShardedProgram:
         if table is not None:
             dist.all_reduce(local_gradients([table])[0], group=self._layout.table_group)
         self._clip()
+        move_biases(self._stages.values(), self._layout.stage_group)
         self._optimizer.step()
         losses = self._loss.take()
         return losses if self._layout.reports else []

@@ -6,6 +6,7 @@ from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.programs.contract import token_batch
+from meshwright.validate.programs.experts import move_biases
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.loss import token_loss
 from meshwright.validate.programs.pytorch.optimizer import (
@@ -59,6 +60,7 @@ def _step(stage: VirtualStage, optimizer: Optimizer, job: TrainingJob, step: int
         loss.backward()
         total += loss.item()
     clip_gradients(local_gradients(stage.parameters()), [], None)
+    move_biases([stage], None)
     optimizer.step()
     optimizer.zero_grad()
     return total

@@ -1,0 +1,54 @@
+"""Numbers that routing adds to the scores of experts, and that move where too few tokens go."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# moe_router_bias_update_rate of Megatron-Core 0.16, load_balance_coeff of torchtitan 0.2.2.
+UPDATE_RATE = 1e-3
+
+
+class RoutingBias(nn.Module):
+    """A number of each expert of a layer, and the tokens that a step sent to it.
+
+    It chooses experts and weighs nothing (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+    """
+
+    bias: Tensor
+    tokens: Tensor
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        for name in ("bias", "tokens"):
+            self.register_buffer(name, torch.zeros(num_experts, dtype=torch.float32))
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """Return what experts are chosen by."""
+        return scores.detach() + self.bias
+
+    def count(self, tokens: Tensor) -> None:
+        """Remember the *tokens* of each expert, but of a pass that runs again in backward."""
+        if torch.is_grad_enabled():
+            self.tokens += tokens
+
+
+def move_biases(modules: Iterable[nn.Module], group: dist.ProcessGroup | None) -> None:
+    """Move all biases of a rank by the tokens that a step sent to experts, on all ranks of *group*.
+
+    torchtitan takes the mean off what moves (`_update_expert_bias` of 0.2.2,
+    components/optimizer.py), by which the same experts are chosen.
+    """
+    biases = [
+        each for module in modules for each in module.modules() if isinstance(each, RoutingBias)
+    ]
+    if not biases:
+        return
+    tokens = torch.stack([each.tokens for each in biases])
+    if group is not None:
+        dist.all_reduce(tokens, group=group)
+    offsets = tokens.mean(dim=-1, keepdim=True) - tokens
+    for each, offset in zip(biases, offsets, strict=True):
+        each.bias += UPDATE_RATE * offset.sign()
+        each.tokens.zero_()
