@@ -323,8 +323,9 @@ def _block(
         if not is_runnable(job, stack, fixed, *pair):
             codes = codes[:, (codes[schedule] != pair[0]) | (codes[size] != pair[1])]
     if len(experts) > 1:
-        pairs = zip(codes[ep].tolist(), codes[etp].tolist(), strict=True)
-        codes = codes[:, [pair in experts for pair in pairs]]
+        most = max(number for _, number in experts)
+        known = [one * (most + 1) + other for one, other in experts]
+        codes = codes[:, np.isin(codes[ep] * (most + 1) + codes[etp], known)]
     return codes
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
+from typing import NamedTuple
 
 from meshwright.hwprofiles import (
     Attention,
@@ -136,9 +137,10 @@ class BlockShape(WeightShape):
         job: TrainingJob,
         plan: ParallelPlan,
         stack: StackProfile,
-        parameters: Mapping[BlockKind, int] | None = None,
+        parameters: "PlanParameters | None" = None,
     ) -> "BlockShape":
         """Return the shape of *job*'s blocks by *plan*; *parameters* where they are known."""
+        every, of_experts = parameters or plan_parameters(job.model, plan, stack)
         return cls(
             trained=job.model,
             seq_len=job.seq_len,
@@ -150,9 +152,9 @@ class BlockShape(WeightShape):
             modules=plan.recompute_modules,
             attention=plan.attention,
             stack=stack,
-            parameters=parameters or plan_parameters(job.model, plan, stack),
+            parameters=every,
             whole_ends=stack.tp_plan,
-            expert_parameters=expert_parameters(job.model, plan.tp, plan.ep, plan.etp),
+            expert_parameters=of_experts,
             in_pipeline=plan.pp > 1,
             defers_sums=stack.sums_norms_each_microbatch
             and (reduces_once(job, plan, stack) or bool(is_unwrapped(stack, plan.dp_cp))),
@@ -248,12 +250,21 @@ class BlockShape(WeightShape):
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes
 
 
-def plan_parameters(
-    model: AnyModel, plan: ParallelPlan, stack: StackProfile
-) -> dict[BlockKind, int]:
+class PlanParameters(NamedTuple):
+    """What a rank of a plan holds of a block of each kind, and of that its divided experts."""
+
+    every: Mapping[BlockKind, int]
+    of_experts: Mapping[BlockKind, int]
+
+
+def plan_parameters(model: AnyModel, plan: ParallelPlan, stack: StackProfile) -> PlanParameters:
     """Return the parameters that a rank of *plan* holds of a block of each kind."""
     multiple, ends = stack.vocabulary_multiple, 1 if stack.tp_plan else None
-    return rank_parameters(model, plan.tp, multiple, plan.ep, plan.etp, ends_tp=ends)
+    degrees = plan.ep, plan.etp
+    return PlanParameters(
+        rank_parameters(model, plan.tp, multiple, *degrees, ends_tp=ends),
+        expert_parameters(model, plan.tp, *degrees),
+    )
 
 
 def _accumulated_bytes(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> int:

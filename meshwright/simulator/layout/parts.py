@@ -140,8 +140,11 @@ def layer_refusal(
     if plan.attention in stack.attention_kernels and plan.attention not in attention_kernels(
         model, stack
     ):
-        has_cap = model.attention_softcap > 0
-        which = LayerFact.ATTENTION_SOFTCAP if has_cap else LayerFact.ATTENTION_SINKS
+        which = LayerFact.ATTENTION_SINKS
+        if model.attention_softcap > 0:
+            which = LayerFact.ATTENTION_SOFTCAP
+        elif model.latent is not None:
+            which = LayerFact.LATENT_ATTENTION
         return f"attention={plan.attention} does not go with {which}; allowed: flash"
     return None
 
@@ -183,13 +186,14 @@ def _without_module_plan(model: ModelSpec, job: TrainingJob) -> str | None:
 def attention_kernels(model: AnyModel, stack: StackProfile) -> tuple[Attention, ...]:
     """Return the kernels of *stack* that attend as *model* does: its own where there is none.
 
-    Scores that lie in memory are not capped here; a fused kernel caps them as it goes.  Sinks
-    beside them are those of Megatron-Core.
+    Scores that lie in memory are not capped here, nor are they of latent attention; a fused kernel
+    caps them as it goes.  Sinks beside them are those of Megatron-Core.
     """
     if not isinstance(model, ModelSpec):
         return (stack.attention,)
     has_others = model.attention_sinks and not stack.megatron_layers
-    left_out = {Attention.UNFUSED} if model.attention_softcap or has_others else set()
+    is_fused = model.attention_softcap or has_others or model.latent is not None
+    left_out = {Attention.UNFUSED} if is_fused else set()
     return tuple(each for each in stack.attention_kernels if each not in left_out)
 
 

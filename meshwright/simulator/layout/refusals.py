@@ -98,10 +98,6 @@ def _part_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
     kind = "latent attention" if model.experts is None else "experts"
     reason = f"{kind} and tp > 1 without sequence_parallel"
     yield Gap("sequence_parallel", reason, (split, unsplit), (True,))
-    if model.latent is not None:
-        kernels = PLAN_FIELDS["attention"]
-        unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))
-        yield Gap(kernels.name, "latent attention unfused", (unfused,), (Attention.FLASH,))
     if model.experts is not None:
         yield from _expert_gaps(stack, model.experts, model.hidden_size)
 
