@@ -43,6 +43,11 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
     "fsdp": (LayerFact.ROUTED_EXPERTS, *PLAIN),
     "megatron-core": (
         *QWEN,
+        LayerFact.EXPERT_BIAS,
+        LayerFact.EXPERT_ACTIVATION,
+        LayerFact.EXPERT_GELU,
+        LayerFact.EXPERT_SQUARED_RELU,
+        LayerFact.WEIGHED_INPUTS,
         LayerFact.PREDICTION_LAYERS,
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,

@@ -1,5 +1,10 @@
 """Routed experts: who is sent which rows of tokens, and what experts make of them."""
 
+from meshwright.validate.programs.experts.activations import (
+    WeighedQuickGeglu,
+    bounded,
+    ungated,
+)
 from meshwright.validate.programs.experts.group import (
     Dispatch,
     ExpertGroup,
@@ -38,11 +43,14 @@ __all__ = [
     "Taken",
     "TitanExperts",
     "TransformersExperts",
+    "WeighedQuickGeglu",
     "WeighedSwiglu",
+    "bounded",
     "chosen_places",
     "exchanged",
     "gathered",
     "refuse_routing",
     "row_map",
     "summed",
+    "ungated",
 ]
