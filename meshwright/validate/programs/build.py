@@ -40,7 +40,12 @@ PLAIN = (
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
     "ddp": PLAIN,
-    "fsdp": (LayerFact.ROUTED_EXPERTS, *PLAIN),
+    "fsdp": (
+        LayerFact.ROUTED_EXPERTS,
+        LayerFact.EXPERT_BIAS,
+        LayerFact.EXPERT_ACTIVATION,
+        *PLAIN,
+    ),
     "megatron-core": (
         *QWEN,
         LayerFact.EXPERT_BIAS,

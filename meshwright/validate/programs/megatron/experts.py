@@ -116,7 +116,8 @@ class MegatronExperts(nn.Module):
             if not self.facts.weighs_inputs:  # of one expert a token there is nothing to divide by
                 shares = shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE
         else:
-            places = chosen_places(logits, self.facts, self.routing)
+            scores = logits if self.routing.is_balanced else logits.softmax(dim=-1)
+            places = chosen_places(scores, self.facts, self.routing)
             shares = Taken.apply(logits, places).float().softmax(dim=-1).to(dtype)
         return torch.zeros_like(logits).scatter_(1, places, shares), places
 
