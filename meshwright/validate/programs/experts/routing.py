@@ -13,8 +13,8 @@ from meshwright.validate.programs.fused import AutogradFunction, Context
 def chosen_places(scores: Tensor, experts: Experts, routing: Routing) -> Tensor:
     """Return the ``[tokens, k]`` experts of tokens, of ``[tokens, E]`` *scores*.
 
-    Balanced routing hands tokens out in turns, whatever their scores.  Where groups are chosen, too,
-    logits are no scores: sums of them are in another order.
+    Balanced routing hands tokens out in turns, whatever their scores.  Where groups are chosen,
+    too, logits are no scores: sums of them are in another order.
     """
     num_tokens, num_experts = scores.shape
     chosen = experts.experts_per_token

@@ -199,7 +199,9 @@ def _put_norms_last(layer: nn.Module) -> None:
     The reduction has a name for the gradient of the last one until it returns.
     """
     for name in NORMS:
-        layer.register_module(name, layer._modules.pop(name))
+        norm = getattr(layer, name)
+        delattr(layer, name)
+        setattr(layer, name, norm)
 
 
 @contextmanager
