@@ -14,6 +14,8 @@ import torch
 from block_witness import Given, count_pass
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torchtitan.models.deepseek_v3.model import model as deepseek
 from torchtitan.models.llama3.model import model as llama
 from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
@@ -99,9 +101,17 @@ def test_a_layer_of_transformers_with_experts_of_several_ranks_is_byte_exact(
         names = [f"mlp.experts.{name}" for name, _ in layer.mlp.experts.named_parameters()]
         styles = dict.fromkeys(names, "grouped_gemm") | {"mlp.experts": "ep_dispatch_experts"}
         apply_expert_parallelism(layer, mesh["ep"], mesh["tp"], styles)
+        layer.mlp.experts.register_forward_pre_hook(narrowed)
         given = [Given((NUM_SEQUENCES, TOKENS, model.hidden_size))]
         found = count_pass(run, given, RankOracle({tuple(range(ep)): "ep"}))
     assert derived(model, "fsdp", ep=ep) == found
+
+
+def narrowed(_module: object, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return what fully_shard gives a unit that it computes in 16 bits."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    state = SimpleNamespace(_mp_policy=policy)
+    return FSDPState._cast_forward_inputs(state, given, {})[0]
 
 
 class Sinks(torch.autograd.Function):

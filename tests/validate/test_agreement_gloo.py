@@ -94,7 +94,32 @@ FALCON = LLAMA.model_copy(update={"parallel_mlp": "one norm"})
 NEOX = GPT.model_copy(update={"parallel_mlp": "two norms"})
 WINDOWED = LLAMA.model_copy(update={"window": 5, "layer_pattern": "WF"})
 PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
-ROUTED = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update={"shared_hidden_size": 0})})
+PLAIN = EXPERTS.model_copy(update={"shared_hidden_size": 0})
+BIASED: dict[str, Any] = {"scores": "softmax of chosen", "bias": True, "activation": "clamped"}
+OSS = LLAMA.model_copy(
+    update={
+        "attention_bias": True,
+        "output_bias": True,
+        "experts": PLAIN.model_copy(update=BIASED),
+    }
+)
+WEIGHING: dict[str, Any] = {"experts_per_token": 1, "scores": "sigmoid", "weighs_inputs": True}
+SCOUT = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update=WEIGHING)})
+GELU = LLAMA.model_copy(
+    update={"gated_mlp": False, "experts": EXPERTS.model_copy(update={"activation": "gelu"})}
+)
+NEMOTRON = LLAMA.model_copy(
+    update={
+        "gated_mlp": False,
+        "activation": "squared relu",
+        "experts": EXPERTS.model_copy(
+            update={"activation": "squared relu", "scores": "sigmoid", "experts_per_token": 3}
+        ),
+    }
+)
+LIMITED: dict[str, Any] = {"num_groups": 4, "groups_per_token": 2, "experts_per_token": 4}
+LIMITED_GROUPS = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update=LIMITED)})
+ROUTED = LLAMA.model_copy(update={"experts": PLAIN})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
 
 
@@ -147,6 +172,13 @@ CASES = {
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
     "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(3, 1), **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
+    "biases": saved(OSS, "megatron-core", tp=2, pp=2, dp=2, ep=2, etp=1, recompute=FULL, **SP),
+    "weighed inputs": saved(SCOUT, "megatron-core", tp=2, dp=2, ep=4, etp=1, **SP),
+    "gelu experts": saved(GELU, "megatron-core", tp=2, dp=2, ep=2, **SP),
+    "squared experts": saved(NEMOTRON, "megatron-core", dp=2, ep=2),
+    "groups of experts": saved(LIMITED_GROUPS, "megatron-core", tp=2, dp=2, ep=2, **SP),
+    "titan groups": saved(LIMITED_GROUPS, "torchtitan", dp=2, ep=2, pp=2),
+    "fsdp biases": saved(OSS, "fsdp", dp=4, ep=2),
     "titan experts": saved(GROUPED, "torchtitan", dp=4, ep=2),
     "titan experts cp": saved(MIXTRAL, "torchtitan", cp=2, dp=2, ep=2, recompute=FULL, **RING),
     "fsdp experts": saved(ROUTED, "fsdp", dp=4, ep=2),

@@ -12,6 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
+from meshwright.validate.programs.experts.activations import (  # noqa: E402
+    ClampedSwiglu,
+    WeighedQuickGeglu,
+)
 from meshwright.validate.programs.fused import (  # noqa: E402
     BiasDropoutAdd,
     CausalSoftmax,
@@ -125,6 +129,24 @@ def test_both_gated_activations_are_silu_times_value() -> None:
     assert_alike(PackedSwiglu.apply(packed), F.silu(gate) * value, [gate, value])
 
 
+def test_the_activation_of_gpt_oss_bounds_gate_and_value_and_adds_one() -> None:
+    """As GptOssExperts of transformers 5.23 writes it."""
+
+    def wanted(gate: Tensor, value: Tensor) -> Tensor:
+        return (value + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    far, weights = (8 * leaf(TOKENS, 16)).detach().requires_grad_(), leaf(TOKENS, seed=1)
+    gate, value = far.chunk(2, dim=-1)
+    gate, value = gate.clamp(max=7), value.clamp(-7, 7)
+    assert (gate == 7).any()
+    assert (value.abs() == 7).any()
+    assert_alike(ClampedSwiglu.apply(far), wanted(gate, value), [far])
+    near = leaf(TOKENS, 16)
+    got = WeighedQuickGeglu.apply(near, weights)
+    whole = wanted(*near.chunk(2, dim=-1)) * weights.unsqueeze(-1)
+    assert_alike(got, whole, [near, weights])
+
+
 @pytest.mark.parametrize("seq_dim", [0, 1])
 def test_rotary_turns_pairs_by_position_times_frequency(seq_dim: int) -> None:
     shape = (TOKENS, BATCH) if seq_dim == 0 else (BATCH, TOKENS)
@@ -184,6 +206,8 @@ def kept_bytes_of(dtype: torch.dtype) -> dict[str, int]:
         "rotary": lambda: Rotary.apply(new(*shape), 0, 1e4, (0,), shape[-1]),
         "swiglu": lambda: Swiglu.apply(new(TOKENS, 64), new(TOKENS, 64)),
         "packed": lambda: PackedSwiglu.apply(new(TOKENS, 64)),
+        "clamped": lambda: ClampedSwiglu.apply(new(TOKENS, 64)),
+        "weighed": lambda: WeighedQuickGeglu.apply(new(TOKENS, 64), new(TOKENS)),
         "added": lambda: BiasDropoutAdd.apply(new(2, 3, 64), new(64), new(2, 3, 64), 0.1),
         "added without dropout": lambda: BiasDropoutAdd.apply(
             new(2, 3, 64), None, new(2, 3, 64), 0.0
@@ -215,6 +239,8 @@ def test_kernels_keep_and_make_the_same_with_and_without_data(dtype: torch.dtype
         "rotary": 0,
         "swiglu": 0,
         "packed": 0,
+        "clamped": 0,
+        "weighed": 0,
         "added": mask,
         "added without dropout": 0,
     }

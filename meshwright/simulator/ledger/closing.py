@@ -33,6 +33,7 @@ from meshwright.simulator.model import (
     BlockKind,
     ModelSpec,
     buffer_bytes,
+    is_expert,
     parameter_tensors,
 )
 from meshwright.simulator.replication import Replication, WireBytes, unit_shards
@@ -222,11 +223,19 @@ def batch_calls(shape: BlockShape, span: GroupSpan, num_syncs: int) -> list[Step
 
 
 def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...], left: LeftSums) -> int:
-    """Return the parameters of norms, and of biases added to a rank's own tokens."""
+    """Return the parameters of norms, and of biases added to a rank's own tokens.
+
+    Biases of experts in grouped products are none: TEGroupedLinear has no parallel mode where ranks
+    divide experts, and so no mark of Transformer Engine (megatron/core/extensions/
+    transformer_engine.py of core 0.16, pytorch/module/grouped_linear.py).
+    """
+    of_groups = shape.stack.grouped_experts
     counts: Counter[BlockKind] = Counter()
     for tensor in parameter_tensors(shape.model):
         # Megatron adds positions before tokens are scattered: that table's gradient is of all.
         is_left = left is LeftSums.ALL or tensor.name.startswith(HEAD_NORMS)
-        if tensor.tp_dim is None and tensor.name != "position_embedding.weight" and is_left:
+        is_own = is_expert(tensor) and of_groups
+        is_whole = tensor.tp_dim is None and not is_own
+        if is_whole and tensor.name != "position_embedding.weight" and is_left:
             counts[tensor.block] += prod(tensor.shape)
     return sum(count * counts[kind] for stage in stages for kind, count in stage.blocks)

@@ -102,6 +102,9 @@ class StagePass(NamedTuple):
         for done in extreme_layers(stage):
             here = self._layer_backward(done, first=first, whole=whole)
             moments.append(PassPeak(here, absent - done * appeared))
+            if not (sharding.keeps_units or (self.is_nested and not whole)):
+                here = self._layer_reduction(done, first=first, whole=whole)
+                moments.append(PassPeak(here, absent - done * appeared))
         freed = passes.saved_layers(stage) + self.freed_head
         last = self._root_bytes(first=first, whole=whole) - freed
         moments.append(PassPeak(last, absent - layers * appeared))
@@ -143,6 +146,19 @@ class StagePass(NamedTuple):
         if units.keeps_last and not done:
             return others + here
         return others + larger(here, gradient + resident + units.layer.weights + units.buffer)
+
+    def _layer_reduction(self, done: int, *, first: bool, whole: bool) -> Size:
+        """Return the fullest moment of the reduction of a layer's gradients, when it has run.
+
+        Its weights are freed before that.
+        """
+        passes, stage, _, units = self
+        unit = units.layer
+        others: Size = units.root + units.head_gradient - self.freed_head + passes.message
+        others = others - passes.saved_layers(stage, stage.num_layers - 1 - done)
+        others = others + self.gathered_layers(done, whole=whole) - unit.weights
+        others = others + replica_bytes(units, done, first=first)
+        return others + unit.wire + larger(unit.weights, unit.share)
 
     def gathered_layers(self, done: int, *, whole: bool) -> Size:
         """Return the gathered weights of layers while one runs backward and *done* have.

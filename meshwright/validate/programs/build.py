@@ -41,9 +41,19 @@ PLAIN = (
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
     "ddp": PLAIN,
-    "fsdp": (LayerFact.ROUTED_EXPERTS, *PLAIN),
+    "fsdp": (
+        LayerFact.ROUTED_EXPERTS,
+        LayerFact.EXPERT_BIAS,
+        LayerFact.EXPERT_ACTIVATION,
+        *PLAIN,
+    ),
     "megatron-core": (
         *DEEPSEEK,
+        LayerFact.EXPERT_BIAS,
+        LayerFact.EXPERT_ACTIVATION,
+        LayerFact.EXPERT_GELU,
+        LayerFact.EXPERT_SQUARED_RELU,
+        LayerFact.WEIGHED_INPUTS,
         LayerFact.PREDICTION_LAYERS,
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,

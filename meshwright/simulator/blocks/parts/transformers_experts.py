@@ -80,9 +80,12 @@ def _exchanged(
 ) -> Tensor:
     """Return what experts make of tokens that go to their ranks and come back.
 
-    What comes is sorted once more, and weighed by ones; shares weigh it where it came from.
+    What comes is sorted once more, and weighed by ones; shares weigh it where it came from.  They
+    are cast as all is that enters a unit of fully_shard (`_cast_forward_inputs` of FSDPState,
+    PyTorch 2.13), which experts are by themselves then.
     """
     hidden = flat.dims[-1]
+    shares = cast(block, shares, "shares of a unit", block.width)
     rows = taken(block, flat, "rows", (dims.rows, hidden)).values
     order, sent = numbers(rows, "order of rows"), starts(flat, dims, NUMBER_BYTES)
     block.add([rows], [order, sent], [])

@@ -1,5 +1,10 @@
 """Routed experts: who is sent which rows of tokens, and what experts make of them."""
 
+from meshwright.validate.programs.experts.activations import (
+    WeighedQuickGeglu,
+    bounded,
+    ungated,
+)
 from meshwright.validate.programs.experts.balance import RoutingBias, move_biases
 from meshwright.validate.programs.experts.group import (
     Dispatch,
@@ -40,7 +45,9 @@ __all__ = [
     "Taken",
     "TitanExperts",
     "TransformersExperts",
+    "WeighedQuickGeglu",
     "WeighedSwiglu",
+    "bounded",
     "chosen_places",
     "exchanged",
     "gathered",
@@ -48,4 +55,5 @@ __all__ = [
     "refuse_routing",
     "row_map",
     "summed",
+    "ungated",
 ]

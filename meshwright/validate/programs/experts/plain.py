@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from meshwright.simulator.model import Experts
 from meshwright.validate.programs.contract import Routing
+from meshwright.validate.programs.experts.activations import bounded, opened, ungated
 from meshwright.validate.programs.experts.balance import RoutingBias
 from meshwright.validate.programs.experts.routing import chosen_places
 
@@ -26,9 +27,13 @@ class PlainExperts(nn.Module):
         super().__init__()
         num, inner = experts.num_experts, experts.hidden_size
         self.facts, self.routing = experts, routing
-        self.router = nn.Linear(hidden_size, num, bias=False)
-        self.experts_in = nn.Parameter(torch.empty(num, 2 * inner, hidden_size))
+        self.router = nn.Linear(hidden_size, num, bias=experts.bias)
+        outputs = experts.num_parts * inner
+        self.experts_in = nn.Parameter(torch.empty(num, outputs, hidden_size))
         self.experts_out = nn.Parameter(torch.empty(num, hidden_size, inner))
+        if experts.bias:
+            self.experts_in_bias = nn.Parameter(torch.empty(num, outputs))
+            self.experts_out_bias = nn.Parameter(torch.empty(num, hidden_size))
         self.shared = shared
         self.bias = RoutingBias(num) if experts.routing_bias else None
 
@@ -37,17 +42,39 @@ class PlainExperts(nn.Module):
         flat = inputs.flatten(0, 1)
         shares, places = self._shares(flat)
         out = torch.zeros_like(flat)
-        for number, (first, last) in enumerate(zip(self.experts_in, self.experts_out, strict=True)):
+        for number in range(self.facts.num_experts):
             tokens, slots = torch.where(places == number)
-            gate, value = F.linear(flat[tokens], first).chunk(2, dim=-1)
-            made = F.linear(F.silu(gate) * value, last)
-            weighed = made * shares[tokens, slots].unsqueeze(-1)
-            out = out.index_add(0, tokens, weighed.to(out.dtype))
+            share = shares[tokens, slots].unsqueeze(-1)
+            if self.facts.weighs_inputs:
+                made = self._computed(flat[tokens] * share, number)
+            else:
+                made = self._computed(flat[tokens], number) * share
+            out = out.index_add(0, tokens, made.to(out.dtype))
         out = out.view_as(inputs)
         return out if self.shared is None else out + self.shared(inputs)
 
+    def _computed(self, rows: Tensor, number: int) -> Tensor:
+        """Return what an expert makes of its *rows*."""
+        first, last = (
+            self.experts_in_bias[number] if self.facts.bias else None,
+            self.experts_out_bias[number] if self.facts.bias else None,
+        )
+        inner = F.linear(rows, self.experts_in[number], first)
+        return F.linear(self._opened(inner), self.experts_out[number], last)
+
+    def _opened(self, inner: Tensor) -> Tensor:
+        if not self.facts.gated:
+            return ungated(self.facts.activation, inner)
+        if self.facts.activation == "clamped":
+            return opened(*bounded(inner))
+        gate, value = inner.chunk(2, dim=-1)
+        return F.silu(gate) * value
+
     def _shares(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a token's shares of its experts, which add up to 1, and which these are."""
+        """Return a token's shares of its experts, and which these are.
+
+        They add up to 1, but for that of one expert that weighs what it reads.
+        """
         logits = self.router(flat).float()
         is_sigmoid = self.facts.scores == "sigmoid"
         scores = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
@@ -55,4 +82,6 @@ class PlainExperts(nn.Module):
         if self.bias is not None:
             self.bias.count(places.flatten().bincount(minlength=self.facts.num_experts))
         chosen = scores.gather(1, places)
+        if self.facts.weighs_inputs:
+            return chosen, places
         return chosen / chosen.sum(dim=-1, keepdim=True), places

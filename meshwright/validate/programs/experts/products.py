@@ -95,25 +95,31 @@ class GroupedWeights(AutogradFunction):
 
 
 class GroupedProduct(AutogradFunction):
-    """Products of the rows of each expert in one kernel; keeps the rows."""
+    """Products of the rows of each expert in one kernel, which adds biases; keeps the rows."""
 
     @staticmethod
     def forward(
-        ctx: Context, rows: Tensor, sizes: Sequence[int], sink: GradientSink, *weights: Tensor
+        ctx: Context, rows: Tensor, sizes: Sequence[int], sink: GradientSink, *parameters: Tensor
     ) -> Tensor:
-        """Return the outputs of all rows."""
+        """Return the outputs of all rows; the experts' weights come before their biases."""
         ctx.save_for_backward(rows)
+        weights, biases = parameters[: len(sizes)], parameters[len(sizes) :]
         # Not saved: what recomputation hands back is no longer the parameter that a sink knows.
-        ctx.weights, ctx.sizes, ctx.sink = weights, sizes, sink
-        return grouped_product(rows, weights, sizes, 0)
+        ctx.weights, ctx.sizes, ctx.sink, ctx.has_biases = weights, sizes, sink, len(biases) > 0
+        made = grouped_product(rows, weights, sizes, 0)
+        for own, bias in zip(made.split(sizes), biases, strict=False):
+            own.add_(bias)
+        return made
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of rows, and of weights where these are not fused."""
+        """Return the gradients of rows, of weights where these are not fused, and of biases."""
         (rows,) = ctx.saved_tensors
+        own = gradient.split(ctx.sizes)
+        of_biases = [each.sum(dim=0) for each in own] if ctx.has_biases else []
         slope = grouped_product(gradient, ctx.weights, ctx.sizes, 1)
-        parts = zip(ctx.weights, rows.split(ctx.sizes), gradient.split(ctx.sizes), strict=True)
-        return slope, None, None, *(ctx.sink.add_product(*each) for each in parts)
+        parts = zip(ctx.weights, rows.split(ctx.sizes), own, strict=True)
+        return slope, None, None, *(ctx.sink.add_product(*each) for each in parts), *of_biases
 
 
 @torch.library.custom_op("meshwright::weighed_swiglu", mutates_args=())

@@ -16,7 +16,8 @@ def chosen_places(
 ) -> Tensor:
     """Return the ``[tokens, k]`` experts of tokens, of ``[tokens, E]`` *scores* and their *bias*.
 
-    Balanced routing hands tokens out in turns, whatever their scores.
+    Balanced routing hands tokens out in turns, whatever their scores.  Where groups are chosen,
+    too, logits are no scores: sums of them are in another order.
     """
     num_tokens, num_experts = scores.shape
     chosen = experts.experts_per_token
@@ -66,9 +67,6 @@ def refuse_routing(job: TrainingJob, plan: ParallelPlan) -> None:
     if experts is None:
         return
     switches = {
-        f"num_groups={experts.num_groups} of experts with scores={experts.scores}": (
-            experts.num_groups > 1 and experts.scores != "sigmoid"
-        ),
         "shared_gate=true of experts": experts.shared_gate,
         f"dispatcher={plan.dispatcher}": plan.dispatcher not in (None, Dispatcher.ALL_TO_ALL),
         f"expert_overlap={plan.expert_overlap}": plan.expert_overlap is not None,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.simulator.model import Experts
+from meshwright.validate.programs.experts.activations import ClampedSwiglu
 from meshwright.validate.programs.experts.group import exchanged
 from meshwright.validate.programs.experts.products import GroupedWeights
 from meshwright.validate.programs.experts.routing import Taken, chosen_places
@@ -30,8 +31,13 @@ class OwnExperts(nn.Module):
         group, routing = routed.ranks, routed.routing
         num, inner = experts.num_experts // group.num_ep, experts.hidden_size
         self.group, self.routing = group, routing
+        self.is_clamped = experts.activation == "clamped"
         self.experts_in = nn.Parameter(torch.empty(num, 2 * inner, hidden_size))
         self.experts_out = nn.Parameter(torch.empty(num, hidden_size, inner))
+        self.experts_in_bias = self.experts_out_bias = None
+        if experts.bias:
+            self.experts_in_bias = nn.Parameter(torch.empty(num, 2 * inner))
+            self.experts_out_bias = nn.Parameter(torch.empty(num, hidden_size))
 
     def forward(self, tokens: Tensor, places: Tensor, shares: Tensor) -> Tensor:
         """Return the sums of what experts make of *tokens*, each times its share.
@@ -91,11 +97,13 @@ class OwnExperts(nn.Module):
         starts = sizes.cumsum(0, dtype=torch.int32)
         each = [len(rows) // num] * num if self.routing.is_balanced else sizes.tolist()
         mask = (numbers >= num).unsqueeze(-1) if self.group.ep is not None else None
+        first = _of_rows(self.experts_in_bias, numbers)
         if mask is not None:
             rows.masked_fill_(mask, 0.0)
-        made = _cleared(GroupedWeights.apply(rows, self.experts_in, each), mask)
-        made = PackedSwiglu.apply(made)
-        made = _cleared(GroupedWeights.apply(made, self.experts_out, each), mask)
+        made = _cleared(_multiplied(rows, self.experts_in, first, each), mask)
+        made = (ClampedSwiglu if self.is_clamped else PackedSwiglu).apply(made)
+        first = _of_rows(self.experts_out_bias, numbers)
+        made = _cleared(_multiplied(made, self.experts_out, first, each), mask)
         wide = made * weights.unsqueeze(-1)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
@@ -103,6 +111,16 @@ class OwnExperts(nn.Module):
         total = wide.view(num_tokens, chosen, -1).sum(dim=1).to(tokens.dtype)
         del numbers, counted, starts  # named until here, as there
         return total
+
+
+def _of_rows(biases: Tensor | None, numbers: Tensor) -> Tensor | None:
+    """Return the bias of each row's expert, if experts have some."""
+    return None if biases is None else biases[numbers]
+
+
+def _multiplied(rows: Tensor, weights: Tensor, biases: Tensor | None, sizes: list[int]) -> Tensor:
+    made: Tensor = GroupedWeights.apply(rows, weights, sizes)
+    return made if biases is None else made.add_(biases)
 
 
 def _cleared(rows: Tensor, mask: Tensor | None) -> Tensor:
@@ -121,19 +139,25 @@ class TransformersExperts(nn.Module):
     def __init__(self, experts: Experts, hidden_size: int, routed: RoutedGroup) -> None:
         super().__init__()
         self.facts, self.routing = experts, routed.routing
-        self.router = nn.Linear(hidden_size, experts.num_experts, bias=False)
+        self.router = nn.Linear(hidden_size, experts.num_experts, bias=experts.bias)
         self.experts = OwnExperts(experts, hidden_size, routed)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return what experts make of ``[batch, tokens, width]``."""
         flat = inputs.flatten(0, 1)
         logits = self.router(flat)
+        shares, places = self._shares(logits)
+        out: Tensor = self.experts(flat, places, shares)
+        return out.view_as(inputs)
+
+    def _shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a token's shares of its experts, and which these are."""
+        if self.facts.scores == "softmax of chosen":
+            scores = logits if self.routing.is_balanced else logits.softmax(dim=-1)
+            places = chosen_places(scores, self.facts, self.routing)
+            return Taken.apply(logits, places).softmax(dim=-1), places
         scores = logits.float().softmax(dim=-1)
         places = chosen_places(scores, self.facts, self.routing)
         shares = Taken.apply(scores, places)
-        del scores
         shares /= shares.sum(dim=-1, keepdim=True)
-        if self.facts.casts_shares:
-            shares = shares.to(logits.dtype)
-        out: Tensor = self.experts(flat, places, shares)
-        return out.view_as(inputs)
+        return shares.to(logits.dtype) if self.facts.casts_shares else shares, places

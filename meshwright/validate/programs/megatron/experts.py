@@ -19,12 +19,15 @@ from meshwright.validate.programs.experts import (
     SortedRows,
     SortedWeights,
     Taken,
+    WeighedQuickGeglu,
     WeighedSwiglu,
+    bounded,
     chosen_places,
     exchanged,
     gathered,
     row_map,
     summed,
+    ungated,
 )
 from meshwright.validate.programs.fused import GradientSink
 from meshwright.validate.programs.megatron.tensor_parallel import ALONE, ColumnLinear
@@ -33,17 +36,24 @@ ROUTE_SCALE = 1.0  # of sigmoid scores: a kernel, whatever the number
 
 
 class GroupedLinear(nn.Module):
-    """Linear layers of a rank's experts, each with a weight of its own."""
+    """Linear layers of a rank's experts, each with a weight of its own, and perhaps a bias."""
 
-    def __init__(self, num_experts: int, inputs: int, outputs: int, sink: GradientSink) -> None:
+    def __init__(
+        self, num_experts: int, inputs: int, outputs: int, sink: GradientSink, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.empty(outputs, inputs) for _ in range(num_experts))
+        self.biases = _biases(num_experts * bias, outputs)
         self.sink = sink
 
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """Return the outputs of rows in the order of experts, so many of each."""
-        out: Tensor = GroupedProduct.apply(rows, sizes, self.sink, *self.weights)
+        out: Tensor = GroupedProduct.apply(rows, sizes, self.sink, *self.weights, *self.biases)
         return out
+
+
+def _biases(num: int, outputs: int) -> nn.ParameterList:
+    return nn.ParameterList(torch.empty(outputs) for _ in range(num))
 
 
 class MegatronExperts(nn.Module):
@@ -74,9 +84,11 @@ class MegatronExperts(nn.Module):
         self.facts, self.group, self.routing = experts, group, routing
         num, inner = experts.num_experts // group.num_ep, experts.hidden_size // group.num_etp
         sink, own = sinks
-        self.router = ColumnLinear(hidden_size, experts.num_experts, ALONE, sink, bias=False)
-        self.grouped_in = GroupedLinear(num, hidden_size, experts.num_parts * inner, own)
+        bias, first = experts.bias, experts.num_parts * inner
+        self.router = ColumnLinear(hidden_size, experts.num_experts, ALONE, sink, bias=bias)
+        self.grouped_in = GroupedLinear(num, hidden_size, first, own, bias=bias)
         self.grouped_out = GroupedLinear(num, inner, hidden_size, own)
+        self.out_biases = _biases(num * bias, hidden_size)
         self.shared = shared
         self.balance = RoutingBias(experts.num_experts) if experts.routing_bias else None
 
@@ -102,9 +114,11 @@ class MegatronExperts(nn.Module):
             scores = logits.float().sigmoid().to(dtype)
             places = chosen_places(scores, self.facts, self.routing, self.balance)
             shares = Taken.apply(scores, places)
-            shares = shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE
+            if not self.facts.weighs_inputs:  # of one expert a token there is nothing to divide by
+                shares = shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE
         else:
-            places = chosen_places(logits, self.facts, self.routing)
+            scores = logits if self.routing.is_balanced else logits.softmax(dim=-1)
+            places = chosen_places(scores, self.facts, self.routing)
             shares = Taken.apply(logits, places).float().softmax(dim=-1).to(dtype)
         return torch.zeros_like(logits).scatter_(1, places, shares), places
 
@@ -136,15 +150,39 @@ class MegatronExperts(nn.Module):
             self._sorted(gathered(each, dispatch.gathered, group), dispatch)
             for each in (arrived, weights)
         )
-        opened = WeighedSwiglu.apply(self.grouped_in(rows, dispatch.by_expert), weights)
-        outputs = self.grouped_out(opened, dispatch.by_expert)
-        del opened, weights
+        outputs = self._computed(rows, weights, dispatch.by_expert)
+        del weights
         back = self._sorted(outputs, dispatch, back=True)
         back = summed(back, dispatch.gathered, group)
         del outputs, rows
         back = exchanged(back, dispatch.arrived, dispatch.sent, group)
         del given, arrived
         out: Tensor = PutBack.apply(back, numbers, chosen)
+        return out
+
+    def _computed(self, rows: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+        """Return what this rank's experts make of their *rows*, so many of each."""
+        if self.facts.weighs_inputs:
+            rows = weights.unsqueeze(-1) * rows
+            weights = torch.ones_like(weights)
+        opened = self._opened(self.grouped_in(rows, sizes), weights)
+        outputs = self.grouped_out(opened, sizes)
+        del opened
+        if not self.facts.bias:
+            return outputs
+        shares = weights.unsqueeze(-1).split(sizes)
+        parts = zip(outputs.split(sizes), self.out_biases, shares, strict=True)
+        return torch.cat([own + bias * share for own, bias, share in parts])
+
+    def _opened(self, inner: Tensor, weights: Tensor) -> Tensor:
+        """Return activations times their rows' weights."""
+        kind = self.facts.activation
+        if kind == "silu":
+            out: Tensor = WeighedSwiglu.apply(inner, weights)
+        elif kind == "clamped":
+            out = WeighedQuickGeglu.apply(torch.cat(bounded(inner), dim=-1), weights)
+        else:
+            out = ungated(kind, inner) * weights.unsqueeze(-1)
         return out
 
     def _sorted(self, rows: Tensor, dispatch: Dispatch, *, back: bool = False) -> Tensor:

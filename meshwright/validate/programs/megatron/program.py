@@ -321,7 +321,7 @@ def _duplicates(
     model = request.job.transformer
     copies = set()
     for part in weight_parts(stage, model, request.vocab_size):
-        if part.whole.tp_dim is None and groups.tp.rank > 0:
+        if part.whole.tp_dim is None and part.expert is None and groups.tp.rank > 0:
             copies.add(part.parameter)
         if part.whole.name == "word_embedding.weight" and stage.embedding is None:
             copies.add(part.parameter)

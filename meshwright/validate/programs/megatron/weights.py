@@ -26,6 +26,8 @@ _PLACES = (
     (r"mlp\.router\.", "router."),
     (r"mlp\.grouped_in\.weights\.\d+", "experts_in.weight"),
     (r"mlp\.grouped_out\.weights\.\d+", "experts_out.weight"),
+    (r"mlp\.grouped_in\.biases\.\d+", "experts_in.bias"),
+    (r"mlp\.out_biases\.\d+", "experts_out.bias"),
     (r"mlp\.shared\.expand\.", "shared_in."),
     (r"mlp\.shared\.contract\.", "shared_out."),
     (r"head\.norm\.", "final_norm."),
@@ -93,8 +95,8 @@ def fill_weights(
             whole = initial_weight(part.name, part.whole.shape)
         tensor, place = part.whole, (tp.rank, tp.size)
         if part.expert is not None:
-            assert tensor.tp_dim is not None
-            tensor = tensor._replace(shape=tensor.shape[1:], tp_dim=tensor.tp_dim - 1)
+            split = None if tensor.tp_dim is None else tensor.tp_dim - 1
+            tensor = tensor._replace(shape=tensor.shape[1:], tp_dim=split)
             whole, place = whole[part.expert], (experts.etp_rank, experts.num_etp)
         part.parameter.data.copy_(_own_part(whole, tensor, model, place))
 

@@ -22,7 +22,7 @@ from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.experts import GroupedExperts, OwnExperts
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.layout import RankLayout
-from meshwright.validate.programs.pytorch.parts import Embedding, Head
+from meshwright.validate.programs.pytorch.parts import NORMS, Embedding, Head
 from meshwright.validate.programs.pytorch.precision import DTYPES
 
 
@@ -185,11 +185,23 @@ def shard_stage(
             shard(words, frees=reshards)
     stays = _kept_layer(stage, stack)
     for layer in stage.layers.values():
+        _put_norms_last(layer)
         shard(layer, frees=reshards and layer is not stays)
     if head and stack.units is Units.ENDS:
         shard(head, frees=False)
     shard(stage)
     return _fsdp(stage)
+
+
+def _put_norms_last(layer: nn.Module) -> None:
+    """Let the last weight of a unit be a norm's, as of layers of transformers and torchtitan.
+
+    The reduction has a name for the gradient of the last one until it returns.
+    """
+    for name in NORMS:
+        norm = getattr(layer, name)
+        delattr(layer, name)
+        setattr(layer, name, norm)
 
 
 @contextmanager

@@ -322,21 +322,26 @@ def _initial_of_experts(model: ModelSpec, name: str) -> Tensor:
     experts, width = model.experts, model.hidden_size
     assert experts is not None
     num, inner, shared = experts.num_experts, experts.hidden_size, experts.shared_hidden_size
+    first = experts.num_parts * inner
     if module in ("gate", "expand"):
-        whole = _initial(f"{layer}shared_in.weight", 2 * shared, width)
+        whole = _initial(f"{layer}shared_in.weight", experts.num_parts * shared, width)
         return whole[-shared:] if module == "expand" else whole[:shared]
     if module == "experts" and tensor in ("gate", "up"):
-        both = initial_weight(f"{layer}experts_in.weight", (num, 2 * inner, width))
+        both = initial_weight(f"{layer}experts_in.weight", (num, first, width))
         return both[:, inner:] if tensor == "up" else both[:, :inner]
     shapes = {
-        "out": ("experts_out", (num, width, inner)),
-        "router": ("router", (num, width)),
-        "contract": ("shared_out", (width, shared)),
-        "experts_in": ("experts_in", (num, 2 * inner, width)),
-        "experts_out": ("experts_out", (num, width, inner)),
+        "out": ("experts_out.weight", (num, width, inner)),
+        "router.weight": ("router.weight", (num, width)),
+        "router.bias": ("router.bias", (num,)),
+        "contract.weight": ("shared_out.weight", (width, shared)),
+        "experts_in": ("experts_in.weight", (num, first, width)),
+        "experts_out": ("experts_out.weight", (num, width, inner)),
+        "experts_in_bias": ("experts_in.bias", (num, first)),
+        "experts_out_bias": ("experts_out.bias", (num, width)),
     }
-    canonical, shape = shapes[tensor if module in ("mlp", "experts") else module]
-    return initial_weight(f"{layer}{canonical}.weight", shape)
+    known = tensor if module in ("mlp", "experts") else f"{module}.{tensor}"
+    canonical, shape = shapes[known]
+    return initial_weight(f"{layer}{canonical}", shape)
 
 
 def _initial(name: str, outputs: int, inputs: int) -> Tensor:
