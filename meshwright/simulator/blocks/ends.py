@@ -71,7 +71,9 @@ def _looked_up(block: Block, shape: BlockShape, dims: LayerDims, ids: Tensor | N
     name, shared = "word_embedding.weight", ids is not None
     table = block.weight(name, rows, dims.hidden, at={Axis.TP: rows}, shared=shared)
     if ids is None:
-        ids = block.tensor("ids", dims.tokens, dims.batch, width=NUMBER_BYTES)
+        # In PyTorch's pipelines they are a view of the batch, which counts as such.
+        width = 0 if shape.keeps_outputs else NUMBER_BYTES
+        ids = block.tensor("ids", dims.tokens, dims.batch, width=width)
     stream = dims.stream(block, shape)
     x = stream.like("looked up", at=block.placed({Axis.TP: PARTIAL}))
     traffic = block.traffic(stream, stream)

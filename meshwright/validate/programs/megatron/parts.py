@@ -189,6 +189,7 @@ class MegatronParts:
     fuses_qkv = True
     fuses_gate = True
     is_reentrant = True
+    casts_angles = False
     loss = LossKernel.FUSED
 
     def __init__(

@@ -134,6 +134,7 @@ class PlainParts:
     seq_dim = 1
     fuses_gate = False
     is_reentrant = False
+    casts_angles = False
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
+from meshwright.simulator.blocks import BlockShape, spelling_of
+from meshwright.simulator.graph import RotaryFormula
 from meshwright.simulator.layout import (
     chosen_formats,
     is_unwrapped,
@@ -223,7 +225,9 @@ class FullyShardedProgram:
         Gradients of the step stay until the next one.
         """
         self._optimizer.zero_grad()
-        tokens, targets = _batch(self._request, self._layout, step)
+        whole = _batch(self._request, self._layout, step)  # lives as long as the step
+        context = self._layout.context
+        tokens, targets = whole if context is None else map(context.own_tokens, whole)
         if self._request.stack.sums_tokens and self._layout.batch_group is not None:
             dist.all_reduce(torch.tensor(targets.numel()), group=self._layout.batch_group)
         stops_early = set_checkpoint_early_stop(self._request.stack.recompute_stops_early)
@@ -330,6 +334,8 @@ def _whole_stage(
             layout.experts, request.routing, of_transformers=request.stack.transformers_layers
         ),
     )
+    shape = BlockShape.of(request.job, request.plan, request.stack)
+    parts.casts_angles = spelling_of(shape).rotary is RotaryFormula.TABLE
     return build_stage(request, index, parts, device)
 
 
@@ -371,11 +377,8 @@ def _is_unwrapped(request: ProgramRequest) -> bool:
 
 
 def _batch(request: ProgramRequest, layout: RankLayout, step: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets of this rank's share of the global batch."""
+    """Return tokens and targets of the sequences that this rank has a part of."""
     plan, job = request.plan, request.job
     first = layout.dp_rank * (job.global_batch_size // plan.dp)
     sequences = range(first, first + request.num_microbatches * plan.microbatch_size)
-    tokens, targets = token_batch(job, step, sequences, request.device)
-    if layout.context is None:
-        return tokens, targets
-    return layout.context.own_tokens(tokens), layout.context.own_tokens(targets)
+    return token_batch(job, step, sequences, request.device)
