@@ -8,14 +8,22 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_checks import failed_on_fakes  # noqa: E402
-from test_agreement_gloo import FALCON, GEMMA, LLAMA, NEOX, OLMO, WINDOWED, saved  # noqa: E402
+from test_agreement_gloo import (  # noqa: E402
+    FALCON,
+    GEMMA,
+    LLAMA,
+    NEOX,
+    OLMO,
+    SQUARED,
+    WINDOWED,
+    saved,
+)
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, PlanError  # noqa: E402
 from meshwright.validate.programs.build import build_program  # noqa: E402
 from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
-from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 
 TOKENS = 512  # so many that activations weigh
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "ffn_hidden_size": 512}
@@ -28,6 +36,12 @@ def wide(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
     return replace(case, job=replace(case.job, seq_len=TOKENS, precision=Precision.BF16))
 
 
+NEMOTRON = SQUARED.model_copy(update={"positions": "rotary", "tied_embeddings": False})
+# As transformers has them: Phi-3 has queries, keys and values in one product, too.
+FUSED: dict[str, dict[str, Any]] = {
+    "phi3": {"fused_qkv": True, "rotary_fraction": 0.5},
+    "glm4": {"norm_places": "both", "rotary_fraction": 0.5, "attention_bias": True},
+}
 CASES = {
     "windows": wide(WINDOWED, "megatron-core", tp=2, sequence_parallel=True),
     "windows over cp": wide(WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_TO_ALL),
@@ -38,6 +52,15 @@ CASES = {
     "two norms of both": wide(
         NEOX.model_copy(update={"positions": "rotary", "rotary_fraction": 0.25}), "ddp"
     ),
+    "squared relu under autocast": wide(NEMOTRON, "ddp"),
+    "squared relu": wide(NEMOTRON, "fsdp", recompute=Recompute.FULL),
+    **{
+        f"gate and value of {family} in one product on {stack}": wide(
+            LLAMA.model_copy(update={"spelling": family, **facts}), stack
+        )
+        for family, facts in FUSED.items()
+        for stack in ("ddp", "fsdp")
+    },
 }
 
 
@@ -59,9 +82,3 @@ def test_windows_on_gpus_are_refused_by_name() -> None:
     )
     with pytest.raises(PlanError, match="window=5 has no PyTorch program on GPUs"):
         build_program(asked)
-
-
-def test_gates_in_one_product_with_values_are_refused_by_name() -> None:
-    fused = wide(LLAMA.model_copy(update={"spelling": "phi3"}), "fsdp")
-    with pytest.raises(PlanError, match=r"no PyTorch program with spelling=phi3, whose gate"):
-        next(iter(measure_fakes(fused, [0])))

@@ -45,7 +45,6 @@ from meshwright.simulator.model.parameters import (
 from meshwright.simulator.model.parts import Experts, LatentAttention
 from meshwright.simulator.model.registry import AnyModel, parse_any_model, with_predictions
 from meshwright.simulator.model.spec import (
-    FUSED_MLP,
     MAX_PREDICTION_LAYERS,
     ModelSpec,
     parse_model,
@@ -58,7 +57,6 @@ __all__ = [
     "ENDS",
     "EXPERT_LAYER",
     "EXPERT_LAYERS",
-    "FUSED_MLP",
     "HEAD",
     "LAYERS",
     "MAX_LAYERS",

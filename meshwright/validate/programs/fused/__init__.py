@@ -16,7 +16,7 @@ from meshwright.validate.programs.fused.norms import RmsNorm
 from meshwright.validate.programs.fused.residual import BiasDropoutAdd
 from meshwright.validate.programs.fused.rotary import Rotary, TableRotary, angle_table, positions
 from meshwright.validate.programs.fused.softmax import CausalSoftmax
-from meshwright.validate.programs.fused.swiglu import PackedSwiglu, Swiglu
+from meshwright.validate.programs.fused.swiglu import FusedSquaredRelu, PackedSwiglu, Swiglu
 from meshwright.validate.programs.fused.weight_gradients import (
     GradientSink,
     accumulate_weight_gradient,
@@ -28,6 +28,7 @@ __all__ = [
     "CausalSoftmax",
     "Context",
     "FusedAttention",
+    "FusedSquaredRelu",
     "GradientSink",
     "PackedSwiglu",
     "RmsNorm",

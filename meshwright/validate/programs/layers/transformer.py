@@ -15,6 +15,8 @@ from meshwright.simulator.model import EXPERT_LAYERS, WINDOWED_LAYERS, BlockKind
 from meshwright.validate.programs.fused import (
     CausalSoftmax,
     FusedAttention,
+    FusedSquaredRelu,
+    PackedSwiglu,
     Rotary,
     Swiglu,
     TableRotary,
@@ -151,11 +153,21 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
 
 
 class SquaredRelu(nn.Module):
-    """The square of ReLU; keeps what ReLU made."""
+    """The square of ReLU in one kernel."""
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the activated values."""
-        return torch.relu(values).square()
+        out: Tensor = FusedSquaredRelu.apply(values)
+        return out
+
+
+class GatedSilu(nn.Module):
+    """SiLU gate times value of a packed tensor; keeps it."""
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Return the activated values."""
+        out: Tensor = PackedSwiglu.apply(packed)
+        return out
 
 
 class SelfAttention(nn.Module):

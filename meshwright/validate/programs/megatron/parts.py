@@ -14,12 +14,12 @@ from meshwright.validate.programs.experts import ExpertGroup
 from meshwright.validate.programs.fused import (
     BiasDropoutAdd,
     GradientSink,
-    PackedSwiglu,
     RmsNorm,
     positions,
 )
 from meshwright.validate.programs.layers import (
     AttentionCore,
+    GatedSilu,
     LayerOptions,
     Mlp,
     ResidualAdd,
@@ -73,15 +73,6 @@ class Gelu(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """Return the activated values."""
         return F.gelu(values)
-
-
-class GatedSilu(nn.Module):
-    """SiLU gate times value of a packed tensor; keeps it."""
-
-    def forward(self, packed: Tensor) -> Tensor:
-        """Return the activated values."""
-        out: Tensor = PackedSwiglu.apply(packed)
-        return out
 
 
 class VocabularyEmbedding(nn.Module):

@@ -19,6 +19,7 @@ from meshwright.validate.programs.experts import (
 from meshwright.validate.programs.fused import RmsNorm
 from meshwright.validate.programs.layers import (
     AttentionCore,
+    GatedSilu,
     LayerOptions,
     Mlp,
     ResidualAdd,
@@ -172,10 +173,12 @@ class PlainParts:
         return RotatedCore(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
-        """Return the exact GELU; a gated MLP has its activation in the gate."""
+        """Return the exact GELU; a gated MLP has its activation in the gate unless fused."""
         if model.activation == "squared relu":
             return SquaredRelu()
-        return nn.Identity() if model.gated_mlp else nn.GELU()
+        if model.gated_mlp:
+            return GatedSilu() if self.fuses_gate else nn.Identity()
+        return nn.GELU()
 
     def experts(self, model: ModelSpec) -> nn.Module:
         """Return all experts of a layer."""
@@ -243,11 +246,14 @@ def initialise_whole(
 ) -> None:
     """Give each parameter of a stage that is not split yet its part of `initial_weight`.
 
+    A gate without a matrix of its own is ahead of the values in theirs.
+
     Of *experts* that other ranks have, too, it is that of the rank's own.
     """
+    has_gates = any(name.endswith(".gate.weight") for name, _ in stage.named_parameters())
     for name, parameter in stage.named_parameters():
         with parameter.device:
-            values = initial_parameter(model, name)
+            values = initial_parameter(model, name, fuses_gate=not has_gates)
         if ".mlp.experts." in name and experts is not None:
             own = experts.ranks.own(len(values))
             values = values[own.start : own.stop]
@@ -256,12 +262,13 @@ def initialise_whole(
         parameter[: values.shape[0]] = values
 
 
-def initial_parameter(model: ModelSpec, name: str) -> Tensor:
+def initial_parameter(model: ModelSpec, name: str, *, fuses_gate: bool = False) -> Tensor:
     """Return the whole initial value of a parameter of a `VirtualStage` made of `PlainParts`.
 
     Args:
         model: Whose.
         name: As in ``stage.named_parameters()``.
+        fuses_gate: Whether a gate of an MLP is in one product with the values.
 
     >>> from meshwright.simulator import load_model
     >>> gpt2 = load_model("gpt2")
@@ -284,7 +291,9 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
         return _initial_of_experts(model, name)
     if module in ("gate", "expand"):
         whole = _initial(f"{layer}mlp_in.{tensor}", ffn * (1 + model.gated_mlp), width)
-        return whole[-ffn:] if module == "expand" else whole[:ffn]
+        if module == "expand":
+            return whole if fuses_gate else whole[-ffn:]
+        return whole[:ffn]
     wide = model.qk_norm == "width"
     query_norm, key_norm = (
         (model.query_hidden_size, model.kv_hidden_size) if wide else (model.head_dim,) * 2

@@ -26,7 +26,6 @@ from meshwright.simulator.layout import (
     reshards_units,
     syncs_by_default,
 )
-from meshwright.simulator.model import FUSED_MLP
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import RoutedGroup, refuse_routing
 from meshwright.validate.programs.layers import VirtualStage
@@ -98,11 +97,6 @@ def refuse_unsupported(request: ProgramRequest) -> None:
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
         (model.embedding_norm, "embedding_norm", "True; allowed: False"),
-        (
-            model.spelling in FUSED_MLP and request.stack.transformers_layers,
-            "spelling",
-            f"{model.spelling}, whose gate and value are one product; allowed: llama",
-        ),
         (model.qk_norm == "head" and plan.tp > 1, "qk_norm=head and tp", f"{plan.tp}; allowed: 1"),
         (
             model.num_kv_heads % plan.tp > 0,
@@ -334,8 +328,9 @@ def _whole_stage(
             layout.experts, request.routing, of_transformers=request.stack.transformers_layers
         ),
     )
-    shape = BlockShape.of(request.job, request.plan, request.stack)
-    parts.casts_angles = spelling_of(shape).rotary is RotaryFormula.TABLE
+    spelling = spelling_of(BlockShape.of(request.job, request.plan, request.stack))
+    parts.casts_angles = spelling.rotary is RotaryFormula.TABLE
+    parts.fuses_gate = spelling.fuses_mlp
     return build_stage(request, index, parts, device)
 
 
