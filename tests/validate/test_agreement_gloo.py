@@ -131,7 +131,7 @@ CASES = {
     "uneven interleaved": saved(PARTIAL, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
-    "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(3, 1), **SP),
+    "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(4, 0), **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "titan experts": saved(GROUPED, "torchtitan", dp=4, ep=2),
     "titan experts cp": saved(MIXTRAL, "torchtitan", cp=2, dp=2, ep=2, recompute=FULL, **RING),

@@ -14,6 +14,7 @@ from test_agreement_gloo import (  # noqa: E402
     LLAMA,
     NEOX,
     OLMO,
+    PREDICTING,
     SQUARED,
     WINDOWED,
     saved,
@@ -46,6 +47,9 @@ CASES = {
     "windows": wide(WINDOWED, "megatron-core", tp=2, sequence_parallel=True),
     "windows over cp": wide(WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_TO_ALL),
     "windows of scores": wide(WINDOWED, "megatron-core", attention=Attention.UNFUSED),
+    "predictions and loss alone on a stage": wide(
+        PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1
+    ),
     "norms after, of all heads": wide(OLMO, "fsdp"),
     "norms before and after, caps, scales": wide(GEMMA, "ddp"),
     "one norm of both": wide(FALCON, "fsdp", recompute=Recompute.FULL),

@@ -274,10 +274,8 @@ def _squared_relu(block: Block, *inner: Tensor, last: Dim) -> Tensor:
     positive = pointwise(block, "relu", *inner, reads=Reads.OUTPUT)
     wide = cast(block, positive, "base", STATISTIC_BYTES) if block.lowering.casts else positive
     power = ((), (wide.like("power"), wide.like("scaled power")))
-    moved = block.traffic(wide, wide)
-    work = moved, moved, block.traffic(*[wide] * 3)
-    slope = Gradient(wide, (wide,), work, at=wide.at)
-    out = last_dim(wide, "activation", last)
+    moved, out = block.traffic(wide, wide), last_dim(wide, "activation", last)
+    slope = Gradient(wide, (wide,), (moved, moved, block.traffic(*[wide] * 3)), at=wide.at)
     return block.add([wide], [out], [slope], moved, scratch=power)
 
 

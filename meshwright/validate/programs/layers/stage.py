@@ -18,6 +18,8 @@ from meshwright.validate.programs.layers.transformer import (
 class VirtualStage(nn.Module):
     """Consecutive layers, with the embedding before the first and the head after the last.
 
+    The final norm is behind the last layer, wherever the head is, if that predicts further tokens.
+
     Args:
         model: Whose layers.
         layers: Which, counted from 0 in the whole model.
@@ -43,8 +45,11 @@ class VirtualStage(nn.Module):
         self.layers = nn.ModuleDict(
             {str(index): TransformerLayer(model, options, parts, kinds[index]) for index in layers}
         )
+        predicts = model.prediction_layers > 0
+        has_norm = predicts and model.num_layers - 1 in layers
+        self.norm = parts.norm(model, model.hidden_size) if has_norm else None
         predictions = None
-        if has_head and model.prediction_layers:
+        if has_head and predicts:
             predictions = Predictions(model, options, parts, self.embedding)
         self.head = parts.head(model, predictions) if has_head else None
         self.__dict__["predictions"] = predictions  # a module of the head, not of the stage
@@ -59,8 +64,8 @@ class VirtualStage(nn.Module):
         A head that predicts further tokens has *read* ids and targets.
         """
         hidden = inputs if self.embedding is None else self.embedding(inputs)
-        if not self.layers and self.embedding is self.head is None:
-            return hidden.clone()  # what a stage sends is another tensor than what it received
+        if not self.layers and self.embedding is None and (self.head is None or self.predictions):
+            hidden = hidden.clone()  # what a block gives is another tensor than what it received
         for layer in self.layers.values():
             given = (hidden, *self._angles(hidden))
             if self.recomputes and self.training:
@@ -68,6 +73,8 @@ class VirtualStage(nn.Module):
             else:
                 hidden = layer(*given)
             del given
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         if self.head is None:
             return hidden
         out: Tensor = self.head(hidden, *(() if self.predictions is None else read))

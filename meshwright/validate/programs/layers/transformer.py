@@ -72,7 +72,7 @@ class Parts(Protocol):
     def head(self, model: ModelSpec, predictions: nn.Module | None) -> nn.Module:
         """Return the module from activations to logits, final norm included.
 
-        *predictions* run between that and the output matrix.
+        *predictions*, if there are some, run ahead of the output matrix in the place of the norm.
         """
 
     def gathered_columns(self, values: Tensor) -> Tensor:

@@ -132,7 +132,10 @@ class OutputMatrix(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """Final norm and output matrix, tied or not; the matrix comes last, as in Megatron-Core."""
+    """Final norm and output matrix, tied or not; the matrix comes last, as in Megatron-Core.
+
+    Ahead of predictions it has no norm.
+    """
 
     def __init__(
         self,
@@ -143,7 +146,8 @@ class VocabularyHead(nn.Module):
         predictions: nn.Module | None,
     ) -> None:
         super().__init__()
-        self.norm = megatron_norm(model, model.hidden_size)
+        own = predictions is None
+        self.norm = megatron_norm(model, model.hidden_size) if own else nn.Identity()
         self.predictions = predictions
         self.tp, self.sink = tp, sink
         self.output = OutputMatrix(table)

@@ -27,7 +27,7 @@ _PLACES = (
     (r"mlp\.grouped_out\.weights\.\d+", "experts_out.weight"),
     (r"mlp\.shared\.expand\.", "shared_in."),
     (r"mlp\.shared\.contract\.", "shared_out."),
-    (r"head\.norm\.", "final_norm."),
+    (r"(head\.)?norm\.", "final_norm."),
     (r"head\.output\.weight", "output_embedding.weight"),
 )
 ALL_EXPERTS = ExpertGroup()

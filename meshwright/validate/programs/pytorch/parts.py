@@ -201,8 +201,10 @@ class PlainParts:
         return Embedding(model, self.vocab_size, self.dropout, self.starts)
 
     def head(self, model: ModelSpec, predictions: nn.Module | None = None) -> nn.Module:
-        """Return the module from activations to logits, final norm included."""
-        return Head(self.norm(model, model.hidden_size), model, self.vocab_size, predictions)
+        """Return the module from activations to logits, with the final norm if nothing predicts."""
+        own = predictions is None
+        norm = self.norm(model, model.hidden_size) if own else nn.Identity()
+        return Head(norm, model, self.vocab_size, predictions)
 
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return *values*, which are whole."""
