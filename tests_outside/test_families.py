@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from block_graph import as_measured
+from block_graph import GraphCase, as_measured
 from block_witness import Given, Measured, count_pass
+from test_kernels_exact import EAGER
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.activations import ACT2FN
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from witnesses.families import LAYERS, SMALL, Family, Layer, spec_of
@@ -108,6 +110,13 @@ def test_parameters_are_those_that_transformers_counts(
     counted += layers * spec.experts.num_experts if biases else 0
     assert count_parameters(spec) == counted
     assert published in {None, counted}
+
+
+@pytest.mark.parametrize("name", ["squared relu of transformers", "squared relu under autocast"])
+def test_the_square_of_relu_is_byte_exact(name: str) -> None:
+    case = EAGER[name]
+    derived = GraphCase(build=case.build, lowering=case.lowering).derive()
+    assert derived == replace(case.module, make=lambda: ACT2FN["relu2"]).measure()
 
 
 def eager(stack: str) -> StackProfile:

@@ -19,6 +19,7 @@ from meshwright.hwprofiles import (
     RecomputeMethod,
     RecomputeModule,
     StackProfile,
+    StageSplit,
     load_cluster,
     load_stack,
 )
@@ -237,6 +238,14 @@ CASES = {
         4,
         8,
         limits=SpaceLimits(max_microbatch_size=1, max_tp=2),
+    ),
+    "predictions and loss alone on a stage": Case(
+        GROUPED.model_copy(update={"num_layers": 6, "prediction_layers": 1}),
+        "dgx-h100",
+        "megatron-core",
+        6,
+        12,
+        limits=SpaceLimits(max_microbatch_size=1, stages=(StageSplit.ENDS,)),
     ),
     "microbatches in larger groups": Case(
         GROUPED,

@@ -92,6 +92,9 @@ GEMMA = LLAMA.model_copy(
 )
 FALCON = LLAMA.model_copy(update={"parallel_mlp": "one norm"})
 NEOX = GPT.model_copy(update={"parallel_mlp": "two norms"})
+NEMOTRON = SQUARED.model_copy(update={"parallel_mlp": "two norms", "tied_embeddings": False})
+GLM = LLAMA.model_copy(update={"spelling": "glm4", "norm_places": "both"})
+PHI = FALCON.model_copy(update={"spelling": "phi3", "fused_qkv": True})
 WINDOWED = LLAMA.model_copy(update={"window": 5, "layer_pattern": "WF"})
 PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
 PLAIN = EXPERTS.model_copy(update={"shared_hidden_size": 0})
@@ -153,10 +156,10 @@ RING: dict[str, Any] = {"cp_type": ContextParallel.RING}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 # Each way to split, send, keep or recompute occurs once, where it can together with others.
 CASES = {
-    "ddp accumulates, full": saved(FALCON, "ddp", dp=2, recompute=FULL),
+    "ddp accumulates, full": saved(PHI, "ddp", dp=2, recompute=FULL),
     "fsdp keeps": saved(OLMO, "fsdp", dp=2, reshard_after_forward=False),
     "hsdp": saved(GEMMA, "fsdp", dp=4, dp_shard=2),
-    "fsdp offloads": saved(NEOX, "fsdp", dp=2, microbatch_size=2, **OFFLOADS),
+    "fsdp offloads": saved(NEMOTRON, "fsdp", dp=2, microbatch_size=2, **OFFLOADS),
     "titan offloads": saved(GPT, "torchtitan", tp=2, dp=2, **OFFLOADS, **SP),
     "titan tp": saved(GPT, "torchtitan", tp=2),
     "titan tp sp": saved(LLAMA, "torchtitan", tp=2, recompute=SELECTIVE, **SP),
@@ -170,7 +173,7 @@ CASES = {
     "uneven interleaved": saved(PARTIAL, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
-    "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(3, 1), **SP),
+    "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(4, 0), **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "biases": saved(OSS, "megatron-core", tp=2, pp=2, dp=2, ep=2, etp=1, recompute=FULL, **SP),
     "weighed inputs": saved(SCOUT, "megatron-core", tp=2, dp=2, ep=4, etp=1, **SP),

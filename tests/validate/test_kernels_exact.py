@@ -47,6 +47,7 @@ from torch._subclasses import FakeTensorMode
 
 from meshwright.hwprofiles import Kernels
 from meshwright.simulator.graph import (
+    Activation,
     Block,
     Dim,
     Lowering,
@@ -84,6 +85,18 @@ def spelled_gelu(x: Tensor) -> Tensor:
     """Return GELU as transformers write it."""
     scale = math.sqrt(2 / math.pi)
     return 0.5 * x * (1.0 + torch.tanh(scale * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return the square of ReLU as transformers write it."""
+    return torch.square(F.relu(x))
+
+
+SQUARED = one(
+    lambda block, x, dims: activation(
+        block, x, parts=(dims.wide,), last=dims.hidden, kind=Activation.SQUARED_RELU
+    )
+)
 
 
 def offset_swiglu(packed: Tensor) -> Tensor:
@@ -205,6 +218,14 @@ EAGER: dict[str, Eager] = {
     "the same under autocast": Eager(
         ModuleCase(make=lambda: spelled_gelu, casts=True),
         one(lambda block, x, dims: activation(block, x, parts=(dims.wide,), last=dims.hidden)),
+        replace(TRANSFORMERS, casts=True),
+    ),
+    "squared relu of transformers": Eager(
+        ModuleCase(make=lambda: squared_relu), SQUARED, TRANSFORMERS
+    ),
+    "squared relu under autocast": Eager(
+        ModuleCase(make=lambda: squared_relu, casts=True),
+        SQUARED,
         replace(TRANSFORMERS, casts=True),
     ),
     "swiglu": Eager(

@@ -16,6 +16,8 @@ from test_agreement_gloo import (  # noqa: E402
     LLAMA,
     NEOX,
     OLMO,
+    PREDICTING,
+    SQUARED,
     STRAIGHT,
     WINDOWED,
     saved,
@@ -27,7 +29,6 @@ from meshwright.simulator import ModelSpec, PlanError  # noqa: E402
 from meshwright.validate.programs.build import build_program  # noqa: E402
 from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
 from meshwright.validate.ranks.prediction import predict_ranks  # noqa: E402
-from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 
 TOKENS = 512  # so many that activations weigh
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "ffn_hidden_size": 512}
@@ -51,6 +52,12 @@ def latent(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
 
 
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+NEMOTRON = SQUARED.model_copy(update={"positions": "rotary", "tied_embeddings": False})
+# As transformers has them: Phi-3 has queries, keys and values in one product, too.
+FUSED: dict[str, dict[str, Any]] = {
+    "phi3": {"fused_qkv": True, "rotary_fraction": 0.5},
+    "glm4": {"norm_places": "both", "rotary_fraction": 0.5, "attention_bias": True},
+}
 CASES = {
     "windows": wide(WINDOWED, "megatron-core", tp=2, sequence_parallel=True),
     "windows over cp": wide(WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_TO_ALL),
@@ -64,12 +71,24 @@ CASES = {
     "deepseek, 2024": latent(DEEPSEEK, "megatron-core-2024", ep=2),
     "titan latents": latent(STRAIGHT, "torchtitan", dp=4, dp_shard=2, microbatch_size=1),
     "titan deepseek": latent(BALANCED, "torchtitan", ep=2, microbatch_size=1),
+    "predictions and loss alone on a stage": wide(
+        PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1
+    ),
     "norms after, of all heads": wide(OLMO, "fsdp"),
     "norms before and after, caps, scales": wide(GEMMA, "ddp"),
     "one norm of both": wide(FALCON, "fsdp", recompute=Recompute.FULL),
     "two norms of both": wide(
         NEOX.model_copy(update={"positions": "rotary", "rotary_fraction": 0.25}), "ddp"
     ),
+    "squared relu under autocast": wide(NEMOTRON, "ddp"),
+    "squared relu": wide(NEMOTRON, "fsdp", recompute=Recompute.FULL),
+    **{
+        f"gate and value of {family} in one product on {stack}": wide(
+            LLAMA.model_copy(update={"spelling": family, **facts}), stack
+        )
+        for family, facts in FUSED.items()
+        for stack in ("ddp", "fsdp")
+    },
 }
 
 
@@ -93,9 +112,3 @@ def test_latents_on_gpus_and_of_tokens_that_are_not_split_are_refused_by_name() 
     whole = latent(STRAIGHT, "megatron-core", tp=2)
     with pytest.raises(PlanError, match="sequence_parallel=False is not offered"):
         predict_ranks(whole, [0])
-
-
-def test_gates_in_one_product_with_values_are_refused_by_name() -> None:
-    fused = wide(LLAMA.model_copy(update={"spelling": "phi3"}), "fsdp")
-    with pytest.raises(PlanError, match=r"no PyTorch program with spelling=phi3, whose gate"):
-        next(iter(measure_fakes(fused, [0])))

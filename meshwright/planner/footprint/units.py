@@ -23,6 +23,7 @@ from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.space import Column, Role, ShapeTable, Space, block_counts, distinct
 from meshwright.simulator.blocks import BlockTable, beside_weights_bytes
 from meshwright.simulator.layout import Stage
+from meshwright.simulator.memory import batch_bytes
 from meshwright.simulator.model import ENDS, BlockRun, KeptLayer, model_blocks
 from meshwright.simulator.units import (
     ENDINGS,
@@ -227,11 +228,19 @@ class UnitPeaks:
         beside = self._beside.of_rank(states.shapes[own], role.stages)
         static = held.parameters + held.gradients + held.optimizer + surplus + beside
         microbatches = self._space.num_microbatches[group.indices]
+        buffers = buffers + self._batch_bytes(group)
         sums = np.asarray(sharding.sums, np.int64)
         pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
         moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
         updating = held.update_temporary + copied * (1 - sharding.on_host) - passes[REDUCED]
         return np.asarray(static + microbatches * buffers + np.maximum(moving, updating), np.int64)
+
+    def _batch_bytes(self, group: PipelineGroup) -> Column:
+        """Return what a rank holds of the batch, for each microbatch, of each layout."""
+        job, stack = self._space.job, self._space.stack
+        size, cp = (self._space.column(name)[group.indices] for name in ("microbatch_size", "cp"))
+        is_held = group.pipeline.pp > 1 and stack.keeps_stage_outputs
+        return np.asarray(batch_bytes(size * job.seq_len // cp, cp) * is_held, np.int64)
 
     def _most_moving(self, ranks: "_Ranks") -> Column:
         """Return the most that moves in the passes of the role's ranks, of each layout.

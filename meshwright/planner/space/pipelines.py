@@ -13,7 +13,14 @@ from meshwright.planner.space.limits import SpaceLimits
 from meshwright.planner.space.switches import divisors
 from meshwright.simulator import RUNTIMES, Schedule, TrainingJob, resolve_stages
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import ENDS, AnyModel, BlockKind, layer_kinds
+from meshwright.simulator.model import (
+    ENDS,
+    FINAL_NORM,
+    AnyModel,
+    BlockKind,
+    has_norm_apart,
+    layer_kinds,
+)
 
 
 def block_kinds(model: AnyModel, stages: Iterable[Stage] = ()) -> tuple[BlockKind, ...]:
@@ -23,6 +30,7 @@ def block_kinds(model: AnyModel, stages: Iterable[Stage] = ()) -> tuple[BlockKin
     """
     own = layer_kinds(model)
     made = dict.fromkeys(kind for stage in stages for kind, _ in stage.passes)
+    own += [FINAL_NORM] * has_norm_apart(model)
     return (*own, *(kind for kind in made if kind not in {*own, *ENDS}), *ENDS)
 
 

@@ -158,8 +158,10 @@ class Space:
     @cached_property
     def kinds(self) -> tuple[BlockKind, ...]:
         """The kinds of blocks that passes go through, in the order of columns."""
-        kept = any(stages[0].checkpoints != ALL_ALONE for stages in self._stages)
-        return block_kinds(self.job.model, chain(*self._stages) if kept else ())
+        made = any(
+            stages[0].checkpoints != ALL_ALONE or stages[-1].copies for stages in self._stages
+        )
+        return block_kinds(self.job.model, chain(*self._stages) if made else ())
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""

@@ -71,7 +71,9 @@ def _looked_up(block: Block, shape: BlockShape, dims: LayerDims, ids: Tensor | N
     name, shared = "word_embedding.weight", ids is not None
     table = block.weight(name, rows, dims.hidden, at={Axis.TP: rows}, shared=shared)
     if ids is None:
-        ids = block.tensor("ids", dims.tokens, dims.batch, width=NUMBER_BYTES)
+        # In PyTorch's pipelines they are a view of the batch, which counts as such.
+        width = 0 if shape.keeps_outputs else NUMBER_BYTES
+        ids = block.tensor("ids", dims.tokens, dims.batch, width=width)
     stream = dims.stream(block, shape)
     x = stream.like("looked up", at=block.placed({Axis.TP: PARTIAL}))
     traffic = block.traffic(stream, stream)
@@ -129,15 +131,20 @@ def output(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tenso
     return _capped(block, logits) if model.logit_softcap else logits
 
 
+def final_norm(block: Block, x: Tensor, shape: BlockShape) -> Tensor:
+    """Return what is ahead of a head that predicts further tokens."""
+    return normed(block, x, "final norm", shape)
+
+
 def _predicting_head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Return the losses of the next token and of those that further layers predict.
+    """Return the losses of the next token and of those that further layers predict, of a norm's.
 
     All streams of tokens are put behind each other and cut apart again before the logits, which
     are made of the further ones first (MultiTokenPredictionBlock of
     megatron/core/transformer/multi_token_prediction.py, GPTModel._postprocess, core 0.16).
     """
     number = shape.model.prediction_layers
-    streams = [normed(block, x, "final norm", shape)]
+    streams = [x]
     for _ in range(number):
         streams.append(_prediction_layer(block, streams[-1], shape, dims))
     main, *further = _restacked(block, streams)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Dispatcher, Kernels, Recompute, RecomputeModule
 from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
-from meshwright.simulator.blocks.ends import embedding, head, output
+from meshwright.simulator.blocks.ends import embedding, final_norm, head, output
 from meshwright.simulator.blocks.listed import bottleneck, classifier, end, linear_layer, stem
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
@@ -32,6 +32,7 @@ from meshwright.simulator.model import (
     EMBEDDING,
     ENDS,
     EXPERT_LAYER,
+    FINAL_NORM,
     HEAD,
     TRANSFORMER_LAYER,
     WINDOWED_EXPERT_LAYER,
@@ -85,6 +86,12 @@ def _embedding(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     return block.operators[0].inputs[0]
 
 
+def _final_norm(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    x = dims.stream(block, shape)
+    final_norm(block, x, shape)
+    return x
+
+
 def _head(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     x = dims.stream(block, shape)
     head(block, x, shape, dims)
@@ -118,6 +125,7 @@ BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
     WINDOWED_LAYER: partial(_layer, kind=WINDOWED_LAYER),
     EXPERT_LAYER: partial(_layer, kind=EXPERT_LAYER),
     WINDOWED_EXPERT_LAYER: partial(_layer, kind=WINDOWED_EXPERT_LAYER),
+    FINAL_NORM: _final_norm,
     HEAD: _head,
     COPY: _copy,
     OUTPUT: _output,

@@ -4,7 +4,11 @@ from typing import Literal, NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.layout import ExpertAxis, MeshAxis
+from meshwright.simulator.model import COPY, EMBEDDING, FINAL_NORM
 
+# Kernels forward and backward: of an embedding index, add, dropout; of a copy that alone; a norm
+# ahead of a head is among those of the head.
+KERNELS = {EMBEDDING: (3, 3), COPY: (1, 0), FINAL_NORM: (0, 0)}
 # Kernels of a head beside its products: norm, cast, maximum, subtract, exponent, sum, divide and
 # their gradients; BERT's has a dense layer, activation, pooler, tanh and classifier more.
 HEAD_KERNELS = 8

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
 from meshwright.simulator.blocks.fp8_casts import backward_casts, expert_casts, forward_casts
 from meshwright.simulator.blocks.operators import (
+    KERNELS,
     BlockOperators,
     Collective,
     ExpertOperators,
@@ -38,10 +39,8 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.graph import Operator as Written
 from meshwright.simulator.layout import Axis, ExpertAxis
-from meshwright.simulator.model import COPY, EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKind, ModelSpec
+from meshwright.simulator.model import EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKind, ModelSpec
 
-# Kernels forward and backward: of an embedding index, add, dropout; of a copy that alone.
-KERNELS = {EMBEDDING: (3, 3), COPY: (1, 0)}
 # Kernels of each further step of a ring, forward and backward.  Transformer Engine's: attention,
 # corrections of its output and its numbers; sums of the gradients of queries, keys and values.
 # PyTorch's: attention, two casts, five kernels for the output, three for its numbers and the copy

@@ -265,14 +265,18 @@ def _plain_activation(
     if is_eager and block.lowering.spells_out and kind is Activation.USUAL:
         return _gelu(block, inner[0], last)
     if is_eager and kind is Activation.SQUARED_RELU:
-        positive = pointwise(block, "relu", *inner, reads=Reads.OUTPUT)
-        power = ((), (positive.like("power"), positive.like("scaled power")))
-        moved = block.traffic(positive, positive)
-        work = moved, moved, block.traffic(*[positive] * 3)
-        slope = Gradient(positive, (positive,), work, at=positive.at)
-        out = last_dim(positive, "activation", last)
-        return block.add([positive], [out], [slope], moved, scratch=power)
+        return _squared_relu(block, *inner, last=last)
     return pointwise(block, "activation", *inner, last=last)
+
+
+def _squared_relu(block: Block, *inner: Tensor, last: Dim) -> Tensor:
+    """Return the square of ReLU (ReLUSquaredActivation); autocast makes powers in fp32."""
+    positive = pointwise(block, "relu", *inner, reads=Reads.OUTPUT)
+    wide = cast(block, positive, "base", STATISTIC_BYTES) if block.lowering.casts else positive
+    power = ((), (wide.like("power"), wide.like("scaled power")))
+    moved, out = block.traffic(wide, wide), last_dim(wide, "activation", last)
+    slope = Gradient(wide, (wide,), (moved, moved, block.traffic(*[wide] * 3)), at=wide.at)
+    return block.add([wide], [out], [slope], moved, scratch=power)
 
 
 def _gelu(block: Block, x: Tensor, last: Dim) -> Tensor:

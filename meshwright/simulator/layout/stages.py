@@ -13,6 +13,7 @@ from meshwright.simulator.layout.splits import split_layers
 from meshwright.simulator.model import (
     COPY,
     EMBEDDING,
+    FINAL_NORM,
     HEAD,
     AnyModel,
     BlockRun,
@@ -20,6 +21,7 @@ from meshwright.simulator.model import (
     LayerGroup,
     ModelSpec,
     cut_runs,
+    has_norm_apart,
     join_runs,
     layer_flops,
     prediction_flops,
@@ -103,8 +105,9 @@ ALL_ALONE = Checkpoints()
 class Stage(NamedTuple):
     """Layers of one virtual stage by kind, and whether it holds an end of the model.
 
-    One that holds nothing ``copies`` its input: Megatron-Core sends another tensor than it has
-    received (`TransformerBlock.forward` of transformer_block.py, core 0.16).
+    ``has_norm`` is whether it holds the final norm apart from the head.
+    One without layers and a norm ``copies`` what it has received: Megatron-Core's block gives
+    another tensor (`TransformerBlock.forward` of transformer_block.py, core 0.16).
     """
 
     layers: tuple[BlockRun, ...]
@@ -112,6 +115,7 @@ class Stage(NamedTuple):
     has_head: bool
     checkpoints: Checkpoints = ALL_ALONE
     copies: bool = False
+    has_norm: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -131,14 +135,14 @@ class Stage(NamedTuple):
     @property
     def passes(self) -> tuple[BlockRun, ...]:
         """The same as a pass goes through them: by what backward computes again."""
-        if self.copies:
-            return (BlockRun(COPY, 1),)
-        return self._between_ends(self.checkpoints.passes(self.layers))
+        copy = (BlockRun(COPY, 1),) if self.copies else ()
+        return (*copy, *self._between_ends(self.checkpoints.passes(self.layers)))
 
     def _between_ends(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
         first = (BlockRun(EMBEDDING, 1),) if self.has_embedding else ()
+        norm = (BlockRun(FINAL_NORM, 1),) if self.has_norm else ()
         last = (BlockRun(HEAD, 1),) if self.has_head else ()
-        return (*first, *layers, *last)
+        return (*first, *layers, *norm, *last)
 
     def num_kept(self, first: int = 0) -> int:
         """Return the layers from the place *first* on that are not recomputed where others are."""
@@ -149,7 +153,7 @@ class Stage(NamedTuple):
     @property
     def num_blocks(self) -> int:
         """Layers and ends."""
-        return self.num_layers + self.has_embedding + self.has_head
+        return self.num_layers + self.has_embedding + self.has_norm + self.has_head
 
     def part(self, first: int, end: int) -> "Stage":
         """Return the blocks from the place *first* up to *end*, both counted from 0."""
@@ -159,12 +163,15 @@ class Stage(NamedTuple):
             has_embedding=self.has_embedding and first == 0,
             has_head=self.has_head and first < end == self.num_blocks,
             checkpoints=self.checkpoints.behind(max(0, first - offset)),
+            copies=self.copies and first == 0,
+            has_norm=self.has_norm and first <= offset + self.num_layers < end,
         )
 
 
 def whole_model(model: AnyModel) -> Stage:
     """Return all of *model* as one stage."""
-    return Stage(model.layer_runs, has_embedding=True, has_head=True)
+    apart = has_norm_apart(model)
+    return Stage(model.layer_runs, has_embedding=True, has_head=True, has_norm=apart)
 
 
 def repeated_layers(model: AnyModel, plan: ParallelPlan) -> tuple[BlockRun, ...]:
@@ -186,6 +193,7 @@ def join_stages(stages: Sequence[Stage]) -> Stage:
         join_runs([run for stage in stages for run in stage.layers]),
         has_embedding=any(stage.has_embedding for stage in stages),
         has_head=any(stage.has_head for stage in stages),
+        has_norm=any(stage.has_norm for stage in stages),
     )
 
 
@@ -197,12 +205,15 @@ def model_stages(model: AnyModel, layers: Sequence[int]) -> tuple[Stage, ...]:
     (BlockRun(kind='embedding', num_blocks=1), BlockRun(kind='layer', num_blocks=5))
     """
     last = len(layers) - 1
+    with_layers = max((index for index, count in enumerate(layers) if count), default=last)
+    apart = has_norm_apart(model)
     return tuple(
         Stage(
             cut_runs(model.layer_runs, end - count, end),
             has_embedding=index == 0,
             has_head=index == last,
-            copies=count == 0 and 0 < index < last,
+            copies=count == 0 and 0 < index < last + apart,
+            has_norm=apart and index == with_layers,
         )
         for index, (count, end) in enumerate(zip(layers, accumulate(layers), strict=True))
     )

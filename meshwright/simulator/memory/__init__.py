@@ -40,6 +40,7 @@ from meshwright.simulator.memory.rank import (
 )
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import (
+    batch_bytes,
     kept_logits_bytes,
     kept_output_bytes,
     message_buffer_bytes,
@@ -68,6 +69,7 @@ __all__ = [
     "Shards",
     "StateBytes",
     "VirtualStageMemory",
+    "batch_bytes",
     "block_bytes",
     "fullest_moments",
     "held_between_steps",

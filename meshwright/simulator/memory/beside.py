@@ -5,7 +5,7 @@ from itertools import zip_longest
 
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.block_bytes import BlockBytes, Size
-from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind
+from meshwright.simulator.model import EMBEDDING, FINAL_NORM, HEAD, BlockKind
 
 
 def pair_bytes(
@@ -51,10 +51,14 @@ def _turns(
         yield (EMBEDDING,), ()
     if backward.has_head:
         yield (), (HEAD,)
+    if backward.has_norm:
+        yield (), (FINAL_NORM,)
     stages = forward, backward
     ahead, back = ([kind for kind, n in each.layers for _ in range(n)] for each in stages)
     for made, gone in zip_longest(ahead, reversed(back)):
         yield tuple(filter(None, (made,))), tuple(filter(None, (gone,)))
+    if forward.has_norm:
+        yield (FINAL_NORM,), ()
     if forward.has_head:
         yield (HEAD,), ()
     if backward.has_embedding:

@@ -10,6 +10,7 @@ from meshwright.simulator.model.kinds import (
     ENDS,
     EXPERT_LAYER,
     EXPERT_LAYERS,
+    FINAL_NORM,
     HEAD,
     LAYERS,
     TRANSFORMER_LAYER,
@@ -29,6 +30,7 @@ from meshwright.simulator.model.parameters import (
     count_active_parameters,
     count_parameters,
     expert_parameters,
+    has_norm_apart,
     is_expert,
     layer_flops,
     layer_kinds,
@@ -45,7 +47,6 @@ from meshwright.simulator.model.parameters import (
 from meshwright.simulator.model.parts import Experts, LatentAttention
 from meshwright.simulator.model.registry import AnyModel, parse_any_model, with_predictions
 from meshwright.simulator.model.spec import (
-    FUSED_MLP,
     MAX_PREDICTION_LAYERS,
     ModelSpec,
     parse_model,
@@ -58,7 +59,7 @@ __all__ = [
     "ENDS",
     "EXPERT_LAYER",
     "EXPERT_LAYERS",
-    "FUSED_MLP",
+    "FINAL_NORM",
     "HEAD",
     "LAYERS",
     "MAX_LAYERS",
@@ -86,6 +87,7 @@ __all__ = [
     "count_parameters",
     "cut_runs",
     "expert_parameters",
+    "has_norm_apart",
     "is_expert",
     "join_runs",
     "layer_flops",

@@ -10,6 +10,7 @@ BlockKind = str
 EMBEDDING: BlockKind = "embedding"
 HEAD: BlockKind = "head"
 ENDS = (EMBEDDING, HEAD)
+FINAL_NORM: BlockKind = "final norm"  # apart from a head that predicts further tokens
 COPY: BlockKind = "copy"  # of what a stage without layers hands on
 TRANSFORMER_LAYER: BlockKind = "layer"
 WINDOWED_LAYER: BlockKind = "windowed layer"  # a token sees no more than a window of others

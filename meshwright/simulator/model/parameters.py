@@ -10,6 +10,7 @@ from meshwright.simulator.model.kinds import (
     ENDS,
     EXPERT_LAYER,
     EXPERT_LAYERS,
+    FINAL_NORM,
     HEAD,
     LAYERS,
     BlockKind,
@@ -34,10 +35,11 @@ def parameter_tensors(
 ) -> tuple[ParameterTensor, ...]:
     """Return the tensors of the embedding, of ONE layer of each kind, and of the head, unsplit.
 
-    The final norm belongs to the head. An untied output matrix does, too; a
-    tied one is listed once, in the embedding. Weights are (outputs, inputs),
-    as PyTorch stores them, so column-parallel layers split dim 0 and
-    row-parallel ones dim 1 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    The final norm belongs to the head, unless that predicts further tokens. An
+    untied output matrix does, too; a tied one is listed once, in the embedding.
+    Weights are (outputs, inputs), as PyTorch stores them, so column-parallel
+    layers split dim 0 and row-parallel ones dim 1 (Shoeybi et al. 2019, arXiv
+    1909.08053, section 3).
 
     Args:
         model: Whose tensors.
@@ -70,7 +72,7 @@ def count_parameters(model: AnyModel) -> int:
     124439808
     """
     counts = parameters_by_kind(model)
-    ends = counts[EMBEDDING] + counts[HEAD]
+    ends = counts[EMBEDDING] + counts.get(FINAL_NORM, 0) + counts[HEAD]
     layers = sum(count * counts[kind] for kind, count in model.layer_runs)
     return ends + layers + _count_routing_biases(model)
 
@@ -158,7 +160,8 @@ def parameters_by_kind(
     >>> parameters_by_kind(gpt3)["layer"], parameters_by_kind(gpt3, tp=8)["layer"]
     (1812099072, 226576896)
     """
-    counts = dict.fromkeys([EMBEDDING, *layer_kinds(model), HEAD], 0)
+    norm = [FINAL_NORM] * has_norm_apart(model)
+    counts = dict.fromkeys([EMBEDDING, *layer_kinds(model), *norm, HEAD], 0)
     for tensor in parameter_tensors(model, vocab_size=vocab_size):
         ranks = tp if ends_tp is None or tensor.block not in ENDS else ends_tp
         counts[tensor.block] += prod(local_shape(model, tensor, tp=ranks, ep=ep, etp=etp))
@@ -201,13 +204,21 @@ def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counte
     return counts
 
 
+def has_norm_apart(model: AnyModel) -> bool:
+    """Return whether the final norm goes with the last layer, wherever the head is.
+
+    So it does where the head predicts further tokens (`has_final_layernorm_in_this_stage` of
+    megatron/core/transformer/transformer_block.py, core 0.16).
+    """
+    return isinstance(model, ModelSpec) and model.prediction_layers > 0
+
+
 def shares_table(model: AnyModel) -> bool:
     """Return whether the head has use of the table of tokens: as its matrix, or to predict on.
 
     First and last stage of a pipeline then have a copy each, and sum its gradients.
     """
-    predicts_on = isinstance(model, ModelSpec) and model.prediction_layers > 0
-    return model.tied_embeddings or predicts_on
+    return model.tied_embeddings or has_norm_apart(model)
 
 
 def is_expert(tensor: ParameterTensor) -> bool:

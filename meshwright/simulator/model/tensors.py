@@ -7,6 +7,7 @@ from meshwright.simulator.model.described import ParameterTensor
 from meshwright.simulator.model.kinds import (
     EMBEDDING,
     EXPERT_LAYER,
+    FINAL_NORM,
     HEAD,
     TRANSFORMER_LAYER,
     WINDOWED_EXPERT_LAYER,
@@ -179,7 +180,9 @@ def head_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
     if model.mlm_head:
         tensors = _mlm_tensors(model, vocab_size)
     else:
-        tensors = _norm_tensors(model, "final_norm", HEAD)
+        tensors = _norm_tensors(
+            model, "final_norm", FINAL_NORM if model.prediction_layers else HEAD
+        )
     tensors += prediction_tensors(model) * model.prediction_layers
     if not model.tied_embeddings:
         shape = (vocab_size, model.hidden_size)

@@ -14,6 +14,7 @@ from meshwright.simulator.memory import (
     RankMemory,
     SentBytes,
     VirtualStageMemory,
+    batch_bytes,
     kept_output_bytes,
     message_buffer_bytes,
 )
@@ -233,6 +234,7 @@ def unit_rank_memory(
             keeps_units=sharding.keeps_units, sums=sharding.sums
         )
     states = RankStates.of(*held_parameters(shape, stages), sharding)
+    batch = batch_bytes(shape.num_tokens, shape.cp) * shape.keeps_outputs
     return RankMemory(
         parameters_bytes=int(states.parameters),
         gradients_bytes=int(states.gradients + sum(known[stage].surplus for stage in stages)),
@@ -241,5 +243,5 @@ def unit_rank_memory(
             states.update_temporary + sum(known[stage].copied for stage in stages)
         ),
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
-        message_buffers_bytes=int(sum(known[stage].buffers for stage in stages)),
+        message_buffers_bytes=int(batch + sum(known[stage].buffers for stage in stages)),
     )

@@ -33,6 +33,7 @@ PLAIN = (
     LayerFact.HEAD_DIM,
     LayerFact.NORM_PLACES,
     LayerFact.PARALLEL_MLP,
+    LayerFact.ACTIVATION,
     LayerFact.ROTARY_FRACTION,
     LayerFact.LOGIT_SOFTCAP,
     LayerFact.SCALED_EMBEDDINGS,

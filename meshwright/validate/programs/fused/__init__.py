@@ -14,9 +14,9 @@ from meshwright.validate.programs.fused.attention import (
 from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
 from meshwright.validate.programs.fused.norms import RmsNorm
 from meshwright.validate.programs.fused.residual import BiasDropoutAdd
-from meshwright.validate.programs.fused.rotary import Rotary, positions
+from meshwright.validate.programs.fused.rotary import Rotary, TableRotary, angle_table, positions
 from meshwright.validate.programs.fused.softmax import CausalSoftmax
-from meshwright.validate.programs.fused.swiglu import PackedSwiglu, Swiglu
+from meshwright.validate.programs.fused.swiglu import FusedSquaredRelu, PackedSwiglu, Swiglu
 from meshwright.validate.programs.fused.weight_gradients import (
     GradientSink,
     accumulate_weight_gradient,
@@ -28,13 +28,16 @@ __all__ = [
     "CausalSoftmax",
     "Context",
     "FusedAttention",
+    "FusedSquaredRelu",
     "GradientSink",
     "PackedSwiglu",
     "RmsNorm",
     "Rotary",
     "Swiglu",
+    "TableRotary",
     "WindowedAttention",
     "accumulate_weight_gradient",
+    "angle_table",
     "flash_attention",
     "flash_attention_backward",
     "positions",

@@ -9,7 +9,6 @@ from torch import Tensor
 from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
 
 
-@lru_cache(maxsize=4)
 def _angle_functions(
     tokens: int, starts: tuple[int, ...], half: int, base: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -17,6 +16,9 @@ def _angle_functions(
     frequency = base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
     angle = positions(tokens, starts, device).float()[:, None] * frequency
     return angle.cos(), angle.sin()
+
+
+_known_functions = lru_cache(maxsize=4)(_angle_functions)
 
 
 def positions(tokens: int, starts: Sequence[int], device: torch.device) -> Tensor:
@@ -39,8 +41,28 @@ def rotate(
     shape = (tokens, 1, 1, half) if seq_dim == 0 else (1, tokens, 1, half)
     cosine, sine = (
         each.view(shape)
-        for each in _angle_functions(tokens, tuple(starts), half, base, values.device)
+        for each in _known_functions(tokens, tuple(starts), half, base, values.device)
     )
+    return _turned(values, cosine, sine, width, inverse=inverse)
+
+
+@torch.library.custom_op("meshwright::rotate_by_table", mutates_args=())
+def rotate_by_table(values: Tensor, table: Tensor, *, inverse: bool) -> Tensor:
+    """Return ``[batch, tokens, heads, head width]`` turned by the angles of an `angle_table`."""
+    width = values.shape[-1]
+    cosine, sine = (each[:, None, : width // 2] for each in table.chunk(2, dim=-1))
+    return _turned(values, cosine, sine, width, inverse=inverse)
+
+
+def angle_table(
+    tokens: int, starts: Sequence[int], width: int, base: float, device: torch.device
+) -> Tensor:
+    """Return ``[tokens, 2 * width]``: cosines and sines of each number of a head, in fp32."""
+    functions = _angle_functions(tokens, tuple(starts), width // 2, base, device)
+    return torch.cat([each for each in functions for _ in range(2)], dim=-1)
+
+
+def _turned(values: Tensor, cosine: Tensor, sine: Tensor, width: int, *, inverse: bool) -> Tensor:
     way = -1 if inverse else 1
     turned = values.new_empty(values.shape)
     turned[..., width:] = values[..., width:]
@@ -52,6 +74,7 @@ def rotate(
 
 
 @rotate.register_fake
+@rotate_by_table.register_fake
 def _(values: Tensor, *_: object, **__: bool) -> Tensor:
     return values.new_empty(values.shape)
 
@@ -72,3 +95,18 @@ class Rotary(AutogradFunction):
         """Return the gradient, turned back."""
         turned = rotate(gradient.contiguous(), *ctx.where, inverse=True)
         return turned, None, None, None, None
+
+
+class TableRotary(AutogradFunction):
+    """Rotary position embedding in one kernel; keeps the table that it reads."""
+
+    @staticmethod
+    def forward(ctx: Context, values: Tensor, table: Tensor) -> Tensor:
+        """Return the turned values."""
+        ctx.save_for_backward(table)
+        return rotate_by_table(values, table, inverse=False)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient, turned back."""
+        return rotate_by_table(gradient.contiguous(), *ctx.saved_tensors, inverse=True), None

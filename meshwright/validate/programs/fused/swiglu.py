@@ -1,4 +1,4 @@
-"""The gated activation of an MLP in one kernel."""
+"""Activations of an MLP in one kernel: gated ones, and the square of ReLU."""
 
 import torch
 from torch import Tensor
@@ -84,3 +84,36 @@ class PackedSwiglu(AutogradFunction):
     def backward(ctx: Context, gradient: Tensor) -> Tensor:
         """Return the gradient, packed as the input."""
         return packed_swiglu_backward(gradient, *ctx.saved_tensors)
+
+
+@torch.library.custom_op("meshwright::squared_relu", mutates_args=())
+def squared_relu(values: Tensor) -> Tensor:
+    """Return the square of what ReLU makes."""
+    return torch.relu(values).square_()
+
+
+@torch.library.custom_op("meshwright::squared_relu_backward", mutates_args=())
+def squared_relu_backward(gradient: Tensor, values: Tensor) -> Tensor:
+    """Return the gradient of the values."""
+    return torch.relu(values).mul_(gradient).mul_(2)
+
+
+@squared_relu.register_fake
+@squared_relu_backward.register_fake
+def _(values: Tensor, *_: Tensor) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+class FusedSquaredRelu(AutogradFunction):
+    """The square of ReLU; keeps what came in."""
+
+    @staticmethod
+    def forward(ctx: Context, values: Tensor) -> Tensor:
+        """Return the activated values."""
+        ctx.save_for_backward(values)
+        return squared_relu(values)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> Tensor:
+        """Return the gradient of the values."""
+        return squared_relu_backward(gradient.contiguous(), *ctx.saved_tensors)

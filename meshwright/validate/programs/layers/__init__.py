@@ -3,6 +3,7 @@
 from meshwright.validate.programs.layers.stage import VirtualStage
 from meshwright.validate.programs.layers.transformer import (
     AttentionCore,
+    GatedSilu,
     LayerOptions,
     Mlp,
     ResidualAdd,
@@ -12,6 +13,7 @@ from meshwright.validate.programs.layers.transformer import (
 
 __all__ = [
     "AttentionCore",
+    "GatedSilu",
     "LayerOptions",
     "Mlp",
     "ResidualAdd",

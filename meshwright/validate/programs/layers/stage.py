@@ -5,12 +5,20 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.hwprofiles import Recompute
 from meshwright.simulator import ModelSpec
+from meshwright.validate.programs.fused import angle_table
 from meshwright.validate.programs.layers.predictions import Predictions
-from meshwright.validate.programs.layers.transformer import LayerOptions, Parts, TransformerLayer
+from meshwright.validate.programs.layers.transformer import (
+    ROTARY_BASE,
+    LayerOptions,
+    Parts,
+    TransformerLayer,
+)
 
 
 class VirtualStage(nn.Module):
     """Consecutive layers, with the embedding before the first and the head after the last.
+
+    The final norm is behind the last layer, wherever the head is, if that predicts further tokens.
 
     Args:
         model: Whose layers.
@@ -37,13 +45,18 @@ class VirtualStage(nn.Module):
         self.layers = nn.ModuleDict(
             {str(index): TransformerLayer(model, options, parts, kinds[index]) for index in layers}
         )
+        predicts = model.prediction_layers > 0
+        has_norm = predicts and model.num_layers - 1 in layers
+        self.norm = parts.norm(model, model.hidden_size) if has_norm else None
         predictions = None
-        if has_head and model.prediction_layers:
+        if has_head and predicts:
             predictions = Predictions(model, options, parts, self.embedding)
         self.head = parts.head(model, predictions) if has_head else None
         self.__dict__["predictions"] = predictions  # a module of the head, not of the stage
         self.recomputes = options.recompute is Recompute.FULL
         self.is_reentrant = parts.is_reentrant
+        self.place = (parts.starts, model.head_dim, ROTARY_BASE) if parts.casts_angles else None
+        self.table: Tensor | None = None
 
     def forward(self, inputs: Tensor, *read: Tensor) -> Tensor:
         """Return activations of token ids or activations; logits where the head is.
@@ -51,17 +64,29 @@ class VirtualStage(nn.Module):
         A head that predicts further tokens has *read* ids and targets.
         """
         hidden = inputs if self.embedding is None else self.embedding(inputs)
-        if not self.layers and self.embedding is self.head is None:
-            return hidden.clone()  # what a stage sends is another tensor than what it received
+        if not self.layers and self.embedding is None and (self.head is None or self.predictions):
+            hidden = hidden.clone()  # what a block gives is another tensor than what it received
         for layer in self.layers.values():
+            given = (hidden, *self._angles(hidden))
             if self.recomputes and self.training:
-                hidden = checkpoint(layer, hidden, use_reentrant=self.is_reentrant)
+                hidden = checkpoint(layer, *given, use_reentrant=self.is_reentrant)
             else:
-                hidden = layer(hidden)
+                hidden = layer(*given)
+            del given
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         if self.head is None:
             return hidden
         out: Tensor = self.head(hidden, *(() if self.predictions is None else read))
         return out
+
+    def _angles(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return a layer's copy of the table of angles, ahead of its checkpoint, if it gets one."""
+        if self.place is None:
+            return ()
+        if self.table is None:
+            self.table = angle_table(hidden.shape[1], *self.place, hidden.device)
+        return (self.table.to(hidden.dtype),)
 
     def loss_is_made(self) -> None:
         """Let go what was held beside the logits."""

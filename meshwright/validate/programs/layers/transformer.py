@@ -15,8 +15,11 @@ from meshwright.simulator.model import EXPERT_LAYERS, WINDOWED_LAYERS, BlockKind
 from meshwright.validate.programs.fused import (
     CausalSoftmax,
     FusedAttention,
+    FusedSquaredRelu,
+    PackedSwiglu,
     Rotary,
     Swiglu,
+    TableRotary,
     WindowedAttention,
 )
 from meshwright.validate.programs.layers.latent import LatentSelfAttention
@@ -34,6 +37,7 @@ class Parts(Protocol):
     sequence, one from each of ``starts`` on.  A checkpoint that ``is_reentrant`` runs autograd once
     more inside its backward pass, and has names there for what came out and for its gradient.
     Attention of one that ``copies_values`` takes them as one stretch alone.
+    With ``casts_angles`` each layer gets a copy of a table of angles, cast as activations are.
     """
 
     seq_dim: int
@@ -42,6 +46,7 @@ class Parts(Protocol):
     fuses_gate: bool
     is_reentrant: bool
     copies_values: bool
+    casts_angles: bool
 
     def norm(self, model: ModelSpec, width: int) -> nn.Module:
         """Return a norm of the model's kind."""
@@ -73,7 +78,7 @@ class Parts(Protocol):
     def head(self, model: ModelSpec, predictions: nn.Module | None) -> nn.Module:
         """Return the module from activations to logits, final norm included.
 
-        *predictions* run between that and the output matrix.
+        *predictions*, if there are some, run ahead of the output matrix in the place of the norm.
         """
 
     def gathered_columns(self, values: Tensor) -> Tensor:
@@ -157,11 +162,21 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
 
 
 class SquaredRelu(nn.Module):
-    """The square of ReLU; keeps what ReLU made."""
+    """The square of ReLU in one kernel."""
 
     def forward(self, values: Tensor) -> Tensor:
         """Return the activated values."""
-        return torch.relu(values).square()
+        out: Tensor = FusedSquaredRelu.apply(values)
+        return out
+
+
+class GatedSilu(nn.Module):
+    """SiLU gate times value of a packed tensor; keeps it."""
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """Return the activated values."""
+        out: Tensor = PackedSwiglu.apply(packed)
+        return out
 
 
 class SelfAttention(nn.Module):
@@ -195,12 +210,14 @@ class SelfAttention(nn.Module):
         )
         self.output = parts.row_linear(query_width, width, bias=model.output_bias)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the projected attention of normalised activations."""
+    def forward(self, inputs: Tensor, *angles: Tensor) -> Tensor:
+        """Return the projected attention of normalised activations, turned by *angles* if given."""
         query, key, value = self._projected(inputs)
         if self.qk_norm == "head":
             query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary:
+        if angles:
+            query, key = (TableRotary.apply(each, *angles) for each in (query, key))
+        elif self.rotary:
             query, key = (Rotary.apply(each, *self.place) for each in (query, key))
         if self.recomputes and self.training:
             context = checkpoint(self.core, query, key, value, use_reentrant=False)
@@ -299,23 +316,23 @@ class TransformerLayer(nn.Module):
         )
         self.keeps_operators = options.recompute is Recompute.SELECTIVE_OP
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the activations after the layer."""
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the activations after the layer, of those before it and perhaps of angles."""
         run = self._run_beside if self.is_beside else self._run
         if not (self.keeps_operators and self.training):
-            return run(inputs)
-        out: Tensor = checkpoint(run, inputs, use_reentrant=False, context_fn=operator_contexts)
+            return run(*inputs)
+        out: Tensor = checkpoint(run, *inputs, use_reentrant=False, context_fn=operator_contexts)
         return out
 
-    def _run(self, inputs: Tensor) -> Tensor:
-        attended = self.attention_output_norm(self.attention(self.attention_norm(inputs)))
+    def _run(self, inputs: Tensor, *angles: Tensor) -> Tensor:
+        attended = self.attention_output_norm(self.attention(self.attention_norm(inputs), *angles))
         middle = self.add_attention(attended, inputs)
         del attended
         return self.add_mlp(self.mlp_out_norm(self.mlp(self.mlp_norm(middle))), middle)
 
-    def _run_beside(self, inputs: Tensor) -> Tensor:
+    def _run_beside(self, inputs: Tensor, *angles: Tensor) -> Tensor:
         normed = self.attention_norm(inputs)
-        attended = self.attention(normed)
+        attended = self.attention(normed, *angles)
         has_own = not isinstance(self.mlp_norm, nn.Identity)
         made = self.mlp(self.mlp_norm(inputs) if has_own else normed)
         return self.add_mlp(self.add_attention(made, attended), inputs)

@@ -14,12 +14,12 @@ from meshwright.validate.programs.experts import ExpertGroup
 from meshwright.validate.programs.fused import (
     BiasDropoutAdd,
     GradientSink,
-    PackedSwiglu,
     RmsNorm,
     positions,
 )
 from meshwright.validate.programs.layers import (
     AttentionCore,
+    GatedSilu,
     LayerOptions,
     Mlp,
     ResidualAdd,
@@ -75,15 +75,6 @@ class Gelu(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """Return the activated values."""
         return F.gelu(values)
-
-
-class GatedSilu(nn.Module):
-    """SiLU gate times value of a packed tensor; keeps it."""
-
-    def forward(self, packed: Tensor) -> Tensor:
-        """Return the activated values."""
-        out: Tensor = PackedSwiglu.apply(packed)
-        return out
 
 
 class VocabularyEmbedding(nn.Module):
@@ -143,7 +134,10 @@ class OutputMatrix(nn.Module):
 
 
 class VocabularyHead(nn.Module):
-    """Final norm and output matrix, tied or not; the matrix comes last, as in Megatron-Core."""
+    """Final norm and output matrix, tied or not; the matrix comes last, as in Megatron-Core.
+
+    Ahead of predictions it has no norm.
+    """
 
     def __init__(
         self,
@@ -154,7 +148,8 @@ class VocabularyHead(nn.Module):
         predictions: nn.Module | None,
     ) -> None:
         super().__init__()
-        self.norm = megatron_norm(model, model.hidden_size)
+        own = predictions is None
+        self.norm = megatron_norm(model, model.hidden_size) if own else nn.Identity()
         self.predictions = predictions
         self.tp, self.sink = tp, sink
         self.output = OutputMatrix(table)
@@ -192,6 +187,7 @@ class MegatronParts:
     fuses_gate = True
     is_reentrant = True
     copies_values = True
+    casts_angles = False
     loss = LossKernel.FUSED
 
     def __init__(

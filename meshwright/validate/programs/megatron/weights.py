@@ -30,7 +30,7 @@ _PLACES = (
     (r"mlp\.out_biases\.\d+", "experts_out.bias"),
     (r"mlp\.shared\.expand\.", "shared_in."),
     (r"mlp\.shared\.contract\.", "shared_out."),
-    (r"head\.norm\.", "final_norm."),
+    (r"(head\.)?norm\.", "final_norm."),
     (r"head\.output\.weight", "output_embedding.weight"),
 )
 ALL_EXPERTS = ExpertGroup()

@@ -20,6 +20,7 @@ from meshwright.validate.programs.experts import (
 from meshwright.validate.programs.fused import RmsNorm
 from meshwright.validate.programs.layers import (
     AttentionCore,
+    GatedSilu,
     LayerOptions,
     Mlp,
     ResidualAdd,
@@ -136,6 +137,7 @@ class PlainParts:
     fuses_gate = False
     is_reentrant = False
     copies_values = False
+    casts_angles = False
 
     def __init__(
         self,
@@ -177,10 +179,12 @@ class PlainParts:
         return RotatedCore(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
-        """Return the exact GELU; a gated MLP has its activation in the gate."""
+        """Return the exact GELU; a gated MLP has its activation in the gate unless fused."""
         if model.activation == "squared relu":
             return SquaredRelu()
-        return nn.Identity() if model.gated_mlp else nn.GELU()
+        if model.gated_mlp:
+            return GatedSilu() if self.fuses_gate else nn.Identity()
+        return nn.GELU()
 
     def experts(self, model: ModelSpec) -> nn.Module:
         """Return all experts of a layer."""
@@ -203,8 +207,10 @@ class PlainParts:
         return Embedding(model, self.vocab_size, self.dropout, self.starts)
 
     def head(self, model: ModelSpec, predictions: nn.Module | None = None) -> nn.Module:
-        """Return the module from activations to logits, final norm included."""
-        return Head(self.norm(model, model.hidden_size), model, self.vocab_size, predictions)
+        """Return the module from activations to logits, with the final norm if nothing predicts."""
+        own = predictions is None
+        norm = self.norm(model, model.hidden_size) if own else nn.Identity()
+        return Head(norm, model, self.vocab_size, predictions)
 
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return *values*, which are whole."""
@@ -252,11 +258,14 @@ def initialise_whole(
 ) -> None:
     """Give each parameter of a stage that is not split yet its part of `initial_weight`.
 
+    A gate without a matrix of its own is ahead of the values in theirs.
+
     Of *experts* that other ranks have, too, it is that of the rank's own.
     """
+    has_gates = any(name.endswith(".gate.weight") for name, _ in stage.named_parameters())
     for name, parameter in stage.named_parameters():
         with parameter.device:
-            values = initial_parameter(model, name)
+            values = initial_parameter(model, name, fuses_gate=not has_gates)
         if ".mlp.experts." in name and experts is not None:
             own = experts.ranks.own(len(values))
             values = values[own.start : own.stop]
@@ -265,12 +274,13 @@ def initialise_whole(
         parameter[: values.shape[0]] = values
 
 
-def initial_parameter(model: ModelSpec, name: str) -> Tensor:
+def initial_parameter(model: ModelSpec, name: str, *, fuses_gate: bool = False) -> Tensor:
     """Return the whole initial value of a parameter of a `VirtualStage` made of `PlainParts`.
 
     Args:
         model: Whose.
         name: As in ``stage.named_parameters()``.
+        fuses_gate: Whether a gate of an MLP is in one product with the values.
 
     >>> from meshwright.simulator import load_model
     >>> gpt2 = load_model("gpt2")
@@ -297,7 +307,8 @@ def initial_parameter(model: ModelSpec, name: str) -> Tensor:
         return _initial_of_experts(model, name)
     if module in ("gate", "expand"):
         whole = _initial(f"{layer}mlp_in.{tensor}", ffn * (1 + model.gated_mlp), width)
-        return whole[-ffn:] if module == "expand" else whole[:ffn]
+        own = slice(ffn) if module == "gate" else slice(0 if fuses_gate else -ffn, None)
+        return whole[own]
     wide = model.qk_norm == "width"
     query_norm, key_norm = (
         (model.query_hidden_size, model.kv_hidden_size) if wide else (model.head_dim,) * 2

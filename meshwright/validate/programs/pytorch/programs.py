@@ -18,13 +18,14 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
+from meshwright.simulator.blocks import BlockShape, spelling_of
+from meshwright.simulator.graph import RotaryFormula
 from meshwright.simulator.layout import (
     chosen_formats,
     is_unwrapped,
     reshards_units,
     syncs_by_default,
 )
-from meshwright.simulator.model import FUSED_MLP
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import RoutedGroup, move_biases, refuse_routing
 from meshwright.validate.programs.layers import VirtualStage
@@ -96,11 +97,6 @@ def refuse_unsupported(request: ProgramRequest) -> None:
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
         (model.embedding_norm, "embedding_norm", "True; allowed: False"),
-        (
-            model.spelling in FUSED_MLP and request.stack.transformers_layers,
-            "spelling",
-            f"{model.spelling}, whose gate and value are one product; allowed: llama",
-        ),
         (model.qk_norm == "head" and plan.tp > 1, "qk_norm=head and tp", f"{plan.tp}; allowed: 1"),
         (
             model.num_kv_heads % plan.tp > 0,
@@ -225,7 +221,9 @@ class FullyShardedProgram:
         Gradients of the step stay until the next one.
         """
         self._optimizer.zero_grad()
-        tokens, targets = _batch(self._request, self._layout, step)
+        whole = _batch(self._request, self._layout, step)  # lives as long as the step
+        context = self._layout.context
+        tokens, targets = whole if context is None else map(context.own_tokens, whole)
         if self._request.stack.sums_tokens and self._layout.batch_group is not None:
             dist.all_reduce(torch.tensor(targets.numel()), group=self._layout.batch_group)
         stops_early = set_checkpoint_early_stop(self._request.stack.recompute_stops_early)
@@ -333,6 +331,9 @@ def _whole_stage(
             layout.experts, request.routing, of_transformers=request.stack.transformers_layers
         ),
     )
+    spelling = spelling_of(BlockShape.of(request.job, request.plan, request.stack))
+    parts.casts_angles = spelling.rotary is RotaryFormula.TABLE
+    parts.fuses_gate = spelling.fuses_mlp
     return build_stage(request, index, parts, device)
 
 
@@ -374,11 +375,8 @@ def _is_unwrapped(request: ProgramRequest) -> bool:
 
 
 def _batch(request: ProgramRequest, layout: RankLayout, step: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets of this rank's share of the global batch."""
+    """Return tokens and targets of the sequences that this rank has a part of."""
     plan, job = request.plan, request.job
     first = layout.dp_rank * (job.global_batch_size // plan.dp)
     sequences = range(first, first + request.num_microbatches * plan.microbatch_size)
-    tokens, targets = token_batch(job, step, sequences, request.device)
-    if layout.context is None:
-        return tokens, targets
-    return layout.context.own_tokens(tokens), layout.context.own_tokens(targets)
+    return token_batch(job, step, sequences, request.device)
