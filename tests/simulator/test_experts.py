@@ -23,7 +23,7 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
-from meshwright.simulator.account import rank_traffic
+from meshwright.simulator.account import rank_traffic, token_traffic
 from meshwright.simulator.blocks import BlockShape, hardware_flops, model_flops, walk
 from meshwright.simulator.graph import Backward, FusedAttention, Memory, Phase, Product, Traffic
 from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, stack_refusal
@@ -344,3 +344,27 @@ def test_experts_of_several_ranks_are_slices_of_a_set_of_shards() -> None:
         for each in (found, found.experts)
     )
     assert (of_all, of_experts) == ((8, 2), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("pp_rank", "predictions", "num_layers"), [(0, 1, 4), (15, 0, 1), (15, 1, 2)]
+)
+def test_routing_biases_move_by_tokens_that_all_ranks_of_a_stage_sum(
+    pp_rank: int, predictions: int, num_layers: int
+) -> None:
+    """A number of fp32 for each of 256 experts; the first three layers have none."""
+    model = load_model("deepseek-v3").model_copy(update={"prediction_layers": predictions})
+    plan = ParallelPlan(
+        tp=2,
+        pp=16,
+        dp=32,
+        ep=64,
+        etp=1,
+        sequence_parallel=True,
+        zero_stage=1,
+        stages=(7, *(4,) * 13, 1, 1),
+    )
+    job = TrainingJob(model=model, global_batch_size=512, seq_len=4096)
+    (summed,) = token_traffic(job, plan, load_stack("megatron-core"), pp_rank)
+    assert (summed.op, summed.num_ranks) == (CollectiveOp.ALL_REDUCE, 64)
+    assert (summed.size_bytes, summed.num_calls) == (4 * 256 * num_layers, 1)

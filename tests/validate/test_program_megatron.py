@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: E402, N812
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
-from meshwright.simulator.model import Experts  # noqa: E402
+from meshwright.simulator.model import Experts, LatentAttention  # noqa: E402
 from meshwright.validate.programs.contract.weights import token_batch  # noqa: E402
 from meshwright.validate.programs.layers import LayerOptions, VirtualStage  # noqa: E402
 from meshwright.validate.programs.pytorch.parts import (  # noqa: E402
@@ -64,7 +64,20 @@ MIXED = HEADS.model_copy(
         )
     }
 )
+# The same with latent attention and routing biases.
+DEEPSEEK = MIXED.model_copy(
+    update={
+        "qk_norm": "none",
+        "head_dim": 8,
+        "num_kv_heads": 4,
+        "latent": LatentAttention(
+            query_rank=12, kv_rank=8, plain_head_dim=6, rotary_head_dim=4, value_head_dim=8
+        ),
+        "experts": MIXED.experts.model_copy(update={"routing_bias": True}),
+    }
+)
 MODELS = {
+    "deepseek": DEEPSEEK,
     "mixtral": MIXTRAL,
     "mixed": MIXED,
     "heads": HEADS,
@@ -93,6 +106,7 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         ParallelPlan(tp=2, stages=(4,), recompute=Recompute.FULL, microbatch_size=2),
         "megatron-lm-2021",
     ),
+    "deepseek": ("deepseek", replace(HYBRID, ep=4, etp=1), "megatron-core"),
     "tp2 sp llama": (
         "llama",
         ParallelPlan(tp=2, stages=(4,), sequence_parallel=True, attention=FLASH),
@@ -233,7 +247,8 @@ def reference_norm(model: str) -> float:
     """Return the norm of the first step's gradients, by plain PyTorch."""
     job = job_of(model)
     parts = plain_parts(job.model, vocab_size=job.model.vocab_size, dropout=0.0)
-    options = LayerOptions(attention=UNFUSED, recompute=Recompute.NONE, dropout=0.0)
+    kernel = UNFUSED if job.model.latent is None else FLASH
+    options = LayerOptions(attention=kernel, recompute=Recompute.NONE, dropout=0.0)
     layers = range(job.model.num_layers)
     stage = VirtualStage(job.model, layers, options, parts, has_embedding=True, has_head=True)
     if job.model.tied_embeddings:

@@ -319,15 +319,14 @@ def _block(
     rules = _stage_rules(job, stack, limits, fixed["pp"] * vpp)
     own = dict(zip(OF_VIRTUAL_STAGES, ([vpp], schedules, sizes, rules), strict=True))
     codes = combinations([(choices.numbers | own)[field.name] for field in BASIC_FIELDS])
-    names = "schedule", "microbatch_size", "ep", "etp"
-    schedule, size, ep, etp = map(BASIC.index, names)
+    schedule, size, ep, etp = map(BASIC.index, ("schedule", "microbatch_size", "ep", "etp"))
     for pair in product(schedules, sizes):
         if not is_runnable(job, stack, fixed, *pair):
             codes = codes[:, (codes[schedule] != pair[0]) | (codes[size] != pair[1])]
     if len(experts) > 1:
-        most = max(number for _, number in experts)
-        known = [one * (most + 1) + other for one, other in experts]
-        codes = codes[:, np.isin(codes[ep] * (most + 1) + codes[etp], known)]
+        base = 1 + max(number for _, number in experts)
+        known = [base * one + other for one, other in experts]
+        codes = codes[:, np.isin(base * codes[ep] + codes[etp], known)]
     return codes
 
 

@@ -103,7 +103,7 @@ class StagePass(NamedTuple):
             here = self._layer_backward(done, first=first, whole=whole)
             moments.append(PassPeak(here, absent - done * appeared))
             if not (sharding.keeps_units or (self.is_nested and not whole)):
-                here = self._layer_reduction(done, first=first, whole=whole)
+                here = _layer_reduction(self, done, first=first, whole=whole)
                 moments.append(PassPeak(here, absent - done * appeared))
         freed = passes.saved_layers(stage) + self.freed_head
         last = self._root_bytes(first=first, whole=whole) - freed
@@ -147,19 +147,6 @@ class StagePass(NamedTuple):
             return others + here
         return others + larger(here, gradient + resident + units.layer.weights + units.buffer)
 
-    def _layer_reduction(self, done: int, *, first: bool, whole: bool) -> Size:
-        """Return the fullest moment of the reduction of a layer's gradients, when it has run.
-
-        Its weights are freed before that.
-        """
-        passes, stage, _, units = self
-        unit = units.layer
-        others: Size = units.root + units.head_gradient - self.freed_head + passes.message
-        others = others - passes.saved_layers(stage, stage.num_layers - 1 - done)
-        others = others + self.gathered_layers(done, whole=whole) - unit.weights
-        others = others + replica_bytes(units, done, first=first)
-        return others + unit.wire + larger(unit.weights, unit.share)
-
     def gathered_layers(self, done: int, *, whole: bool) -> Size:
         """Return the gathered weights of layers while one runs backward and *done* have.
 
@@ -196,6 +183,20 @@ class StagePass(NamedTuple):
             moments.append(weights + gradients + unit.last + unit.wire + unit.share + kept)
             kept = kept + unit.kept * first
         return largest(moments) + replica_bytes(units, stage.num_layers, first=first)
+
+
+def _layer_reduction(stage_pass: StagePass, done: int, *, first: bool, whole: bool) -> Size:
+    """Return the fullest moment of the reduction of a layer's gradients, when it has run.
+
+    Its weights are freed before that.
+    """
+    passes, stage, _, units = stage_pass
+    unit = units.layer
+    others: Size = units.root + units.head_gradient - stage_pass.freed_head + passes.message
+    others = others - passes.saved_layers(stage, stage.num_layers - 1 - done)
+    others = others + stage_pass.gathered_layers(done, whole=whole) - unit.weights
+    others = others + replica_bytes(units, done, first=first)
+    return others + unit.wire + larger(unit.weights, unit.share)
 
 
 def _nested_backward(stage_pass: StagePass, done: int, *, first: bool) -> Size:
