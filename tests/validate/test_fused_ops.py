@@ -19,8 +19,9 @@ from meshwright.validate.programs.fused import (  # noqa: E402
     PackedSwiglu,
     RmsNorm,
     Rotary,
+    Scores,
     Swiglu,
-    WindowedAttention,
+    UnweightedRmsNorm,
     accumulate_weight_gradient,
 )
 
@@ -64,7 +65,7 @@ def test_flash_attention_is_attention(seq_dim: int, groups: int, *, causal: bool
         *(each.permute(order).repeat_interleave(HEADS // groups, 1) for each in (key, value)),
         is_causal=causal,
     ).permute(back)
-    got = FusedAttention.apply(query, key, value, seq_dim, causal)
+    got = FusedAttention.apply(seq_dim, Scores(causal), query, key, value)
     assert_alike(got, wanted, [query, key, value])
 
 
@@ -74,7 +75,7 @@ def test_windows_hide_what_lies_before_them(window: int) -> None:
     by_heads = (each.transpose(1, 2) for each in (query, key, value))
     seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(1 - window)
     wanted = F.scaled_dot_product_attention(*by_heads, attn_mask=seen).transpose(1, 2)
-    got = WindowedAttention.apply(query, key, value, 1, window)
+    got = FusedAttention.apply(1, Scores(CAUSAL, window), query, key, value)
     assert_alike(got, wanted, [query, key, value])
     scores = leaf(3, TOKENS, TOKENS)
     hidden = scores.masked_fill(~seen, float("-inf"))
@@ -83,12 +84,32 @@ def test_windows_hide_what_lies_before_them(window: int) -> None:
     )
 
 
+@pytest.mark.parametrize("seq_dim", [0, 1])
+@pytest.mark.parametrize("scores", [Scores(CAUSAL), Scores(CAUSAL, 3, 0.5), Scores(False, 0, 0.5)])
+def test_scores_are_bounded_and_share_rows_with_sinks(seq_dim: int, scores: Scores) -> None:
+    query, key, value = attention_inputs(seq_dim)
+    sinks = leaf(HEADS, seed=3)
+    order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if seq_dim == 0 else ((0, 2, 1, 3),) * 2
+    q, k, v = (each.permute(order) for each in (query, key, value))
+    k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
+    raw = q @ k.transpose(2, 3) / HEAD_WIDTH**0.5
+    if scores.softcap:
+        raw = torch.tanh(raw / scores.softcap) * scores.softcap
+    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1 - (scores.window or TOKENS))
+    raw = raw.masked_fill(~(seen.tril() if scores.causal else seen | True), float("-inf"))
+    beside = torch.cat([raw, sinks.view(1, -1, 1, 1).expand(BATCH, -1, TOKENS, 1)], -1)
+    for own, leaves in ((raw, ()), (beside, (sinks,))):
+        wanted = (torch.softmax(own, -1)[..., :TOKENS] @ v).permute(back)
+        got = FusedAttention.apply(seq_dim, scores, query, key, value, *leaves)
+        assert_alike(got, wanted, [query, key, value, *leaves])
+
+
 def test_flash_attention_takes_views_of_a_packed_projection() -> None:
     packed = leaf(TOKENS, BATCH, HEADS, 3, HEAD_WIDTH)
     query, key, value = packed.unbind(3)
     whole = [each.contiguous() for each in (query, key, value)]
-    got = FusedAttention.apply(query, key, value, 0, CAUSAL)
-    assert_alike(got, FusedAttention.apply(*whole, 0, CAUSAL), [packed])
+    got = FusedAttention.apply(0, Scores(CAUSAL), query, key, value)
+    assert_alike(got, FusedAttention.apply(0, Scores(CAUSAL), *whole), [packed])
 
 
 def test_flash_attention_counts_two_products_forward_and_five_backward() -> None:
@@ -96,7 +117,7 @@ def test_flash_attention_counts_two_products_forward_and_five_backward() -> None
     counter = FlopCounterMode(display=False)
     product = 2 * BATCH * HEADS * TOKENS * TOKENS * HEAD_WIDTH  # the whole square, not half of it
     with counter:
-        out = FusedAttention.apply(query, key, value, 0, CAUSAL)
+        out = FusedAttention.apply(0, Scores(CAUSAL), query, key, value)
         assert counter.get_total_flops() == 2 * product
         out.sum().backward()
     assert counter.get_total_flops() == 7 * product
@@ -115,6 +136,12 @@ def test_rms_norm_is_rms_norm() -> None:
     values, weight = leaf(3, 4, 8), leaf(8)
     wanted = F.rms_norm(values, (8,), weight, 1e-5)
     assert_alike(RmsNorm.apply(values, weight, 1e-5), wanted, [values, weight])
+
+
+def test_unweighted_norms_are_rms_norms_with_weights_of_one() -> None:
+    values = leaf(3, 4, 8)
+    wanted = F.rms_norm(values, (8,), None, 1e-5)
+    assert_alike(UnweightedRmsNorm.apply(values, 1e-5), wanted, [values])
 
 
 def test_both_gated_activations_are_silu_times_value() -> None:
@@ -178,7 +205,9 @@ def kept_bytes_of(dtype: torch.dtype) -> dict[str, int]:
         return torch.ones(sizes, dtype=dtype, requires_grad=True)
 
     runs = {
-        "flash": lambda: FusedAttention.apply(new(*shape), new(*shape), new(*shape), 0, CAUSAL),
+        "flash": lambda: FusedAttention.apply(
+            0, Scores(CAUSAL), new(*shape), new(*shape), new(*shape)
+        ),
         "softmax": lambda: CausalSoftmax.apply(new(3, TOKENS, TOKENS), 1.0, CAUSAL),
         "rms": lambda: RmsNorm.apply(new(TOKENS, BATCH, 64), new(64), 1e-5),
         "rotary": lambda: Rotary.apply(new(*shape), 0, 1e4, (0,), shape[-1]),
@@ -224,8 +253,8 @@ def test_kernels_keep_and_make_the_same_with_and_without_data(dtype: torch.dtype
 def test_16_bit_kernels_stay_near_fp32(dtype: torch.dtype) -> None:
     query, key, value = attention_inputs(0)
     narrow = [each.detach().to(dtype).requires_grad_() for each in (query, key, value)]
-    wanted = FusedAttention.apply(query, key, value, 0, CAUSAL)
-    got = FusedAttention.apply(*narrow, 0, CAUSAL)
+    wanted = FusedAttention.apply(0, Scores(CAUSAL), query, key, value)
+    got = FusedAttention.apply(0, Scores(CAUSAL), *narrow)
     torch.testing.assert_close(got.float(), wanted, atol=0.05, rtol=0.05)
     got.sum().backward()
     wanted.sum().backward()

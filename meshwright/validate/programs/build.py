@@ -29,10 +29,12 @@ QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
 PLAIN = (
     LayerFact.HEAD_NORM,
     LayerFact.WIDTH_NORM,
+    LayerFact.UNWEIGHTED_NORM,
     LayerFact.HEAD_DIM,
     LayerFact.NORM_PLACES,
     LayerFact.PARALLEL_MLP,
     LayerFact.ROTARY_FRACTION,
+    LayerFact.ATTENTION_SOFTCAP,
     LayerFact.LOGIT_SOFTCAP,
     LayerFact.SCALED_EMBEDDINGS,
     LayerFact.WINDOW,
@@ -40,17 +42,23 @@ PLAIN = (
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
     "ddp": PLAIN,
-    "fsdp": (LayerFact.ROUTED_EXPERTS, *PLAIN),
+    "fsdp": (LayerFact.ROUTED_EXPERTS, LayerFact.ATTENTION_SINKS, *PLAIN),
     "megatron-core": (
         *QWEN,
         LayerFact.PREDICTION_LAYERS,
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,
         LayerFact.WINDOW,
+        LayerFact.ROTARY_LAYERS,
+        LayerFact.ATTENTION_SINKS,
+        LayerFact.UNWEIGHTED_NORM,
     ),
     "megatron-core-2024": QWEN,
     "torchtitan": QWEN,
 }
+
+# PyTorch's attention by name takes none of them there.
+NOT_ON_GPUS = {LayerFact.WINDOW, LayerFact.ATTENTION_SOFTCAP, LayerFact.ATTENTION_SINKS}
 
 
 def build_program(request: ProgramRequest) -> RankProgram:
@@ -61,13 +69,10 @@ def build_program(request: ProgramRequest) -> RankProgram:
     """
     check_program(request.stack, request.plan)
     check_layers(request.job, request.stack)
-    job = request.job
-    is_windowed = isinstance(job.model, ModelSpec) and LayerFact.WINDOW in job.model.layer_facts(
-        job.seq_len
-    )
-    if is_windowed and request.device.type == "cuda":
+    here = NOT_ON_GPUS.intersection(_facts(request.job))
+    if here and request.device.type == "cuda":
         raise PlanError(
-            f"window={job.transformer.window} has no PyTorch program on GPUs; "
+            f"{min(here)} of {request.job.model.name} has no PyTorch program on GPUs; "
             "allowed: --backend fake, or gloo"
         )
     return PROGRAMS[request.stack.name](request)
@@ -107,10 +112,13 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
 
 def check_layers(job: TrainingJob, stack: StackProfile) -> None:
     """Raise PlanError if layers of a job's model have what no program of *stack* writes."""
-    facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
-    unknown = [fact for fact in facts if fact not in WRITTEN.get(stack.name, ())]
+    unknown = [fact for fact in _facts(job) if fact not in WRITTEN.get(stack.name, ())]
     if unknown:
         raise PlanError(
             f"{unknown[0]} of {job.model.name} has no PyTorch program; "
             "allowed: models with layers as those of GPT and Llama"
         )
+
+
+def _facts(job: TrainingJob) -> tuple[LayerFact, ...]:
+    return job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()

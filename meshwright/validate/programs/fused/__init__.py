@@ -7,12 +7,12 @@ implementations are written for correctness; memory and FLOPs are those of the k
 
 from meshwright.validate.programs.fused.attention import (
     FusedAttention,
-    WindowedAttention,
+    Scores,
     flash_attention,
     flash_attention_backward,
 )
 from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
-from meshwright.validate.programs.fused.norms import RmsNorm
+from meshwright.validate.programs.fused.norms import RmsNorm, UnweightedRmsNorm
 from meshwright.validate.programs.fused.residual import BiasDropoutAdd
 from meshwright.validate.programs.fused.rotary import Rotary, positions
 from meshwright.validate.programs.fused.softmax import CausalSoftmax
@@ -32,8 +32,9 @@ __all__ = [
     "PackedSwiglu",
     "RmsNorm",
     "Rotary",
+    "Scores",
     "Swiglu",
-    "WindowedAttention",
+    "UnweightedRmsNorm",
     "accumulate_weight_gradient",
     "flash_attention",
     "flash_attention_backward",

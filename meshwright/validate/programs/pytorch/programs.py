@@ -101,6 +101,11 @@ def refuse_unsupported(request: ProgramRequest) -> None:
             "spelling",
             f"{model.spelling}, whose gate and value are one product; allowed: llama",
         ),
+        (
+            model.qk_norm == "unweighted" and model.positions != "rotary",
+            "qk_norm=unweighted and positions",
+            f"{model.positions}; allowed: rotary",
+        ),
         (model.qk_norm == "head" and plan.tp > 1, "qk_norm=head and tp", f"{plan.tp}; allowed: 1"),
         (
             model.num_kv_heads % plan.tp > 0,
