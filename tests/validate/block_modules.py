@@ -19,10 +19,10 @@ from meshwright.validate.programs.fused import (
     BiasDropoutAdd,
     CausalSoftmax,
     FusedAttention,
-    Scores,
     PackedSwiglu,
     RmsNorm,
     Rotary,
+    Scores,
     Swiglu,
 )
 from meshwright.validate.programs.layers import LayerOptions

@@ -71,11 +71,23 @@ GEMMA = LLAMA.model_copy(
         "norm_places": "both",
         "scaled_embeddings": True,
         "logit_softcap": 0.1,
+        "attention_softcap": 0.01,
     }
 )
 FALCON = LLAMA.model_copy(update={"parallel_mlp": "one norm"})
 NEOX = GPT.model_copy(update={"parallel_mlp": "two norms"})
 WINDOWED = LLAMA.model_copy(update={"window": 5, "layer_pattern": "WF"})
+SINKS = WINDOWED.model_copy(update={"attention_sinks": True})
+UNWEIGHTED = LLAMA.model_copy(update={"qk_norm": "unweighted"})
+# Chunks are of all tokens.
+SCOUT = UNWEIGHTED.model_copy(
+    update={
+        "window": 512,
+        "chunked_window": True,
+        "layer_pattern": "WF",
+        "rotary_layers": "windowed",
+    }
+)
 PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
 ROUTED = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update={"shared_hidden_size": 0})})
 FULL, SELECTIVE, OPERATORS = Recompute.FULL, Recompute.SELECTIVE, Recompute.SELECTIVE_OP
@@ -121,7 +133,11 @@ CASES = {
     "titan operators": saved(GPT, "torchtitan", tp=2, dp=2, recompute=OPERATORS, **SP),
     "titan interleaved": saved(LLAMA, "torchtitan", **INTERLEAVED),
     "titan hybrid": saved(LLAMA, "torchtitan", tp=2, pp=2, dp=2, **SP),
-    "tp full": saved(LLAMA, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
+    "ddp, norms without weights": saved(UNWEIGHTED, "ddp", dp=2),
+    "fsdp sinks": saved(SINKS, "fsdp", dp=2, recompute=FULL),
+    "sinks": saved(SINKS, "megatron-core", tp=2, dp=2, **SP),
+    "without positions": saved(SCOUT, "megatron-core", tp=2, pp=2, recompute=FULL, **SP),
+    "tp full": saved(SINKS, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
     "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),
     "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
     "1f1b of 4, one empty": saved(WINDOWED, "megatron-core", pp=4, stages=(2, 0, 1, 1)),

@@ -85,7 +85,9 @@ def test_windows_hide_what_lies_before_them(window: int) -> None:
 
 
 @pytest.mark.parametrize("seq_dim", [0, 1])
-@pytest.mark.parametrize("scores", [Scores(CAUSAL), Scores(CAUSAL, 3, 0.5), Scores(False, 0, 0.5)])
+@pytest.mark.parametrize(
+    "scores", [Scores(CAUSAL), Scores(CAUSAL, 3, 0.5), Scores(not CAUSAL, 0, 0.5)]
+)
 def test_scores_are_bounded_and_share_rows_with_sinks(seq_dim: int, scores: Scores) -> None:
     query, key, value = attention_inputs(seq_dim)
     sinks = leaf(HEADS, seed=3)

@@ -8,7 +8,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_checks import failed_on_fakes  # noqa: E402
-from test_agreement_gloo import FALCON, GEMMA, LLAMA, NEOX, OLMO, WINDOWED, saved  # noqa: E402
+from test_agreement_gloo import (  # noqa: E402
+    FALCON,
+    GEMMA,
+    GPT,
+    LLAMA,
+    NEOX,
+    OLMO,
+    SCOUT,
+    SINKS,
+    UNWEIGHTED,
+    WINDOWED,
+    saved,
+)
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
@@ -28,10 +40,34 @@ def wide(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
     return replace(case, job=replace(case.job, seq_len=TOKENS, precision=Precision.BF16))
 
 
+FULL: dict[str, Any] = {"recompute": Recompute.FULL}
+SELECTIVE: dict[str, Any] = {"recompute": Recompute.SELECTIVE, "attention": Attention.UNFUSED}
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+SWAP: dict[str, Any] = {"cp": 2, "cp_type": ContextParallel.ALL_TO_ALL}
+LONG = GPT.model_copy(update={"max_positions": TOKENS, "num_kv_heads": 2})  # shared by two heads
 CASES = {
     "windows": wide(WINDOWED, "megatron-core", tp=2, sequence_parallel=True),
     "windows over cp": wide(WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_TO_ALL),
     "windows of scores": wide(WINDOWED, "megatron-core", attention=Attention.UNFUSED),
+    "sinks": wide(SINKS, "megatron-core", **SP),
+    "sinks in a pipeline": wide(SINKS, "megatron-core", pp=2, **FULL),
+    "sinks beside scores": wide(SINKS, "megatron-core", **SP, **SELECTIVE),
+    "sinks of shards": wide(SINKS, "fsdp"),
+    "sinks of shards, full": wide(SINKS, "fsdp", **FULL),
+    "caps of shards": wide(GEMMA, "fsdp", **FULL),
+    "without positions": wide(SCOUT, "megatron-core", **SP),
+    "without positions, scores": wide(SCOUT, "megatron-core", **SELECTIVE),
+    "without positions in a pipeline": wide(SCOUT, "megatron-core", pp=2, **FULL),
+    "without positions over cp": wide(SCOUT, "megatron-core", **SWAP),
+    "learned positions": wide(LONG, "megatron-core"),
+    "norms without weights": wide(UNWEIGHTED, "megatron-core", **SP),
+    "such norms beside layer norms": wide(
+        LONG.model_copy(update={"qk_norm": "unweighted"}), "megatron-core"
+    ),
+    "such norms, one norm a layer": wide(
+        FALCON.model_copy(update={"qk_norm": "unweighted"}), "ddp"
+    ),
+    "such norms of shards": wide(UNWEIGHTED, "fsdp", **FULL),
     "norms after, of all heads": wide(OLMO, "fsdp"),
     "norms before and after, caps, scales": wide(GEMMA, "ddp"),
     "one norm of both": wide(FALCON, "fsdp", recompute=Recompute.FULL),
@@ -46,8 +82,16 @@ def test_a_program_of_such_layers_counts_what_the_simulator_says(name: str) -> N
     assert failed_on_fakes(CASES[name]) == []
 
 
-def test_windows_on_gpus_are_refused_by_name() -> None:
-    case = CASES["windows"]
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("windows", "window"),
+        ("sinks of shards", "attention_sinks"),
+        ("caps of shards", "attention_softcap"),
+    ],
+)
+def test_what_attention_on_gpus_does_not_take_is_refused_by_name(name: str, fact: str) -> None:
+    case = CASES[name]
     asked = ProgramRequest(
         job=case.job,
         plan=case.plan,
@@ -57,8 +101,21 @@ def test_windows_on_gpus_are_refused_by_name() -> None:
         initialise=False,
         num_microbatches=1,
     )
-    with pytest.raises(PlanError, match="window=5 has no PyTorch program on GPUs"):
+    with pytest.raises(PlanError, match=f"{fact} of tiny-llama has no PyTorch program on"):
         build_program(asked)
+
+
+def test_chunks_of_some_tokens_are_refused_by_name() -> None:
+    chunked = wide(SCOUT.model_copy(update={"window": 64}), "megatron-core")
+    with pytest.raises(PlanError, match="chunked_window of tiny-llama has no PyTorch program"):
+        next(iter(measure_fakes(chunked, [0])))
+
+
+@pytest.mark.parametrize("stack", ["ddp", "fsdp"])
+def test_norms_without_weights_need_positions_where_transformers_does(stack: str) -> None:
+    learned = wide(LONG.model_copy(update={"qk_norm": "unweighted"}), stack)
+    with pytest.raises(PlanError, match="qk_norm=unweighted and positions=learned; allowed: rot"):
+        next(iter(measure_fakes(learned, [0])))
 
 
 def test_gates_in_one_product_with_values_are_refused_by_name() -> None:
