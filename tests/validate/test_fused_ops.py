@@ -27,6 +27,7 @@ from meshwright.validate.programs.fused import (  # noqa: E402
 
 TOKENS, BATCH, HEADS, GROUPS, HEAD_WIDTH = 6, 2, 4, 2, 8
 CAUSAL = True
+BENT = Scores(CAUSAL), Scores(CAUSAL, 3), Scores(CAUSAL, 3, 0.5), Scores(not CAUSAL, 0, 0.5)
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:
@@ -85,25 +86,27 @@ def test_windows_hide_what_lies_before_them(window: int) -> None:
 
 
 @pytest.mark.parametrize("seq_dim", [0, 1])
-@pytest.mark.parametrize(
-    "scores", [Scores(CAUSAL), Scores(CAUSAL, 3, 0.5), Scores(not CAUSAL, 0, 0.5)]
-)
-def test_scores_are_bounded_and_share_rows_with_sinks(seq_dim: int, scores: Scores) -> None:
+@pytest.mark.parametrize("scores", BENT)
+@pytest.mark.parametrize("num_sinks", [0, HEADS])
+def test_scores_are_bounded_and_share_rows_with_sinks(
+    seq_dim: int, scores: Scores, num_sinks: int
+) -> None:
     query, key, value = attention_inputs(seq_dim)
-    sinks = leaf(HEADS, seed=3)
+    sinks = [leaf(num_sinks, seed=3)] if num_sinks else []
     order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if seq_dim == 0 else ((0, 2, 1, 3),) * 2
     q, k, v = (each.permute(order) for each in (query, key, value))
     k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
-    raw = q @ k.transpose(2, 3) / HEAD_WIDTH**0.5
+    columns = q @ k.transpose(2, 3) / HEAD_WIDTH**0.5
     if scores.softcap:
-        raw = torch.tanh(raw / scores.softcap) * scores.softcap
-    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1 - (scores.window or TOKENS))
-    raw = raw.masked_fill(~(seen.tril() if scores.causal else seen | True), float("-inf"))
-    beside = torch.cat([raw, sinks.view(1, -1, 1, 1).expand(BATCH, -1, TOKENS, 1)], -1)
-    for own, leaves in ((raw, ()), (beside, (sinks,))):
-        wanted = (torch.softmax(own, -1)[..., :TOKENS] @ v).permute(back)
-        got = FusedAttention.apply(seq_dim, scores, query, key, value, *leaves)
-        assert_alike(got, wanted, [query, key, value, *leaves])
+        columns = torch.tanh(columns / scores.softcap) * scores.softcap
+    if scores.causal:
+        seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        seen = seen.triu(1 - (scores.window or TOKENS))
+        columns = columns.masked_fill(~seen, float("-inf"))
+    beside = [each.view(1, -1, 1, 1).expand(BATCH, -1, TOKENS, 1) for each in sinks]
+    shares = torch.softmax(torch.cat([columns, *beside], -1), -1)[..., :TOKENS]
+    got = FusedAttention.apply(seq_dim, scores, query, key, value, *sinks)
+    assert_alike(got, (shares @ v).permute(back), [query, key, value, *sinks])
 
 
 def test_flash_attention_takes_views_of_a_packed_projection() -> None:

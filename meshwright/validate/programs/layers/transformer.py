@@ -223,12 +223,8 @@ class SelfAttention(nn.Module):
             self.key = parts.column_linear(width, kv_width, bias=bias)
             self.value = parts.column_linear(width, kv_width, bias=bias)
         self.qk_norm, self.turns_first = model.qk_norm, parts.turns_first
-        if self.qk_norm == "unweighted":
-            self.query_norm = self.key_norm = UnweightedNorm()
-        elif self.qk_norm != "none":
-            is_whole = self.qk_norm == "width"
-            self.query_norm = parts.norm(model, query_width if is_whole else self.head_dim)
-            self.key_norm = parts.norm(model, kv_width if is_whole else self.head_dim)
+        if self.qk_norm != "none":
+            self.query_norm, self.key_norm = _norms_of_heads(model, parts)
         self.core = parts.attention_core(
             model, options, model.window if kind in WINDOWED_LAYERS else 0
         )
@@ -273,6 +269,16 @@ class SelfAttention(nn.Module):
         grouped = self.qkv(inputs).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
         query, key, value = grouped.split([self.queries_per_group, 1, 1], dim=3)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+
+
+def _norms_of_heads(model: ModelSpec, parts: Parts) -> tuple[nn.Module, nn.Module]:
+    """Return norms of queries and of keys."""
+    if model.qk_norm == "unweighted":
+        return UnweightedNorm(), UnweightedNorm()
+    widths = (model.head_dim,) * 2
+    if model.qk_norm == "width":
+        widths = model.query_hidden_size, model.kv_hidden_size
+    return parts.norm(model, widths[0]), parts.norm(model, widths[1])
 
 
 class Mlp(nn.Module):
