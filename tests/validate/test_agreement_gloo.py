@@ -71,7 +71,7 @@ GEMMA = LLAMA.model_copy(
         "norm_places": "both",
         "scaled_embeddings": True,
         "logit_softcap": 0.1,
-        "attention_softcap": 0.01,
+        "attention_softcap": 0.002,
     }
 )
 FALCON = LLAMA.model_copy(update={"parallel_mlp": "one norm"})

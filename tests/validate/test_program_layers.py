@@ -27,6 +27,7 @@ from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, PlanError  # noqa: E402
 from meshwright.validate.programs.build import build_program  # noqa: E402
 from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
+from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
 from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 
 TOKENS = 512  # so many that activations weigh
@@ -83,6 +84,24 @@ def test_a_program_of_such_layers_counts_what_the_simulator_says(name: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("model", "without"),
+    [
+        (SINKS, {"attention_sinks": False}),
+        (GEMMA, {"attention_softcap": 0.0}),
+        (SCOUT, {"rotary_layers": "all"}),
+        (UNWEIGHTED, {"qk_norm": "none"}),
+    ],
+)
+def test_what_is_learned_depends_on_each_fact_of_attention(
+    model: ModelSpec, without: dict[str, Any]
+) -> None:
+    models = model, model.model_copy(update=without)
+    found, other = (reference_losses(saved(each, "ddp").job, 2) for each in models)
+    # Five times what losses of ranks may be apart.
+    assert max(abs(one - two) for one, two in zip(found, other, strict=True)) > 5e-5
+
+
+@pytest.mark.parametrize(
     ("name", "fact"),
     [
         ("windows", "window"),
@@ -114,7 +133,9 @@ def test_chunks_of_some_tokens_are_refused_by_name() -> None:
 @pytest.mark.parametrize("stack", ["ddp", "fsdp"])
 def test_norms_without_weights_need_positions_where_transformers_does(stack: str) -> None:
     learned = wide(LONG.model_copy(update={"qk_norm": "unweighted"}), stack)
-    with pytest.raises(PlanError, match="qk_norm=unweighted and positions=learned; allowed: rot"):
+    with pytest.raises(
+        PlanError, match="positions=learned; allowed: rotary with qk_norm=unweighted"
+    ):
         next(iter(measure_fakes(learned, [0])))
 
 

@@ -85,6 +85,8 @@ def refuse_unsupported(request: ProgramRequest) -> None:
     model, plan = request.job.transformer, request.plan
     refuse_offload(plan, Offload.PARAMETERS)
     formats = f"allowed: {', '.join(DTYPES)}"
+    is_unweighted = model.qk_norm == "unweighted"
+    places = "rotary with qk_norm=unweighted" if is_unweighted else "learned, rotary"
     refusals = [
         (request.job.precision not in DTYPES, "precision", f"{request.job.precision}; {formats}"),
         (
@@ -92,7 +94,7 @@ def refuse_unsupported(request: ProgramRequest) -> None:
             "find_unused",
             "True on tensors without values; allowed: False, or --backend gloo",
         ),
-        (model.positions == "alibi", "positions", f"{model.positions}; allowed: learned, rotary"),
+        (model.positions not in places, "positions", f"{model.positions}; allowed: {places}"),
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
         (model.embedding_norm, "embedding_norm", "True; allowed: False"),
@@ -100,11 +102,6 @@ def refuse_unsupported(request: ProgramRequest) -> None:
             model.spelling in FUSED_MLP and request.stack.transformers_layers,
             "spelling",
             f"{model.spelling}, whose gate and value are one product; allowed: llama",
-        ),
-        (
-            model.qk_norm == "unweighted" and model.positions != "rotary",
-            "qk_norm=unweighted and positions",
-            f"{model.positions}; allowed: rotary",
         ),
         (model.qk_norm == "head" and plan.tp > 1, "qk_norm=head and tp", f"{plan.tp}; allowed: 1"),
         (
