@@ -34,6 +34,7 @@ from meshwright.validate.programs.fused import (
     Context,
     FusedAttention,
     RmsNorm,
+    Scores,
 )
 from meshwright.validate.programs.layers import LayerOptions
 from meshwright.validate.programs.layers.latent import LatentSelfAttention
@@ -81,8 +82,7 @@ class Core(nn.Module):
         super().__init__()
 
     def forward(self, *given: Tensor, **_: object) -> Tensor:
-        causal = True
-        return FusedAttention.apply(*given[:3], 0, causal).flatten(2)
+        return FusedAttention.apply(0, Scores(causal=True), *given[:3]).flatten(2)
 
 
 class Turned(AutogradFunction):

@@ -40,6 +40,7 @@ def derived(shape: BlockShape, *, keeps_gradients: bool) -> tuple[Measured, int]
 
 
 HEADS = {"head_dim": 128, "qk_norm": "head"}
+ONE_GROUP = {**HEADS, "num_kv_heads": 2}  # on each of 2 tensor ranks
 HALVES = {"rotary_fraction": 0.5}
 UNBIASED = {"mlp_bias": False}
 SQUARED = {"activation": "squared relu"}
@@ -70,6 +71,7 @@ def repeating(saved: SavedPlan, modules: tuple[RecomputeModule, ...]) -> SavedPl
         ("megatron tp", HEADS, ()),
         ("megatron tp sp", {}, ()),
         ("megatron tp sp", HEADS, ()),
+        ("megatron tp sp", ONE_GROUP, ()),
         ("megatron llama interleaved", {}, ()),
         ("megatron llama interleaved", HEADS, ()),
         ("megatron llama interleaved", HALVES, ()),

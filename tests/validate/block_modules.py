@@ -22,6 +22,7 @@ from meshwright.validate.programs.fused import (
     PackedSwiglu,
     RmsNorm,
     Rotary,
+    Scores,
     Swiglu,
 )
 from meshwright.validate.programs.layers import LayerOptions
@@ -180,7 +181,7 @@ def sliced(x: Tensor) -> Iterator[Tensor]:
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return attention in the programs' own kernel: inputs, output and a number a row are kept."""
     causal = True
-    return FusedAttention.apply(query, key, value, 1, causal)
+    return FusedAttention.apply(1, Scores(causal), query, key, value)
 
 
 def softmax(scores: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ GEMMA = LLAMA.model_copy(
         "norm_places": "both",
         "scaled_embeddings": True,
         "logit_softcap": 0.1,
+        "attention_softcap": 0.002,
     }
 )
 FALCON = LLAMA.model_copy(update={"parallel_mlp": "one norm"})
@@ -96,6 +97,17 @@ NEMOTRON = SQUARED.model_copy(update={"parallel_mlp": "two norms", "tied_embeddi
 GLM = LLAMA.model_copy(update={"spelling": "glm4", "norm_places": "both"})
 PHI = FALCON.model_copy(update={"spelling": "phi3", "fused_qkv": True})
 WINDOWED = LLAMA.model_copy(update={"window": 5, "layer_pattern": "WF"})
+SINKS = WINDOWED.model_copy(update={"attention_sinks": True})
+UNWEIGHTED = LLAMA.model_copy(update={"qk_norm": "unweighted"})
+# Chunks are of all tokens.
+SCOUT = UNWEIGHTED.model_copy(
+    update={
+        "window": 512,
+        "chunked_window": True,
+        "layer_pattern": "WF",
+        "rotary_layers": "windowed",
+    }
+)
 PREDICTING = LLAMA.model_copy(update={"prediction_layers": 2})
 PLAIN = EXPERTS.model_copy(update={"shared_hidden_size": 0})
 BIASED: dict[str, Any] = {"scores": "softmax of chosen", "bias": True, "activation": "clamped"}
@@ -107,11 +119,11 @@ OSS = LLAMA.model_copy(
     }
 )
 WEIGHING: dict[str, Any] = {"experts_per_token": 1, "scores": "sigmoid", "weighs_inputs": True}
-SCOUT = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update=WEIGHING)})
+WEIGHED = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update=WEIGHING)})
 GELU = LLAMA.model_copy(
     update={"gated_mlp": False, "experts": EXPERTS.model_copy(update={"activation": "gelu"})}
 )
-NEMOTRON = LLAMA.model_copy(
+UNGATED = LLAMA.model_copy(
     update={
         "gated_mlp": False,
         "activation": "squared relu",
@@ -166,7 +178,11 @@ CASES = {
     "titan operators": saved(GPT, "torchtitan", tp=2, dp=2, recompute=OPERATORS, **SP),
     "titan interleaved": saved(LLAMA, "torchtitan", **INTERLEAVED),
     "titan hybrid": saved(LLAMA, "torchtitan", tp=2, pp=2, dp=2, **SP),
-    "tp full": saved(LLAMA, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
+    "ddp, norms without weights": saved(UNWEIGHTED, "ddp", dp=2),
+    "fsdp sinks": saved(SINKS, "fsdp", dp=2, recompute=FULL),
+    "sinks": saved(SINKS, "megatron-core", tp=2, dp=2, **SP),
+    "without positions": saved(SCOUT, "megatron-core", tp=2, pp=2, recompute=FULL, **SP),
+    "tp full": saved(SINKS, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
     "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),
     "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
     "1f1b of 4, one empty": saved(WINDOWED, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
@@ -176,9 +192,9 @@ CASES = {
     "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(4, 0), **SP),
     "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "biases": saved(OSS, "megatron-core", tp=2, pp=2, dp=2, ep=2, etp=1, recompute=FULL, **SP),
-    "weighed inputs": saved(SCOUT, "megatron-core", tp=2, dp=2, ep=4, etp=1, **SP),
+    "weighed inputs": saved(WEIGHED, "megatron-core", tp=2, dp=2, ep=4, etp=1, **SP),
     "gelu experts": saved(GELU, "megatron-core", tp=2, dp=2, ep=2, **SP),
-    "squared experts": saved(NEMOTRON, "megatron-core", dp=2, ep=2),
+    "squared experts": saved(UNGATED, "megatron-core", dp=2, ep=2),
     "groups of experts": saved(LIMITED_GROUPS, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "titan groups": saved(LIMITED_GROUPS, "torchtitan", dp=2, ep=2, pp=2),
     "fsdp biases": saved(OSS, "fsdp", dp=4, ep=2),

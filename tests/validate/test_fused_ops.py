@@ -23,13 +23,15 @@ from meshwright.validate.programs.fused import (  # noqa: E402
     PackedSwiglu,
     RmsNorm,
     Rotary,
+    Scores,
     Swiglu,
-    WindowedAttention,
+    UnweightedRmsNorm,
     accumulate_weight_gradient,
 )
 
 TOKENS, BATCH, HEADS, GROUPS, HEAD_WIDTH = 6, 2, 4, 2, 8
 CAUSAL = True
+BENT = Scores(CAUSAL), Scores(CAUSAL, 3), Scores(CAUSAL, 3, 0.5), Scores(not CAUSAL, 0, 0.5)
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:
@@ -68,7 +70,7 @@ def test_flash_attention_is_attention(seq_dim: int, groups: int, *, causal: bool
         *(each.permute(order).repeat_interleave(HEADS // groups, 1) for each in (key, value)),
         is_causal=causal,
     ).permute(back)
-    got = FusedAttention.apply(query, key, value, seq_dim, causal)
+    got = FusedAttention.apply(seq_dim, Scores(causal), query, key, value)
     assert_alike(got, wanted, [query, key, value])
 
 
@@ -78,7 +80,7 @@ def test_windows_hide_what_lies_before_them(window: int) -> None:
     by_heads = (each.transpose(1, 2) for each in (query, key, value))
     seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(1 - window)
     wanted = F.scaled_dot_product_attention(*by_heads, attn_mask=seen).transpose(1, 2)
-    got = WindowedAttention.apply(query, key, value, 1, window)
+    got = FusedAttention.apply(1, Scores(CAUSAL, window), query, key, value)
     assert_alike(got, wanted, [query, key, value])
     scores = leaf(3, TOKENS, TOKENS)
     hidden = scores.masked_fill(~seen, float("-inf"))
@@ -87,12 +89,36 @@ def test_windows_hide_what_lies_before_them(window: int) -> None:
     )
 
 
+@pytest.mark.parametrize("seq_dim", [0, 1])
+@pytest.mark.parametrize("scores", BENT)
+@pytest.mark.parametrize("num_sinks", [0, HEADS])
+def test_scores_are_bounded_and_share_rows_with_sinks(
+    seq_dim: int, scores: Scores, num_sinks: int
+) -> None:
+    query, key, value = attention_inputs(seq_dim)
+    sinks = [leaf(num_sinks, seed=3)] if num_sinks else []
+    order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if seq_dim == 0 else ((0, 2, 1, 3),) * 2
+    q, k, v = (each.permute(order) for each in (query, key, value))
+    k, v = (each.repeat_interleave(HEADS // GROUPS, 1) for each in (k, v))
+    columns = q @ k.transpose(2, 3) / HEAD_WIDTH**0.5
+    if scores.softcap:
+        columns = torch.tanh(columns / scores.softcap) * scores.softcap
+    if scores.causal:
+        seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+        seen = seen.triu(1 - (scores.window or TOKENS))
+        columns = columns.masked_fill(~seen, float("-inf"))
+    beside = [each.view(1, -1, 1, 1).expand(BATCH, -1, TOKENS, 1) for each in sinks]
+    shares = torch.softmax(torch.cat([columns, *beside], -1), -1)[..., :TOKENS]
+    got = FusedAttention.apply(seq_dim, scores, query, key, value, *sinks)
+    assert_alike(got, (shares @ v).permute(back), [query, key, value, *sinks])
+
+
 def test_flash_attention_takes_views_of_a_packed_projection() -> None:
     packed = leaf(TOKENS, BATCH, HEADS, 3, HEAD_WIDTH)
     query, key, value = packed.unbind(3)
     whole = [each.contiguous() for each in (query, key, value)]
-    got = FusedAttention.apply(query, key, value, 0, CAUSAL)
-    assert_alike(got, FusedAttention.apply(*whole, 0, CAUSAL), [packed])
+    got = FusedAttention.apply(0, Scores(CAUSAL), query, key, value)
+    assert_alike(got, FusedAttention.apply(0, Scores(CAUSAL), *whole), [packed])
 
 
 def test_flash_attention_counts_two_products_forward_and_five_backward() -> None:
@@ -100,7 +126,7 @@ def test_flash_attention_counts_two_products_forward_and_five_backward() -> None
     counter = FlopCounterMode(display=False)
     product = 2 * BATCH * HEADS * TOKENS * TOKENS * HEAD_WIDTH  # the whole square, not half of it
     with counter:
-        out = FusedAttention.apply(query, key, value, 0, CAUSAL)
+        out = FusedAttention.apply(0, Scores(CAUSAL), query, key, value)
         assert counter.get_total_flops() == 2 * product
         out.sum().backward()
     assert counter.get_total_flops() == 7 * product
@@ -119,6 +145,12 @@ def test_rms_norm_is_rms_norm() -> None:
     values, weight = leaf(3, 4, 8), leaf(8)
     wanted = F.rms_norm(values, (8,), weight, 1e-5)
     assert_alike(RmsNorm.apply(values, weight, 1e-5), wanted, [values, weight])
+
+
+def test_unweighted_norms_are_rms_norms_with_weights_of_one() -> None:
+    values = leaf(3, 4, 8)
+    wanted = F.rms_norm(values, (8,), None, 1e-5)
+    assert_alike(UnweightedRmsNorm.apply(values, 1e-5), wanted, [values])
 
 
 def test_both_gated_activations_are_silu_times_value() -> None:
@@ -200,7 +232,9 @@ def kept_bytes_of(dtype: torch.dtype) -> dict[str, int]:
         return torch.ones(sizes, dtype=dtype, requires_grad=True)
 
     runs = {
-        "flash": lambda: FusedAttention.apply(new(*shape), new(*shape), new(*shape), 0, CAUSAL),
+        "flash": lambda: FusedAttention.apply(
+            0, Scores(CAUSAL), new(*shape), new(*shape), new(*shape)
+        ),
         "softmax": lambda: CausalSoftmax.apply(new(3, TOKENS, TOKENS), 1.0, CAUSAL),
         "rms": lambda: RmsNorm.apply(new(TOKENS, BATCH, 64), new(64), 1e-5),
         "rotary": lambda: Rotary.apply(new(*shape), 0, 1e4, (0,), shape[-1]),
@@ -250,8 +284,8 @@ def test_kernels_keep_and_make_the_same_with_and_without_data(dtype: torch.dtype
 def test_16_bit_kernels_stay_near_fp32(dtype: torch.dtype) -> None:
     query, key, value = attention_inputs(0)
     narrow = [each.detach().to(dtype).requires_grad_() for each in (query, key, value)]
-    wanted = FusedAttention.apply(query, key, value, 0, CAUSAL)
-    got = FusedAttention.apply(*narrow, 0, CAUSAL)
+    wanted = FusedAttention.apply(0, Scores(CAUSAL), query, key, value)
+    got = FusedAttention.apply(0, Scores(CAUSAL), *narrow)
     torch.testing.assert_close(got.float(), wanted, atol=0.05, rtol=0.05)
     got.sum().backward()
     wanted.sum().backward()

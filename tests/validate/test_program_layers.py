@@ -13,12 +13,16 @@ from test_agreement_gloo import (  # noqa: E402
     DEEPSEEK,
     FALCON,
     GEMMA,
+    GPT,
     LLAMA,
     NEOX,
     OLMO,
     PREDICTING,
+    SCOUT,
+    SINKS,
     SQUARED,
     STRAIGHT,
+    UNWEIGHTED,
     WINDOWED,
     saved,
 )
@@ -28,7 +32,9 @@ from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, PlanError  # noqa: E402
 from meshwright.validate.programs.build import build_program  # noqa: E402
 from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
+from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
 from meshwright.validate.ranks.prediction import predict_ranks  # noqa: E402
+from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
 
 TOKENS = 512  # so many that activations weigh
 SIZES: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "ffn_hidden_size": 512}
@@ -51,22 +57,26 @@ def latent(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
     return wide(made, stack, **fields)
 
 
-SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 NEMOTRON = SQUARED.model_copy(update={"positions": "rotary", "tied_embeddings": False})
 # As transformers has them: Phi-3 has queries, keys and values in one product, too.
 FUSED: dict[str, dict[str, Any]] = {
     "phi3": {"fused_qkv": True, "rotary_fraction": 0.5},
     "glm4": {"norm_places": "both", "rotary_fraction": 0.5, "attention_bias": True},
 }
+FULL: dict[str, Any] = {"recompute": Recompute.FULL}
+SELECTIVE: dict[str, Any] = {"recompute": Recompute.SELECTIVE, "attention": Attention.UNFUSED}
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+SWAP: dict[str, Any] = {"cp": 2, "cp_type": ContextParallel.ALL_TO_ALL}
+LONG = GPT.model_copy(update={"max_positions": TOKENS, "num_kv_heads": 2})  # shared by two heads
 CASES = {
     "windows": wide(WINDOWED, "megatron-core", tp=2, sequence_parallel=True),
     "windows over cp": wide(WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_TO_ALL),
     "windows of scores": wide(WINDOWED, "megatron-core", attention=Attention.UNFUSED),
-    "latents over tp": latent(STRAIGHT, "megatron-core", **SPLIT),
-    "latents, full": latent(STRAIGHT, "megatron-core", recompute=Recompute.FULL),
-    "deepseek": latent(DEEPSEEK, "megatron-core", pp=2, ep=4, etp=1, **SPLIT),
+    "latents over tp": latent(STRAIGHT, "megatron-core", **SP),
+    "latents, full": latent(STRAIGHT, "megatron-core", **FULL),
+    "deepseek": latent(DEEPSEEK, "megatron-core", pp=2, ep=4, etp=1, **SP),
     "deepseek, selective": latent(
-        DEEPSEEK, "megatron-core", ep=2, etp=2, recompute=Recompute.SELECTIVE, **SPLIT
+        DEEPSEEK, "megatron-core", ep=2, etp=2, recompute=Recompute.SELECTIVE, **SP
     ),
     "deepseek, 2024": latent(DEEPSEEK, "megatron-core-2024", ep=2),
     "titan latents": latent(STRAIGHT, "torchtitan", dp=4, dp_shard=2, microbatch_size=1),
@@ -74,6 +84,25 @@ CASES = {
     "predictions and loss alone on a stage": wide(
         PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1
     ),
+    "sinks": wide(SINKS, "megatron-core", **SP),
+    "sinks in a pipeline": wide(SINKS, "megatron-core", pp=2, **FULL),
+    "sinks beside scores": wide(SINKS, "megatron-core", **SP, **SELECTIVE),
+    "sinks of shards": wide(SINKS, "fsdp"),
+    "sinks of shards, full": wide(SINKS, "fsdp", **FULL),
+    "caps of shards": wide(GEMMA, "fsdp", **FULL),
+    "without positions": wide(SCOUT, "megatron-core", **SP),
+    "without positions, scores": wide(SCOUT, "megatron-core", **SELECTIVE),
+    "without positions in a pipeline": wide(SCOUT, "megatron-core", pp=2, **FULL),
+    "without positions over cp": wide(SCOUT, "megatron-core", **SWAP),
+    "learned positions": wide(LONG, "megatron-core"),
+    "norms without weights": wide(UNWEIGHTED, "megatron-core", **SP),
+    "such norms beside layer norms": wide(
+        LONG.model_copy(update={"qk_norm": "unweighted"}), "megatron-core"
+    ),
+    "such norms, one norm a layer": wide(
+        FALCON.model_copy(update={"qk_norm": "unweighted"}), "ddp"
+    ),
+    "such norms of shards": wide(UNWEIGHTED, "fsdp", **FULL),
     "norms after, of all heads": wide(OLMO, "fsdp"),
     "norms before and after, caps, scales": wide(GEMMA, "ddp"),
     "one norm of both": wide(FALCON, "fsdp", recompute=Recompute.FULL),
@@ -101,14 +130,54 @@ def on_gpus(case: SavedPlan) -> ProgramRequest:
     return ProgramRequest.of(case, 0, torch.device("cuda"), initialise=False)
 
 
-def test_windows_on_gpus_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="window=5 has no PyTorch program on GPUs"):
-        build_program(on_gpus(CASES["windows"]))
-
-
-def test_latents_on_gpus_and_of_tokens_that_are_not_split_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="latent of tiny-llama has no PyTorch program on GPUs"):
-        build_program(on_gpus(CASES["latents, full"]))
+def test_latents_of_tokens_that_are_not_split_are_refused_by_name() -> None:
     whole = latent(STRAIGHT, "megatron-core", tp=2)
     with pytest.raises(PlanError, match="sequence_parallel=False is not offered"):
         predict_ranks(whole, [0])
+
+
+@pytest.mark.parametrize(
+    ("model", "without"),
+    [
+        (SINKS, {"attention_sinks": False}),
+        (GEMMA, {"attention_softcap": 0.0}),
+        (SCOUT, {"rotary_layers": "all"}),
+        (UNWEIGHTED, {"qk_norm": "none"}),
+    ],
+)
+def test_what_is_learned_depends_on_each_fact_of_attention(
+    model: ModelSpec, without: dict[str, Any]
+) -> None:
+    models = model, model.model_copy(update=without)
+    found, other = (reference_losses(saved(each, "ddp").job, 2) for each in models)
+    # Five times what losses of ranks may be apart.
+    assert max(abs(one - two) for one, two in zip(found, other, strict=True)) > 5e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("windows", "window"),
+        ("sinks of shards", "attention_sinks"),
+        ("caps of shards", "attention_softcap"),
+        ("latents, full", "latent"),
+    ],
+)
+def test_what_attention_on_gpus_does_not_take_is_refused_by_name(name: str, fact: str) -> None:
+    with pytest.raises(PlanError, match=f"{fact} of tiny-llama has no PyTorch program on"):
+        build_program(on_gpus(CASES[name]))
+
+
+def test_chunks_of_some_tokens_are_refused_by_name() -> None:
+    chunked = wide(SCOUT.model_copy(update={"window": 64}), "megatron-core")
+    with pytest.raises(PlanError, match="chunked_window of tiny-llama has no PyTorch program"):
+        next(iter(measure_fakes(chunked, [0])))
+
+
+@pytest.mark.parametrize("stack", ["ddp", "fsdp"])
+def test_norms_without_weights_need_positions_where_transformers_does(stack: str) -> None:
+    learned = wide(LONG.model_copy(update={"qk_norm": "unweighted"}), stack)
+    with pytest.raises(
+        PlanError, match="positions=learned; allowed: rotary with qk_norm=unweighted"
+    ):
+        next(iter(measure_fakes(learned, [0])))

@@ -181,8 +181,8 @@ def _normed(block: Block, x: Tensor, name: str, shape: BlockShape, place: str) -
 def normed(
     block: Block, x: Tensor, name: str, shape: BlockShape, *, weighted: bool = True
 ) -> Tensor:
-    """Return *x* normalised as a model does it."""
-    centers, formula = shape.model.norm == "layernorm", spelling_of(shape).norm
+    """Return *x* normalised as a model does it; a norm without weights is an RMS norm anyway."""
+    centers, formula = shape.model.norm == "layernorm" and weighted, spelling_of(shape).norm
     return norm(block, x, name, centers=centers, formula=formula, weighted=weighted)
 
 
@@ -285,8 +285,9 @@ def _projected(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> l
         found = heads_apart(block, found[0], spelling.packing, *parts)
     query, key, value = found
     is_view = block.lowering.fuses_products and not spelling.fuses_qkv
-    if is_view and model.num_kv_heads < model.num_heads:
-        query = copy(block, query, "queries apart")  # a view of them is not one stretch
+    # Of several groups they are not one stretch (get_query_key_value_tensors of core 0.16).
+    if is_view and shape.has_groups:
+        query = copy(block, query, "queries apart")
     # Megatron-Core has norms without weights where it has others; transformers turns heads first.
     if model.qk_norm in {"head", "width"} or (
         model.qk_norm == "unweighted" and block.lowering.fuses_places

@@ -89,6 +89,12 @@ class WeightShape:
         return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim
 
     @property
+    def has_groups(self) -> bool:
+        """Whether a rank has several groups of heads, each of which shares a key head."""
+        heads = (self.model.num_kv_heads, self.model.num_heads)
+        return self.tp < heads[0] < heads[1]
+
+    @property
     def local_width(self) -> int:
         """Width of the queries of one rank."""
         return self.model.query_hidden_size // self.tp

@@ -265,6 +265,7 @@ def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
         shape.accumulated_bytes,
         None if shape.splits_experts_alike else shape.expert_tp,
         isinstance(shape.trained, ModelSpec) and shape.local_kv_width < shape.local_width,
+        isinstance(shape.trained, ModelSpec) and shape.has_groups,
     )
 
 

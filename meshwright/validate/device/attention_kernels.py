@@ -28,27 +28,36 @@ class Attended(NamedTuple):
 
 
 def attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window: int = 0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the attention output and the fp32 log-sum-exp of the scores.
 
-    Causal attention on a processor may be to a *window* of tokens alone.
+    On a processor causal attention may be to a *window* of tokens alone, and a *softcap* may bound
+    scores.
     """
     if not query.is_cuda:
-        return _plain_forward(query, key, value, causal=causal, window=window)
+        return _plain_forward((query, key, value), causal=causal, window=window, softcap=softcap)
     assert not window
+    assert not softcap
     if query.dtype is torch.float32:  # FlashAttention-2 has 16-bit formats alone
         return wide_forward(query, key, value, causal=causal)
     return flash_forward(query, key, value, causal=causal)
 
 
 def attention_backward(
-    gradient: Tensor, attended: Attended, *, causal: bool, window: int = 0
+    gradient: Tensor, attended: Attended, *, causal: bool, window: int = 0, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     if not gradient.is_cuda:
-        return _plain_backward(gradient, attended, causal=causal, window=window)
+        return _plain_backward(gradient, attended, causal=causal, window=window, softcap=softcap)
     assert not window
+    assert not softcap
     if attended.query.dtype is torch.float32:
         return wide_backward(gradient, attended, causal=causal)
     return flash_backward(gradient, attended, causal=causal)
@@ -136,42 +145,54 @@ def wide_backward(
 
 
 def _plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, window: int
+    given: tuple[Tensor, Tensor, Tensor], *, causal: bool, window: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
+    query, key, value = given
     heads, width = query.shape[1], max(query.shape[-1], value.shape[-1])
-    mask = _mask(query, query.shape[2], window) if window else None
-    # The kernel takes heads of one width alone.
-    wide = (F.pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
-    out, log_sum_exp = ATEN._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
-        *(_repeated(each, heads) for each in wide),
-        is_causal=causal and mask is None,
-        attn_mask=mask,
-        scale=1 / sqrt(query.shape[-1]),
-    )[:2]
-    return out[..., : value.shape[-1]], log_sum_exp.float()
+    if not (window or softcap):
+        # The kernel takes heads of one width alone.
+        wide = (F.pad(each, (0, width - each.shape[-1])) for each in given)
+        out, log_sum_exp = ATEN._scaled_dot_product_flash_attention_for_cpu(  # noqa: SLF001
+            *(_repeated(each, heads) for each in wide),
+            is_causal=causal,
+            scale=1 / sqrt(query.shape[-1]),
+        )[:2]
+        return out[..., : value.shape[-1]], log_sum_exp.float()
+    wide_key, wide_value = _repeated(key, heads), _repeated(value, heads)
+    scores = _scores(query.float(), wide_key.float(), softcap)
+    scores = _masked(scores, window) if causal else scores
+    log_sum_exp = scores.logsumexp(-1)
+    probabilities = torch.exp(scores - log_sum_exp.unsqueeze(-1))
+    return (probabilities @ wide_value.float()).to(query.dtype), log_sum_exp
 
 
-def _mask(like: Tensor, tokens: int, window: int) -> Tensor:
-    """Return what scores of a causal window add: nothing where a token sees another."""
-    hidden = torch.full((tokens, tokens), float("-inf"), dtype=like.dtype, device=like.device)
+def _scores(query: Tensor, key: Tensor, softcap: float) -> Tensor:
+    """Return the scores, bent so that none is beyond a *softcap* where there is one."""
+    scores = query @ key.transpose(-1, -2) / sqrt(query.shape[-1])
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _masked(scores: Tensor, window: int) -> Tensor:
+    """Return scores of causal attention to a *window*, 0 for all that came before."""
+    hidden = torch.full_like(scores[0, 0], float("-inf"))
     earlier = hidden.tril(-window) if window else 0
-    return hidden.triu(1) + earlier
+    return scores + hidden.triu(1) + earlier
 
 
 def _plain_backward(
-    gradient: Tensor, attended: Attended, *, causal: bool, window: int
+    gradient: Tensor, attended: Attended, *, causal: bool, window: int, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, groups = attended.query.shape[1], attended.key.shape[1]
     query, key, value, out = (each.float() for each in attended[:4])
     wide_key, wide_value = _repeated(key, heads), _repeated(value, heads)
     incoming = gradient.float()
     scale = 1 / sqrt(query.shape[-1])
-    scores = query @ wide_key.transpose(-1, -2) * scale
-    if causal:
-        scores = scores + _mask(scores, scores.shape[-1], window)
+    scores = _scores(query, wide_key, softcap)
+    bend = 1 - (scores / softcap).square() if softcap else 1
+    scores = _masked(scores, window) if causal else scores
     probabilities = torch.exp(scores - attended.log_sum_exp.unsqueeze(-1))
     row_totals = (incoming * out).sum(-1, keepdim=True)
-    slope = probabilities * (incoming @ wide_value.transpose(-1, -2) - row_totals) * scale
+    slope = probabilities * (incoming @ wide_value.transpose(-1, -2) - row_totals) * bend * scale
     return (
         slope @ wide_key,
         _summed(slope.transpose(-1, -2) @ query, groups),

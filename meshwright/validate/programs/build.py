@@ -30,11 +30,13 @@ DEEPSEEK = (*QWEN, LayerFact.LATENT_ATTENTION)
 PLAIN = (
     LayerFact.HEAD_NORM,
     LayerFact.WIDTH_NORM,
+    LayerFact.UNWEIGHTED_NORM,
     LayerFact.HEAD_DIM,
     LayerFact.NORM_PLACES,
     LayerFact.PARALLEL_MLP,
     LayerFact.ACTIVATION,
     LayerFact.ROTARY_FRACTION,
+    LayerFact.ATTENTION_SOFTCAP,
     LayerFact.LOGIT_SOFTCAP,
     LayerFact.SCALED_EMBEDDINGS,
     LayerFact.WINDOW,
@@ -44,6 +46,7 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
     "ddp": PLAIN,
     "fsdp": (
         LayerFact.ROUTED_EXPERTS,
+        LayerFact.ATTENTION_SINKS,
         LayerFact.EXPERT_BIAS,
         LayerFact.EXPERT_ACTIVATION,
         *PLAIN,
@@ -59,9 +62,20 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,
         LayerFact.WINDOW,
+        LayerFact.ROTARY_LAYERS,
+        LayerFact.ATTENTION_SINKS,
+        LayerFact.UNWEIGHTED_NORM,
     ),
     "megatron-core-2024": DEEPSEEK,
     "torchtitan": DEEPSEEK,
+}
+
+# PyTorch's attention by name takes none of the first there; of the last it is not tried.
+NOT_ON_GPUS = {
+    LayerFact.WINDOW,
+    LayerFact.ATTENTION_SOFTCAP,
+    LayerFact.ATTENTION_SINKS,
+    LayerFact.LATENT_ATTENTION,
 }
 
 
@@ -73,18 +87,12 @@ def build_program(request: ProgramRequest) -> RankProgram:
     """
     check_program(request.stack, request.plan)
     check_layers(request.job, request.stack)
-    job = request.job
-    facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
-    # What kernels of attention there are for these is not tried.
-    untried = {
-        LayerFact.WINDOW: f"window={getattr(job.model, 'window', 0)}",
-        LayerFact.LATENT_ATTENTION: f"{LayerFact.LATENT_ATTENTION} of {job.model.name}",
-    }
-    for fact, said in untried.items():
-        if fact in facts and request.device.type == "cuda":
-            raise PlanError(
-                f"{said} has no PyTorch program on GPUs; allowed: --backend fake, or gloo"
-            )
+    here = NOT_ON_GPUS.intersection(_facts(request.job))
+    if here and request.device.type == "cuda":
+        raise PlanError(
+            f"{min(here)} of {request.job.model.name} has no PyTorch program on GPUs; "
+            "allowed: --backend fake, or gloo"
+        )
     return PROGRAMS[request.stack.name](request)
 
 
@@ -122,10 +130,13 @@ def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None
 
 def check_layers(job: TrainingJob, stack: StackProfile) -> None:
     """Raise PlanError if layers of a job's model have what no program of *stack* writes."""
-    facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
-    unknown = [fact for fact in facts if fact not in WRITTEN.get(stack.name, ())]
+    unknown = [fact for fact in _facts(job) if fact not in WRITTEN.get(stack.name, ())]
     if unknown:
         raise PlanError(
             f"{unknown[0]} of {job.model.name} has no PyTorch program; "
             "allowed: models with layers as those of GPT and Llama"
         )
+
+
+def _facts(job: TrainingJob) -> tuple[LayerFact, ...]:
+    return job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()

@@ -35,7 +35,7 @@ class _GatheredAttention(AutogradFunction):
         for rows in _halves(query, cp):
             own = query[rows]
             calls = [
-                (slice(None), *flash_attention(own, keys[seen], values[seen], 0, causal=causal))
+                (slice(None), *flash_attention([own, keys[seen], values[seen]], 0, causal=causal))
                 for seen, causal in _seen(rows, cp)
             ]
             found.append(put_together(own, calls))

@@ -58,8 +58,8 @@ class _RingAttention(AutogradFunction):
                 works = _exchange(pairs[-2], pairs[-1], 1, cp)
             step = _Step.of(cp, (cp.rank - number) % cp.size)
             keys, values = pairs[number][:, step.keys]
-            own = query[step.queries]
-            found.append((step.queries, *flash_attention(own, keys, values, 0, causal=step.causal)))
+            given = [query[step.queries], keys, values]
+            found.append((step.queries, *flash_attention(given, 0, causal=step.causal)))
             _wait(works)
         out, log_sum_exp = put_together(query, found)
         ctx.save_for_backward(query, pairs[-1], out, log_sum_exp)

@@ -7,12 +7,12 @@ implementations are written for correctness; memory and FLOPs are those of the k
 
 from meshwright.validate.programs.fused.attention import (
     FusedAttention,
-    WindowedAttention,
+    Scores,
     flash_attention,
     flash_attention_backward,
 )
 from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
-from meshwright.validate.programs.fused.norms import RmsNorm
+from meshwright.validate.programs.fused.norms import RmsNorm, UnweightedRmsNorm
 from meshwright.validate.programs.fused.residual import BiasDropoutAdd
 from meshwright.validate.programs.fused.rotary import Rotary, TableRotary, angle_table, positions
 from meshwright.validate.programs.fused.softmax import CausalSoftmax
@@ -33,9 +33,10 @@ __all__ = [
     "PackedSwiglu",
     "RmsNorm",
     "Rotary",
+    "Scores",
     "Swiglu",
     "TableRotary",
-    "WindowedAttention",
+    "UnweightedRmsNorm",
     "accumulate_weight_gradient",
     "angle_table",
     "flash_attention",

@@ -1,5 +1,7 @@
 """FlashAttention as an operator: it keeps its inputs, its output and one number a row."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -23,27 +25,49 @@ def _log_sum_exp_like(query: Tensor, seq_dim: int) -> Tensor:
     return query.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
-@torch.library.custom_op("meshwright::flash_attention", mutates_args=())
-def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, seq_dim: int, *, causal: bool, window: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return the attention output, laid out as *query*, and the log-sum-exp of the scores.
+class Scores(NamedTuple):
+    """How attention masks and bounds its scores.
 
     Args:
-        query: ``[tokens, batch, heads, width]``, or batch first; any strides.
-        key: As *query*, with as many heads or a divisor of them.
-        value: As *key*.
-        seq_dim: Which dim counts tokens, 0 or 1.
         causal: Whether tokens see only those before them.
         window: Of these a token sees itself and ``window - 1`` before it; all where it is 0.
+        softcap: No score is beyond it; 0 bounds none.
     """
-    q, k, v = (_to_heads_first(each, seq_dim) for each in (query, key, value))
-    out, log_sum_exp = attention_forward(q, k, v, causal=causal, window=window)
+
+    causal: bool
+    window: int = 0
+    softcap: float = 0.0
+
+
+@torch.library.custom_op("meshwright::flash_attention", mutates_args=())
+def flash_attention(
+    given: list[Tensor], seq_dim: int, *, causal: bool, window: int = 0, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return the attention output, laid out as the query, and the log-sum-exp of the scores.
+
+    Args:
+        given: Query, ``[tokens, batch, heads, width]``, or batch first, of any strides; key and
+            value, with as many heads or a divisor of them; and perhaps sinks, for each head a score
+            of each row that no value belongs to.
+        seq_dim: Which dim counts tokens, 0 or 1.
+        causal: As in `Scores`.
+        window: As there.
+        softcap: As there.
+    """
+    query, key, value = (_to_heads_first(each, seq_dim) for each in given[:3])
+    out, log_sum_exp = attention_forward(
+        query, key, value, causal=causal, window=window, softcap=softcap
+    )
+    for sinks in given[3:]:
+        total = torch.logaddexp(log_sum_exp, sinks.float().unsqueeze(-1))
+        out = (out * torch.exp(log_sum_exp - total).unsqueeze(-1)).to(out.dtype)
+        log_sum_exp = total
     return _from_heads_first(out, seq_dim), log_sum_exp.contiguous()
 
 
 @flash_attention.register_fake
-def _(query: Tensor, _key: Tensor, value: Tensor, seq_dim: int, **_: int) -> tuple[Tensor, Tensor]:
+def _(given: list[Tensor], seq_dim: int, **_: float) -> tuple[Tensor, Tensor]:
+    query, value = given[0], given[2]
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, _log_sum_exp_like(query, seq_dim)
 
@@ -56,6 +80,7 @@ def flash_attention_backward(
     *,
     causal: bool,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
@@ -65,11 +90,14 @@ def flash_attention_backward(
         seq_dim: As in `flash_attention`.
         causal: As in `flash_attention`.
         window: As there.
+        softcap: As there.
     """
     query, key, value, out = (_to_heads_first(each, seq_dim) for each in saved[:4])
     attended = Attended(query, key, value, out, saved[4])
     incoming = _to_heads_first(gradient, seq_dim)
-    gradients = attention_backward(incoming, attended, causal=causal, window=window)
+    gradients = attention_backward(
+        incoming, attended, causal=causal, window=window, softcap=softcap
+    )
     first, second, third = (
         _from_heads_first(each, seq_dim).to(gradient.dtype) for each in gradients
     )
@@ -78,31 +106,44 @@ def flash_attention_backward(
 
 @flash_attention_backward.register_fake
 def _(
-    _gradient: Tensor, saved: list[Tensor], _seq_dim: int, **_: int
+    _gradient: Tensor, saved: list[Tensor], _seq_dim: int, **_: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (each.new_empty(each.shape) for each in saved[:3])
     return query, key, value
 
 
+@torch.library.custom_op("meshwright::sinks_backward", mutates_args=())
+def sinks_backward(
+    gradient: Tensor, out: Tensor, log_sum_exp: Tensor, sinks: Tensor, seq_dim: int
+) -> Tensor:
+    """Return the gradient of sinks, from that of the output."""
+    totals = (gradient.float() * out.float()).sum(-1, keepdim=True)
+    shares = torch.exp(sinks.float().unsqueeze(-1) - log_sum_exp)
+    of_rows = shares * _to_heads_first(totals, seq_dim).squeeze(-1)
+    return -of_rows.sum((0, 2)).to(sinks.dtype)
+
+
+@sinks_backward.register_fake
+def _(
+    _gradient: Tensor, _out: Tensor, _log_sum_exp: Tensor, sinks: Tensor, _seq_dim: int
+) -> Tensor:
+    return torch.empty_like(sinks)
+
+
 @register_flop_formula(torch.ops.meshwright.flash_attention)
 def _flash_flops(
-    query: tuple[int, ...],
-    key: tuple[int, ...],
-    value: tuple[int, ...],
-    seq_dim: int,
-    *_: object,
-    window: int = 0,
-    **__: object,
+    given: list[tuple[int, ...]], seq_dim: int, *_: object, window: int = 0, **__: object
 ) -> int:
     """Two products over the full square, as PyTorch counts attention.
 
     That is twice what a causal mask leaves, and with a window twice what both leave but for the
     diagonal, as predicted FLOPs have it.
     """
-    return 2 * _scores(query, key, seq_dim, window) * (query[3] + value[3])
+    query, key, value = given[:3]
+    return 2 * _num_scores(query, key, seq_dim, window) * (query[3] + value[3])
 
 
-def _scores(query: tuple[int, ...], key: tuple[int, ...], seq_dim: int, window: int) -> int:
+def _num_scores(query: tuple[int, ...], key: tuple[int, ...], seq_dim: int, window: int) -> int:
     """Return how many there are of all heads."""
     rows, seen = query[seq_dim], key[seq_dim]
     scores = rows * seen
@@ -122,54 +163,25 @@ def _flash_backward_flops(
 ) -> int:
     """Five products: the scores again, and four gradients; two are as wide as values."""
     query, key, value = saved[:3]
-    return 2 * _scores(query, key, seq_dim, window) * (3 * query[3] + 2 * value[3])
-
-
-def _attended(
-    ctx: Context,
-    given: tuple[Tensor, Tensor, Tensor],
-    seq_dim: int,
-    *,
-    causal: bool,
-    window: int = 0,
-) -> Tensor:
-    out, log_sum_exp = flash_attention(*given, seq_dim, causal=causal, window=window)
-    ctx.save_for_backward(*given, out, log_sum_exp)
-    ctx.seq_dim, ctx.causal, ctx.window = seq_dim, causal, window
-    return out
+    return 2 * _num_scores(query, key, seq_dim, window) * (3 * query[3] + 2 * value[3])
 
 
 class FusedAttention(AutogradFunction):
     """Attention that keeps its inputs, its output and one number a row of scores."""
 
     @staticmethod
-    def forward(
-        ctx: Context,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seq_dim: int,
-        causal: bool,  # noqa: FBT001 - autograd passes positions only
-    ) -> Tensor:
-        """Return the output, laid out as *query*."""
-        return _attended(ctx, (query, key, value), seq_dim, causal=causal)
+    def forward(ctx: Context, seq_dim: int, scores: Scores, *given: Tensor) -> Tensor:
+        """Return the output of what `flash_attention` is *given*, laid out as the query."""
+        out, log_sum_exp = flash_attention(list(given), seq_dim, **scores._asdict())
+        ctx.save_for_backward(*given[:3], out, log_sum_exp, *given[3:])
+        ctx.seq_dim, ctx.scores = seq_dim, scores
+        return out
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, key and value."""
-        saved = list(ctx.saved_tensors)
-        gradients = flash_attention_backward(
-            gradient.contiguous(), saved, ctx.seq_dim, causal=ctx.causal, window=ctx.window
-        )
-        return (*gradients, None, None)
-
-
-class WindowedAttention(FusedAttention):
-    """Causal attention to a window of tokens; keeps the same."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, query: Tensor, key: Tensor, value: Tensor, seq_dim: int, window: int
-    ) -> Tensor:
-        """Return the output, laid out as *query*."""
-        return _attended(ctx, (query, key, value), seq_dim, causal=True, window=window)
+        """Return the gradients of all that was given."""
+        saved, seq_dim = list(ctx.saved_tensors), ctx.seq_dim
+        gradient = gradient.contiguous()
+        of_sinks = [sinks_backward(gradient, *saved[3:5], each, seq_dim) for each in saved[5:]]
+        gradients = flash_attention_backward(gradient, saved[:5], seq_dim, **ctx.scores._asdict())
+        return (None, None, *gradients, *of_sinks)

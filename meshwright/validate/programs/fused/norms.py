@@ -121,6 +121,24 @@ def _gpu_kernel(device: torch.device, dtype: torch.dtype) -> NormKernel:
     return first_that_works((LIBRARY, PLAIN), is_right)
 
 
+class UnweightedRmsNorm(AutogradFunction):
+    """The same without weights; keeps its input and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Context, values: Tensor, epsilon: float) -> Tensor:
+        """Return the normalised values."""
+        normal, inverse = rms_norm(values, values.new_ones(values.shape[-1]), epsilon)
+        ctx.save_for_backward(values, inverse)
+        return normal
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the values."""
+        values, inverse = ctx.saved_tensors
+        ones = values.new_ones(values.shape[-1])
+        return rms_norm_backward(gradient, values, ones, inverse)[0], None
+
+
 class RmsNorm(AutogradFunction):
     """Root-mean-square norm that keeps its input and one number a token."""
 

@@ -39,7 +39,7 @@ class LatentSelfAttention(nn.Module):
             self.query = parts.column_linear(width, queries, bias=False)
         self.kv_down = parts.whole_linear(width, latent.kv_rank + latent.rotary_head_dim)
         self.kv_latent_norm = parts.norm(model, latent.kv_rank)
-        self.gathered, self.copies_values = parts.gathered_tokens, parts.copies_values
+        self.gathered, self.copies = parts.gathered_tokens, parts.copies_operands
         pairs = latent.plain_head_dim + latent.value_head_dim
         self.kv_up = parts.column_linear(latent.kv_rank, heads * pairs, bias=False)
         self.core = parts.attention_core(model, options, 0)
@@ -83,4 +83,4 @@ class LatentSelfAttention(nn.Module):
         plain, value = pairs.split([plain_dim, widths.value_head_dim], dim=-1)
         shared = Rotary.apply(shared, *self.place).expand(-1, -1, plain.shape[2], -1)
         key = torch.cat((plain, shared), dim=-1)
-        return query, key, value.contiguous() if self.copies_values else value
+        return query, key, value.contiguous() if self.copies else value

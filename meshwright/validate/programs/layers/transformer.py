@@ -18,14 +18,16 @@ from meshwright.validate.programs.fused import (
     FusedSquaredRelu,
     PackedSwiglu,
     Rotary,
+    Scores,
     Swiglu,
     TableRotary,
-    WindowedAttention,
+    UnweightedRmsNorm,
 )
 from meshwright.validate.programs.layers.latent import LatentSelfAttention
 from meshwright.validate.programs.layers.selective_recompute import operator_contexts
 
 ROTARY_BASE = 10_000.0
+NORM_EPSILON = 1e-5
 DROPOUT = 0.1
 
 
@@ -36,8 +38,9 @@ class Parts(Protocol):
     ``seq_dim`` is the dim of activations that counts tokens: 0 or 1; these are equal parts of a
     sequence, one from each of ``starts`` on.  A checkpoint that ``is_reentrant`` runs autograd once
     more inside its backward pass, and has names there for what came out and for its gradient.
-    Attention of one that ``copies_values`` takes them as one stretch alone.
     With ``casts_angles`` each layer gets a copy of a table of angles, cast as activations are.
+    Where a stack ``turns_first``, norms without weights are of queries and keys that positions have
+    turned; one that ``copies_operands`` gives attention keys and values in a stretch of their own.
     """
 
     seq_dim: int
@@ -45,8 +48,9 @@ class Parts(Protocol):
     fuses_qkv: bool
     fuses_gate: bool
     is_reentrant: bool
-    copies_values: bool
     casts_angles: bool
+    turns_first: bool
+    copies_operands: bool
 
     def norm(self, model: ModelSpec, width: int) -> nn.Module:
         """Return a norm of the model's kind."""
@@ -115,10 +119,18 @@ class AttentionCore(nn.Module):
     """Scores, softmax and values: the part without weights."""
 
     def __init__(
-        self, model: ModelSpec, options: LayerOptions, seq_dim: int, window: int = 0
+        self,
+        model: ModelSpec,
+        options: LayerOptions,
+        seq_dim: int,
+        window: int = 0,
+        *,
+        num_ranks: int = 1,
     ) -> None:
         super().__init__()
-        self.causal, self.window = model.causal, window
+        self.causal, self.window, self.softcap = model.causal, window, model.attention_softcap
+        own = torch.empty(model.num_heads // num_ranks)
+        self.sinks = nn.Parameter(own) if model.attention_sinks else None
         self.scale = 1 / sqrt(model.head_dim)
         self.seq_dim = seq_dim
         self.flash = options.attention is Attention.FLASH
@@ -127,21 +139,42 @@ class AttentionCore(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return ``[.., .., heads, width]`` laid out as *query*."""
         if self.flash:
-            given = query, key, value, self.seq_dim
-            out: Tensor = (
-                WindowedAttention.apply(*given, self.window)
-                if self.window
-                else FusedAttention.apply(*given, self.causal)
-            )
+            window = self.window if self.window < key.shape[self.seq_dim] else 0
+            sinks = () if self.sinks is None else (self.sinks,)
+            scores = Scores(self.causal, window, self.softcap)
+            out: Tensor = FusedAttention.apply(self.seq_dim, scores, query, key, value, *sinks)
             return out
         heads = query.shape[2]
         q, k, v = (self._batched(_repeat(each, heads)) for each in (query, key, value))
-        scores = torch.bmm(q, k.transpose(1, 2))
-        weights = CausalSoftmax.apply(scores, self.scale, self.causal, self.window)
-        del scores
+        weights = self._weights(q, k) if self.sinks is None else self._beside(self.sinks, q, k)
         if self.dropout and self.training:
             weights = torch.native_dropout(weights, self.dropout, train=True)[0]
         return self._unbatched(torch.bmm(weights, v), query.shape)
+
+    def _weights(self, query: Tensor, key: Tensor) -> Tensor:
+        scores = torch.bmm(query, key.transpose(1, 2))
+        out: Tensor = CausalSoftmax.apply(scores, self.scale, self.causal, self.window)
+        return out
+
+    def _beside(self, sinks: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return probabilities beside those of *sinks*, made in fp32, one operator at a time.
+
+        As the fallback of `FusedScaleMaskSoftmax` and `SoftmaxOne` of Megatron-Core have it
+        (megatron/core/fusions/fused_softmax.py, core 0.16).
+        """
+        nothing = query.new_zeros(())
+        scores = torch.baddbmm(nothing, query, key.transpose(1, 2), beta=0, alpha=self.scale)
+        scores = scores.unflatten(0, (-1, len(sinks))).float()
+        if self.causal:
+            scores.masked_fill_(self._hidden(scores), float("-inf"))
+        joined = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        both = torch.softmax(joined, -1)
+        del joined
+        return both[..., :-1].to(query.dtype).flatten(0, 1)
+
+    def _hidden(self, scores: Tensor) -> Tensor:
+        square = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
+        return square.triu(1) | square.tril(-self.window or -len(square))
 
     def _batched(self, tensor: Tensor) -> Tensor:
         """Return ``[batch * heads, tokens, width]``; a view where the layout allows it."""
@@ -159,6 +192,15 @@ class AttentionCore(nn.Module):
 def _repeat(tensor: Tensor, heads: int) -> Tensor:
     repeats = heads // tensor.shape[2]
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=2)
+
+
+class UnweightedNorm(nn.Module):
+    """RMS norm without weights; keeps its input and one statistic a head."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the normalised values."""
+        out: Tensor = UnweightedRmsNorm.apply(values, NORM_EPSILON)
+        return out
 
 
 class SquaredRelu(nn.Module):
@@ -190,7 +232,9 @@ class SelfAttention(nn.Module):
         kv_width, bias = model.kv_hidden_size, model.attention_bias
         self.head_dim = model.head_dim
         self.queries_per_group = model.num_heads // model.num_kv_heads
-        self.rotary = model.positions == "rotary"
+        self.rotary = model.has_positions(kind)
+        is_shared = model.num_kv_heads < model.num_heads
+        self.copies = parts.copies_operands and is_shared and not self.rotary
         self.place = parts.seq_dim, ROTARY_BASE, parts.starts, model.rotary_dim
         self.recomputes = options.recompute is Recompute.SELECTIVE
         self.fused = parts.fuses_qkv
@@ -200,11 +244,9 @@ class SelfAttention(nn.Module):
             self.query = parts.column_linear(width, query_width, bias=bias)
             self.key = parts.column_linear(width, kv_width, bias=bias)
             self.value = parts.column_linear(width, kv_width, bias=bias)
-        self.qk_norm = model.qk_norm
+        self.qk_norm, self.turns_first = model.qk_norm, parts.turns_first
         if self.qk_norm != "none":
-            is_whole = self.qk_norm == "width"
-            self.query_norm = parts.norm(model, query_width if is_whole else self.head_dim)
-            self.key_norm = parts.norm(model, kv_width if is_whole else self.head_dim)
+            self.query_norm, self.key_norm = _norms_of_heads(model, parts)
         self.core = parts.attention_core(
             model, options, model.window if kind in WINDOWED_LAYERS else 0
         )
@@ -213,17 +255,23 @@ class SelfAttention(nn.Module):
     def forward(self, inputs: Tensor, *angles: Tensor) -> Tensor:
         """Return the projected attention of normalised activations, turned by *angles* if given."""
         query, key, value = self._projected(inputs)
-        if self.qk_norm == "head":
+        is_last = self.qk_norm == "unweighted" and self.turns_first
+        if self.qk_norm in {"head", "unweighted"} and not is_last:
             query, key = self.query_norm(query), self.key_norm(key)
         if angles:
             query, key = (TableRotary.apply(each, *angles) for each in (query, key))
         elif self.rotary:
             query, key = (Rotary.apply(each, *self.place) for each in (query, key))
+        if is_last:
+            query, key = self.query_norm(query), self.key_norm(key)
+        given = key, value  # names that live as long as attention runs
+        if self.copies:
+            key, value = key.contiguous(), value.contiguous()
         if self.recomputes and self.training:
             context = checkpoint(self.core, query, key, value, use_reentrant=False)
         else:
             context = self.core(query, key, value)
-        del query, key, value
+        del query, key, value, given
         out: Tensor = self.output(context.flatten(2))
         return out
 
@@ -245,6 +293,16 @@ class SelfAttention(nn.Module):
         grouped = self.qkv(inputs).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
         query, key, value = grouped.split([self.queries_per_group, 1, 1], dim=3)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+
+
+def _norms_of_heads(model: ModelSpec, parts: Parts) -> tuple[nn.Module, nn.Module]:
+    """Return norms of queries and of keys."""
+    if model.qk_norm == "unweighted":
+        return UnweightedNorm(), UnweightedNorm()
+    widths = (model.head_dim,) * 2
+    if model.qk_norm == "width":
+        widths = model.query_hidden_size, model.kv_hidden_size
+    return parts.norm(model, widths[0]), parts.norm(model, widths[1])
 
 
 class Mlp(nn.Module):

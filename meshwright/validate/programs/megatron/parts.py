@@ -186,8 +186,9 @@ class MegatronParts:
     fuses_qkv = True
     fuses_gate = True
     is_reentrant = True
-    copies_values = True
     casts_angles = False
+    turns_first = False
+    copies_operands = False
     loss = LossKernel.FUSED
 
     def __init__(
@@ -224,7 +225,7 @@ class MegatronParts:
 
     def attention_core(self, model: ModelSpec, options: LayerOptions, window: int) -> nn.Module:
         """Return the core of attention to the tokens of all context-parallel ranks."""
-        core = AttentionCore(model, options, self.seq_dim, window)
+        core = AttentionCore(model, options, self.seq_dim, window, num_ranks=self.tp.size)
         if self.cp is None or self.cp.way is None:
             return core
         if self.cp.way is ContextParallel.ALL_TO_ALL:

@@ -252,7 +252,7 @@ def _virtual_stages(
         parts = MegatronParts(
             groups.tp, sink, vocab_size=size, dropout=dropout, cp=groups.cp, experts=setting
         )
-        parts.loss = stack.loss
+        parts.loss, parts.copies_operands = stack.loss, stack.transformer_engine
         with default_dtype(DTYPES[precision]), request.device:
             stage = VirtualStage(
                 model,

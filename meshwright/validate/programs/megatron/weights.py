@@ -19,6 +19,7 @@ _PLACES = (
     (r"embedding\.norm\.", "embedding_norm."),
     (r"attention\.qkv\.", "qkv."),
     (r"attention\.(query|key)_norm\.", r"\1_norm."),
+    (r"attention\.core\.sinks", "sinks"),
     (r"attention\.output\.", "attention_output."),
     (r"attention\.(?=query|kv)", ""),
     (r"mlp\.expand\.", "mlp_in."),

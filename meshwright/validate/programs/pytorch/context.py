@@ -53,7 +53,7 @@ class _RingAttention(AutogradFunction):
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
     by_tokens = (each.transpose(1, 2) for each in (query, key, value))
-    out, log_sum_exp = flash_attention(*by_tokens, 1, causal=is_causal)
+    out, log_sum_exp = flash_attention([*by_tokens], 1, causal=is_causal)
     return out.transpose(1, 2), log_sum_exp
 
 

@@ -136,8 +136,9 @@ class PlainParts:
     seq_dim = 1
     fuses_gate = False
     is_reentrant = False
-    copies_values = False
     casts_angles = False
+    turns_first = True
+    copies_operands = False
 
     def __init__(
         self,
@@ -317,6 +318,7 @@ def initial_parameter(model: ModelSpec, name: str, *, fuses_gate: bool = False) 
         "words": ("word_embedding", model.vocab_size, width),
         "positions": ("position_embedding", model.max_positions, width),
         "output": (f"{layer}attention_output", width, model.query_hidden_size),
+        "core": (layer[:-1], model.num_heads, 0),
         "query_norm": (f"{layer}query_norm", query_norm, 0),
         "key_norm": (f"{layer}key_norm", key_norm, 0),
         "contract": (f"{layer}mlp_out", width, ffn),

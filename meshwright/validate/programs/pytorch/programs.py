@@ -86,6 +86,8 @@ def refuse_unsupported(request: ProgramRequest) -> None:
     model, plan = request.job.transformer, request.plan
     refuse_offload(plan, Offload.PARAMETERS)
     formats = f"allowed: {', '.join(DTYPES)}"
+    is_unweighted = model.qk_norm == "unweighted"
+    places = "rotary with qk_norm=unweighted" if is_unweighted else "learned, rotary"
     refusals = [
         (request.job.precision not in DTYPES, "precision", f"{request.job.precision}; {formats}"),
         (
@@ -93,7 +95,7 @@ def refuse_unsupported(request: ProgramRequest) -> None:
             "find_unused",
             "True on tensors without values; allowed: False, or --backend gloo",
         ),
-        (model.positions == "alibi", "positions", f"{model.positions}; allowed: learned, rotary"),
+        (model.positions not in places, "positions", f"{model.positions}; allowed: {places}"),
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
         (model.embedding_norm, "embedding_norm", "True; allowed: False"),
