@@ -2,6 +2,7 @@
 
 from meshwright.validate.programs.layers.stage import VirtualStage
 from meshwright.validate.programs.layers.transformer import (
+    NORM_EPSILON,
     AttentionCore,
     GatedSilu,
     LayerOptions,
@@ -12,6 +13,7 @@ from meshwright.validate.programs.layers.transformer import (
 )
 
 __all__ = [
+    "NORM_EPSILON",
     "AttentionCore",
     "GatedSilu",
     "LayerOptions",

@@ -18,6 +18,7 @@ from meshwright.validate.programs.fused import (
     positions,
 )
 from meshwright.validate.programs.layers import (
+    NORM_EPSILON,
     AttentionCore,
     GatedSilu,
     LayerOptions,
@@ -39,8 +40,6 @@ from meshwright.validate.programs.megatron.tensor_parallel import (
     scatter_tokens,
     sum_ranks,
 )
-
-NORM_EPSILON = 1e-5
 
 
 class LayerNorm(nn.Module):

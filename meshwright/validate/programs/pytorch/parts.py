@@ -19,6 +19,7 @@ from meshwright.validate.programs.experts import (
 )
 from meshwright.validate.programs.fused import RmsNorm
 from meshwright.validate.programs.layers import (
+    NORM_EPSILON,
     AttentionCore,
     GatedSilu,
     LayerOptions,
@@ -30,7 +31,6 @@ from meshwright.validate.programs.layers import (
 from meshwright.validate.programs.pytorch.context import RotatedCore
 from meshwright.validate.programs.pytorch.loss import token_loss
 
-NORM_EPSILON = 1e-5
 NORMS = "attention_norm", "attention_output_norm", "mlp_norm", "mlp_out_norm"
 PREDICTION_NORMS = "enorm", "hnorm", "prediction_norm"
 
