@@ -98,8 +98,14 @@ def test_torchtitan_runs_every_second_layer_again() -> None:
     results = [simulate(JOB, plan, CLUSTER, stack) for plan in plans]
     times = [each.step_time_s for each in results]
     peaks = [each.memory.peak_bytes for each in results]
-    assert times == sorted(times)
+    assert times == sorted({*times})
     assert peaks == sorted(peaks, reverse=True)
+    for stage in (
+        stage for each in results for rank in each.work.ranks for stage in rank.virtual_stages
+    ):
+        units = [stage.forward_units, stage.backward_units]
+        computed = [sum(unit.compute_ps for unit in each) for each in units]
+        assert computed == [stage.forward_ps, stage.backward_ps]
     flops = [hardware_flops(JOB, plan, stack) for plan in plans]
     assert [each - flops[0] for each in flops[1:]] == [
         (flops[-1] - flops[0]) // number for number in (6, 3, 2, 1)

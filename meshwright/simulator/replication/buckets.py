@@ -20,7 +20,6 @@ from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
     HEAD,
     BlockKind,
-    BlockRun,
     ParameterTensor,
     is_expert,
     rank_tensors,
@@ -315,10 +314,14 @@ def _units_with_ends(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[
     parts = [StagePart(nothing if table else embedding, root, stays=True)] if root else []
     if table:
         parts.append(StagePart(embedding, (table,)))
-    for kind, count in stage.layers:
-        one = nothing._replace(layers=(BlockRun(kind, 1),))
-        gathered = num_shards * sum(unit_shards(shape, one, num_shards))
-        parts += [StagePart(one, (gathered,), expert_buckets=experts_of(one))] * count
+    place = int(stage.has_embedding)
+    for _, count in stage.layers:
+        # As they are in the stage: of layers of a kind some may run again, and others not.
+        layers = [stage.part(at, at + 1) for at in range(place, place + count)]
+        gathered = num_shards * sum(unit_shards(shape, layers[0], num_shards))
+        experts = experts_of(layers[0])
+        parts += [StagePart(each, (gathered,), expert_buckets=experts) for each in layers]
+        place += count
     if keeps_last_layer(shape, stage):
         parts[-1] = parts[-1]._replace(stays=True)
     if stage.has_head:
