@@ -14,6 +14,7 @@ from meshwright.hwprofiles import (
     Precision,
     ProfileError,
     Recompute,
+    RecomputeMethod,
     RecomputeModule,
     load_stack,
 )
@@ -126,6 +127,8 @@ class PublishedRun(_ModelRow):
         etp: Ranks that split an expert; empty for as many as split other layers.
         dispatcher: How tokens go to experts; empty for the stack's habit.  Behind it, with a space
             between them, how that goes on beside another microbatch, if it does.
+        recompute_layers: The number of ``recompute_method``; empty for all layers, one by one.
+        recompute_method: Which layers that number is of.
         recompute_modules: Parts of a layer that run again, with spaces between them.
         stages: Layers of each virtual stage where stated, or a layout, in which an m is a layer
             that predicts a further token; empty for the rule of the stack.
@@ -156,6 +159,8 @@ class PublishedRun(_ModelRow):
     dispatcher: Annotated[tuple[Dispatcher | ExpertOverlap, ...], BeforeValidator(_words)] = ()
     vpp: Count
     schedule: Text
+    recompute_layers: Annotated[Count | None, BeforeValidator(empty_is_none)] = None
+    recompute_method: Annotated[RecomputeMethod | None, BeforeValidator(empty_is_none)] = None
     recompute_modules: Annotated[tuple[RecomputeModule, ...], BeforeValidator(_words)] = ()
     stages: Note
     gradients: Annotated[tuple[Precision, ...], Field(max_length=2), BeforeValidator(_words)]
