@@ -134,6 +134,8 @@ class PublishedRun(_ModelRow):
             that predicts a further token; empty for the rule of the stack.
         gradients: Format in which they are kept and reduced; empty for that of the stack.  Behind
             it, with a space between them, that of Adam's moments where a recipe names it.
+        reshard_after_forward: Whether sharded parameters are gathered again for backward; empty for
+            what the stack does.
         step_time_s: Printed or derived time of a step; empty where the run ran out of memory, or
             only its memory can be compared.
         peak_memory_gib: Printed memory of the fullest device, if any.
@@ -165,6 +167,7 @@ class PublishedRun(_ModelRow):
     stages: Note
     gradients: Annotated[tuple[Precision, ...], Field(max_length=2), BeforeValidator(_words)]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
+    reshard_after_forward: Annotated[bool | None, BeforeValidator(empty_is_none)] = None
     step_time_s: OptionalPositive
     peak_memory_gib: OptionalPositive
     memory_kind: Annotated[MemoryKind | None, BeforeValidator(empty_is_none)]
