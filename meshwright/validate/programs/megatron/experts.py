@@ -36,7 +36,7 @@ ROUTE_SCALE = 1.0  # of sigmoid scores: a kernel, whatever the number
 
 
 class GroupedLinear(nn.Module):
-    """Linear layers of a rank's experts: each has a weight of its own, and perhaps a bias behind it.
+    """Linear layers of a rank's experts: each has its weight, and perhaps a bias behind it.
 
     Args:
         num_experts: Of the rank.
