@@ -6,9 +6,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.linear import Scratch, product
-from meshwright.simulator.graph.operators import FusedAttention, Gradient, Kind, Traffic, Work
+from meshwright.simulator.graph.operators import (
+    FusedAttention,
+    Gradient,
+    Kind,
+    Traffic,
+    Transfer,
+    Work,
+)
 from meshwright.simulator.graph.pointwise import (
     STATISTIC_BYTES,
     Reads,
@@ -34,7 +42,8 @@ class Heads(NamedTuple):
         seen: How many of them a query sees at most: fewer where there is a window.
         causal: Only earlier ones.
         drops: Probabilities are dropped.
-        sinks: Each head has a learned score that no value belongs to.
+        sinks: Heads of which each has a learned score that no value belongs to, those of all ranks
+            that swap tokens for heads; None where there is none.
         ranks: Context-parallel ranks that share the rows, and run as many steps.
         inner: Of them, neighbours that swap tokens for heads where the others are a ring.
     """
@@ -44,7 +53,7 @@ class Heads(NamedTuple):
     seen: int
     causal: bool
     drops: bool
-    sinks: bool = False
+    sinks: Dim | None = None
     ranks: Size = 1
     inner: int = 1
 
@@ -290,16 +299,28 @@ def attended(
     ]
     work = FusedAttention(scores, wide + deep, heads.ranks), *beside.forward
     inputs = [query, *given]
-    if heads.sinks:
-        inputs.append(_sinks(block, heads))
-        gradients.append(Gradient(inputs[-1], read, at=inputs[-1].at))
+    if heads.sinks is not None:
+        sinks = _sinks(block, heads.sinks)
+        inputs.append(sinks)
+        gathers = _gathers_gradient(sinks) if heads.sinks is not heads.heads else ()
+        gradients.append(Gradient(sinks, read, gathers, at=sinks.at))
     return block.add(
         inputs, [out, rows], gradients, *work, kind=Kind.ATTENTION, scratch=beside.scratch
     )
 
 
-def _sinks(block: Block, heads: Heads) -> Tensor:
-    return block.weight("sinks", heads.heads, at={Axis.TP: heads.heads})
+def _sinks(block: Block, heads: Dim) -> Tensor:
+    return block.weight("sinks", heads, at={Axis.TP: heads})
+
+
+def _gathers_gradient(sinks: Tensor) -> tuple[Work, ...]:
+    """Return what gives each context-parallel rank, which has some heads, the gradient of all.
+
+    It is of fp32 (flash_attn_a2a_communicate_softmax_offset, pytorch/attention/
+    dot_product_attention/context_parallel.py of Transformer Engine 2.9).
+    """
+    of_all = sinks.like("gradient of sinks", width=STATISTIC_BYTES)
+    return (Transfer(CollectiveOp.ALL_GATHER, Axis.CP, of_all.nbytes),)
 
 
 def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
@@ -360,8 +381,8 @@ def _weights(block: Block, scores: Tensor, heads: Heads) -> Tensor:
     Causal masking skips half of the reads: softmax 1/2 read + 1 write; dropout reads the
     probabilities, writes them and a mask byte; backward 2 reads and 3 writes of half rows.
     """
-    if heads.sinks:
-        return _beside_sinks(block, scores, heads)
+    if heads.sinks is not None:
+        return _beside_sinks(block, scores, heads, heads.sinks)
     element = block.traffic(scores).nbytes
     forward = Traffic(element * (3 if heads.causal else 4) // 2)
     out = scores.like("probabilities")
@@ -375,7 +396,7 @@ def _weights(block: Block, scores: Tensor, heads: Heads) -> Tensor:
     return dropout(block, out, "attention dropout", dropped)
 
 
-def _beside_sinks(block: Block, scores: Tensor, heads: Heads) -> Tensor:
+def _beside_sinks(block: Block, scores: Tensor, heads: Heads, sinks: Dim) -> Tensor:
     """Return the softmax of scores and a sink each row, without the sinks, made in fp32.
 
     No kernel of its own knows sinks: scores are masked in place, and a column is put beside them
@@ -388,7 +409,7 @@ def _beside_sinks(block: Block, scores: Tensor, heads: Heads) -> Tensor:
     block.add([wide], [masked, mask], [Gradient(wide, (mask,), (once,))], once)
     columns = Dim("seen tokens and a sink", seen.size + 1)
     joined = wide.like("scores and sinks", dims=(batch, head, rows, columns))
-    sink = _sinks(block, heads)
+    sink = _sinks(block, sinks)
     slopes = [Gradient(masked, hands_on=True), Gradient(sink, at=sink.at)]
     joined = block.add([masked, sink], [joined], slopes, once)
     both = pointwise(block, "probabilities and sinks", joined, reads=Reads.OUTPUT)

@@ -161,8 +161,9 @@ def _bias_gaps() -> Iterator[Gap]:
 def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Gap]:
     """Yield the plans with context parallelism that *stack* does not run.
 
-    Transformer Engine's ring knows no window, its swap of tokens for heads takes whole heads, and
-    none goes with attention whose scores lie in memory (attn_forward_func_with_cp).
+    Transformer Engine's ring knows no window, its swap of tokens for heads takes whole heads and
+    alone has sinks, and none goes with attention whose scores lie in memory
+    (attn_forward_func_with_cp of 2.9).
     """
     split, types = Condition(Axis.CP, gt, 1), PLAN_FIELDS["cp_type"]
     kernels, modes = PLAN_FIELDS["attention"], PLAN_FIELDS["recompute"]
@@ -174,20 +175,27 @@ def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterat
     yield Gap(modes.name, reason, (split, by_operator), others)
     if model.latent is not None:
         yield Gap(Axis.CP, "cp > 1 with latent attention", (split,), (1,), model.name)
-    if model.attention_sinks:
-        yield Gap(Axis.CP, "cp > 1 with attention sinks", (split,), (1,), model.name)
-    has_windows = LayerFact.WINDOW in model.layer_facts(seq_len)
+    facts = {LayerFact.WINDOW: "sliding windows", LayerFact.ATTENTION_SINKS: "attention sinks"}
+    own = model.layer_facts(seq_len)
+    swapped = " and ".join(words for fact, words in facts.items() if fact in own)
     for each in stack.context_parallel:
         codes = [types.code(each), *([0] if each == stack.context_parallel[0] else [])]
         for has_type in (Condition(types.name, eq, code) for code in codes):
-            if has_windows and each is not ContextParallel.ALL_TO_ALL:
-                reason, allowed = f"cp_type={each} with sliding windows", ContextParallel.ALL_TO_ALL
-                yield Gap(types.name, reason, (split, has_type), (allowed,), model.name)
+            if swapped and each is not ContextParallel.ALL_TO_ALL:
+                reason, allowed = f"cp_type={each} with {swapped}", ContextParallel.ALL_TO_ALL
+                why = f"no other attends with {swapped}"
+                yield Gap(types.name, reason, (split, has_type), (allowed,), model.name, why)
             elif each in SWAPS:
-                yield _heads_gap(each, (split, has_type), model)
+                others = () if swapped else ("another cp_type",)
+                yield _heads_gap(each, (split, has_type), model, others)
 
 
-def _heads_gap(way: ContextParallel, has_way: tuple[Condition, ...], model: ModelSpec) -> Gap:
+def _heads_gap(
+    way: ContextParallel,
+    has_way: tuple[Condition, ...],
+    model: ModelSpec,
+    others: tuple[str, ...],
+) -> Gap:
     """Return the plans whose swap of tokens for heads would cut a head of the keys."""
     ranks, heads = SWAPS[way], model.num_kv_heads
 
@@ -196,7 +204,7 @@ def _heads_gap(way: ContextParallel, has_way: tuple[Condition, ...], model: Mode
 
     said = ranks.replace("_", " x ", 1)
     reason = f"{said} that does not divide the {heads} key heads ({way})"
-    allowed = f"a divisor of {heads} for {said}", "another cp_type"
+    allowed = f"a divisor of {heads} for {said}", *others
     conditions = (*has_way, Condition(ranks, cuts, heads))
     field = Axis.CP if ranks == TP_CP else "cp_inner"
     return Gap(field, reason, conditions, allowed, model.name)
