@@ -165,7 +165,6 @@ INTERLEAVED: dict[str, Any] = {
 UNEVEN = INTERLEAVED | {"stages": (1, 0, 2, 1)}
 SP: dict[str, Any] = {"sequence_parallel": True}
 RING: dict[str, Any] = {"cp_type": ContextParallel.RING}
-SWAP: dict[str, Any] = {"cp_type": ContextParallel.ALL_TO_ALL}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 # Each way to split, send, keep or recompute occurs once, where it can together with others.
 CASES = {
@@ -181,9 +180,7 @@ CASES = {
     "titan hybrid": saved(LLAMA, "torchtitan", tp=2, pp=2, dp=2, **SP),
     "ddp, norms without weights": saved(UNWEIGHTED, "ddp", dp=2),
     "fsdp sinks": saved(SINKS, "fsdp", dp=2, recompute=FULL),
-    "sinks over cp": saved(
-        SINKS.model_copy(update={"num_kv_heads": 4}), "megatron-core", tp=2, cp=2, **SP, **SWAP
-    ),
+    "sinks": saved(SINKS, "megatron-core", tp=2, dp=2, **SP),
     "without positions": saved(SCOUT, "megatron-core", tp=2, pp=2, recompute=FULL, **SP),
     "tp full": saved(SINKS, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
     "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),

@@ -139,7 +139,7 @@ class AttentionCore(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return ``[.., .., heads, width]`` laid out as *query*, beside its own *sinks* if given."""
+        """Return ``[.., .., heads, width]`` laid out as *query*, beside its *sinks* if given."""
         sinks = self.sinks if sinks is None else sinks
         if self.flash:
             window = self.window if self.window < key.shape[self.seq_dim] else 0
