@@ -24,6 +24,7 @@ from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, TP_CP_INNER, Ax
 from meshwright.simulator.layout.fields import Condition, Gap, Number, PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.mesh import lacks_of_way
 from meshwright.simulator.layout.parts import (
     layer_refusal,
     module_gaps,
@@ -161,9 +162,8 @@ def _bias_gaps() -> Iterator[Gap]:
 def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Gap]:
     """Yield the plans with context parallelism that *stack* does not run.
 
-    Transformer Engine's ring knows no window, its swap of tokens for heads takes whole heads and
-    alone has sinks, and none goes with attention whose scores lie in memory
-    (attn_forward_func_with_cp of 2.9).
+    Transformer Engine's swap of tokens for heads takes whole heads, and no way goes with attention
+    whose scores lie in memory (attn_forward_func_with_cp of 2.9).
     """
     split, types = Condition(Axis.CP, gt, 1), PLAN_FIELDS["cp_type"]
     kernels, modes = PLAN_FIELDS["attention"], PLAN_FIELDS["recompute"]
@@ -175,18 +175,18 @@ def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterat
     yield Gap(modes.name, reason, (split, by_operator), others)
     if model.latent is not None:
         yield Gap(Axis.CP, "cp > 1 with latent attention", (split,), (1,), model.name)
-    facts = {LayerFact.WINDOW: "sliding windows", LayerFact.ATTENTION_SINKS: "attention sinks"}
-    own = model.layer_facts(seq_len)
-    swapped = " and ".join(words for fact, words in facts.items() if fact in own)
+    facts = model.layer_facts(seq_len)
     for each in stack.context_parallel:
         codes = [types.code(each), *([0] if each == stack.context_parallel[0] else [])]
+        lacks = lacks_of_way(each, facts)
         for has_type in (Condition(types.name, eq, code) for code in codes):
-            if swapped and each is not ContextParallel.ALL_TO_ALL:
-                reason, allowed = f"cp_type={each} with {swapped}", ContextParallel.ALL_TO_ALL
-                why = f"no other attends with {swapped}"
-                yield Gap(types.name, reason, (split, has_type), (allowed,), model.name, why)
+            if lacks is not None:
+                fact, why = lacks
+                reason, allowed = f"cp_type={each} with {fact}", (ContextParallel.ALL_TO_ALL,)
+                yield Gap(types.name, reason, (split, has_type), allowed, model.name, why)
             elif each in SWAPS:
-                others = () if swapped else ("another cp_type",)
+                is_only = lacks_of_way(ContextParallel.RING, facts) is not None
+                others = () if is_only else ("another cp_type",)
                 yield _heads_gap(each, (split, has_type), model, others)
 
 
