@@ -11,7 +11,6 @@ from operator import eq, gt
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
-    LayerFact,
     Offload,
     Precision,
     Recompute,
@@ -186,17 +185,13 @@ def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterat
                 yield Gap(types.name, reason, (split, has_type), allowed, model.name, why)
             elif each in SWAPS:
                 is_only = lacks_of_way(ContextParallel.RING, facts) is not None
-                others = () if is_only else ("another cp_type",)
-                yield _heads_gap(each, (split, has_type), model, others)
+                yield _heads_gap(each, (split, has_type), model, is_only=is_only)
 
 
 def _heads_gap(
-    way: ContextParallel,
-    has_way: tuple[Condition, ...],
-    model: ModelSpec,
-    others: tuple[str, ...],
+    way: ContextParallel, has_way: tuple[Condition, ...], model: ModelSpec, *, is_only: bool
 ) -> Gap:
-    """Return the plans whose swap of tokens for heads would cut a head of the keys."""
+    """Return the plans whose swap of tokens for heads, perhaps the *only* way, would cut a head."""
     ranks, heads = SWAPS[way], model.num_kv_heads
 
     def cuts(number: Number, heads: int) -> Number:
@@ -204,7 +199,7 @@ def _heads_gap(
 
     said = ranks.replace("_", " x ", 1)
     reason = f"{said} that does not divide the {heads} key heads ({way})"
-    allowed = f"a divisor of {heads} for {said}", *others
+    allowed = f"a divisor of {heads} for {said}", *(() if is_only else ("another cp_type",))
     conditions = (*has_way, Condition(ranks, cuts, heads))
     field = Axis.CP if ranks == TP_CP else "cp_inner"
     return Gap(field, reason, conditions, allowed, model.name)
