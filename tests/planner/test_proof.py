@@ -480,7 +480,11 @@ CASES = {
         8,
         16,
         limits=SpaceLimits(
-            max_microbatch_size=1, max_pp=2, sequence_parallel=(True,), recompute=(Recompute.NONE,)
+            max_microbatch_size=1,
+            max_pp=2,
+            sequence_parallel=(True,),
+            recompute=(Recompute.NONE,),
+            cp_type=(ContextParallel.ALL_TO_ALL,),
         ),
     ),
     "experts in sharded units": Case(

@@ -140,11 +140,18 @@ class Placed(NamedTuple):
     place: int
 
 
+# Of a layer, as Megatron-Core's modules hold them (tests_outside/test_megatron_buckets.py).
+HELD = ("attention_output", "attention_norm", "qkv", "mlp_norm", "mlp_in", "mlp_out")
+
+
 def tensors_in_model_order(shape: BlockShape, stage: Stage) -> list[Placed]:
     """Return every tensor of a stage, as its modules hold them."""
     model, tp = shape.model, shape.tp
     padded = padded_vocab_size(model, tp, shape.stack.vocabulary_multiple)
-    tensors = parameter_tensors(model, vocab_size=padded)
+    known = parameter_tensors(model, vocab_size=padded)
+    layer = [each for each in known if each.block == "layer"]
+    layer.sort(key=lambda each: HELD.index(each.name.partition(".")[0]))
+    tensors = [*layer, *(each for each in known if each.block != "layer")]
     blocks = ["embedding"] * stage.has_embedding + ["layer"] * stage.num_layers
     blocks += ["head"] * stage.has_head
     placed = [
@@ -154,7 +161,7 @@ def tensors_in_model_order(shape: BlockShape, stage: Stage) -> list[Placed]:
         if tensor.block == block
     ]
     if stage.has_head and not stage.has_embedding and model.tied_embeddings:
-        copy = prod(local_shape(model, tensors[0], tp=tp))
+        copy = prod(local_shape(model, known[0], tp=tp))
         placed.append(Placed(copy, len(blocks) - 1))
     return placed
 

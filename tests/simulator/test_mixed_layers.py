@@ -6,7 +6,7 @@ found of one shape stands here.
 
 import pytest
 
-from meshwright.hwprofiles import Attention, Kernels, Precision, load_stack
+from meshwright.hwprofiles import Attention, ContextParallel, Kernels, Precision, load_stack
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model, model_flops
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.graph import Backward, Memory
@@ -117,7 +117,11 @@ def test_window_and_sinks_change_no_model_flops_but_the_band() -> None:
         (OSS, "torchtitan", 128, {}, "attention_sinks of gpt-oss-20b is not offered"),
         (OSS, "fsdp", 4096, {"attention": Attention.UNFUSED},
          "attention=unfused does not go with attention_sinks; allowed: flash"),
-        (OSS, "megatron-core", 4096, {"cp": 2}, "cp=2 is not offered"),
+        (OSS, "megatron-core", 4096, {"cp": 2, "cp_type": ContextParallel.RING},
+         "cp_type=ring is not offered by stack megatron-core for gpt-oss-20b; allowed: all-to-all"),
+        (OSS, "megatron-core", 128, {"cp": 2, "cp_type": ContextParallel.ALL_GATHER},
+         "cp_type=all-gather is not offered by stack megatron-core for gpt-oss-20b; allowed: all-"),
+        (OSS, "megatron-core", 4096, {"cp": 2, "cp_type": ContextParallel.ALL_TO_ALL}, None),
         (OSS, "megatron-core", 4096, {"tp": 2, "sequence_parallel": True},
          "tp=2 is not offered by stack megatron-core for gpt-oss-20b; allowed: 1, another one wit"),
         (OSS, "megatron-core", 4096, {"ep": 2, "etp": 2, "dp": 4}, "etp=2 is not offered"),

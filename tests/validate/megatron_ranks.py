@@ -25,6 +25,7 @@ from meshwright.hwprofiles import load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.validate.programs.contract.request import ProgramRequest
 from meshwright.validate.programs.experts.group import ExpertGroup
+from meshwright.validate.programs.megatron.buffers import gradient_view
 from meshwright.validate.programs.megatron.program import MegatronProgram
 from meshwright.validate.programs.megatron.weights import weight_parts
 
@@ -44,6 +45,7 @@ class Shown(NamedTuple):
     losses: list[float]
     norms: list[float]
     spread: float
+    sinks: list[float]
 
 
 def train(case: Case, rank: int) -> Shown:
@@ -61,12 +63,27 @@ def train(case: Case, rank: int) -> Shown:
     )
     means, norms = [], []
     program.adam.gradient_norm = noted(program.adam.gradient_norm, norms)
+    sinks: list[float] = []
     for step in range(NUM_STEPS):
         losses = program.run_step(step)
         total = torch.tensor([sum(float(each) for each in losses), float(len(losses))])
         dist.all_reduce(total)
         means.append((total[0] / total[1]).item())
-    return Shown(means, norms, spread_of_copies(program, case, rank))
+        sinks = sinks or gradients_of_sinks(program, case, max(1.0, norms[0]))
+    return Shown(means, norms, spread_of_copies(program, case, rank), sinks)
+
+
+def gradients_of_sinks(program: MegatronProgram, case: Case, clipped: float) -> list[float]:
+    """Return the norm of the gradient of the sinks of each layer, which was *clipped*.
+
+    Beside those of other weights they are too small to show in the norm of all.
+    """
+    return [
+        clipped * gradient_view(program.buffers, part.parameter).norm().item()
+        for stage in program.stages
+        for part in weight_parts(stage, case.job.model, case.job.model.vocab_size)
+        if part.whole.name == "sinks"
+    ]
 
 
 Norm = Callable[[Sequence[torch.Tensor]], torch.Tensor]

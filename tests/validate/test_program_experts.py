@@ -93,6 +93,15 @@ def saved(model: ModelSpec, stack: str = "megatron-core", **fields: Any) -> Save
     )
 
 
+def in_small_buckets(case: SavedPlan, limit: int) -> SavedPlan:
+    """Return *case* with buckets of so many weights, where it has buckets of 40 million."""
+    sizes = {
+        "gradient_bucket_parameters": limit,
+        "gradient_bucket_parameters_per_replica": 0,
+    }
+    return replace(case, stack=case.stack.model_copy(update=sizes))
+
+
 CASES = {
     "mixed, ep over tp and dp, interleaved": saved(
         MIXED,
@@ -115,7 +124,9 @@ CASES = {
     ),
     "fsdp, ep": saved(WIDE, "fsdp", dp=4, ep=2),
     "fsdp, ep of all ranks, full": saved(WIDE, "fsdp", dp=4, ep=4, **FULL),
-    "biases, split tokens, full": saved(OSS, dp=2, ep=4, etp=1, **SPLIT, **FULL),
+    "biases in small buckets, split tokens, full": in_small_buckets(
+        saved(OSS, dp=4, ep=4, etp=1, **SPLIT, **FULL), 300_000
+    ),
     "biases, pp": saved(OSS, pp=2, dp=2, ep=2),
     "fsdp, biases, ep": saved(WIDE_OSS, "fsdp", dp=4, ep=2),
     "fsdp, biases, ep of all ranks, full": saved(OSS, "fsdp", dp=4, ep=4, **FULL),
@@ -133,6 +144,7 @@ CASES = {
     "fsdp groups, full": saved(
         having(FOUR | {"num_groups": 4, "groups_per_token": 2}), "fsdp", dp=4, ep=2, **FULL
     ),
+    "ep of the ranks of a sequence": saved(MIXTRAL, cp=2, dp=2, ep=2),
     "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", cp=2, dp=2, ep=4),
 }
 

@@ -70,7 +70,7 @@ SWAP: dict[str, Any] = {"cp": 2, "cp_type": ContextParallel.ALL_TO_ALL}
 LONG = GPT.model_copy(update={"max_positions": TOKENS, "num_kv_heads": 2})  # shared by two heads
 CASES = {
     "windows": wide(WINDOWED, "megatron-core", tp=2, sequence_parallel=True),
-    "windows over cp": wide(WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_TO_ALL),
+    "windows and sinks over cp": wide(SINKS, "megatron-core", **SWAP),
     "windows of scores": wide(WINDOWED, "megatron-core", attention=Attention.UNFUSED),
     "latents over tp": latent(STRAIGHT, "megatron-core", **SP),
     "latents, full": latent(STRAIGHT, "megatron-core", **FULL),

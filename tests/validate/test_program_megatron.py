@@ -85,6 +85,14 @@ MODELS = {
     "gpt-untied": GPT.model_copy(update={"tied_embeddings": False}),
     "llama": LLAMA,
     "llama-tied": LLAMA.model_copy(update={"tied_embeddings": True}),
+    "sinks": LLAMA.model_copy(
+        update={
+            "tied_embeddings": True,
+            "attention_sinks": True,
+            "window": 5,
+            "layer_pattern": "WF",
+        }
+    ),
 }
 UNFUSED, FLASH = Attention.UNFUSED, Attention.FLASH
 HYBRID = ParallelPlan(
@@ -159,8 +167,16 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         "megatron-core",
     ),
     "cp2 pp2 all-to-all": (
-        "llama-tied",
-        replace(HYBRID, tp=1, cp=2, sequence_parallel=False, cp_type=ContextParallel.ALL_TO_ALL),
+        "sinks",
+        ParallelPlan(
+            cp=2,
+            pp=2,
+            dp=2,
+            stages=(2, 2),
+            zero_stage=0,  # each rank has all gradients
+            attention=FLASH,
+            cp_type=ContextParallel.ALL_TO_ALL,
+        ),
         "megatron-core",
     ),
     "cp2 tp2 gathered": (
@@ -231,6 +247,7 @@ class Shown(NamedTuple):
     losses: list[float]
     norms: list[float]
     spread: float
+    sinks: list[float]
 
 
 def job_of(model: str, precision: Precision = Precision.FP32) -> TrainingJob:
@@ -243,8 +260,8 @@ def reference(model: str) -> list[float]:
 
 
 @cache
-def reference_norm(model: str) -> float:
-    """Return the norm of the first step's gradients, by plain PyTorch."""
+def reference_norms(model: str) -> dict[str, float]:
+    """Return the norms of the first step's gradients, by plain PyTorch."""
     job = job_of(model)
     parts = plain_parts(job.model, vocab_size=job.model.vocab_size, dropout=0.0)
     kernel = UNFUSED if job.model.latent is None else FLASH
@@ -256,7 +273,15 @@ def reference_norm(model: str) -> float:
     initialise_whole(stage, job.model)
     tokens, targets = token_batch(job, 0, range(job.global_batch_size))
     F.cross_entropy(stage(tokens).flatten(0, 1), targets.flatten()).backward()
-    return torch.stack([each.grad.norm() for each in stage.parameters()]).norm().item()
+    return {name: each.grad.norm().item() for name, each in stage.named_parameters()}
+
+
+def reference_norm(model: str) -> float:
+    return torch.tensor([*reference_norms(model).values()]).norm().item()
+
+
+def reference_sinks(model: str) -> list[float]:
+    return [norm for name, norm in reference_norms(model).items() if name.endswith("sinks")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -300,6 +325,8 @@ def test_every_layout_learns_what_one_process_does(name: str, shown: dict[str, S
     # Adam does not see the scale of a gradient, so the losses alone would not show a wrong one.
     assert shown[name].norms[0] == pytest.approx(reference_norm(model), rel=1e-5)
     assert shown[name].spread <= 1e-6
+    found = shown[name].sinks  # of the first stage's layers
+    assert found == pytest.approx(reference_sinks(model)[: len(found)], rel=1e-4)
 
 
 @pytest.mark.slow

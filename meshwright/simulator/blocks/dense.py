@@ -214,7 +214,8 @@ def _heads(shape: BlockShape, dims: LayerDims, kind: BlockKind) -> Heads:
     """Return what attention of a kind of layer is over."""
     model = shape.model
     seen = model.seen_tokens(kind, shape.seq_len)
-    return Heads(dims.heads, dims.tokens, seen, model.causal, model.dropout, model.attention_sinks)
+    sinks = dims.heads if model.attention_sinks else None
+    return Heads(dims.heads, dims.tokens, seen, model.causal, model.dropout, sinks)
 
 
 def _attention(

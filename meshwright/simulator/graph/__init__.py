@@ -3,11 +3,8 @@
 from meshwright.simulator.graph.attention import (
     Beside,
     Heads,
-    Rotary,
-    RotaryFormula,
     attended,
     flash,
-    rotary,
     scored,
 )
 from meshwright.simulator.graph.backward import Backward
@@ -63,6 +60,7 @@ from meshwright.simulator.graph.pointwise import (
     take,
     view,
 )
+from meshwright.simulator.graph.rotary import Rotary, RotaryFormula, rotary
 from meshwright.simulator.graph.tape import Phase, Step, Tape
 from meshwright.simulator.graph.tensors import (
     PARTIAL,

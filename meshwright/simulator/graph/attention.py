@@ -1,22 +1,27 @@
 """Attention in one kernel, and with its scores in memory."""
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.graph.block import Block
 from meshwright.simulator.graph.linear import Scratch, product
-from meshwright.simulator.graph.operators import FusedAttention, Gradient, Kind, Traffic, Work
+from meshwright.simulator.graph.operators import (
+    FusedAttention,
+    Gradient,
+    Kind,
+    Traffic,
+    Transfer,
+    Work,
+)
 from meshwright.simulator.graph.pointwise import (
     STATISTIC_BYTES,
     Reads,
     cast,
     copy,
-    cut,
     dropout,
-    handed_on,
     last_dim,
     pointwise,
     view,
@@ -34,7 +39,8 @@ class Heads(NamedTuple):
         seen: How many of them a query sees at most: fewer where there is a window.
         causal: Only earlier ones.
         drops: Probabilities are dropped.
-        sinks: Each head has a learned score that no value belongs to.
+        sinks: Heads of which each has a learned score that no value belongs to, those of all ranks
+            that swap tokens for heads; None where there is none.
         ranks: Context-parallel ranks that share the rows, and run as many steps.
         inner: Of them, neighbours that swap tokens for heads where the others are a ring.
     """
@@ -44,200 +50,9 @@ class Heads(NamedTuple):
     seen: int
     causal: bool
     drops: bool
-    sinks: bool = False
+    sinks: Dim | None = None
     ranks: Size = 1
     inner: int = 1
-
-
-class RotaryFormula(StrEnum):
-    """How transformers turns heads: whole (LLAMA), or cut in what is turned and what is not.
-
-    Of NEOX and GLM4 queries and keys are turned before either is put together, of PHI3 after; GLM4
-    turns neighbours, not halves.  What is put together has its heads before its tokens.  TABLE is
-    torchtitan's for Qwen3: whole, with cosines and sines that are cast from a table in fp32.
-    HALVES is of gpt-oss, which makes both halves of a head by themselves and puts them together,
-    COMPLEX of Llama 4 and, where nothing else is said, of torchtitan; LOOKED_UP of torchtitan 0.3,
-    whose layers each take these numbers from a table by the places of tokens in their documents.
-    """
-
-    LLAMA = "llama"
-    NEOX = "neox"
-    PHI3 = "phi3"
-    GLM4 = "glm4"
-    TABLE = "table"
-    HALVES = "halves"
-    COMPLEX = "complex"
-    LOOKED_UP = "looked up"
-
-
-class Rotary(NamedTuple):
-    """How far positions turn each head, 0 for all of it, and how where that is spelled out."""
-
-    width: int = 0
-    formula: RotaryFormula = RotaryFormula.LLAMA
-
-
-WHOLE_HEADS = Rotary()
-
-
-def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tensor]:
-    """Return queries and keys turned by their positions."""
-    lowering, formula = block.lowering, how.formula
-    angles = _angles(block, given[0], how)
-    if not lowering.is_eager:
-        turned = [
-            pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING, beside=angles)
-            for x in given
-        ]
-    elif lowering.is_local:
-        turned = [_beside_rest(block, x, how.width) for x in given]
-    elif formula is RotaryFormula.HALVES:
-        turned = [_half_by_half(block, x) for x in given]
-    elif formula is RotaryFormula.TABLE or (formula is RotaryFormula.LLAMA and lowering.spells_out):
-        turned = [_by_halves(block, x, *angles) for x in given]
-    elif formula in {RotaryFormula.LLAMA, RotaryFormula.COMPLEX, RotaryFormula.LOOKED_UP}:
-        is_looked_up = formula is RotaryFormula.LOOKED_UP
-        turned = _by_complex_numbers(block, given, looked_up=is_looked_up)
-    else:
-        turned = _by_parts(block, given, how)
-    block.hold(*given)
-    return turned
-
-
-def _angles(block: Block, x: Tensor, how: Rotary) -> tuple[Tensor, ...]:
-    """Return what each layer keeps of angles: copies of a table's in 16 bits, or nothing.
-
-    fully_shard casts a layer's arguments ahead of its checkpoint, which keeps them, and of what is
-    compiled (`cast_forward_inputs` of its MixedPrecisionPolicy, PyTorch 2.13).
-    """
-    if how.formula is not RotaryFormula.TABLE or x.width == STATISTIC_BYTES:
-        return ()
-    with block.outside():
-        return _repeated_angles(block, x, how)
-
-
-def _by_complex_numbers(
-    block: Block, given: Sequence[Tensor], *, looked_up: bool = False
-) -> list[Tensor]:
-    """Return products with complex numbers in fp32, as torchtitan writes them.
-
-    All of them live until both are cast back (torchtitan/models/llama3/model/model.py); backward
-    makes the conjugate numbers. Numbers that are *looked_up* are of each token, and are kept
-    (`ComplexRoPE` of torchtitan 0.3, models/common/rope.py).
-    """
-    places = given[0].dims[: -1 if looked_up else 1]
-    angles = Dim("angles", given[0].dims[-1].grain)
-    numbers = given[0].like("angles", dims=(*places, angles), at={}, width=STATISTIC_BYTES)
-    kept = (numbers,) if looked_up else ()
-    if kept:
-        block.add(given[:1], kept, [], Traffic(numbers.nbytes))
-    wide = [cast(block, x, f"{x.name} in fp32", STATISTIC_BYTES) for x in given]
-    turned = []
-    for x in wide:
-        slope, out = Gradient(x, kept, (Traffic(2 * x.nbytes),)), x.like(f"turned {x.name}")
-        scratch = ((), (numbers.like("conjugate"),))
-        turned.append(block.add([x, *kept], [out], [slope], Traffic(2 * x.nbytes), scratch=scratch))
-    narrow = [cast(block, x, f"rotated {x.name}", block.width) for x in turned]
-    block.hold(*kept, *wide, *turned)
-    return narrow
-
-
-def _by_parts(block: Block, given: Sequence[Tensor], how: Rotary) -> list[Tensor]:
-    """Return each of *given* with a part of each head turned, and the rest behind it."""
-    cuts = [_cut_heads(block, x, how.width) for x in given]
-    repeated = _repeated_angles(block, given[0], how) if how.formula is RotaryFormula.GLM4 else ()
-    if how.formula is RotaryFormula.PHI3:
-        return [_together(block, x, _by_halves(block, part), rest) for x, part, rest in cuts]
-    turned = [_by_halves(block, part, *repeated) for _, part, _ in cuts]
-    return [
-        _together(block, x, each, rest) for each, (x, _, rest) in zip(turned, cuts, strict=True)
-    ]
-
-
-def _beside_rest(block: Block, x: Tensor, width: int) -> Tensor:
-    """Return *x* turned as Megatron-Core does it, which cuts off what has no positions.
-
-    It does so where that is nothing, too: an empty view whose gradient is as large as *x*
-    (core/models/common/embeddings/rope_utils.py).
-    """
-    if 0 < width < int(x.dims[-1].grain):
-        _, part, rest = _cut_heads(block, x, width)
-    else:
-        part, rest = x, block.add([x], [x.like("rest", base=x.storage)], [Gradient(x)])
-    return _together(block, x, _by_halves(block, part), rest)
-
-
-def _repeated_angles(block: Block, x: Tensor, how: Rotary) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines that queries and keys share; those of GLM4 are of each sequence."""
-    width = STATISTIC_BYTES if block.lowering.casts else x.width
-    tokens = x.dims[:-1] if how.formula is RotaryFormula.GLM4 else x.dims[:1]
-    dims = (*tokens, Dim("angles", how.width))
-    cos, sin = (x.like(each, dims=dims, at={}, width=width) for each in ("cos", "sin"))
-    block.add([x], [cos, sin], [])
-    return cos, sin
-
-
-def _cut_heads(block: Block, x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    whole = x.dims[-1]
-    heads = whole.size // whole.grain
-    widths = width, whole.grain - width
-    parts = [Dim(whole.name, heads * each, each) for each in widths]
-    turned, rest = cut(block, x, *parts, by_slices=True)
-    return x, turned, rest
-
-
-def _together(block: Block, x: Tensor, turned: Tensor, rest: Tensor) -> Tensor:
-    both = [Gradient(each, hands_on=True, at=each.at) for each in (turned, rest)]
-    out = x.like(f"rotated {x.name}", width=turned.width)
-    return block.add([turned, rest], [out], both, block.traffic(x, x))
-
-
-def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
-    """Return ``x cos + (-second half, first half) sin``, perhaps of cosines that are kept.
-
-    Megatron-Core makes cosines and sines for each tensor; those of transformers are there before,
-    and in fp32 under autocast.
-    """
-    lowering, angles = block.lowering, (x.dims[0], Dim("angles", x.dims[-1].grain))
-    made = [x.like(f"{x.name} {each}", dims=angles, at={}) for each in ("cos", "sin")]
-    made = made if lowering.is_local else []
-    read = made or repeated
-    width = STATISTIC_BYTES if lowering.casts else x.width
-    wide, half = x.like("wide", width=width), x.like("half", width=x.width // 2)
-    product = (wide,) if width > x.width else ()
-    one, two = block.traffic(x, x), block.traffic(x, x, x)
-    slope = Gradient(x, tuple(read[:1]), (one,))
-    outputs = [wide.like("along"), *made]
-    along = block.add([x, *repeated[:1]], outputs, [slope], one, scratch=((), product))
-    scratch = ((half,), (half if lowering.is_local else x,))
-    turned = block.add([x], [x.like("turned")], [Gradient(x, (), (two,))], two, scratch=scratch)
-    slope = Gradient(turned, tuple(read[1:]), (one,))
-    inputs = [turned, *read[1:]]
-    across = block.add(inputs, [wide.like("across")], [slope], one, scratch=((), product))
-    return handed_on(block, [along, across], wide.like(f"rotated {x.name}"), two)
-
-
-def _half_by_half(block: Block, x: Tensor) -> Tensor:
-    """Return ``(a cos - b sin, b cos + a sin)`` of the halves a and b of each head, joined."""
-    whole, width = x.dims[-1], x.dims[-1].grain // 2
-    halves = [Dim(f"{each} half", whole.size // 2, width) for each in ("first", "second")]
-    first, second = cut(block, x, *halves)
-
-    def times(part: Tensor, name: str) -> Tensor:
-        return pointwise(block, f"{part.name} by {name}", part, reads=Reads.NOTHING)
-
-    def added(one: Tensor, other: Tensor, *, negates: bool) -> Tensor:
-        moved = block.traffic(one, one, other)
-        slopes = [
-            Gradient(one, hands_on=True),
-            Gradient(other, (), (block.traffic(other, other),) * negates, hands_on=not negates),
-        ]
-        return block.add([one, other], [one.like(f"turned {one.name}")], slopes, moved)
-
-    one = added(times(first, "cos"), times(second, "sin"), negates=True)
-    two = added(times(second, "cos"), times(first, "sin"), negates=False)
-    both = [Gradient(each, hands_on=True, at=each.at) for each in (one, two)]
-    return block.add([one, two], [x.like(f"rotated {x.name}")], both, block.traffic(x, x))
 
 
 def flash(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
@@ -290,16 +105,28 @@ def attended(
     ]
     work = FusedAttention(scores, wide + deep, heads.ranks), *beside.forward
     inputs = [query, *given]
-    if heads.sinks:
-        inputs.append(_sinks(block, heads))
-        gradients.append(Gradient(inputs[-1], read, at=inputs[-1].at))
+    if heads.sinks is not None:
+        sinks = _sinks(block, heads.sinks)
+        inputs.append(sinks)
+        gathers = _gathers_gradient(sinks) if heads.sinks is not heads.heads else ()
+        gradients.append(Gradient(sinks, read, gathers, at=sinks.at))
     return block.add(
         inputs, [out, rows], gradients, *work, kind=Kind.ATTENTION, scratch=beside.scratch
     )
 
 
-def _sinks(block: Block, heads: Heads) -> Tensor:
-    return block.weight("sinks", heads.heads, at={Axis.TP: heads.heads})
+def _sinks(block: Block, heads: Dim) -> Tensor:
+    return block.weight("sinks", heads, at={Axis.TP: heads})
+
+
+def _gathers_gradient(sinks: Tensor) -> tuple[Work, ...]:
+    """Return what gives each context-parallel rank, which has some heads, the gradient of all.
+
+    It is of fp32 (flash_attn_a2a_communicate_softmax_offset, pytorch/attention/
+    dot_product_attention/context_parallel.py of Transformer Engine 2.9).
+    """
+    of_all = sinks.like("gradient of sinks", width=STATISTIC_BYTES)
+    return (Transfer(CollectiveOp.ALL_GATHER, Axis.CP, of_all.nbytes),)
 
 
 def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
@@ -360,8 +187,8 @@ def _weights(block: Block, scores: Tensor, heads: Heads) -> Tensor:
     Causal masking skips half of the reads: softmax 1/2 read + 1 write; dropout reads the
     probabilities, writes them and a mask byte; backward 2 reads and 3 writes of half rows.
     """
-    if heads.sinks:
-        return _beside_sinks(block, scores, heads)
+    if heads.sinks is not None:
+        return _beside_sinks(block, scores, heads, heads.sinks)
     element = block.traffic(scores).nbytes
     forward = Traffic(element * (3 if heads.causal else 4) // 2)
     out = scores.like("probabilities")
@@ -375,7 +202,7 @@ def _weights(block: Block, scores: Tensor, heads: Heads) -> Tensor:
     return dropout(block, out, "attention dropout", dropped)
 
 
-def _beside_sinks(block: Block, scores: Tensor, heads: Heads) -> Tensor:
+def _beside_sinks(block: Block, scores: Tensor, heads: Heads, sinks: Dim) -> Tensor:
     """Return the softmax of scores and a sink each row, without the sinks, made in fp32.
 
     No kernel of its own knows sinks: scores are masked in place, and a column is put beside them
@@ -388,7 +215,7 @@ def _beside_sinks(block: Block, scores: Tensor, heads: Heads) -> Tensor:
     block.add([wide], [masked, mask], [Gradient(wide, (mask,), (once,))], once)
     columns = Dim("seen tokens and a sink", seen.size + 1)
     joined = wide.like("scores and sinks", dims=(batch, head, rows, columns))
-    sink = _sinks(block, heads)
+    sink = _sinks(block, sinks)
     slopes = [Gradient(masked, hands_on=True), Gradient(sink, at=sink.at)]
     joined = block.add([masked, sink], [joined], slopes, once)
     both = pointwise(block, "probabilities and sinks", joined, reads=Reads.OUTPUT)

@@ -3,12 +3,12 @@
 Ranks are numbered in the order of `Axis`, and nodes are filled in rank order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise, takewhile
 from math import gcd, prod
 from typing import NamedTuple
 
-from meshwright.hwprofiles import ContextParallel, StackProfile
+from meshwright.hwprofiles import ContextParallel, LayerFact, StackProfile
 from meshwright.simulator.layout.axes import Axis, ContextAxis, ExpertAxis, MeshAxis
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ParallelPlan
@@ -208,6 +208,23 @@ def context_way(plan: ParallelPlan, stack: StackProfile) -> ContextParallel | No
     if plan.cp_inner == plan.cp:
         return ContextParallel.ALL_TO_ALL
     return plan.cp_type or next(iter(stack.context_parallel), ContextParallel.RING)
+
+
+def lacks_of_way(way: ContextParallel, facts: Collection[LayerFact]) -> tuple[str, str] | None:
+    """Return which of *facts* the ranks cannot attend with that *way*, and why, if there is one.
+
+    With sinks Transformer Engine swaps tokens for heads alone.  Windows it has where tokens are
+    gathered, too, each half of the queries beside what it sees of them.
+    """
+    if way is ContextParallel.ALL_TO_ALL:
+        return None
+    if LayerFact.ATTENTION_SINKS in facts:
+        return "attention sinks", "Transformer Engine takes attention sinks with it alone"
+    if LayerFact.WINDOW not in facts:
+        return None
+    if way is ContextParallel.ALL_GATHER:
+        return "sliding windows", "windows among gathered tokens are not modelled"
+    return "sliding windows", "a ring has no sliding windows"
 
 
 def usual_inner(job: TrainingJob, tp: int, cp: int, node_size: int) -> int:

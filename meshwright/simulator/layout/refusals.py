@@ -11,7 +11,6 @@ from operator import eq, gt
 from meshwright.hwprofiles import (
     Attention,
     ContextParallel,
-    LayerFact,
     Offload,
     Precision,
     Recompute,
@@ -24,6 +23,7 @@ from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, TP_CP_INNER, Ax
 from meshwright.simulator.layout.fields import Condition, Gap, Number, PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.mesh import lacks_of_way
 from meshwright.simulator.layout.parts import (
     layer_refusal,
     module_gaps,
@@ -161,8 +161,8 @@ def _bias_gaps() -> Iterator[Gap]:
 def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Gap]:
     """Yield the plans with context parallelism that *stack* does not run.
 
-    Transformer Engine's ring knows no window, its swap of tokens for heads takes whole heads, and
-    none goes with attention whose scores lie in memory (attn_forward_func_with_cp).
+    Transformer Engine's swap of tokens for heads takes whole heads, and no way goes with attention
+    whose scores lie in memory (attn_forward_func_with_cp of 2.9).
     """
     split, types = Condition(Axis.CP, gt, 1), PLAN_FIELDS["cp_type"]
     kernels, modes = PLAN_FIELDS["attention"], PLAN_FIELDS["recompute"]
@@ -174,21 +174,24 @@ def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterat
     yield Gap(modes.name, reason, (split, by_operator), others)
     if model.latent is not None:
         yield Gap(Axis.CP, "cp > 1 with latent attention", (split,), (1,), model.name)
-    if model.attention_sinks:
-        yield Gap(Axis.CP, "cp > 1 with attention sinks", (split,), (1,), model.name)
-    has_windows = LayerFact.WINDOW in model.layer_facts(seq_len)
+    facts = model.layer_facts(seq_len)
     for each in stack.context_parallel:
         codes = [types.code(each), *([0] if each == stack.context_parallel[0] else [])]
+        lacks = lacks_of_way(each, facts)
         for has_type in (Condition(types.name, eq, code) for code in codes):
-            if has_windows and each is not ContextParallel.ALL_TO_ALL:
-                reason, allowed = f"cp_type={each} with sliding windows", ContextParallel.ALL_TO_ALL
-                yield Gap(types.name, reason, (split, has_type), (allowed,), model.name)
+            if lacks is not None:
+                fact, why = lacks
+                reason, allowed = f"cp_type={each} with {fact}", (ContextParallel.ALL_TO_ALL,)
+                yield Gap(types.name, reason, (split, has_type), allowed, model.name, why)
             elif each in SWAPS:
-                yield _heads_gap(each, (split, has_type), model)
+                is_only = lacks_of_way(ContextParallel.RING, facts) is not None
+                yield _heads_gap(each, (split, has_type), model, is_only=is_only)
 
 
-def _heads_gap(way: ContextParallel, has_way: tuple[Condition, ...], model: ModelSpec) -> Gap:
-    """Return the plans whose swap of tokens for heads would cut a head of the keys."""
+def _heads_gap(
+    way: ContextParallel, has_way: tuple[Condition, ...], model: ModelSpec, *, is_only: bool
+) -> Gap:
+    """Return the plans whose swap of tokens for heads, perhaps the *only* way, would cut a head."""
     ranks, heads = SWAPS[way], model.num_kv_heads
 
     def cuts(number: Number, heads: int) -> Number:
@@ -196,7 +199,7 @@ def _heads_gap(way: ContextParallel, has_way: tuple[Condition, ...], model: Mode
 
     said = ranks.replace("_", " x ", 1)
     reason = f"{said} that does not divide the {heads} key heads ({way})"
-    allowed = f"a divisor of {heads} for {said}", "another cp_type"
+    allowed = f"a divisor of {heads} for {said}", *(() if is_only else ("another cp_type",))
     conditions = (*has_way, Condition(ranks, cuts, heads))
     field = Axis.CP if ranks == TP_CP else "cp_inner"
     return Gap(field, reason, conditions, allowed, model.name)

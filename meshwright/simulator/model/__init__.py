@@ -52,6 +52,7 @@ from meshwright.simulator.model.spec import (
     parse_model,
     with_layers,
 )
+from meshwright.simulator.model.tensors import in_engine_order
 
 __all__ = [
     "COPY",
@@ -88,6 +89,7 @@ __all__ = [
     "cut_runs",
     "expert_parameters",
     "has_norm_apart",
+    "in_engine_order",
     "is_expert",
     "join_runs",
     "layer_flops",

@@ -1,7 +1,8 @@
 """The weight tensors of a transformer: of its ends, and of one layer of each kind."""
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import TypeAlias, TypeVar
 
 from meshwright.simulator.model.described import ParameterTensor
 from meshwright.simulator.model.kinds import (
@@ -24,6 +25,14 @@ HEADS_OWN = {
     *("mlm_dense", "mlm_norm", "output", "logits"),
 }
 ROUTED = "experts_"  # what the names of tensors begin with that hold a part of each expert
+
+# Modules of attention, and those of them that Megatron-Core makes first.
+_LATENT = {"query", *(f"{each}_{part}" for each in ("query", "kv") for part in ("down", "up"))}
+_LATENT |= {"query_latent_norm", "kv_latent_norm"}
+_ATTENTION = {"attention_norm", "qkv", "query_norm", "key_norm", *_LATENT}
+_FIRST = ("sinks", "attention_output")
+
+Held = TypeVar("Held")
 
 # Shapes by the names of tensors, each with the dim that is split over tp.
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], int | None]]
@@ -131,6 +140,32 @@ def _of_layer(
     ]
 
 
+def in_engine_order(weights: Iterable[Held], module_of: Callable[[Held], str]) -> list[Held]:
+    """Return *weights* of layers, or modules of such, as Megatron-Core's modules list them.
+
+    Its `Attention` makes its core and the output product before `SelfAttention` makes what reads
+    tokens (megatron/core/transformer/attention.py and multi_latent_attention.py, core 0.16).  The
+    norm before that is in the same module of Transformer Engine, but of latent attention apart.
+
+    Args:
+        weights: As layers run them.
+        module_of: The name of the module that has one of them.
+
+    >>> in_engine_order(["attention_norm", "qkv", "sinks", "attention_output", "mlp_norm"], str)
+    ['sinks', 'attention_output', 'attention_norm', 'qkv', 'mlp_norm']
+    """
+    ordered: list[Held] = []
+    known = _ATTENTION.union(_FIRST)
+    for is_attention, run in groupby(weights, key=lambda each: module_of(each) in known):
+        held = list(run)
+        if is_attention:
+            latent = any(module_of(each) in _LATENT for each in held)
+            places = (*(("attention_norm",) if latent else ()), *_FIRST)
+            held.sort(key=lambda each: (*places, module_of(each)).index(module_of(each)))
+        ordered += held
+    return ordered
+
+
 def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
     width, ffn_size = model.hidden_size, model.ffn_hidden_size
     in_size = 2 * ffn_size if model.gated_mlp else ffn_size
@@ -156,15 +191,14 @@ def _routed_tensors(model: ModelSpec) -> list[ParameterTensor]:
     parts = experts.num_parts
     shapes: Shapes = {
         "router.weight": ((num, width), None),
+        "router.bias": ((num,), None),
         f"{ROUTED}in.weight": ((num, parts * inner, width), 1),
+        f"{ROUTED}in.bias": ((num, parts * inner), 1),
         f"{ROUTED}out.weight": ((num, width, inner), 2),
+        f"{ROUTED}out.bias": ((num, width), None),
     }
-    if experts.bias:
-        shapes |= {
-            "router.bias": ((num,), None),
-            f"{ROUTED}in.bias": ((num, parts * inner), 1),
-            f"{ROUTED}out.bias": ((num, width), None),
-        }
+    if not experts.bias:
+        shapes = {name: facts for name, facts in shapes.items() if not name.endswith("bias")}
     if shared:
         shapes |= {
             "shared_in.weight": ((parts * shared, width), 0),

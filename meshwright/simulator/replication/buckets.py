@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Kernels, StackProfile, Units
@@ -21,6 +22,7 @@ from meshwright.simulator.model import (
     HEAD,
     BlockKind,
     ParameterTensor,
+    in_engine_order,
     is_expert,
     rank_tensors,
 )
@@ -167,15 +169,20 @@ def _arriving_sizes(shape: BlockShape, *, experts: bool) -> Mapping[BlockKind, l
     autocast the weight that is cast last, behind the bias, comes first.
     """
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
-    for _, module in reversed(_modules(shape)):
+    modules = _modules(shape)
+    if shape.stack.transformer_engine:
+        modules = in_engine_order(modules, itemgetter(0))
+    for _, module in reversed(modules):
         if shape.expert_parameters and is_expert(module[0]) is not experts:
             continue
         local = [prod(shape.local_shape(tensor)) for tensor in reversed(module)]
         if not shape.stack.megatron_layers:
             local = _separate(shape, module, local)
-        elif is_expert(module[0]):  # each expert has a weight of its own
+        elif is_expert(module[0]):
+            # Each expert has a weight of its own, and its bias behind it (GroupedLinear of
+            # Transformer Engine 2.9).
             num = shape.local_shape(module[0])[0]
-            local = [size // num for size in local for _ in range(num)]
+            local = [size // num for size in local] * num
         sizes[module[0].block] += local
     return sizes
 

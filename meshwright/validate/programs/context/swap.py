@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.validate.programs.context.group import ContextGroup
+from meshwright.validate.programs.context.group import ContextGroup, all_gather
 from meshwright.validate.programs.fused import AutogradFunction, Context
 
 
@@ -38,6 +38,27 @@ class _ToHeads(AutogradFunction):
         return _all_tokens(gradient, ctx.cp), None
 
 
+class _OwnHeads(AutogradFunction):
+    """The sinks of this rank's heads in fp32, of which each rank has the gradient for all tokens.
+
+    Transformer Engine gathers all heads' so that each rank has all of it, and Megatron-Core takes
+    its mean over ranks as if each had the part of its own tokens (`AttnFuncWithCPAndQKVOA2A` of
+    2.9): as often as there are ranks it is then counted.  Here it is divided by them.
+    """
+
+    @staticmethod
+    def forward(ctx: Context, sinks: Tensor, cp: ContextGroup) -> Tensor:
+        ctx.cp, ctx.dtype = cp, sinks.dtype
+        return sinks.chunk(cp.size)[cp.rank].float()
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
+        cp: ContextGroup = ctx.cp
+        of_all = gradient.new_empty(cp.size * len(gradient))
+        all_gather(of_all, gradient.contiguous(), cp.group)
+        return (of_all / cp.size).to(ctx.dtype), None
+
+
 def _all_tokens(own: Tensor, cp: ContextGroup) -> Tensor:
     """Swap heads for tokens: each rank gets its heads of everyone's tokens, put in order."""
     parts = own.unflatten(2, (cp.size, -1)).movedim(2, 0).contiguous()
@@ -57,14 +78,18 @@ def _all_heads(own: Tensor, cp: ContextGroup) -> Tensor:
 
 
 class SwappedCore(nn.Module):
-    """An attention core between two swaps."""
+    """An attention core between two swaps; the sinks of all heads, if it has some, are here."""
 
-    def __init__(self, core: nn.Module, cp: ContextGroup) -> None:
+    def __init__(
+        self, core: nn.Module, cp: ContextGroup, sinks: nn.Parameter | None = None
+    ) -> None:
         super().__init__()
-        self.core, self.cp = core, cp
+        self.core, self.cp, self.sinks = core, cp, sinks
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attention of the rank's tokens to all."""
         own = [_ToTokens.apply(each, self.cp) for each in (query, key, value)]
+        if self.sinks is not None:
+            own.append(_OwnHeads.apply(self.sinks, self.cp))
         out: Tensor = _ToHeads.apply(self.core(*own), self.cp)
         return out

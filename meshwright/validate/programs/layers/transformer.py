@@ -136,17 +136,20 @@ class AttentionCore(nn.Module):
         self.flash = options.attention is Attention.FLASH
         self.dropout = 0.0 if self.flash else options.dropout
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return ``[.., .., heads, width]`` laid out as *query*."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Return ``[.., .., heads, width]`` laid out as *query*, beside its *sinks* if given."""
+        sinks = self.sinks if sinks is None else sinks
         if self.flash:
             window = self.window if self.window < key.shape[self.seq_dim] else 0
-            sinks = () if self.sinks is None else (self.sinks,)
+            given = (query, key, value, *(() if sinks is None else (sinks,)))
             scores = Scores(self.causal, window, self.softcap)
-            out: Tensor = FusedAttention.apply(self.seq_dim, scores, query, key, value, *sinks)
+            out: Tensor = FusedAttention.apply(self.seq_dim, scores, *given)
             return out
         heads = query.shape[2]
         q, k, v = (self._batched(_repeat(each, heads)) for each in (query, key, value))
-        weights = self._weights(q, k) if self.sinks is None else self._beside(self.sinks, q, k)
+        weights = self._weights(q, k) if sinks is None else self._beside(sinks, q, k)
         if self.dropout and self.training:
             weights = torch.native_dropout(weights, self.dropout, train=True)[0]
         return self._unbatched(torch.bmm(weights, v), query.shape)

@@ -36,24 +36,47 @@ ROUTE_SCALE = 1.0  # of sigmoid scores: a kernel, whatever the number
 
 
 class GroupedLinear(nn.Module):
-    """Linear layers of a rank's experts, each with a weight of its own, and perhaps a bias."""
+    """Linear layers of a rank's experts: each has its weight, and perhaps a bias behind it.
+
+    Args:
+        num_experts: Of the rank.
+        inputs: Width of rows.
+        outputs: Width of what is made of them.
+        sink: Where weight gradients go.
+        bias: Whether there are biases.
+        adds: Whether they are added here.
+    """
 
     def __init__(
-        self, num_experts: int, inputs: int, outputs: int, sink: GradientSink, *, bias: bool = False
+        self,
+        num_experts: int,
+        inputs: int,
+        outputs: int,
+        sink: GradientSink,
+        *,
+        bias: bool,
+        adds: bool = True,
     ) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.empty(outputs, inputs) for _ in range(num_experts))
-        self.biases = _biases(num_experts * bias, outputs)
-        self.sink = sink
+        self.num_experts, self.has_biases, self.adds, self.sink = num_experts, bias, adds, sink
+        for index in range(num_experts):
+            self.register_parameter(f"weight{index}", nn.Parameter(torch.empty(outputs, inputs)))
+            if bias:
+                self.register_parameter(f"bias{index}", nn.Parameter(torch.empty(outputs)))
 
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """Return the outputs of rows in the order of experts, so many of each."""
-        out: Tensor = GroupedProduct.apply(rows, sizes, self.sink, *self.weights, *self.biases)
+        added = self.biases if self.adds else []
+        out: Tensor = GroupedProduct.apply(rows, sizes, self.sink, *self._all("weight"), *added)
         return out
 
+    @property
+    def biases(self) -> list[nn.Parameter]:
+        """Those of all experts, if these have some."""
+        return self._all("bias") if self.has_biases else []
 
-def _biases(num: int, outputs: int) -> nn.ParameterList:
-    return nn.ParameterList(torch.empty(outputs) for _ in range(num))
+    def _all(self, name: str) -> list[nn.Parameter]:
+        return [self.get_parameter(f"{name}{index}") for index in range(self.num_experts)]
 
 
 class MegatronExperts(nn.Module):
@@ -87,8 +110,7 @@ class MegatronExperts(nn.Module):
         bias, first = experts.bias, experts.num_parts * inner
         self.router = ColumnLinear(hidden_size, experts.num_experts, ALONE, sink, bias=bias)
         self.grouped_in = GroupedLinear(num, hidden_size, first, own, bias=bias)
-        self.grouped_out = GroupedLinear(num, inner, hidden_size, own)
-        self.out_biases = _biases(num * bias, hidden_size)
+        self.grouped_out = GroupedLinear(num, inner, hidden_size, own, bias=bias, adds=False)
         self.shared = shared
         self.balance = RoutingBias(experts.num_experts) if experts.routing_bias else None
 
@@ -171,7 +193,7 @@ class MegatronExperts(nn.Module):
         if not self.facts.bias:
             return outputs
         shares = weights.unsqueeze(-1).split(sizes)
-        parts = zip(outputs.split(sizes), self.out_biases, shares, strict=True)
+        parts = zip(outputs.split(sizes), self.grouped_out.biases, shares, strict=True)
         return torch.cat([own + bias * share for own, bias, share in parts])
 
     def _opened(self, inner: Tensor, weights: Tensor) -> Tensor:

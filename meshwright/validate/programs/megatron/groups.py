@@ -14,7 +14,7 @@ from meshwright.validate.programs.experts import ExpertGroup
 from meshwright.validate.programs.megatron.buffers import DataParallelGroup
 from meshwright.validate.programs.megatron.messages import Neighbours
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
-from meshwright.validate.ranks import context_groups
+from meshwright.validate.ranks import batch_ranks, context_groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,8 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     names[own[0], own[-1]] = "pp"
     for name, group in (expert_groups | groups).items():
         names[tuple(dist.get_process_group_ranks(group))] = name
-    if plan.cp > 1:  # replicas that only share sequences are those of cp
+    if plan.cp > 1:  # replicas that share no sequences, and that only share them
+        names[batch_ranks(plan, rank)] = Axis.DP
         names[Mesh.of(plan).group(rank, Axis.CP)] = Axis.CP
     return MegatronGroups(
         tp=TensorParallelGroup(groups["tp"], tp_rank, plan.tp, plan.sequence_parallel),

@@ -228,7 +228,8 @@ class MegatronParts:
         if self.cp is None or self.cp.way is None:
             return core
         if self.cp.way is ContextParallel.ALL_TO_ALL:
-            return SwappedCore(core, self.cp)
+            sinks, core.sinks = core.sinks, None  # of all heads: a core has some of them
+            return SwappedCore(core, self.cp, sinks)
         if self.cp.way is ContextParallel.RING_OF_SWAPS:
             inner, outer = self.cp.levels
             return SwappedCore(RingCore(outer), inner)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import gradient_bytes, rank_stages
-from meshwright.simulator.model import shares_table
+from meshwright.simulator.model import in_engine_order, shares_table
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import move_biases, refuse_routing
@@ -280,11 +280,14 @@ def _stage_buffers(
     """Return the buffers of a virtual stage, and of experts that other ranks hold than these."""
     plan, model = request.plan, request.job.transformer
     shards = plan.zero_stage > 0 and plan.dp_cp > 1
-    of_experts: list[nn.Parameter] = []
-    if groups.edp is not None:
-        known = weight_parts(stage, model, request.vocab_size, groups.experts)
-        of_experts = [part.parameter for part in known if part.expert is not None]
-    apart = set(of_experts)
+    known = list(weight_parts(stage, model, request.vocab_size, groups.experts))
+    if stack.transformer_engine:
+        known = in_engine_order(known, lambda part: part.whole.name.partition(".")[0])
+    are_apart = groups.edp is not None
+    of_experts, others = (
+        [part.parameter for part in known if (are_apart and part.expert is not None) is wanted]
+        for wanted in (True, False)
+    )
     has_embedding = stage.embedding is not None
 
     def buffers_of(
@@ -300,7 +303,6 @@ def _stage_buffers(
         )
 
     far = _tied_table([stage], request) if shards else None
-    others = [each for each in stage.parameters() if each not in apart]
     if stage.predictions is not None:  # a GPTModel has its table ahead of all
         others = list(dict.fromkeys([*_tables(stage, request), *others]))
     buffers = [buffers_of(others, groups.dp, far)]

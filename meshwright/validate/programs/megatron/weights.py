@@ -1,6 +1,7 @@
 """Which weight of the model each parameter of a Megatron stage is a part of."""
 
 import re
+import string
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,10 +26,7 @@ _PLACES = (
     (r"mlp\.expand\.", "mlp_in."),
     (r"mlp\.contract\.", "mlp_out."),
     (r"mlp\.router\.", "router."),
-    (r"mlp\.grouped_in\.weights\.\d+", "experts_in.weight"),
-    (r"mlp\.grouped_out\.weights\.\d+", "experts_out.weight"),
-    (r"mlp\.grouped_in\.biases\.\d+", "experts_in.bias"),
-    (r"mlp\.out_biases\.\d+", "experts_out.bias"),
+    (r"mlp\.grouped_(in|out)\.(weight|bias)\d+", r"experts_\1.\2"),
     (r"mlp\.shared\.expand\.", "shared_in."),
     (r"mlp\.shared\.contract\.", "shared_out."),
     (r"(head\.)?norm\.", "final_norm."),
@@ -72,7 +70,8 @@ def weight_parts(
             name = "word_embedding.weight"
         expert = None
         if is_expert(known[name]):
-            expert = experts.own(known[name].shape[0])[int(path.rpartition(".")[2])]
+            number = int(path[len(path.rstrip(string.digits)) :])
+            expert = experts.own(known[name].shape[0])[number]
         yield WeightPart(parameter, known[name], prefix + name, expert)
 
 
