@@ -74,8 +74,8 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     names[own[0], own[-1]] = "pp"
     for name, group in (expert_groups | groups).items():
         names[tuple(dist.get_process_group_ranks(group))] = name
-    if plan.cp > 1:  # replicas that only share sequences are those of cp
-        names[Mesh.of(plan).group(rank, Axis.CP)] = Axis.CP
+    if plan.cp > 1:  # of one axis alone, which may also be those with the same experts
+        names |= {Mesh.of(plan).group(rank, axis): axis for axis in (Axis.DP, Axis.CP)}
     return MegatronGroups(
         tp=TensorParallelGroup(groups["tp"], tp_rank, plan.tp, plan.sequence_parallel),
         cp=_context_group(request, groups, dp_rank % plan.cp),
