@@ -111,8 +111,7 @@ class StackProfile(StackTraits):
     gradient to the owner.
 
     ``context_parallel`` lists how ranks that have parts of the same sequences may attend to them,
-    the stack's habit first; none where it does not divide sequences.  ``latent_context_parallel``
-    lists which of them take heads whose keys are wider than values.  ``recompute_modules`` lists
+    the stack's habit first; none where it does not divide sequences.  ``recompute_modules`` lists
     the parts of a layer that selective recomputation may run again; none but the attention core.
     ``recompute_methods`` lists how full recomputation may choose layers of a stage; none where it
     runs all of them again, one by one.
@@ -160,9 +159,6 @@ class StackProfile(StackTraits):
     tensor_parallel: Flag = True
     pipeline_parallel: Flag = True
     context_parallel: tuple[ContextParallel, ...] = Field(default=(), exclude_if=operator.not_)
-    latent_context_parallel: tuple[ContextParallel, ...] = Field(
-        default=(), exclude_if=operator.not_
-    )
     expert_parallel: Flag = Field(default=False, exclude_if=operator.not_)
     dispatchers: tuple[Dispatcher, ...] = Field(default=(), exclude_if=operator.not_)
     grouped_experts: Flag = Field(default=True, exclude_if=operator.truth)
@@ -231,9 +227,7 @@ class StackProfile(StackTraits):
     def _check_defaults(self) -> Self:
         for field in LISTS:
             _check_distinct(field, getattr(self, field))
-        for way in self.latent_context_parallel:
-            known = "context_parallel", self.context_parallel
-            _check_member("latent_context_parallel", way, *known)
+        _check_context(self)
         _check_recompute(self)
         _check_gradients(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
@@ -259,6 +253,12 @@ def _check_recipes(stack: StackProfile) -> None:
                 f"{name}: does not go with precisions {_listed(stack.precisions)}; "
                 f"allowed: a table [{name}] exactly where precisions lists {name}"
             )
+
+
+def _check_context(stack: StackProfile) -> None:
+    for way in stack.latent_context_parallel:
+        known = stack.context_parallel
+        _check_member("latent_context_parallel", way, "context_parallel", known)
 
 
 def _check_recompute(stack: StackProfile) -> None:
