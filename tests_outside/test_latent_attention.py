@@ -1,17 +1,20 @@
 """Megatron-Core's own latent attention on one of a few ranks, against the graph's: every byte.
 
 `MLASelfAttention` of megatron/core/transformer/multi_latent_attention.py (core 0.16) stands there
-whole, with tensor ranks and with up-projections that run again.  What of it needs a GPU are its
-parts: of Transformer Engine the products that all ranks have whole, attention and norms, here
-PyTorch's; and the kernel that turns heads, here one that keeps nothing.
+whole, with tensor ranks, with context-parallel ranks in the groups that Megatron-Core makes, and
+with up-projections or attention that run again.  What of it needs a GPU are its parts: of
+Transformer Engine the products that all ranks have whole, norms and attention, whose loops over
+ranks are those of our programs; and the kernel that turns heads, here one that keeps nothing.
 """
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from block_graph import as_measured
 from block_witness import Given, Measured, count_pass
 from torch import Tensor, nn
@@ -20,15 +23,29 @@ from witnesses import megatron_job
 from witnesses.boundary import modules_converted, values_answered
 from witnesses.expert_layers import LATENT, NUM_SEQUENCES, TOKENS
 
-from meshwright.hwprofiles import Attention, Precision, Recompute, RecomputeModule, load_stack
+from meshwright.hwprofiles import (
+    Attention,
+    ContextParallel,
+    Precision,
+    Recompute,
+    RecomputeModule,
+    load_stack,
+)
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.dense import Columns, LayerDims, _latent
 from meshwright.simulator.blocks.kinds import lowering_of
-from meshwright.simulator.graph import Backward, Block, Repetition, Tape, WeightGradients
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.graph import Backward, Block, Phase, Repetition, Tape, WeightGradients
+from meshwright.simulator.graph import FusedAttention as FlashWork
+from meshwright.simulator.layout import Axis, ContextAxis, Mesh
 from meshwright.simulator.model import EXPERT_LAYER
 from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.programs.context import (
+    ContextGroup,
+    GatheredCore,
+    RingCore,
+    SwappedCore,
+)
 from meshwright.validate.programs.fused import (
     AutogradFunction,
     Context,
@@ -49,13 +66,19 @@ from megatron.core.tensor_parallel import (  # isort: skip
 )
 from megatron.core.transformer import multi_latent_attention  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
 
-UP = RecomputeModule.MLA_UP_PROJ
+UP, CORE = RecomputeModule.MLA_UP_PROJ, RecomputeModule.CORE_ATTN
+RING = ContextParallel.RING
+WIDER = LATENT.model_copy(
+    update={"latent": LATENT.latent.model_copy(update={"plain_head_dim": 40})}  # than values
+)
 STRAIGHT = LATENT.model_copy(
     update={"latent": LATENT.latent.model_copy(update={"query_rank": 0})}  # no latent of queries
 )
 ANGLE_BYTES = 4
+MASK_BYTES = 4  # a tensor that tells attention which runs again what kind of mask it has
 
 
 class Whole(nn.Linear):
@@ -78,11 +101,36 @@ class Norm(nn.Module):
 
 
 class Core(nn.Module):
-    def __init__(self, **_: object) -> None:
+    """Attention of one rank's tokens, or of those that several share as *way* says."""
+
+    def __init__(self, way: ContextParallel | None = None, **_: object) -> None:
         super().__init__()
+        self.over = over_ranks(way) if way else None
 
     def forward(self, *given: Tensor, **_: object) -> Tensor:
+        if self.over is not None:
+            return self.over(*given[:3]).flatten(2)
         return FusedAttention.apply(0, Scores(causal=True), *given[:3]).flatten(2)
+
+
+class Flash(nn.Module):
+    def forward(self, *given: Tensor) -> Tensor:
+        return FusedAttention.apply(0, Scores(causal=True), *given)
+
+
+def over_ranks(way: ContextParallel) -> nn.Module:
+    """Return attention over the context-parallel ranks that Megatron-Core has made."""
+    if way is ContextParallel.RING_OF_SWAPS:
+        levels = parallel_state.get_hierarchical_context_parallel_groups()
+        inner, outer = (ranks_of(group) for group in levels)
+        return SwappedCore(RingCore(outer), inner)
+    over = ranks_of(parallel_state.get_context_parallel_group())
+    cores = {ContextParallel.RING: RingCore, ContextParallel.ALL_GATHER: GatheredCore}
+    return cores[way](over) if way in cores else SwappedCore(Flash(), over)
+
+
+def ranks_of(group: dist.ProcessGroup) -> ContextGroup:
+    return ContextGroup(group, group.rank(), group.size(), num_tokens=TOKENS)
 
 
 class Turned(AutogradFunction):
@@ -97,12 +145,18 @@ class Turned(AutogradFunction):
         return gradient.new_empty(gradient.shape)
 
 
-def megatrons(model: ModelSpec, tp: int, modules: list[str]) -> nn.Module:
-    """Return Megatron-Core's layer on one of *tp* ranks, of which *modules* run again."""
-    latent = model.latent
+def megatrons(model: ModelSpec, plan: ParallelPlan) -> nn.Module:
+    """Return Megatron-Core's layer on a rank of *plan*."""
+    latent, modules = model.latent, [str(each) for each in plan.recompute_modules]
     assert latent is not None
+    levels = [plan.cp_inner, plan.cp // plan.cp_inner] if plan.cp_inner else None
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        plan.tp,
+        context_parallel_size=plan.cp,
+        hierarchical_context_parallel_sizes=levels,
+        create_gloo_process_groups=False,
+    )
     config = MLATransformerConfig(
         num_layers=1,
         hidden_size=model.hidden_size,
@@ -117,8 +171,10 @@ def megatrons(model: ModelSpec, tp: int, modules: list[str]) -> nn.Module:
         add_bias_linear=False,
         bf16=True,
         params_dtype=torch.bfloat16,
-        tensor_model_parallel_size=tp,
-        sequence_parallel=tp > 1,
+        tensor_model_parallel_size=plan.tp,
+        sequence_parallel=plan.tp > 1,
+        context_parallel_size=plan.cp,
+        hierarchical_context_parallel_sizes=levels,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         recompute_granularity="selective" if modules else None,
@@ -130,7 +186,7 @@ def megatrons(model: ModelSpec, tp: int, modules: list[str]) -> nn.Module:
         linear_q_up_proj=ColumnParallelLinear,
         linear_kv_down_proj=Whole,
         linear_kv_up_proj=ColumnParallelLinear,
-        core_attention=Core,
+        core_attention=ModuleSpec(Core, params={"way": plan.cp_type}),
         linear_proj=RowParallelLinear,
         q_layernorm=Norm,
         kv_layernorm=Norm,
@@ -138,11 +194,15 @@ def megatrons(model: ModelSpec, tp: int, modules: list[str]) -> nn.Module:
     return multi_latent_attention.MLASelfAttention(config, parts, 1, AttnMaskType.causal)
 
 
-def counted(model: ModelSpec, tp: int, *, again: bool) -> Measured:
-    """Return what it does with tokens, but for the table of angles, which it makes once."""
+def counted(model: ModelSpec, plan: ParallelPlan) -> Measured:
+    """Return what its last rank does, but for the table of angles, which it makes once."""
+    mesh, rank = Mesh.of(plan), plan.world_size - 1
+    # Of a ring without swaps both names of its ranks are there: the last one counts.
+    axes = [axis for axis in (*ContextAxis, Axis.TP, Axis.CP) if mesh.degree(axis) > 1]
+    names = {mesh.group(rank, axis): str(axis) for axis in axes}
     fresh = SimpleNamespace(get_tensor=lambda shape, dtype, _: torch.empty(shape, dtype=dtype))
     with (
-        fake_cluster(0, tp),
+        fake_cluster(rank, plan.world_size),
         values_answered(),
         modules_converted(),
         megatron_job.answers(),
@@ -153,38 +213,67 @@ def counted(model: ModelSpec, tp: int, *, again: bool) -> Measured:
         patch.object(layers, "get_global_memory_buffer", lambda: fresh),
     ):
         with default_dtype(torch.bfloat16):
-            layer = megatrons(model, tp, [str(UP)] if again else [])
-        given = Given((TOKENS // tp, NUM_SEQUENCES, model.hidden_size))
-        found = count_pass(lambda x: layer(x, None)[0], [given], RankOracle({(0, 1): "tp"}))
-    table = ANGLE_BYTES * TOKENS * model.latent.rotary_head_dim
+            layer = megatrons(model, plan)
+        given = Given((TOKENS // plan.world_size, NUM_SEQUENCES, model.hidden_size))
+        found = count_pass(lambda x: layer(x, None)[0], [given], RankOracle(names))
+    table = ANGLE_BYTES * TOKENS // plan.cp * model.latent.rotary_head_dim
     names = "saved_bytes", "forward_peak_bytes", "backward_peak_bytes", "left_bytes"
     return replace(found, **{name: getattr(found, name) - table for name in names})
 
 
-def derived(model: ModelSpec, tp: int, *, again: bool) -> Measured:
+def plan_of(tp: int = 1, *modules: RecomputeModule, **fields: Any) -> ParallelPlan:
+    """Return a plan whose *modules* run again."""
+    if modules:
+        fields |= {"recompute": Recompute.SELECTIVE, "recompute_modules": modules}
+    return ParallelPlan(
+        tp=tp,
+        sequence_parallel=tp > 1,
+        microbatch_size=NUM_SEQUENCES,
+        stages=(LATENT.num_layers,),
+        attention=Attention.FLASH,
+        **fields,
+    )
+
+
+def derived(model: ModelSpec, plan: ParallelPlan) -> Measured:
     """Return what the graph says of it."""
     job = TrainingJob(
         model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS, precision=Precision.BF16
     )
-    plan = ParallelPlan(
-        tp=tp,
-        sequence_parallel=tp > 1,
-        microbatch_size=NUM_SEQUENCES,
-        stages=(model.num_layers,),
-        attention=Attention.FLASH,
-    )
     shape = BlockShape.of(job, plan, load_stack("megatron-core"))
     kept = replace(lowering_of(shape), weight_gradients=WeightGradients.KEPT)
-    block = Block({Axis.TP: tp} if tp > 1 else {}, kept, shape.element_bytes)
-    dims = LayerDims.of(shape, Columns(tp=tp, cp=1, microbatch_size=NUM_SEQUENCES))
+    mesh = Mesh.of(plan)
+    ranks = {axis: mesh.degree(axis) for axis in (Axis.TP, Axis.CP, *ContextAxis)}
+    block = Block({axis: n for axis, n in ranks.items() if n > 1}, kept, shape.element_bytes)
+    dims = LayerDims.of(shape, Columns(tp=plan.tp, cp=plan.cp, microbatch_size=NUM_SEQUENCES))
     x = dims.stream(block, shape)
     _latent(block, x, shape, dims, EXPERT_LAYER)
-    parts = frozenset({UP}) if again else frozenset()
-    tape = Tape(block, Repetition(parts, held=parts))
+    parts = frozenset(plan.recompute_modules)
+    tape = Tape(block, Repetition(parts, held=parts & {UP}))
     tape.run_forward(x)
     backward = Backward(tape, WeightGradients.KEPT)
     backward.run()
-    return as_measured(backward)
+    found = as_measured(backward)
+    if plan.cp == 1:
+        return found
+    forward, again = (hidden_flops(tape, plan, is_first=first) for first in (True, False))
+    return replace(
+        found,
+        forward_flops=found.forward_flops - forward,
+        backward_flops=found.backward_flops - again,
+    )
+
+
+def hidden_flops(tape: Tape, plan: ParallelPlan, *, is_first: bool) -> int:
+    """Return the FLOPs of attention that a program of several steps does not count.
+
+    Of all steps of a ring the first alone has a mask, and counts the square that it hides half of;
+    of gathered tokens each half of a rank's own has one.
+    """
+    masked = 2 if plan.cp_type is ContextParallel.ALL_GATHER else 1
+    works = [step.work for step in tape.steps if (step.phase is Phase.FORWARD) is is_first]
+    calls = [each for each in works if isinstance(each, FlashWork)]
+    return sum((each.flops - each.flops // (each.ranks * masked)) // 2 for each in calls)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "mla_up_proj"])
@@ -193,7 +282,33 @@ def derived(model: ModelSpec, tp: int, *, again: bool) -> Measured:
 def test_latent_attention_of_megatron_core_is_byte_exact(
     model: ModelSpec, tp: int, *, again: bool
 ) -> None:
-    assert derived(model, tp, again=again) == counted(model, tp, again=again)
+    plan = plan_of(tp, *([UP] if again else []))
+    assert derived(model, plan) == counted(model, plan)
+
+
+OVER_RANKS = {
+    "ring of 2": plan_of(cp=2, cp_type=RING),
+    "ring of 4, up-projections again": plan_of(2, UP, cp=4, cp_type=RING),
+    "ring of 2, attention again": plan_of(2, CORE, cp=2, cp_type=RING),
+    "ring of swaps": plan_of(cp=4, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=2),
+    "ring of swaps, all again": plan_of(
+        2, UP, CORE, cp=4, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=2
+    ),
+    # Which Transformer Engine takes with such heads from 2.15 on.
+    "gather": plan_of(2, UP, cp=2, cp_type=ContextParallel.ALL_GATHER),
+    "swap": plan_of(2, UP, cp=2, cp_type=ContextParallel.ALL_TO_ALL),
+}
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_latent_attention_of_ranks_that_share_sequences_is_byte_exact(name: str) -> None:
+    """But for peaks, which are those of the loops over ranks, and no part of Megatron-Core."""
+    plan, none = OVER_RANKS[name], {"forward_peak_bytes": 0, "backward_peak_bytes": 0}
+    found = counted(WIDER, plan)
+    told = MASK_BYTES * (CORE in plan.recompute_modules)
+    assert replace(derived(WIDER, plan), **none) == replace(
+        found, **none, saved_bytes=found.saved_bytes - told
+    )
 
 
 def by_halves(weight: Tensor, heads: int, turned: int) -> Tensor:

@@ -50,6 +50,7 @@ LISTS = (
     "recompute_modules",
     "recompute_methods",
     "context_parallel",
+    "latent_context_parallel",
     "dispatchers",
     "expert_overlaps",
     "moment_precisions",
@@ -226,6 +227,7 @@ class StackProfile(StackTraits):
     def _check_defaults(self) -> Self:
         for field in LISTS:
             _check_distinct(field, getattr(self, field))
+        _check_context(self)
         _check_recompute(self)
         _check_gradients(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
@@ -251,6 +253,12 @@ def _check_recipes(stack: StackProfile) -> None:
                 f"{name}: does not go with precisions {_listed(stack.precisions)}; "
                 f"allowed: a table [{name}] exactly where precisions lists {name}"
             )
+
+
+def _check_context(stack: StackProfile) -> None:
+    for way in stack.latent_context_parallel:
+        known = stack.context_parallel
+        _check_member("latent_context_parallel", way, "context_parallel", known)
 
 
 def _check_recompute(stack: StackProfile) -> None:

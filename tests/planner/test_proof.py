@@ -470,7 +470,13 @@ CASES = {
         8,
         16,
         limits=SpaceLimits(
-            max_microbatch_size=1, max_pp=2, recompute=(Recompute.NONE,), gradient_precision=(None,)
+            max_microbatch_size=1,
+            max_pp=2,
+            max_tp=2,
+            cp=(1, 4),
+            cp_type=(ContextParallel.RING_OF_SWAPS, None),
+            recompute=(Recompute.NONE,),
+            gradient_precision=(None,),
         ),
     ),
     "layers of four kinds": Case(

@@ -33,11 +33,11 @@ from meshwright.simulator.costs.spans import GroupSpans
 from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
 from meshwright.simulator.graph import Kind
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh
-from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER
+from meshwright.simulator.model import EMBEDDING, EXPERT_LAYER, HEAD, TRANSFORMER_LAYER
 from meshwright.simulator.step import build_step
 
 CORE, TITAN = load_stack("megatron-core"), load_stack("torchtitan")
-LLAMA = load_model("llama3-8b")
+LLAMA, DEEPSEEK = load_model("llama3-8b"), load_model("deepseek-v3")
 RING, GATHER, SWAP, NESTED = ContextParallel
 TOKENS = 32_768
 NESTED_BY_TWO = {"cp_type": NESTED, "cp_inner": 2}
@@ -131,6 +131,20 @@ def test_what_travels_is_what_transformer_engine_sends(cp: int, tp: int) -> None
     if SWAP in found:
         expected = Counter([("all_to_all", queries)] * 2 + [("all_to_all", keys)] * 2)
         assert calls(found[SWAP].forward) == calls(found[SWAP].backward) == expected
+
+
+@given(cp=st.sampled_from([2, 4, 8]), inner=st.sampled_from([1, 2]))
+def test_what_is_made_of_latents_travels_as_wide_as_it_is(cp: int, inner: int) -> None:
+    """Keys one behind the other with values (AttnFuncWithCPAndKVP2P): 192 and 128 a head."""
+    outer, job = cp // inner, job_of(model=DEEPSEEK)
+    plan = plan_of(cp, NESTED, cp_inner=inner)
+    operators = BlockTable().operators(BlockShape.of(job, plan, CORE), EXPERT_LAYER)
+    key, value = (2 * TOKENS // cp * 128 * width for width in (192, 128))
+    swaps = [("all_to_all", size) for size in (key, key, value, value)] if inner > 1 else []
+    around = [("p2p", key + value)] * (outer - 1)
+    back = [("p2p", key + value)] * 2 + [("p2p", 2 * (key + value))] * (outer - 2)
+    assert calls(operators.forward) == Counter(swaps + around)
+    assert calls(operators.backward) == Counter(swaps + (back if outer > 1 else []))
 
 
 @given(cp=st.sampled_from([4, 8, 16]), inner=st.sampled_from([1, 2, 4, 8]))
@@ -304,7 +318,9 @@ def test_every_rank_runs_like_its_representative(cp_type: ContextParallel) -> No
             "cp_inner=16 is not offered by stack megatron-core for llama3-8b; allowed: a divisor",
         ),
         ("llama3-8b", "megatron-core", {"attention": Attention.UNFUSED}, "allowed: flash"),
-        ("deepseek-v3", "megatron-core", {}, "megatron-core for deepseek-v3; allowed: 1"),
+        ("deepseek-v3", "megatron-core-2024", {}, "2024 for deepseek-v3; allowed: 1"),
+        ("deepseek-v3", "megatron-core", {"cp_type": SWAP}, "allowed: ring, ring+all-to-all"),
+        ("deepseek-v3", "megatron-core", NESTED_BY_TWO, "allowed: a smaller divisor of cp"),
         ("mistral-7b", "megatron-core", {}, "for mistral-7b; allowed: all-to-all"),
         ("llama3-8b", "megatron-core", {"cp": 16, "cp_type": SWAP}, "a divisor of 8 for tp x cp"),
     ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from block_modules import BATCH, GROUPS, HEAD, HEADS, TOKENS, WIDE, WIDTH, WORDS
 from block_witness import Measured
 
-from meshwright.hwprofiles import LossKernel
+from meshwright.hwprofiles import CollectiveOp, LossKernel
 from meshwright.simulator.blocks.kinds import Ending, walk
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape
@@ -16,6 +16,7 @@ from meshwright.simulator.graph import (
     Block,
     Convolution,
     Dim,
+    Exchange,
     FusedAttention,
     Heads,
     Linear,
@@ -110,10 +111,12 @@ def _flops(tape: Tape, phases: set[Phase]) -> int:
 
 def _calls(tape: Tape, phases: set[Phase]) -> tuple[CollectiveCount, ...]:
     mesh, calls = tape.block.mesh, Counter[tuple[str, str, int, int]]()
-    for each in tape.steps:
-        if isinstance(each.work, Transfer) and each.phase in phases:
-            op, axis, size = each.work
-            calls[str(axis), str(op), mesh[axis], size] += 1
+    for each in (step.work for step in tape.steps if step.phase in phases):
+        if isinstance(each, Transfer):
+            calls[str(each.axis), str(each.op), mesh[each.axis], each.nbytes] += 1
+        if isinstance(each, Exchange) and each.op is CollectiveOp.P2P and each.steps:
+            for way in ("send", "recv"):  # to the next rank, and from the one before
+                calls[str(each.axis), way, 2, each.nbytes] += each.steps
     return tuple(sorted(CollectiveCount(*call, num_calls=n) for call, n in calls.items()))
 
 

@@ -202,9 +202,9 @@ CASES = {
     "titan experts cp": saved(MIXTRAL, "torchtitan", cp=2, dp=2, ep=2, recompute=FULL, **RING),
     "fsdp experts": saved(ROUTED, "fsdp", dp=4, ep=2),
     "fsdp experts hsdp, full": saved(ROUTED, "fsdp", dp=4, dp_shard=2, ep=2, recompute=FULL),
-    "latent": saved(STRAIGHT, "megatron-core", tp=2, recompute=FULL, **SP),
+    "latent": saved(STRAIGHT, "megatron-core", tp=2, cp=2, recompute=FULL, **SP),
     "deepseek": saved(DEEPSEEK, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
-    "titan deepseek": saved(BALANCED, "torchtitan", dp=4, ep=2),
+    "titan deepseek": saved(BALANCED, "torchtitan", cp=2, dp=2, ep=2),
     "hybrid": saved(SQUARED, "megatron-core", tp=2, pp=2, dp=2, **SP),
 }
 # One of each program; tests beside this one hold fake ranks of other plans to the simulator, and

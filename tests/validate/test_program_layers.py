@@ -74,12 +74,17 @@ CASES = {
     "windows of scores": wide(WINDOWED, "megatron-core", attention=Attention.UNFUSED),
     "latents over tp": latent(STRAIGHT, "megatron-core", **SP),
     "latents, full": latent(STRAIGHT, "megatron-core", **FULL),
+    "latents over a ring": latent(STRAIGHT, "megatron-core", cp=4, **SP),
+    "latents over a ring of swaps": latent(
+        STRAIGHT, "megatron-core", cp=4, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=2
+    ),
     "deepseek": latent(DEEPSEEK, "megatron-core", pp=2, ep=4, etp=1, **SP),
+    "deepseek over cp": latent(DEEPSEEK, "megatron-core", cp=2, ep=4, etp=1, **SP),
     "deepseek, selective": latent(
         DEEPSEEK, "megatron-core", ep=2, etp=2, recompute=Recompute.SELECTIVE, **SP
     ),
     "deepseek, 2024": latent(DEEPSEEK, "megatron-core-2024", ep=2),
-    "titan latents": latent(STRAIGHT, "torchtitan", dp=4, dp_shard=2, microbatch_size=1),
+    "titan latents": latent(STRAIGHT, "torchtitan", cp=2, dp=4, dp_shard=2, microbatch_size=1),
     "titan deepseek": latent(BALANCED, "torchtitan", ep=2, microbatch_size=1),
     "predictions and loss alone on a stage": wide(
         PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1

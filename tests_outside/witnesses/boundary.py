@@ -93,6 +93,7 @@ class GpuIsHere(TorchFunctionMode):
             return args[0]
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # of the host, which needs a GPU
         if func is torch.Tensor.type and len(args) == 1:
             return func(*args, **kwargs).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)

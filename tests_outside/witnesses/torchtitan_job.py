@@ -15,7 +15,7 @@ from torch.nn import functional
 from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
-from meshwright.simulator.model import Experts
+from meshwright.simulator.model import Experts, ModelSpec
 from witnesses import torchtitan_parts
 from witnesses.torchtitan_parts import (
     PARAMETERS,
@@ -32,7 +32,8 @@ with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
     from torchtitan import train
     from torchtitan.config import JobConfig
     from torchtitan.distributed import activation_checkpoint, pipeline_parallel
-    from torchtitan.models import attention, llama3, qwen3
+    from torchtitan.models import attention, deepseek_v3, llama3, qwen3
+    from torchtitan.models.deepseek_v3.model import args as latent_arguments
     from torchtitan.models.llama3.infra import parallelize
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.moe import utils as moe_utils
@@ -58,6 +59,7 @@ def answers() -> Iterator[None]:
         torchtitan_parts.answers(),
         patch.object(moe_utils, "generate_permute_indices", places),
         patch.object(torch, "histc", counts),
+        patch.object(latent_arguments, "has_cuda_capability", lambda *_: True),
     ):
         yield
 
@@ -94,9 +96,16 @@ class FlashFunctions:
     def scaled_dot_product_attention(
         self, query: Tensor, key: Tensor, value: Tensor, **said: float | bool | None
     ) -> Tensor:
-        """Return attention over as many key heads as there are of queries."""
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        found = kernel(query, key, value, is_causal=said["is_causal"], scale=said["scale"])
+        """Return attention over as many key heads as there are of queries.
+
+        Keys and values of different widths are known to cuDNN's alone.
+        """
+        how = {name: said[name] for name in ("is_causal", "scale")}
+        if query.shape[-1] == value.shape[-1]:
+            found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
+        else:
+            kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+            found = kernel(query, key, value, None, compute_log_sumexp=True, **how)
         out: Tensor = found[0]
         return out
 
@@ -121,6 +130,7 @@ class TorchtitanJob(TrainerJob):
     def __init__(self, saved: SavedPlan) -> None:
         job, plan = saved.job, saved.plan
         family = llama3 if job.transformer.experts is None else qwen3
+        family = family if job.transformer.latent is None else deepseek_v3
         spec = replace(
             family.get_train_spec(),
             model_args={NAME: model_args(job)},
@@ -145,7 +155,8 @@ class TorchtitanJob(TrainerJob):
         # Training leaves PyTorch's own way, whatever the configuration says: validation alone of
         # torchtitan 0.2.2 reads context_parallel_rotate_method (components/validate.py).
         set_rotate_method(ROTATIONS[plan.cp_type or ContextParallel.ALL_GATHER])
-        with rows_answered(self._rows()), flash_attention(asked=plan.cp > 1):
+        of_gpus = plan.cp > 1 or self.saved.job.transformer.latent is not None
+        with rows_answered(self._rows()), flash_attention(asked=of_gpus):
             return super().run_step(step)
 
     @property
@@ -179,9 +190,13 @@ class TorchtitanJob(TrainerJob):
             yield {"input": ids}, labels
 
 
-def model_args(job: TrainingJob) -> llama3.TransformerModelArgs | qwen3.Qwen3ModelArgs:
-    """Return the arguments of torchtitan's Llama, or Qwen3 with experts, for a job's model."""
+def model_args(
+    job: TrainingJob,
+) -> llama3.TransformerModelArgs | qwen3.Qwen3ModelArgs | deepseek_v3.DeepSeekV3ModelArgs:
+    """Return the arguments of torchtitan's Llama, or Qwen3 or DeepSeek-V3 with experts."""
     model = job.transformer
+    if model.latent is not None:
+        return latent_args(model)
     sizes = {
         "dim": model.hidden_size,
         "n_layers": model.num_layers,
@@ -201,6 +216,25 @@ def model_args(job: TrainingJob) -> llama3.TransformerModelArgs | qwen3.Qwen3Mod
         **sizes,
         # Rounded up to itself: 8 / 3 of the width, torchtitan's own choice, is less.
         multiple_of=model.ffn_hidden_size,
+    )
+
+
+def latent_args(model: ModelSpec) -> deepseek_v3.DeepSeekV3ModelArgs:
+    """Return the arguments of torchtitan's DeepSeek-V3, experts in each layer."""
+    latent, experts = model.latent, model.experts
+    return deepseek_v3.DeepSeekV3ModelArgs(
+        dim=model.hidden_size,
+        n_layers=model.num_layers,
+        n_dense_layers=0,
+        n_heads=model.num_heads,
+        vocab_size=model.vocab_size,
+        q_lora_rank=latent.query_rank,
+        kv_lora_rank=latent.kv_rank,
+        qk_nope_head_dim=latent.plain_head_dim,
+        qk_rope_head_dim=latent.rotary_head_dim,
+        v_head_dim=latent.value_head_dim,
+        moe_inter_dim=experts.hidden_size,
+        moe_args=moe_args(experts),
     )
 
 

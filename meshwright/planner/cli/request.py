@@ -241,8 +241,9 @@ def _cp_inner(draft: Draft) -> int | None:
         return None
     if saved is not None and saved.cp_inner is not None and cp % saved.cp_inner == 0:
         return saved.cp_inner
-    node_size = draft.setting.cluster.devices_per_node
-    return usual_inner(draft.setting.job, draft.number("tp"), cp, node_size)
+    setting = draft.setting
+    node_size = setting.cluster.devices_per_node
+    return usual_inner(setting.job, setting.stack, draft.number("tp"), cp, node_size)
 
 
 def _free_hosts(draft: Draft) -> int | None:

@@ -218,6 +218,24 @@ def _heads(shape: BlockShape, dims: LayerDims, kind: BlockKind) -> Heads:
     return Heads(dims.heads, dims.tokens, seen, model.causal, model.dropout, sinks)
 
 
+def _core(
+    block: Block,
+    given: tuple[Tensor, ...],
+    shape: BlockShape,
+    dims: LayerDims,
+    kind: BlockKind,
+) -> Tensor:
+    """Return attention of what is *given*, queries, keys and values."""
+    heads = _heads(shape, dims, kind)
+    query, key, value = given
+    with block.part(RecomputeModule.CORE_ATTN):
+        if shape.cp_type is not None:
+            over = heads._replace(ranks=dims.cp, inner=shape.cp_inner)
+            return context_parallel(block, query, key, value, over, shape.cp_type)
+        attend = scored if shape.attention is Attention.UNFUSED else flash
+        return attend(block, query, key, value, heads)
+
+
 def _attention(
     block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind
 ) -> Tensor:
@@ -239,19 +257,9 @@ def _attention(
             # rotated ones it would copy the values, but runs of real size hold as much as with the
             # whole product (docs/accuracy.md).
             key, value = (copy(block, each, f"{each.name} apart") for each in given)
-        heads = _heads(shape, dims, kind)
-        with block.part(RecomputeModule.CORE_ATTN):
-            if shape.cp_type is not None:
-                over = heads._replace(ranks=dims.cp, inner=shape.cp_inner)
-                context = context_parallel(block, query, key, value, over, shape.cp_type)
-            else:
-                attend = scored if is_unfused else flash
-                context = attend(block, query, key, value, heads)
-        # What puts a head together lays all out head by head, and so does attention; PyTorch's ring
-        # puts halves of rows together so, on all ranks but the last.
-        if (has_positions and spelling.rotary in PUT_TOGETHER) or (
-            shape.cp_type is not None and not block.lowering.copies_operands
-        ):
+        context = _core(block, (query, key, value), shape, dims, kind)
+        # What puts a head together lays all out head by head, and so does attention.
+        if has_positions and spelling.rotary in PUT_TOGETHER:
             context = copy(block, context, "attention by tokens", copies_back=False)
         if is_unfused:
             context = counted(block, context, *LAYOUT_WIDTHS)
@@ -266,11 +274,9 @@ def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: B
     """Return latent attention of normalised tokens."""
     model = shape.model
     assert model.latent is not None
-    heads = _heads(shape, dims, kind)
-    attend = scored if shape.attention is Attention.UNFUSED else flash
 
-    def core(block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend(block, query, key, value, heads)
+    def core(*given: Tensor) -> Tensor:
+        return _core(block, given, shape, dims, kind)
 
     return latent_attention(block, x, model.latent, model.num_heads, dims.outside, core)
 

@@ -265,8 +265,8 @@ def _make_again(tape: Tape, given_up: list[GivenUp]) -> dict[Region, list[Tensor
         again = [output.like(f"{output.name} again") for output, _ in found]
         tape.storages.hold(*again)
         _repeat(tape, region, holds_output=False)
+        tape.storages.refill([output for output, _ in found])
         for output, made in found:
-            tape.storages.refill(output)
             copied = tape.block.traffic(output, output)
             tape.steps.append(Step(Phase.RECOMPUTE, made, copied))
         tape.order.inputs[region].extend(again)

@@ -6,7 +6,7 @@ columns of many layouts at once.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -60,13 +60,13 @@ class Storages:
         self._empty: set[Tensor] = set()
 
     def hold(self, *tensors: Tensor) -> None:
-        """Take a reference to each storage; the first one allocates it."""
+        """Take a reference to each storage; the first one allocates it, unless it was given up."""
         for each in tensors:
             storage = each.storage
             if storage.is_weight:
                 continue
             self._counts[storage] += 1
-            if self._counts[storage] == 1:
+            if self._counts[storage] == 1 and storage not in self._empty:
                 self.events.append((storage, 1))
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
@@ -85,10 +85,11 @@ class Storages:
         self._empty.add(storage)
         self.events.append((storage, -1))
 
-    def refill(self, storage: Tensor) -> None:
-        """Allocate *storage* again for those who refer to it."""
-        self._empty.remove(storage)
-        self.events.append((storage, 1))
+    def refill(self, storages: Sequence[Tensor]) -> None:
+        """Allocate *storages* again for those who refer to them; what nobody does goes at once."""
+        self._empty.difference_update(storages)
+        self.events += [(each, 1) for each in storages]
+        self.events += [(each, -1) for each in storages if not self._counts[each]]
 
     def touch(self, *tensors: Tensor) -> None:
         """Let *tensors* live for a moment."""

@@ -208,11 +208,16 @@ def in_option_order(declared_fields: tuple[PlanField, ...]) -> list[PlanField]:
 
 
 class Condition(NamedTuple):
-    """A comparison of a field's number with a constant."""
+    """A comparison of a field's number with a constant, or with the number of another field."""
 
     field: str
     compare: Callable[[Number, int], Number]
-    value: int
+    value: int | str
+
+    def holds(self, number: Callable[[str], Number]) -> Number:
+        """Return whether it holds of a plan, from the numbers of its fields by name."""
+        value = number(self.value) if isinstance(self.value, str) else self.value
+        return self.compare(number(self.field), value)
 
 
 class Gap(NamedTuple):
@@ -236,6 +241,4 @@ class Gap(NamedTuple):
 
     def lacks(self, number: Callable[[str], Number]) -> Number:
         """Return whether a plan has such a value, from the numbers of its fields by name."""
-        return reduce(
-            and_, (each.compare(number(each.field), each.value) for each in self.conditions)
-        )
+        return reduce(and_, (each.holds(number) for each in self.conditions))

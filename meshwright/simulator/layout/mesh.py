@@ -1,18 +1,30 @@
-"""Ranks and their coordinates; which nodes the group of an axis spans.
+"""Ranks and their coordinates; which nodes a group spans; how ranks share sequences.
 
 Ranks are numbered in the order of `Axis`, and nodes are filled in rank order.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise, takewhile
 from math import gcd, prod
+from operator import eq, gt
 from typing import NamedTuple
 
 from meshwright.hwprofiles import ContextParallel, LayerFact, StackProfile
-from meshwright.simulator.layout.axes import Axis, ContextAxis, ExpertAxis, MeshAxis
+from meshwright.simulator.layout.axes import (
+    TP_CP,
+    TP_CP_INNER,
+    Axis,
+    ContextAxis,
+    ExpertAxis,
+    MeshAxis,
+)
+from meshwright.simulator.layout.fields import Condition, Gap, Number
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import ParallelPlan
+from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
 from meshwright.simulator.model import ModelSpec
+
+# Ways in which ranks swap tokens for heads, and the ranks that divide the heads then.
+SWAPS = {ContextParallel.ALL_TO_ALL: TP_CP, ContextParallel.RING_OF_SWAPS: TP_CP_INNER}
 
 
 class GroupSpan(NamedTuple):
@@ -227,14 +239,98 @@ def lacks_of_way(way: ContextParallel, facts: Collection[LayerFact]) -> tuple[st
     return "sliding windows", "a ring has no sliding windows"
 
 
-def usual_inner(job: TrainingJob, tp: int, cp: int, node_size: int) -> int:
+def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel, ...]:
+    """Return how ranks of *stack* may attend to each other's tokens with heads as *model* has them.
+
+    >>> from meshwright.hwprofiles import load_stack
+    >>> from meshwright.simulator import load_model
+    >>> [str(way) for way in context_ways(load_model("deepseek-v3"), load_stack("megatron-core"))]
+    ['ring', 'ring+all-to-all']
+    """
+    latent = model.latent
+    is_wide = latent is not None and latent.query_head_dim != latent.value_head_dim
+    return stack.latent_context_parallel if is_wide else stack.context_parallel
+
+
+def usual_inner(job: TrainingJob, stack: StackProfile, tp: int, cp: int, node_size: int) -> int:
     """Return the most ranks of a node that can swap tokens for heads; 1 where none can.
 
+    All of them swap where the stack takes that alone, too.
+
     >>> from meshwright.simulator import load_model
+    >>> from meshwright.hwprofiles import load_stack
     >>> job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=1, seq_len=8192)
-    >>> [usual_inner(job, tp, cp=16, node_size=8) for tp in (1, 2, 8)]
+    >>> [usual_inner(job, load_stack("megatron-core"), tp, 16, node_size=8) for tp in (1, 2, 8)]
     [8, 4, 1]
     """
-    heads = job.model.num_kv_heads if isinstance(job.model, ModelSpec) else 1
-    fits = (each for each in range(1, cp + 1) if cp % each == heads % (tp * each) == 0)
+    model = job.model
+    if not isinstance(model, ModelSpec):
+        return 1
+    heads, most = model.num_kv_heads, cp
+    if ContextParallel.ALL_TO_ALL not in context_ways(model, stack):
+        most = cp - 1
+    fits = (each for each in range(1, most + 1) if cp % each == heads % (tp * each) == 0)
     return max((each for each in fits if tp * each <= node_size), default=1)
+
+
+def way_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Gap]:
+    """Yield the plans whose ranks attend to each other's tokens as *stack* does not let them.
+
+    A swap of tokens for heads takes whole heads (attn_forward_func_with_cp).
+    """
+    split, facts = Condition(Axis.CP, gt, 1), model.layer_facts(seq_len)
+    is_only = lacks_of_way(ContextParallel.RING, facts) is not None
+    yield from _width_gaps(stack, model)
+    for each in stack.context_parallel:
+        lacks = lacks_of_way(each, facts)
+        for has_type in _has_way(stack, each):
+            if lacks is not None:
+                fact, why = lacks
+                reason, allowed = f"cp_type={each} with {fact}", (ContextParallel.ALL_TO_ALL,)
+                yield Gap("cp_type", reason, (split, has_type), allowed, model.name, why)
+            elif each in SWAPS:
+                yield _heads_gap(each, (split, has_type), model, is_only=is_only)
+
+
+def _has_way(stack: StackProfile, way: ContextParallel) -> Iterator[Condition]:
+    """Yield what holds of plans with a *way* to attend to other ranks' tokens, each alone."""
+    types, is_habit = PLAN_FIELDS["cp_type"], way == stack.context_parallel[0]
+    yield from (Condition(types.name, eq, code) for code in (types.code(way), 0)[: 1 + is_habit])
+
+
+def _width_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
+    """Yield the plans whose ways do not take heads as wide as *model* has them.
+
+    Of Transformer Engine 2.5 to 2.14 rings alone take keys that are wider than values; a ring of
+    swaps in which all ranks swap is none (attn_forward_func_with_cp).
+    """
+    known, split = context_ways(model, stack), Condition(Axis.CP, gt, 1)
+    said = "with latent attention"
+    if not known:
+        yield Gap(Axis.CP, f"cp > 1 {said}", (split,), (1,), model.name)
+        return
+    for way in stack.context_parallel:
+        if way not in known:
+            for has_way in _has_way(stack, way):
+                yield Gap("cp_type", f"cp_type={way} {said}", (split, has_way), known, model.name)
+    if ContextParallel.RING_OF_SWAPS in known and ContextParallel.ALL_TO_ALL not in known:
+        all_swap = Condition("cp_inner", eq, Axis.CP)
+        allowed = ("a smaller divisor of cp",)
+        yield Gap("cp_inner", f"cp_inner=cp {said}", (split, all_swap), allowed, model.name)
+
+
+def _heads_gap(
+    way: ContextParallel, has_way: tuple[Condition, ...], model: ModelSpec, *, is_only: bool
+) -> Gap:
+    """Return the plans whose swap of tokens for heads, perhaps the *only* way, would cut a head."""
+    ranks, heads = SWAPS[way], model.num_kv_heads
+
+    def cuts(number: Number, heads: int) -> Number:
+        return heads % (number + (number == 0)) != 0  # 0 where nothing is swapped
+
+    said = ranks.replace("_", " x ", 1)
+    reason = f"{said} that does not divide the {heads} key heads ({way})"
+    allowed = f"a divisor of {heads} for {said}", *(() if is_only else ("another cp_type",))
+    conditions = (*has_way, Condition(ranks, cuts, heads))
+    field = Axis.CP if ranks == TP_CP else "cp_inner"
+    return Gap(field, reason, conditions, allowed, model.name)

@@ -10,7 +10,6 @@ from operator import eq, gt
 
 from meshwright.hwprofiles import (
     Attention,
-    ContextParallel,
     Offload,
     Precision,
     Recompute,
@@ -19,11 +18,11 @@ from meshwright.hwprofiles import (
     counted,
 )
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, TP_CP_INNER, Axis
+from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap, Number, PlanField
 from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.mesh import lacks_of_way
+from meshwright.simulator.layout.mesh import way_gaps
 from meshwright.simulator.layout.parts import (
     layer_refusal,
     module_gaps,
@@ -36,8 +35,6 @@ from meshwright.simulator.layout.parts import (
 from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS, ParallelPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
-# Ways in which ranks swap tokens for heads, and the ranks that divide the heads then.
-SWAPS = {ContextParallel.ALL_TO_ALL: TP_CP, ContextParallel.RING_OF_SWAPS: TP_CP_INNER}
 OFFLOADS = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
 
 
@@ -161,10 +158,9 @@ def _bias_gaps() -> Iterator[Gap]:
 def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Gap]:
     """Yield the plans with context parallelism that *stack* does not run.
 
-    Transformer Engine's swap of tokens for heads takes whole heads, and no way goes with attention
-    whose scores lie in memory (attn_forward_func_with_cp of 2.9).
+    No way goes with attention whose scores lie in memory (attn_forward_func_with_cp of 2.9).
     """
-    split, types = Condition(Axis.CP, gt, 1), PLAN_FIELDS["cp_type"]
+    split = Condition(Axis.CP, gt, 1)
     kernels, modes = PLAN_FIELDS["attention"], PLAN_FIELDS["recompute"]
     unfused = Condition(kernels.name, eq, kernels.code(Attention.UNFUSED))
     yield Gap(kernels.name, "cp > 1 with attention=unfused", (split, unfused), (Attention.FLASH,))
@@ -172,37 +168,7 @@ def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterat
     others = tuple(each for each in stack.recompute_modes if each is not Recompute.SELECTIVE_OP)
     reason = f"cp > 1 with recompute={Recompute.SELECTIVE_OP}"
     yield Gap(modes.name, reason, (split, by_operator), others)
-    if model.latent is not None:
-        yield Gap(Axis.CP, "cp > 1 with latent attention", (split,), (1,), model.name)
-    facts = model.layer_facts(seq_len)
-    for each in stack.context_parallel:
-        codes = [types.code(each), *([0] if each == stack.context_parallel[0] else [])]
-        lacks = lacks_of_way(each, facts)
-        for has_type in (Condition(types.name, eq, code) for code in codes):
-            if lacks is not None:
-                fact, why = lacks
-                reason, allowed = f"cp_type={each} with {fact}", (ContextParallel.ALL_TO_ALL,)
-                yield Gap(types.name, reason, (split, has_type), allowed, model.name, why)
-            elif each in SWAPS:
-                is_only = lacks_of_way(ContextParallel.RING, facts) is not None
-                yield _heads_gap(each, (split, has_type), model, is_only=is_only)
-
-
-def _heads_gap(
-    way: ContextParallel, has_way: tuple[Condition, ...], model: ModelSpec, *, is_only: bool
-) -> Gap:
-    """Return the plans whose swap of tokens for heads, perhaps the *only* way, would cut a head."""
-    ranks, heads = SWAPS[way], model.num_kv_heads
-
-    def cuts(number: Number, heads: int) -> Number:
-        return heads % (number + (number == 0)) != 0  # 0 where nothing is swapped
-
-    said = ranks.replace("_", " x ", 1)
-    reason = f"{said} that does not divide the {heads} key heads ({way})"
-    allowed = f"a divisor of {heads} for {said}", *(() if is_only else ("another cp_type",))
-    conditions = (*has_way, Condition(ranks, cuts, heads))
-    field = Axis.CP if ranks == TP_CP else "cp_inner"
-    return Gap(field, reason, conditions, allowed, model.name)
+    yield from way_gaps(stack, model, seq_len)
 
 
 def _unwrapped_gaps(precision: Precision) -> Iterator[Gap]:

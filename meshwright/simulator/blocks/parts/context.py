@@ -27,6 +27,7 @@ from meshwright.simulator.graph import (
     flash,
     handed_on,
     larger,
+    last_dim,
     several,
 )
 from meshwright.simulator.layout import Axis, ContextAxis, MeshAxis
@@ -43,10 +44,16 @@ def context_parallel(
     heads: Heads,
     way: ContextParallel,
 ) -> Tensor:
-    """Return attention of this rank's queries to the keys and values of all ranks."""
-    ways = _ENGINES if block.lowering.copies_operands else _PYTORCHS
+    """Return attention of this rank's queries to the keys and values of all ranks.
+
+    PyTorch's ring puts halves of rows together head by head, on all ranks but the last: what
+    follows lays them out by tokens.
+    """
+    is_engines = block.lowering.copies_operands
     with block.one_node(fused=True):
-        return ways[way](block, query, key, value, heads)
+        ways = _ENGINES if is_engines else _PYTORCHS
+        out = ways[way](block, query, key, value, heads)
+    return out if is_engines else copy(block, out, "attention by tokens", copies_back=False)
 
 
 def _ring(
@@ -63,21 +70,21 @@ def _ring(
     summed of their gradients behind them: in the first step there is none, in the last no more than
     that.  All buffers and outputs of steps live until the outputs are put together.
     """
-    ranks = heads.ranks
-    pair = _pair(key)
+    ranks, result = heads.ranks, _result(query, value)
+    pair = _pair(key, value)
     handed_on(block, [key, value], pair, block.traffic(pair, pair))
     steps, others = Dim("steps", ranks), Dim("other steps", ranks - 1)
     moves = [(pair.nbytes, ranks - 1)], [(pair.nbytes, 2), (2 * pair.nbytes, ranks - 2)]
     forward, backward = (
         [Exchange(CollectiveOp.P2P, axis, size, count) for size, count in each] for each in moves
     )
-    out, of_keys = block.traffic(query).nbytes, block.traffic(pair).nbytes
+    of_queries, of_keys = block.traffic(query).nbytes, block.traffic(pair).nbytes
     # The first step's part is read and written, each other one is added to the sum.
-    put_together = Traffic(out * (3 * ranks - 1))
+    put_together = Traffic(block.traffic(result).nbytes * (3 * ranks - 1))
     # Beside a copy of the pair: of earlier tokens the first half of the keys has a gradient.
-    summed = Traffic(out * (3 * ranks - 1) + of_keys * (3 * (ranks + 1) // 2 + 2))
+    summed = Traffic(of_queries * (3 * ranks - 1) + of_keys * (3 * (ranks + 1) // 2 + 2))
     lives = (
-        [_times(pair, others), _times(query, steps)],
+        [_times(pair, others), _times(result, steps)],
         [_times(pair, Dim("buffers", 3)), pair.like("gradients of a step"), query.like("step")],
     )
     beside = Beside((*forward, put_together), (*backward, summed), lives)
@@ -96,6 +103,8 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
     ]
     every = Dim("ranks", heads.ranks)
     gathered = [_times(each, every) for each in given]
+    # Both are put in order one after the other: the wider of them lives in both orders last.
+    wider = max(range(2), key=lambda number: given[number].dims[-1].grain)
     moved = Traffic(sum(2 * block.traffic(each).nbytes for each in gathered))
     gathers, scatters = (
         [Transfer(op, Axis.CP, each.nbytes) for each in gathered]
@@ -107,15 +116,15 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
     others = Dim("others", heads.ranks - 1)
     # Sums, of which the last ones are put in the order of the ranks; own parts count as what is
     # handed on, which is not there yet.
-    sums = [gathered[0].like("gradients"), _times(given[1], others)]
+    sums = [gathered[wider].like("gradients"), _times(given[1 - wider], others)]
     parts = [
         *(each.like("gradients of a part") for each in gathered),
         *(each.like("gradients of own", dims=(half, *each.dims[1:])) for each in given),
         query.like("gradients of parts"),
     ]
     lives = (
-        [*gathered, gathered[0].like("not in order yet")],
-        [*gathered, *sums, *parts, _times(given[0], others)],
+        [*gathered, gathered[wider].like("not in order yet")],
+        [*gathered, *sums, *parts, _times(given[wider], others)],
     )
     beside = Beside((*gathers, moved), (*gathers, back, *scatters), lives)
     return attended(block, query, given, heads, value.dims[-1].grain, beside)
@@ -123,7 +132,7 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
 
 def _rotated(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
     """Return attention to keys and values that go to the next rank by an all-to-all."""
-    pair, others = _pair(key), heads.ranks - 1
+    pair, others = _pair(key, value), heads.ranks - 1
     size, wide = pair.nbytes, _in_fp32_bytes(pair)
     forward = [_sent(size, others)]
     backward = [_sent(size, 1), _sent(size, others - 1, wide), _sent(wide, 1)]
@@ -134,7 +143,7 @@ def _rotated(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Hea
 
 def _gathered_once(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
     """Return attention to keys and values that are gathered beside the first step."""
-    pair, ranks = _pair(key), heads.ranks
+    pair, ranks = _pair(key, value), heads.ranks
     gather = Exchange(CollectiveOp.ALL_GATHER, Axis.CP, pair.nbytes * ranks, 1)
     moves = [gather], [gather, _sent(_in_fp32_bytes(pair), ranks - 1)]
     return _in_fp32(block, (query, key, value), heads, moves, Dim("received", ranks))
@@ -161,20 +170,22 @@ def _in_fp32(
     left to run beside the last time.
     """
     query, key, value = given
-    pair, ranks = _pair(key), heads.ranks
+    pair, result, ranks = _pair(key, value), _result(query, value), heads.ranks
     last = _sent(_in_fp32_bytes(pair), 1)._replace(waits=True)
-    out, of_keys = block.traffic(query).nbytes, block.traffic(pair).nbytes
+    of_queries, of_keys = block.traffic(query).nbytes, block.traffic(pair).nbytes
     # Bytes of an element, halved: a step's output is cast (6), and taken from the sum, multiplied
     # and taken from it again (32); gradients are zeroed (4), added (10), cast in the end (6), of
     # half of the keys beside a copy (13), and put into one tensor for each message (8 and 4).
-    put_together = Traffic(out * (19 * ranks - 13))
-    summed = Traffic(out * (5 * ranks + 5) + of_keys * (25 * ranks + 3) // 2)
+    put_together = Traffic(block.traffic(result).nbytes * (19 * ranks - 13))
+    summed = Traffic(of_queries * (5 * ranks + 5) + of_keys * (25 * ranks + 3) // 2)
+    half = Dim("half of the tokens", query.dims[0].size // 2)
     got, kernels = _times(pair, received), Dim("kernels of a sum", larger(pair.numel, query.numel))
     lives = (
-        [got, _times(query, Dim("outputs", 8)), _times(_rows(query, heads), Dim("numbers", 2))],
+        [got, _times(result, Dim("outputs", 8)), _times(_rows(query, heads), Dim("numbers", 2))],
         [
             got,
-            _times(key, Dim("gradients", 15)),
+            _times(pair, Dim("gradients", 7)),
+            pair.like("gradients of earlier tokens", dims=(half, *pair.dims[1:])),
             _times(query, Dim("gradients", 2)),
             query.like("sum", dims=(kernels,), at={}),
         ],
@@ -191,9 +202,17 @@ def _rows(query: Tensor, heads: Heads) -> Tensor:
     return query.like("numbers of rows", dims=dims, at=at, width=STATISTIC_BYTES)
 
 
-def _pair(key: Tensor) -> Tensor:
-    """Return keys and values in one tensor."""
-    return key.like("keys and values", dims=(*key.dims, Dim("both", 2)))
+def _pair(key: Tensor, value: Tensor) -> Tensor:
+    """Return keys and values in one tensor, one behind the other: heads may differ in width."""
+    one, other = key.dims[-1], value.dims[-1]
+    both = Dim("keys and values", one.size + other.size, one.grain + other.grain)
+    return last_dim(key, both.name, both)
+
+
+def _result(query: Tensor, value: Tensor) -> Tensor:
+    """Return what attention makes of a rank's queries: as many heads, as wide as values."""
+    width, deep = query.dims[-1], value.dims[-1].grain
+    return last_dim(query, "attention", Dim("attention", width.size // width.grain * deep, deep))
 
 
 def _swapped(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:
@@ -231,7 +250,7 @@ def _between_swaps(
     within = heads._replace(heads=own, tokens=every, ranks=heads.ranks // ranks, inner=1)
     query_, key_, value_ = (_swap(block, x, every, ranks, axis) for x in given)
     out = attend(block, query_, key_, value_, within)
-    whole = query.like("attention")
+    whole = _result(query, given[2])
     return block.add(
         [out], [whole], [_swap_back(block, out, whole, axis)], *_work(block, whole, axis)
     )

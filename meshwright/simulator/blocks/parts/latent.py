@@ -25,7 +25,7 @@ from meshwright.simulator.graph import (
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import LatentAttention
 
-Attend: TypeAlias = Callable[[Block, Tensor, Tensor, Tensor], Tensor]
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class LatentDims(NamedTuple):
@@ -81,13 +81,12 @@ def latent_attention(
         latent: Its widths.
         num_heads: Heads.
         outside: Where tokens lie outside of tensor-parallel regions.
-        attend: Writes attention of queries, keys and values.
+        attend: Writes attention of queries, keys and values, of this rank's tokens or of all.
     """
     dims, hidden = LatentDims.of(latent, num_heads), x.dims[-1]
     with block.module(x):
         query, key, value, held = _projected(block, x, latent, dims)
-        with block.part(RecomputeModule.CORE_ATTN):
-            context = attend(block, query, key, value)
+        context = attend(query, key, value)
         for each in (query, key, value):
             block.give_up(RecomputeModule.MLA_UP_PROJ, each)
         y = row(block, context, hidden, "attention output", outside)

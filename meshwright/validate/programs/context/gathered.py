@@ -38,7 +38,7 @@ class _GatheredAttention(AutogradFunction):
                 (slice(None), *flash_attention([own, keys[seen], values[seen]], 0, causal=causal))
                 for seen, causal in _seen(rows, cp)
             ]
-            found.append(put_together(own, calls))
+            found.append(put_together(calls))
         outs, numbers = zip(*found, strict=True)
         out, log_sum_exp = torch.cat(outs), torch.cat(numbers, dim=-1)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)

@@ -3,10 +3,12 @@
 Liu et al. 2023 (arXiv 2310.01889) with the parts of a sequence laid out so that every rank has the
 same work in each step; the messages are those of Transformer Engine 2
 (pytorch/attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P).  Tensors are
-``[tokens, batch, heads, width]``, keys and values one with two of these.
+``[tokens, batch, heads, width]``, keys and values one without dims, one behind the other: they may
+differ in width.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -49,7 +51,13 @@ class _RingAttention(AutogradFunction):
     """Attention of a rank's queries to all tokens; keeps the keys and values that came last."""
 
     @staticmethod
-    def forward(ctx: Context, query: Tensor, pair: Tensor, cp: ContextGroup) -> Tensor:
+    def forward(
+        ctx: Context,
+        query: Tensor,
+        pair: Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        cp: ContextGroup,
+    ) -> Tensor:
         pairs, found = [pair], []
         for number in range(cp.size):
             works = []
@@ -57,13 +65,13 @@ class _RingAttention(AutogradFunction):
                 pairs.append(torch.empty_like(pair))
                 works = _exchange(pairs[-2], pairs[-1], 1, cp)
             step = _Step.of(cp, (cp.rank - number) % cp.size)
-            keys, values = pairs[number][:, step.keys]
-            given = [query[step.queries], keys, values]
+            own = [each[step.keys] for each in _apart(pairs[number], shapes)]
+            given = [query[step.queries], *own]
             found.append((step.queries, *flash_attention(given, 0, causal=step.causal)))
             _wait(works)
-        out, log_sum_exp = put_together(query, found)
+        out, log_sum_exp = put_together(found)
         ctx.save_for_backward(query, pairs[-1], out, log_sum_exp)
-        ctx.cp = cp
+        ctx.cp, ctx.shapes = cp, shapes
         return out
 
     @staticmethod
@@ -79,17 +87,23 @@ class _RingAttention(AutogradFunction):
             parts = slice(1 if number == cp.size else 0, 1 if number == 1 else 2)
             works = _exchange(held[parts], arriving[parts], -1, cp)
             step = _Step.of(cp, (cp.rank + number) % cp.size)
-            part, pair = step.queries, held[0][:, step.keys]
+            part, pair = step.queries, [each[step.keys] for each in _apart(held[0], ctx.shapes)]
             saved = [query[part], *pair, out[part], log_sum_exp[..., part].contiguous()]
             found = flash_attention_backward(gradient[part], saved, 0, causal=step.causal)
             of_query[part] += found[0]
             _wait(works)
             if number == 1:
                 arriving[1].zero_()
-            for whole, each in zip(arriving[1], found[1:], strict=True):
+            for whole, each in zip(_apart(arriving[1], ctx.shapes), found[1:], strict=True):
                 whole[step.keys] += each
             del found, saved, pair
-        return of_query, arriving[1].clone(), None
+        return of_query, arriving[1].clone(), None, None
+
+
+def _apart(pair: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return the keys and values that lie in *pair*."""
+    parts = pair.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _exchange(
@@ -112,19 +126,16 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
             each.wait()
 
 
-def put_together(
-    query: Tensor, found: Sequence[tuple[slice, Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+def put_together(found: Sequence[tuple[slice, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return the attention of all calls, each weighted by its part of the sum of exponents.
 
     Args:
-        query: Of all rows, ``[tokens, batch, heads, width]``.
         found: Rows of each call, its output and the log-sum-exp of its scores; the first has all.
     """
     total = found[0][2].clone()
     for rows, _, log_sum_exp in found[1:]:
         total[..., rows] = torch.logaddexp(total[..., rows], log_sum_exp)
-    whole = torch.zeros_like(query)
+    whole = torch.zeros_like(found[0][1])
     for rows, out, log_sum_exp in found:
         weights = (log_sum_exp - total[..., rows]).exp_()
         whole[rows] += (out * weights.permute(2, 0, 1).unsqueeze(-1)).to(whole.dtype)
@@ -140,5 +151,6 @@ class RingCore(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attention of the rank's tokens to all."""
-        out: Tensor = _RingAttention.apply(query, torch.stack((key, value)), self.cp)
+        pair = torch.cat((key.flatten(), value.flatten()))
+        out: Tensor = _RingAttention.apply(query, pair, (key.shape, value.shape), self.cp)
         return out
