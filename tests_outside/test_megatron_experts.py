@@ -13,6 +13,7 @@ import torch
 from block_witness import Given, count_pass
 from witnesses.boundary import objects_shared
 from witnesses.expert_layers import (
+    GATED,
     HEADS,
     LLAMA4,
     NEMOTRON,
@@ -83,6 +84,8 @@ def centered(model: ModelSpec) -> ModelSpec:
         (NEMOTRON, 1, 4, 1, EXPERT_LAYER),
         (SCOUT, 1, 1, 1, WINDOWED_EXPERT_LAYER),
         (SCOUT, 1, 1, 1, EXPERT_LAYER),
+        (GATED, 1, 1, 1, EXPERT_LAYER),
+        (centered(GATED), 2, 4, 1, EXPERT_LAYER),
     ],
 )
 def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(
@@ -97,6 +100,7 @@ def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(
     [
         (SPEC, 1, 1, (RecomputeModule.MOE,)),
         (SHARING, 1, 1, (RecomputeModule.SHARED_EXPERTS,)),
+        (GATED, 1, 1, (RecomputeModule.SHARED_EXPERTS,)),
         (centered(SHARING), 2, 4, (RecomputeModule.MOE,)),
     ],
 )

@@ -48,6 +48,15 @@ SHARED = Experts(
     shared_hidden_size=384,
     scores="sigmoid",
 )
+# Qwen2-MoE's: a gate weighs what shared experts make.
+GATED = SPEC.model_copy(
+    update={
+        "attention_bias": True,
+        "experts": SPEC.experts.model_copy(
+            update={"shared_hidden_size": 512, "shared_gate": True, "casts_shares": True}
+        ),
+    }
+)
 # Qwen3's heads: wider together than tokens, with norms.
 HEADS = SPEC.model_copy(
     update={

@@ -141,6 +141,7 @@ def megatron_module(
         moe_router_topk=experts.experts_per_token,
         moe_router_score_function=experts.scores.removesuffix(" of chosen"),
         moe_shared_expert_intermediate_size=experts.shared_hidden_size or None,
+        moe_shared_expert_gate=experts.shared_gate,
         moe_token_dispatcher_type="alltoall",
         moe_router_force_load_balancing=True,
         moe_router_load_balancing_type="none",

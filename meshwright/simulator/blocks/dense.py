@@ -6,6 +6,7 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Attention, RecomputeModule
 from meshwright.simulator.blocks.parts import (
     ExpertMesh,
+    Shared,
     context_parallel,
     hottest_share,
     latent_attention,
@@ -342,12 +343,12 @@ def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Ten
     parts = (Dim("shared gate", width), Dim("shared up", width))[-experts.num_parts :]
     kind = Activation(shape.model.activation)
 
-    def shared(block: Block, x: Tensor) -> Tensor:
+    def write(block: Block, x: Tensor) -> Tensor:
         widths = Widths(parts, Dim("shared inner", width), kind)
-        with block.part(RecomputeModule.SHARED_EXPERTS):
-            return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
+        return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
 
-    return routed(block, x, experts, dims.experts, dims.outside, shared if width else None)
+    shared = Shared(write, experts.shared_gate) if width else None
+    return routed(block, x, experts, dims.experts, dims.outside, shared)
 
 
 class Widths(NamedTuple):

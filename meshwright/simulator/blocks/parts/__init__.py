@@ -4,10 +4,12 @@ from meshwright.simulator.blocks.parts.context import context_parallel
 from meshwright.simulator.blocks.parts.experts import routed
 from meshwright.simulator.blocks.parts.latent import latent_attention
 from meshwright.simulator.blocks.parts.routing import EXPERTS, ExpertMesh, hottest_share
+from meshwright.simulator.blocks.parts.shared import Shared
 
 __all__ = [
     "EXPERTS",
     "ExpertMesh",
+    "Shared",
     "context_parallel",
     "hottest_share",
     "latent_attention",

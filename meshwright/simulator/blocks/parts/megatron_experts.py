@@ -5,8 +5,6 @@ an expert gather each other's, and a rank with several experts sorts them once m
 (`MoEAlltoAllTokenDispatcher` of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
 """
 
-from collections.abc import Callable
-
 from meshwright.hwprofiles import CollectiveOp, RecomputeModule
 from meshwright.simulator.blocks.parts.clamped import bounded, clamped
 from meshwright.simulator.blocks.parts.routing import (
@@ -22,6 +20,7 @@ from meshwright.simulator.blocks.parts.routing import (
     score,
     taken,
 )
+from meshwright.simulator.blocks.parts.shared import Shared, gated
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     STATISTIC_BYTES,
@@ -47,14 +46,12 @@ from meshwright.simulator.graph import (
 from meshwright.simulator.layout import ExpertAxis
 from meshwright.simulator.model import Experts
 
-Shared = Callable[[Block, Tensor], Tensor]
-
 
 def megatron(
     block: Block, x: Tensor, experts: Experts, dims: RoutedDims, shared: Shared | None
 ) -> Tensor:
     """Return what shared and routed experts make of tokens: the shared ones run first."""
-    beside = None if shared is None else shared(block, x)
+    beside = None if shared is None else _of_all(block, x, shared)
     flat = dims.flat(block, x)
     shares = _told(block, _shares(block, flat, experts, dims), dims)
     write = _fused if block.lowering.groups_experts else _sequential
@@ -63,6 +60,13 @@ def megatron(
     if beside is None:
         return out
     return handed_on(block, [out, beside], out.like("all experts out"), block.traffic(x, x, x))
+
+
+def _of_all(block: Block, x: Tensor, shared: Shared) -> Tensor:
+    """Return what shared experts make of all tokens, weighed where they have a gate."""
+    with block.part(RecomputeModule.SHARED_EXPERTS), block.module(x):
+        out = shared.write(block, x)
+        return gated(block, x, out) if shared.has_gate else out
 
 
 def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:

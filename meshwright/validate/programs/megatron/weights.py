@@ -29,8 +29,9 @@ _PLACES = (
     (r"mlp\.grouped_out\.weights\.\d+", "experts_out.weight"),
     (r"mlp\.grouped_in\.biases\.\d+", "experts_in.bias"),
     (r"mlp\.out_biases\.\d+", "experts_out.bias"),
-    (r"mlp\.shared\.expand\.", "shared_in."),
-    (r"mlp\.shared\.contract\.", "shared_out."),
+    (r"mlp\.shared\.shared_gate\.", "shared_gate."),
+    (r"mlp\.shared\.(experts\.)?expand\.", "shared_in."),
+    (r"mlp\.shared\.(experts\.)?contract\.", "shared_out."),
     (r"(head\.)?norm\.", "final_norm."),
     (r"head\.output\.weight", "output_embedding.weight"),
 )
