@@ -218,7 +218,7 @@ def test_megatron_reduces_experts_in_buckets_over_the_ranks_that_hold_them(
 
 @pytest.mark.parametrize(
     ("model", "tp", "ep", "etp"),
-    [(centered(SPEC), 1, 4, 1), (centered(SPEC), 2, 2, 2), (centered(SHARING), 2, 8, 1)],
+    [(centered(SPEC), 1, 4, 1), (centered(SPEC), 2, 2, 2), (centered(GATED), 2, 8, 1)],
 )
 def test_megatron_fsdp_has_a_flat_bucket_for_the_experts_of_a_layer(
     model: ModelSpec, tp: int, ep: int, etp: int
