@@ -13,6 +13,8 @@ import torch
 from block_witness import Given, count_pass
 from witnesses.boundary import objects_shared
 from witnesses.expert_layers import (
+    CHUNKED,
+    FILLED,
     GATED,
     HEADS,
     LLAMA4,
@@ -32,6 +34,7 @@ from witnesses.megatron_experts import dispatched, megatron_layer, megatron_modu
 from meshwright.hwprofiles import RecomputeModule, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks.parts import chunk_tokens
 from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.model import (
     EXPERT_LAYER,
@@ -84,6 +87,9 @@ def centered(model: ModelSpec) -> ModelSpec:
         (NEMOTRON, 1, 4, 1, EXPERT_LAYER),
         (SCOUT, 1, 1, 1, WINDOWED_EXPERT_LAYER),
         (SCOUT, 1, 1, 1, EXPERT_LAYER),
+        (CHUNKED, 1, 1, 1, WINDOWED_EXPERT_LAYER),
+        (centered(CHUNKED), 2, 4, 1, WINDOWED_EXPERT_LAYER),
+        (FILLED, 1, 1, 1, WINDOWED_EXPERT_LAYER),
         (GATED, 1, 1, 1, EXPERT_LAYER),
         (centered(GATED), 2, 4, 1, EXPERT_LAYER),
     ],
@@ -130,7 +136,8 @@ def assert_exact(
         given = Given((TOKENS // tp, NUM_SEQUENCES, SPEC.hidden_size))
         found = count_pass(layer, [given], RankOracle(groups))
     # Attention keeps a buffer of scores and a number to scale them by: see test_layers.py.
-    buffer = 2 * NUM_SEQUENCES * SPEC.num_heads // tp * TOKENS**2
+    size = chunk_tokens(model, kind, TOKENS) or TOKENS
+    buffer = 2 * NUM_SEQUENCES * -(-TOKENS // size) * SPEC.num_heads // tp * size**2
     # Without its fused kernel softmax keeps no such number.
     scale = 0 if model.attention_sinks else 4
     # Exchanges between the ranks of an expert, of which there is one, note how many rows they send.

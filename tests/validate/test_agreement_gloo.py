@@ -101,10 +101,10 @@ PHI = FALCON.model_copy(update={"spelling": "phi3", "fused_qkv": True})
 WINDOWED = LLAMA.model_copy(update={"window": 5, "layer_pattern": "WF"})
 SINKS = WINDOWED.model_copy(update={"attention_sinks": True})
 UNWEIGHTED = LLAMA.model_copy(update={"qk_norm": "unweighted"})
-# Chunks are of all tokens.
+# The last of three chunks is filled up.
 SCOUT = UNWEIGHTED.model_copy(
     update={
-        "window": 512,
+        "window": 6,
         "chunked_window": True,
         "layer_pattern": "WF",
         "rotary_layers": "windowed",

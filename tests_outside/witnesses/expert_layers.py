@@ -124,6 +124,9 @@ LLAMA4 = SPEC.model_copy(
         ),
     }
 )
+# The same in several chunks, of which the last is filled up or not.
+CHUNKED = LLAMA4.model_copy(update={"window": TOKENS // 4, "qk_norm": "unweighted"})
+FILLED = LLAMA4.model_copy(update={"window": 384})
 SCOUT = LLAMA4.model_copy(update={"qk_norm": "unweighted"})
 # Heads of one width: attention of a CPU knows no other.
 LATENT = SHARING.model_copy(

@@ -176,6 +176,8 @@ def _context_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterat
         yield Gap(Axis.CP, "cp > 1 with latent attention", (split,), (1,), model.name)
     if model.attention_sinks:
         yield Gap(Axis.CP, "cp > 1 with attention sinks", (split,), (1,), model.name)
+    if LayerFact.CHUNKED_WINDOW in model.layer_facts(seq_len):
+        yield Gap(Axis.CP, "cp > 1 with chunks of a sequence", (split,), (1,), model.name)
     has_windows = LayerFact.WINDOW in model.layer_facts(seq_len)
     for each in stack.context_parallel:
         codes = [types.code(each), *([0] if each == stack.context_parallel[0] else [])]

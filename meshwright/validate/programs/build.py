@@ -62,6 +62,7 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,
         LayerFact.WINDOW,
+        LayerFact.CHUNKED_WINDOW,
         LayerFact.ROTARY_LAYERS,
         LayerFact.ATTENTION_SINKS,
         LayerFact.UNWEIGHTED_NORM,

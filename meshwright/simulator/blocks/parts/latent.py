@@ -86,8 +86,7 @@ def latent_attention(
     dims, hidden = LatentDims.of(latent, num_heads), x.dims[-1]
     with block.module(x):
         query, key, value, held = _projected(block, x, latent, dims)
-        with block.part(RecomputeModule.CORE_ATTN):
-            context = attend(block, query, key, value)
+        context = attend(block, query, key, value)
         for each in (query, key, value):
             block.give_up(RecomputeModule.MLA_UP_PROJ, each)
         y = row(block, context, hidden, "attention output", outside)

@@ -54,12 +54,17 @@ def megatron(
     beside = None if shared is None else _of_all(block, x, shared)
     flat = dims.flat(block, x)
     shares = _told(block, _shares(block, flat, experts, dims), dims)
-    write = _fused if block.lowering.groups_experts else _sequential
-    out = write(block, flat, shares, dims, experts)
+    named: list[Tensor] = []
+    if block.lowering.groups_experts:
+        out = _fused(block, flat, shares, dims, experts)
+    else:
+        out, *named = _sequential(block, flat, shares, dims, experts)
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
-    if beside is None:
-        return out
-    return handed_on(block, [out, beside], out.like("all experts out"), block.traffic(x, x, x))
+    if beside is not None:
+        made = out.like("all experts out")
+        out = handed_on(block, [out, beside], made, block.traffic(x, x, x))
+    block.hold(*named)
+    return out
 
 
 def _of_all(block: Block, x: Tensor, shared: Shared) -> Tensor:
@@ -301,12 +306,13 @@ def _returned(
 
 def _sequential(
     block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
-) -> Tensor:
+) -> list[Tensor]:
     """Return what experts make of tokens one after the other, each in products of its own.
 
     The dispatcher has names for all shares, the mask of those that are not 0 and the rows of each
     expert; that it remembers them until its next pass is not counted (SequentialMLP of
-    megatron/core/transformer/moe/experts.py).
+    megatron/core/transformer/moe/experts.py).  Behind the result comes what has a name until the
+    layer's own pass is over (custom_forward of MoELayer.forward, core 0.16).
     """
     hidden, at = flat.dims[-1], dims.rows_at(flat)
     mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
@@ -328,10 +334,8 @@ def _sequential(
     block.hold(*outs, *read)
     in_other_order = counts if dims.mesh.told in block.mesh else ()
     made = _returned(block, made, rows, at, dims, in_other_order)
-    block.hold(given, *arrived)
     out = moved(block, made, "experts out", flat.dims, Numbers((order,)), flat.at)
-    block.hold(made, shares, mask, *counts)
-    return out
+    return [out, given, *arrived, made, shares, mask, *counts]
 
 
 def _counts(block: Block, shares: Tensor, dims: RoutedDims) -> tuple[Tensor, ...]:

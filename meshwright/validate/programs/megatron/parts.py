@@ -189,6 +189,7 @@ class MegatronParts:
     casts_angles = False
     turns_first = False
     copies_operands = False
+    cuts_chunks = True
     loss = LossKernel.FUSED
 
     def __init__(

@@ -141,6 +141,7 @@ class PlainParts:
     casts_angles = False
     turns_first = True
     copies_operands = False
+    cuts_chunks = False
 
     def __init__(
         self,
