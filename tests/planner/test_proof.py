@@ -136,10 +136,12 @@ LATENT = PART_ROUTED.model_copy(
         ),
     }
 )
-# Windows and sinks beside experts with biases, in a dense layer no positions: four kinds of layers.
+# Chunks, of which the last is filled up, and sinks beside experts with biases, in a dense layer no
+# positions: four kinds of layers.
 MIXED = PART_ROUTED.model_copy(
     update={
-        "window": 128,
+        "window": 192,
+        "chunked_window": True,
         "layer_pattern": "FWWF",
         "rotary_layers": "windowed",
         "attention_sinks": True,

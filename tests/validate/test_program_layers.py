@@ -166,6 +166,7 @@ def test_what_is_learned_depends_on_each_fact_of_attention(
     ("name", "fact"),
     [
         ("windows", "window"),
+        ("without positions", "chunked_window"),
         ("sinks of shards", "attention_sinks"),
         ("caps of shards", "attention_softcap"),
         ("latents, full", "latent"),
