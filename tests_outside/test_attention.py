@@ -13,7 +13,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import ModelSpec
 from meshwright.validate.programs.layers import AttentionCore, LayerOptions
-from meshwright.validate.programs.layers.transformer import NORM_EPSILON, UnweightedNorm
+from meshwright.validate.programs.layers.pointwise import NORM_EPSILON, UnweightedNorm
 
 BATCH, TOKENS, HEADS, GROUPS, WIDTH, CAP = 2, 12, 4, 2, 8, 0.5
 BATCH_FIRST = 1

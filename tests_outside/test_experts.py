@@ -23,14 +23,16 @@ from torchtitan.models.moe import utils
 from torchtitan.models.moe.moe import MoE
 from torchtitan.models.qwen3.model import args as qwen3_args
 from torchtitan.models.qwen3.model import model as qwen3
-from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeDecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 from witnesses.expert_layers import (
+    GATED,
     HEADS,
     LATENT,
     NUM_SEQUENCES,
@@ -59,33 +61,41 @@ INT32_BYTES = 4
 
 
 def transformers_layer(model: ModelSpec) -> Run:
-    """Return a layer of Mixtral, or of Qwen3-MoE, with grouped products."""
+    """Return a layer of Mixtral, Qwen2-MoE or Qwen3-MoE with grouped products."""
     experts = model.experts
     assert experts is not None
     heads = {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads}
     sizes = {"hidden_size": model.hidden_size, "num_experts_per_tok": experts.experts_per_token}
-    if model.qk_norm == "none":
+    make = MixtralDecoderLayer
+    if model.qk_norm == "head":
+        make, sizes["head_dim"] = Qwen3MoeDecoderLayer, model.head_dim
+        sizes |= {"moe_intermediate_size": experts.hidden_size, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(**heads, **sizes, num_experts=experts.num_experts)
+    elif experts.shared_gate:
+        make, sizes["shared_expert_intermediate_size"] = (
+            Qwen2MoeDecoderLayer,
+            experts.shared_hidden_size,
+        )
+        sizes |= {"moe_intermediate_size": experts.hidden_size, "norm_topk_prob": True}
+        config = Qwen2MoeConfig(**heads, **sizes, num_experts=experts.num_experts)
+    else:
         sizes |= {"intermediate_size": experts.hidden_size}
         config = MixtralConfig(**heads, **sizes, num_local_experts=experts.num_experts)
-    else:
-        sizes |= {"head_dim": model.head_dim, "moe_intermediate_size": experts.hidden_size}
-        config = Qwen3MoeConfig(
-            **heads, **sizes, num_experts=experts.num_experts, norm_topk_prob=True
-        )
     config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
-    make = MixtralDecoderLayer if model.qk_norm == "none" else Qwen3MoeDecoderLayer
     layer = make(config, 0)
     angles = torch.empty(NUM_SEQUENCES, TOKENS, model.head_dim)
     return lambda x: layer(x, position_embeddings=(angles, angles), attention_mask=None)
 
 
-@pytest.mark.parametrize("model", [SPEC, HEADS], ids=["mixtral", "qwen3"])
+@pytest.mark.parametrize("model", [SPEC, GATED, HEADS], ids=["mixtral", "qwen2", "qwen3"])
 def test_an_expert_layer_of_transformers_is_byte_exact(model: ModelSpec) -> None:
     found = counted(lambda: transformers_layer(model), NUM_SEQUENCES, TOKENS)
     assert derived(model, "fsdp") == found
 
 
-@pytest.mark.parametrize("model", [SPEC, HEADS, OSS], ids=["mixtral", "qwen3", "gpt-oss"])
+@pytest.mark.parametrize(
+    "model", [SPEC, GATED, HEADS, OSS], ids=["mixtral", "qwen2", "qwen3", "gpt-oss"]
+)
 def test_a_layer_of_transformers_with_experts_of_several_ranks_is_byte_exact(
     model: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:

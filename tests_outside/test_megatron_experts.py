@@ -13,6 +13,9 @@ import torch
 from block_witness import Given, count_pass
 from witnesses.boundary import objects_shared
 from witnesses.expert_layers import (
+    CHUNKED,
+    FILLED,
+    GATED,
     HEADS,
     LLAMA4,
     NEMOTRON,
@@ -31,6 +34,7 @@ from witnesses.megatron_experts import dispatched, megatron_layer, megatron_modu
 from meshwright.hwprofiles import RecomputeModule, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks.parts import chunk_tokens
 from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.model import (
     EXPERT_LAYER,
@@ -83,6 +87,11 @@ def centered(model: ModelSpec) -> ModelSpec:
         (NEMOTRON, 1, 4, 1, EXPERT_LAYER),
         (SCOUT, 1, 1, 1, WINDOWED_EXPERT_LAYER),
         (SCOUT, 1, 1, 1, EXPERT_LAYER),
+        (CHUNKED, 1, 1, 1, WINDOWED_EXPERT_LAYER),
+        (centered(CHUNKED), 2, 4, 1, WINDOWED_EXPERT_LAYER),
+        (FILLED, 1, 1, 1, WINDOWED_EXPERT_LAYER),
+        (GATED, 1, 1, 1, EXPERT_LAYER),
+        (centered(GATED), 2, 4, 1, EXPERT_LAYER),
     ],
 )
 def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(
@@ -97,6 +106,7 @@ def test_an_expert_layer_of_megatrons_local_spec_is_byte_exact(
     [
         (SPEC, 1, 1, (RecomputeModule.MOE,)),
         (SHARING, 1, 1, (RecomputeModule.SHARED_EXPERTS,)),
+        (GATED, 1, 1, (RecomputeModule.SHARED_EXPERTS,)),
         (centered(SHARING), 2, 4, (RecomputeModule.MOE,)),
     ],
 )
@@ -126,7 +136,8 @@ def assert_exact(
         given = Given((TOKENS // tp, NUM_SEQUENCES, SPEC.hidden_size))
         found = count_pass(layer, [given], RankOracle(groups))
     # Attention keeps a buffer of scores and a number to scale them by: see test_layers.py.
-    buffer = 2 * NUM_SEQUENCES * SPEC.num_heads // tp * TOKENS**2
+    size = chunk_tokens(model, kind, TOKENS) or TOKENS
+    buffer = 2 * NUM_SEQUENCES * -(-TOKENS // size) * SPEC.num_heads // tp * size**2
     # Without its fused kernel softmax keeps no such number.
     scale = 0 if model.attention_sinks else 4
     # Exchanges between the ranks of an expert, of which there is one, note how many rows they send.
@@ -214,7 +225,7 @@ def test_megatron_reduces_experts_in_buckets_over_the_ranks_that_hold_them(
 
 @pytest.mark.parametrize(
     ("model", "tp", "ep", "etp"),
-    [(centered(SPEC), 1, 4, 1), (centered(SPEC), 2, 2, 2), (centered(SHARING), 2, 8, 1)],
+    [(centered(SPEC), 1, 4, 1), (centered(SPEC), 2, 2, 2), (centered(GATED), 2, 8, 1)],
 )
 def test_megatron_fsdp_has_a_flat_bucket_for_the_experts_of_a_layer(
     model: ModelSpec, tp: int, ep: int, etp: int

@@ -1,6 +1,7 @@
 """The proof of a search, over whole spaces: exact memory, valid bounds, the true optimum."""
 
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
 from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.model import AnyModel, Experts, LatentAttention, parse_any_model
+from meshwright.simulator.model.huggingface import read_config
 
 
 class Case(NamedTuple):
@@ -94,14 +96,32 @@ ROUTED = GROUPED.model_copy(
         ),
     }
 )
-UNSHARED = ROUTED.model_copy(
-    update={
-        "experts": ROUTED.experts.model_copy(update={"num_experts": 8, "shared_hidden_size": 0})
-    }
+QWEN = parse_any_model(
+    read_config(
+        {
+            "model_type": "qwen2_moe",
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "max_position_embeddings": 512,
+            "moe_intermediate_size": 1024,
+            "num_attention_heads": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "shared_expert_intermediate_size": 512,
+            "vocab_size": 50257,
+        },
+        path=Path("qwen/config.json"),
+    ),
+    origin="qwen",
 )
 # One dense layer before those with experts: stages of two kinds.
 PART_ROUTED = ROUTED.model_copy(
     update={"experts": ROUTED.experts.model_copy(update={"first_dense_layers": 1})}
+)
+GATED = PART_ROUTED.model_copy(
+    update={"experts": PART_ROUTED.experts.model_copy(update={"shared_gate": True})}
 )
 DEEP_ROUTED = PART_ROUTED.model_copy(update={"num_layers": 7})
 # As DeepSeek-V3 has them.
@@ -116,10 +136,12 @@ LATENT = PART_ROUTED.model_copy(
         ),
     }
 )
-# Windows and sinks beside experts with biases, in a dense layer no positions: four kinds of layers.
+# Chunks, of which the last is filled up, and sinks beside experts with biases, in a dense layer no
+# positions: four kinds of layers.
 MIXED = PART_ROUTED.model_copy(
     update={
-        "window": 128,
+        "window": 192,
+        "chunked_window": True,
         "layer_pattern": "FWWF",
         "rotary_layers": "windowed",
         "attention_sinks": True,
@@ -408,7 +430,7 @@ CASES = {
     ),
     "a chain": Case(CHAIN, "dgx-a100", "megatron-core", 4, 32),
     "experts in some layers": Case(
-        PART_ROUTED,
+        GATED,
         "dgx-h100",
         "megatron-core",
         4,
@@ -504,7 +526,7 @@ CASES = {
         imbalance=1.5,
     ),
     "experts of transformers in sharded units": Case(
-        UNSHARED,
+        QWEN,
         "a100-4xhdr200",
         "fsdp",
         8,

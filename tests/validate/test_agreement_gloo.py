@@ -57,6 +57,8 @@ LLAMA = ModelSpec(
 )
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=16, shared_hidden_size=24)
 MIXTRAL = LLAMA.model_copy(update={"experts": EXPERTS})
+# A gate weighs what shared experts make (Qwen2-MoE).
+QWEN = LLAMA.model_copy(update={"experts": EXPERTS.model_copy(update={"shared_gate": True})})
 GROUPS: dict[str, Any] = {"num_groups": 4, "groups_per_token": 2, "scores": "sigmoid"}
 GROUPED = LLAMA.model_copy(
     update={"experts": EXPERTS.model_copy(update=GROUPS | {"experts_per_token": 4})}
@@ -99,10 +101,10 @@ PHI = FALCON.model_copy(update={"spelling": "phi3", "fused_qkv": True})
 WINDOWED = LLAMA.model_copy(update={"window": 5, "layer_pattern": "WF"})
 SINKS = WINDOWED.model_copy(update={"attention_sinks": True})
 UNWEIGHTED = LLAMA.model_copy(update={"qk_norm": "unweighted"})
-# Chunks are of all tokens.
+# The last of three chunks is filled up.
 SCOUT = UNWEIGHTED.model_copy(
     update={
-        "window": 512,
+        "window": 6,
         "chunked_window": True,
         "layer_pattern": "WF",
         "rotary_layers": "windowed",
@@ -190,7 +192,7 @@ CASES = {
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "experts": saved(MIXTRAL, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
     "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(4, 0), **SP),
-    "split experts": saved(MIXTRAL, "megatron-core", tp=2, dp=2, ep=2, **SP),
+    "split experts, gated": saved(QWEN, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "biases": saved(OSS, "megatron-core", tp=2, pp=2, dp=2, ep=2, etp=1, recompute=FULL, **SP),
     "weighed inputs": saved(WEIGHED, "megatron-core", tp=2, dp=2, ep=4, etp=1, **SP),
     "gelu experts": saved(GELU, "megatron-core", tp=2, dp=2, ep=2, **SP),
@@ -201,7 +203,7 @@ CASES = {
     "titan experts": saved(GROUPED, "torchtitan", dp=4, ep=2),
     "titan experts cp": saved(MIXTRAL, "torchtitan", cp=2, dp=2, ep=2, recompute=FULL, **RING),
     "fsdp experts": saved(ROUTED, "fsdp", dp=4, ep=2),
-    "fsdp experts hsdp, full": saved(ROUTED, "fsdp", dp=4, dp_shard=2, ep=2, recompute=FULL),
+    "fsdp experts hsdp, full": saved(QWEN, "fsdp", dp=4, dp_shard=2, ep=2, recompute=FULL),
     "latent": saved(STRAIGHT, "megatron-core", tp=2, cp=2, recompute=FULL, **SP),
     "deepseek": saved(DEEPSEEK, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
     "titan deepseek": saved(BALANCED, "torchtitan", cp=2, dp=2, ep=2),

@@ -73,6 +73,9 @@ PLAIN = having({"activation": "gelu", "shared_hidden_size": 128}, gated_mlp=Fals
 NEMOTRON = having(
     SHARED | {"activation": "squared relu"}, gated_mlp=False, activation="squared relu"
 )
+# Of Qwen2-MoE: a gate weighs what shared experts make.
+GATED: dict[str, Any] = {"shared_hidden_size": 512, "shared_gate": True, "casts_shares": True}
+QWEN = having(GATED, attention_bias=True)
 # Of DeepSeek-V2, without its latents.
 FOUR = {"experts_per_token": 4, "num_experts": 16}
 GROUPED = having(FOUR | {"num_groups": 4, "groups_per_token": 2, "shared_hidden_size": 384})
@@ -145,6 +148,9 @@ CASES = {
         having(FOUR | {"num_groups": 4, "groups_per_token": 2}), "fsdp", dp=4, ep=2, **FULL
     ),
     "ep of the ranks of a sequence": saved(MIXTRAL, cp=2, dp=2, ep=2),
+    "gated shared experts, split tokens": saved(QWEN, pp=2, dp=2, ep=4, etp=1, **SPLIT),
+    "fsdp, gated shared experts, ep, full": saved(QWEN, "fsdp", dp=4, ep=2, **FULL),
+    "fsdp, gated shared experts": saved(QWEN, "fsdp", dp=2),
     "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", cp=2, dp=2, ep=4),
 }
 

@@ -67,6 +67,13 @@ FULL: dict[str, Any] = {"recompute": Recompute.FULL}
 SELECTIVE: dict[str, Any] = {"recompute": Recompute.SELECTIVE, "attention": Attention.UNFUSED}
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 SWAP: dict[str, Any] = {"cp": 2, "cp_type": ContextParallel.ALL_TO_ALL}
+
+
+def chunked(size: int) -> ModelSpec:
+    """Return layers that attend in chunks of a *size* between layers without positions."""
+    return SCOUT.model_copy(update={"window": size})
+
+
 LONG = GPT.model_copy(update={"max_positions": TOKENS, "num_kv_heads": 2})  # shared by two heads
 CASES = {
     "windows": wide(WINDOWED, "megatron-core", tp=2, sequence_parallel=True),
@@ -95,10 +102,10 @@ CASES = {
     "sinks of shards": wide(SINKS, "fsdp"),
     "sinks of shards, full": wide(SINKS, "fsdp", **FULL),
     "caps of shards": wide(GEMMA, "fsdp", **FULL),
-    "without positions": wide(SCOUT, "megatron-core", **SP),
-    "without positions, scores": wide(SCOUT, "megatron-core", **SELECTIVE),
-    "without positions in a pipeline": wide(SCOUT, "megatron-core", pp=2, **FULL),
-    "without positions over cp": wide(SCOUT, "megatron-core", **SWAP),
+    "without positions": wide(chunked(TOKENS // 4), "megatron-core", **SP),
+    "without positions, scores": wide(chunked(192), "megatron-core", **SELECTIVE),
+    "without positions in a pipeline": wide(chunked(192), "megatron-core", pp=2, **FULL),
+    "without positions over cp": wide(chunked(TOKENS), "megatron-core", **SWAP),
     "learned positions": wide(LONG, "megatron-core"),
     "norms without weights": wide(UNWEIGHTED, "megatron-core", **SP),
     "such norms beside layer norms": wide(
@@ -147,6 +154,7 @@ def test_latents_of_tokens_that_are_not_split_are_refused_by_name() -> None:
         (SINKS, {"attention_sinks": False}),
         (GEMMA, {"attention_softcap": 0.0}),
         (SCOUT, {"rotary_layers": "all"}),
+        (SCOUT, {"chunked_window": False}),
         (UNWEIGHTED, {"qk_norm": "none"}),
     ],
 )
@@ -163,6 +171,7 @@ def test_what_is_learned_depends_on_each_fact_of_attention(
     ("name", "fact"),
     [
         ("windows", "window"),
+        ("without positions", "chunked_window"),
         ("sinks of shards", "attention_sinks"),
         ("caps of shards", "attention_softcap"),
         ("latents, full", "latent"),
@@ -171,12 +180,6 @@ def test_what_is_learned_depends_on_each_fact_of_attention(
 def test_what_attention_on_gpus_does_not_take_is_refused_by_name(name: str, fact: str) -> None:
     with pytest.raises(PlanError, match=f"{fact} of tiny-llama has no PyTorch program on"):
         build_program(on_gpus(CASES[name]))
-
-
-def test_chunks_of_some_tokens_are_refused_by_name() -> None:
-    chunked = wide(SCOUT.model_copy(update={"window": 64}), "megatron-core")
-    with pytest.raises(PlanError, match="chunked_window of tiny-llama has no PyTorch program"):
-        next(iter(measure_fakes(chunked, [0])))
 
 
 @pytest.mark.parametrize("stack", ["ddp", "fsdp"])

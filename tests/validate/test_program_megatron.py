@@ -53,7 +53,10 @@ LLAMA = ModelSpec(
     dropout=False,
 )
 EXPERTS = Experts(num_experts=8, experts_per_token=2, hidden_size=16)
-MIXTRAL = LLAMA.model_copy(update={"experts": EXPERTS})
+# A gate weighs what shared experts make (Qwen2-MoE).
+QWEN = LLAMA.model_copy(
+    update={"experts": EXPERTS.model_copy(update={"shared_hidden_size": 24, "shared_gate": True})}
+)
 # Norms of wide heads (Qwen3).
 HEADS = LLAMA.model_copy(update={"qk_norm": "head", "head_dim": 16})
 # Sigmoid scores, shared experts beside routed ones, a dense layer first (DeepSeek-V3).
@@ -78,7 +81,7 @@ DEEPSEEK = MIXED.model_copy(
 )
 MODELS = {
     "deepseek": DEEPSEEK,
-    "mixtral": MIXTRAL,
+    "qwen": QWEN,
     "mixed": MIXED,
     "heads": HEADS,
     "gpt": GPT,
@@ -208,7 +211,7 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         "megatron-core",
     ),
     "ep2 etp2": (
-        "mixtral",
+        "qwen",
         replace(HYBRID, ep=2, etp=2, recompute=Recompute.SELECTIVE),
         "megatron-core",
     ),

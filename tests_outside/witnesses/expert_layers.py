@@ -48,6 +48,15 @@ SHARED = Experts(
     shared_hidden_size=384,
     scores="sigmoid",
 )
+# Qwen2-MoE's: a gate weighs what shared experts make.
+GATED = SPEC.model_copy(
+    update={
+        "attention_bias": True,
+        "experts": SPEC.experts.model_copy(
+            update={"shared_hidden_size": 512, "shared_gate": True, "casts_shares": True}
+        ),
+    }
+)
 # Qwen3's heads: wider together than tokens, with norms.
 HEADS = SPEC.model_copy(
     update={
@@ -115,6 +124,9 @@ LLAMA4 = SPEC.model_copy(
         ),
     }
 )
+# The same in several chunks, of which the last is filled up or not.
+CHUNKED = LLAMA4.model_copy(update={"window": TOKENS // 4, "qk_norm": "unweighted"})
+FILLED = LLAMA4.model_copy(update={"window": 384})
 SCOUT = LLAMA4.model_copy(update={"qk_norm": "unweighted"})
 # Heads of one width: attention of a CPU knows no other.
 LATENT = SHARING.model_copy(

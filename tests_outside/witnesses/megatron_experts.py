@@ -141,6 +141,7 @@ def megatron_module(
         moe_router_topk=experts.experts_per_token,
         moe_router_score_function=experts.scores.removesuffix(" of chosen"),
         moe_shared_expert_intermediate_size=experts.shared_hidden_size or None,
+        moe_shared_expert_gate=experts.shared_gate,
         moe_token_dispatcher_type="alltoall",
         moe_router_force_load_balancing=True,
         moe_router_load_balancing_type="none",
@@ -160,6 +161,39 @@ def megatron_module(
     return TransformerLayer(config, spec.submodules, layer_number=1)
 
 
+def cut(x: Tensor, size: int) -> Tensor:
+    """Return ``[tokens, batch, ..]`` in chunks of a *size*, zeros behind the last tokens."""
+    short = -len(x) % size
+    if short:
+        x = torch.cat([x, x.new_zeros(short, *x.shape[1:])])
+    x = x.reshape(-1, size, *x.shape[1:]).transpose(0, 1)
+    return x.reshape(size, -1, *x.shape[3:]).contiguous()
+
+
+def attend_in_chunks(attention: torch.nn.Module, size: int) -> None:
+    """Let Megatron-Core's *attention* see chunks of a *size* as sequences.
+
+    In the order in which NVIDIA's Llama 4 does it, whose module this stands for: ahead of positions
+    queries, keys and values are cut, behind its core what comes out is put in order.
+    """
+    projected, core = attention.get_query_key_value_tensors, attention.core_attention.forward
+
+    def chunks(*given: object, **how: object) -> list[Tensor]:
+        parts = [*projected(*given, **how)]
+        for index, each in enumerate(parts):
+            parts[index] = cut(each, size)
+            del each
+        return parts
+
+    def joined(query: Tensor, *given: object, **how: object) -> Tensor:
+        out = core(query, *given, **how)
+        out = out.reshape(size, -1, NUM_SEQUENCES, out.shape[-1]).transpose(0, 1)
+        return out.reshape(-1, *out.shape[2:])[:TOKENS]
+
+    attention.get_query_key_value_tensors = chunks
+    attention.core_attention.forward = joined
+
+
 def megatron_layer(
     model: ModelSpec,
     tp: int,
@@ -173,7 +207,11 @@ def megatron_layer(
     layer = megatron_module(model, tp, ep, etp, rotary=rotary, modules=modules)
     dispatcher = layer.mlp.token_dispatcher
     balance(dispatcher, rows_of(model) // tp, etp)
-    turned = torch.empty(TOKENS, 1, 1, model.rotary_dim)
+    chunk = TOKENS
+    if rotary and model.chunked_window and model.window < TOKENS:
+        chunk = model.window
+        attend_in_chunks(layer.self_attention, chunk)
+    turned = torch.empty(chunk, 1, 1, model.rotary_dim)
     put_together = dispatcher.combine_postprocess
 
     def forget() -> None:

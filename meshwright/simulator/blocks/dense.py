@@ -5,7 +5,10 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Attention, RecomputeModule
 from meshwright.simulator.blocks.parts import (
+    Chunks,
     ExpertMesh,
+    Shared,
+    chunk_tokens,
     context_parallel,
     hottest_share,
     latent_attention,
@@ -210,30 +213,10 @@ def _side_by_side(
         return out
 
 
-def _heads(shape: BlockShape, dims: LayerDims, kind: BlockKind) -> Heads:
-    """Return what attention of a kind of layer is over."""
-    model = shape.model
-    seen = model.seen_tokens(kind, shape.seq_len)
-    sinks = dims.heads if model.attention_sinks else None
-    return Heads(dims.heads, dims.tokens, seen, model.causal, model.dropout, sinks)
-
-
-def _core(
-    block: Block,
-    given: tuple[Tensor, ...],
-    shape: BlockShape,
-    dims: LayerDims,
-    kind: BlockKind,
-) -> Tensor:
-    """Return attention of what is *given*, queries, keys and values."""
-    heads = _heads(shape, dims, kind)
-    query, key, value = given
-    with block.part(RecomputeModule.CORE_ATTN):
-        if shape.cp_type is not None:
-            over = heads._replace(ranks=dims.cp, inner=shape.cp_inner)
-            return context_parallel(block, query, key, value, over, shape.cp_type)
-        attend = scored if shape.attention is Attention.UNFUSED else flash
-        return attend(block, query, key, value, heads)
+def _chunks(shape: BlockShape, dims: LayerDims, kind: BlockKind) -> Chunks | None:
+    """Return the chunks that attention of a kind of layer is within, if sequences have several."""
+    size, length = chunk_tokens(shape.model, kind, shape.seq_len), shape.seq_len
+    return Chunks.of(dims.tokens, dims.batch, size, fills_up=length % size > 0) if size else None
 
 
 def _attention(
@@ -241,10 +224,12 @@ def _attention(
 ) -> Tensor:
     """Return self-attention of normalised tokens in a layer of a kind."""
     model, spelling = shape.model, spelling_of(shape)
-    has_positions = model.has_positions(kind)
+    has_positions, chunks = model.has_positions(kind), _chunks(shape, dims, kind)
     is_unfused = shape.attention is Attention.UNFUSED
     with block.module(x):
         query, key, value = _projected(block, x, shape, dims)
+        if chunks is not None:
+            query, key, value = (chunks.cut(block, each) for each in (query, key, value))
         if has_positions:
             query, key = _turned(block, query, key, Rotary(model.rotary_dim, spelling.rotary))
             if model.qk_norm == "unweighted" and not block.lowering.fuses_places:
@@ -257,7 +242,9 @@ def _attention(
             # rotated ones it would copy the values, but runs of real size hold as much as with the
             # whole product (docs/accuracy.md).
             key, value = (copy(block, each, f"{each.name} apart") for each in given)
-        context = _core(block, (query, key, value), shape, dims, kind)
+        context = _attended(block, (query, key, value), shape, dims, kind)
+        if chunks is not None:
+            context = chunks.joined(block, context)
         # What puts a head together lays all out head by head, and so does attention.
         if has_positions and spelling.rotary in PUT_TOGETHER:
             context = copy(block, context, "attention by tokens", copies_back=False)
@@ -270,13 +257,34 @@ def _attention(
         return y
 
 
+def _attended(
+    block: Block,
+    given: tuple[Tensor, ...],
+    shape: BlockShape,
+    dims: LayerDims,
+    kind: BlockKind,
+) -> Tensor:
+    """Return attention of queries to keys and values in a layer of a kind."""
+    model, chunks = shape.model, _chunks(shape, dims, kind)
+    seen, tokens = model.seen_tokens(kind, shape.seq_len), chunks.size if chunks else dims.tokens
+    sinks = dims.heads if model.attention_sinks else None
+    heads = Heads(dims.heads, tokens, seen, model.causal, model.dropout, sinks)
+    query, key, value = given
+    with block.part(RecomputeModule.CORE_ATTN):
+        if shape.cp_type is not None:
+            over = heads._replace(ranks=dims.cp, inner=shape.cp_inner)
+            return context_parallel(block, query, key, value, over, shape.cp_type)
+        attend = scored if shape.attention is Attention.UNFUSED else flash
+        return attend(block, query, key, value, heads)
+
+
 def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind) -> Tensor:
     """Return latent attention of normalised tokens."""
     model = shape.model
     assert model.latent is not None
 
     def core(*given: Tensor) -> Tensor:
-        return _core(block, given, shape, dims, kind)
+        return _attended(block, given, shape, dims, kind)
 
     return latent_attention(block, x, model.latent, model.num_heads, dims.outside, core)
 
@@ -349,12 +357,12 @@ def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Ten
     parts = (Dim("shared gate", width), Dim("shared up", width))[-experts.num_parts :]
     kind = Activation(shape.model.activation)
 
-    def shared(block: Block, x: Tensor) -> Tensor:
+    def write(block: Block, x: Tensor) -> Tensor:
         widths = Widths(parts, Dim("shared inner", width), kind)
-        with block.part(RecomputeModule.SHARED_EXPERTS):
-            return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
+        return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
 
-    return routed(block, x, experts, dims.experts, dims.outside, shared if width else None)
+    shared = Shared(write, experts.shared_gate) if width else None
+    return routed(block, x, experts, dims.experts, dims.outside, shared)
 
 
 class Widths(NamedTuple):

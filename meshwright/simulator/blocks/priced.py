@@ -21,6 +21,7 @@ from meshwright.simulator.blocks.operators import (
     RingMessages,
     head_launches,
 )
+from meshwright.simulator.blocks.parts import chunk_tokens
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     PARTIAL,
@@ -324,8 +325,9 @@ def _side_by_side(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: 
 def _flash(
     shape: BlockShape, kind: BlockKind, work: FusedAttention, phase: Phase
 ) -> FlashAttention:
-    model, seq_len = shape.model, shape.seq_len
-    seen = model.seen_tokens(kind, seq_len)
+    model = shape.model
+    seen = model.seen_tokens(kind, shape.seq_len)
+    seq_len = chunk_tokens(model, kind, shape.seq_len) or shape.seq_len
     return FlashAttention(
         "attention",
         batch_heads=_number(work.scores * work.ranks) // (seq_len * seen),

@@ -281,6 +281,8 @@ def way_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Ga
     split, facts = Condition(Axis.CP, gt, 1), model.layer_facts(seq_len)
     is_only = lacks_of_way(ContextParallel.RING, facts) is not None
     yield from _width_gaps(stack, model)
+    if LayerFact.CHUNKED_WINDOW in facts:
+        yield Gap(Axis.CP, "cp > 1 with chunks of a sequence", (split,), (1,), model.name)
     for each in stack.context_parallel:
         lacks = lacks_of_way(each, facts)
         for has_type in _has_way(stack, each):

@@ -378,16 +378,15 @@ def _kinds(model: ModelSpec) -> set[BlockKind]:
 def _expert_refusal(name: str, experts: Experts, stack: StackProfile) -> str | None:
     """Return why *stack* cannot run these experts, or None when it can."""
     found = None
-    if experts.shared_gate:
+    is_torchtitans = not (stack.transformers_layers or stack.megatron_layers)
+    if experts.shared_gate and is_torchtitans:
         found = "a gate of shared experts"
     elif experts.routing_bias and experts.scores != "sigmoid" and stack.megatron_layers:
         found = f"a routing bias beside scores={experts.scores}"  # TransformerConfig of core 0.16
-    elif stack.transformers_layers and experts.shared_hidden_size:
-        found = "shared experts"
+    elif stack.transformers_layers and experts.shared_hidden_size and not experts.shared_gate:
+        found = "shared experts without a gate"
     elif stack.transformers_layers and experts.scores == "sigmoid":
         found = "scores by sigmoid"
-    elif experts.scores == "softmax of chosen" and not (
-        stack.transformers_layers or stack.megatron_layers
-    ):
+    elif experts.scores == "softmax of chosen" and is_torchtitans:
         found = "a softmax of chosen scores"
     return found and f"{name} has {found}, which stack {stack.name} is not known to run"

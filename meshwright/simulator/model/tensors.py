@@ -199,13 +199,13 @@ def _routed_tensors(model: ModelSpec) -> list[ParameterTensor]:
     }
     if not experts.bias:
         shapes = {name: facts for name, facts in shapes.items() if not name.endswith("bias")}
+    if experts.shared_gate:  # Megatron-Core's module holds it ahead of the products
+        shapes["shared_gate.weight"] = ((1, width), None)
     if shared:
         shapes |= {
             "shared_in.weight": ((parts * shared, width), 0),
             "shared_out.weight": ((width, shared), 1),
         }
-    if experts.shared_gate:
-        shapes["shared_gate.weight"] = ((1, width), None)
     return [*_norm_tensors(model, "mlp_norm", TRANSFORMER_LAYER), *_of_layer(shapes)]
 
 

@@ -62,6 +62,7 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
         LayerFact.ACTIVATION,
         LayerFact.ROTARY_FRACTION,
         LayerFact.WINDOW,
+        LayerFact.CHUNKED_WINDOW,
         LayerFact.ROTARY_LAYERS,
         LayerFact.ATTENTION_SINKS,
         LayerFact.UNWEIGHTED_NORM,
@@ -70,11 +71,12 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
     "torchtitan": DEEPSEEK,
 }
 
-# PyTorch's attention by name takes none of the first there; of the last it is not tried.
+# PyTorch's attention by name takes none of the first three there; the others are not tried.
 NOT_ON_GPUS = {
     LayerFact.WINDOW,
     LayerFact.ATTENTION_SOFTCAP,
     LayerFact.ATTENTION_SINKS,
+    LayerFact.CHUNKED_WINDOW,
     LayerFact.LATENT_ATTENTION,
 }
 

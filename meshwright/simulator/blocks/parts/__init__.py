@@ -1,13 +1,18 @@
 """Parts of a transformer's layer in the place of the usual ones: a file a part."""
 
+from meshwright.simulator.blocks.parts.chunks import Chunks, chunk_tokens
 from meshwright.simulator.blocks.parts.context import context_parallel
 from meshwright.simulator.blocks.parts.experts import routed
 from meshwright.simulator.blocks.parts.latent import latent_attention
 from meshwright.simulator.blocks.parts.routing import EXPERTS, ExpertMesh, hottest_share
+from meshwright.simulator.blocks.parts.shared import Shared
 
 __all__ = [
     "EXPERTS",
+    "Chunks",
     "ExpertMesh",
+    "Shared",
+    "chunk_tokens",
     "context_parallel",
     "hottest_share",
     "latent_attention",

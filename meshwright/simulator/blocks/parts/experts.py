@@ -1,17 +1,13 @@
 """Routed experts in the place of an MLP, as the stack at hand runs them."""
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 from meshwright.simulator.blocks.parts.megatron_experts import megatron
 from meshwright.simulator.blocks.parts.routing import ExpertMesh, RoutedDims
+from meshwright.simulator.blocks.parts.shared import Shared
 from meshwright.simulator.blocks.parts.titan_experts import torchtitan
 from meshwright.simulator.blocks.parts.transformers_experts import transformers
 from meshwright.simulator.graph import Block, Placement, Tensor, place, replicated
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import Experts
-
-Shared: TypeAlias = Callable[[Block, Tensor], Tensor]
 
 
 def routed(
@@ -30,7 +26,7 @@ def routed(
         experts: Their sizes.
         mesh: Ranks that share them.
         outside: Where tokens lie outside of tensor-parallel regions.
-        shared: Writes the shared experts, if there are any.
+        shared: The shared experts, if there are any.
     """
     dims = RoutedDims.of(x, experts, mesh)
     with block.module(x):
@@ -38,5 +34,5 @@ def routed(
             return megatron(block, x, experts, dims, shared)
         x = place(block, x, replicated(x.at, Axis.TP))
         if block.lowering.spells_out:
-            return place(block, transformers(block, x, dims, experts), outside)
+            return place(block, transformers(block, x, dims, experts, shared), outside)
         return torchtitan(block, x, dims, outside, shared)

@@ -5,8 +5,6 @@ an expert gather each other's, and a rank with several experts sorts them once m
 (`MoEAlltoAllTokenDispatcher` of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
 """
 
-from collections.abc import Callable
-
 from meshwright.hwprofiles import CollectiveOp, RecomputeModule
 from meshwright.simulator.blocks.parts.clamped import bounded, clamped
 from meshwright.simulator.blocks.parts.routing import (
@@ -22,6 +20,7 @@ from meshwright.simulator.blocks.parts.routing import (
     score,
     taken,
 )
+from meshwright.simulator.blocks.parts.shared import Shared, gated
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     STATISTIC_BYTES,
@@ -47,22 +46,32 @@ from meshwright.simulator.graph import (
 from meshwright.simulator.layout import ExpertAxis
 from meshwright.simulator.model import Experts
 
-Shared = Callable[[Block, Tensor], Tensor]
-
 
 def megatron(
     block: Block, x: Tensor, experts: Experts, dims: RoutedDims, shared: Shared | None
 ) -> Tensor:
     """Return what shared and routed experts make of tokens: the shared ones run first."""
-    beside = None if shared is None else shared(block, x)
+    beside = None if shared is None else _of_all(block, x, shared)
     flat = dims.flat(block, x)
     shares = _told(block, _shares(block, flat, experts, dims), dims)
-    write = _fused if block.lowering.groups_experts else _sequential
-    out = write(block, flat, shares, dims, experts)
+    named: list[Tensor] = []
+    if block.lowering.groups_experts:
+        out = _fused(block, flat, shares, dims, experts)
+    else:
+        out, *named = _sequential(block, flat, shares, dims, experts)
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
-    if beside is None:
-        return out
-    return handed_on(block, [out, beside], out.like("all experts out"), block.traffic(x, x, x))
+    if beside is not None:
+        made = out.like("all experts out")
+        out = handed_on(block, [out, beside], made, block.traffic(x, x, x))
+    block.hold(*named)
+    return out
+
+
+def _of_all(block: Block, x: Tensor, shared: Shared) -> Tensor:
+    """Return what shared experts make of all tokens, weighed where they have a gate."""
+    with block.part(RecomputeModule.SHARED_EXPERTS), block.module(x):
+        out = shared.write(block, x)
+        return gated(block, x, out) if shared.has_gate else out
 
 
 def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
@@ -297,12 +306,13 @@ def _returned(
 
 def _sequential(
     block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
-) -> Tensor:
+) -> list[Tensor]:
     """Return what experts make of tokens one after the other, each in products of its own.
 
     The dispatcher has names for all shares, the mask of those that are not 0 and the rows of each
     expert; that it remembers them until its next pass is not counted (SequentialMLP of
-    megatron/core/transformer/moe/experts.py).
+    megatron/core/transformer/moe/experts.py).  Behind the result comes what has a name until the
+    layer's own pass is over (custom_forward of MoELayer.forward, core 0.16).
     """
     hidden, at = flat.dims[-1], dims.rows_at(flat)
     mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
@@ -324,10 +334,8 @@ def _sequential(
     block.hold(*outs, *read)
     in_other_order = counts if dims.mesh.told in block.mesh else ()
     made = _returned(block, made, rows, at, dims, in_other_order)
-    block.hold(given, *arrived)
     out = moved(block, made, "experts out", flat.dims, Numbers((order,)), flat.at)
-    block.hold(made, shares, mask, *counts)
-    return out
+    return [out, given, *arrived, made, shares, mask, *counts]
 
 
 def _counts(block: Block, shares: Tensor, dims: RoutedDims) -> tuple[Tensor, ...]:

@@ -1,7 +1,5 @@
 """Routed experts as torchtitan writes them, in PyTorch's operators."""
 
-from collections.abc import Callable
-
 from meshwright.simulator.blocks.parts.routing import (
     EXPERTS,
     INT32_BYTES,
@@ -18,6 +16,7 @@ from meshwright.simulator.blocks.parts.routing import (
     taken,
     told,
 )
+from meshwright.simulator.blocks.parts.shared import Shared
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     STATISTIC_BYTES,
@@ -40,7 +39,6 @@ from meshwright.simulator.graph import (
 )
 
 ALIGNED_ROWS = 8  # of torch._grouped_mm in 16 bits (TOKEN_GROUP_ALIGN_SIZE_M of torchtitan 0.2.2)
-Shared = Callable[[Block, Tensor], Tensor]
 
 
 def torchtitan(
@@ -61,7 +59,7 @@ def torchtitan(
     block.add([rows], [*names], [])
     with block.part(EXPERTS):
         back = _grouped_experts(block, rows, x, dims)
-    out = None if shared is None else shared(block, x)
+    out = None if shared is None else shared.write(block, x)
     order = numbers(rows, "order of rows")
     unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), Numbers(made=(order,)))
     result = _weighted(block, shares, unsorted, dims)

@@ -23,6 +23,7 @@ from meshwright.simulator.blocks.parts.routing import (
     taken,
     told,
 )
+from meshwright.simulator.blocks.parts.shared import Shared, gated
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     Block,
@@ -43,14 +44,25 @@ from meshwright.simulator.model import Experts
 MASK_BYTES = 1
 
 
-def transformers(block: Block, x: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
-    """Return what grouped experts make of tokens."""
+def transformers(
+    block: Block, x: Tensor, dims: RoutedDims, experts: Experts, shared: Shared | None
+) -> Tensor:
+    """Return what grouped experts make of tokens, and gated ones that are shared beside them.
+
+    These run first; their gate does behind the experts, and what it makes of them has a name.
+    """
     flat = dims.flat(block, x)
+    beside = None if shared is None else shared.write(block, flat)
     logits = logits_of(block, flat, dims, bias=experts.bias)
     shares = _shares(block, logits, experts, dims)
     run = _exchanged if dims.mesh.ranks > 1 else _sorted
     with block.part(EXPERTS):
         result = run(block, flat, shares, dims, experts)
+    if beside is not None:
+        beside = gated(block, flat, beside)
+        made = result.like("all experts out")
+        result = handed_on(block, [result, beside], made, block.traffic(made, made, made))
+        block.hold(beside)
     block.hold(logits, shares)
     return view(block, result, *x.dims)
 

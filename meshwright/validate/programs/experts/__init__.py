@@ -26,12 +26,14 @@ from meshwright.validate.programs.experts.rows import (
     SortedWeights,
     row_map,
 )
+from meshwright.validate.programs.experts.shared import GatedShared
 from meshwright.validate.programs.experts.titan import GroupedExperts, RoutedGroup, TitanExperts
 from meshwright.validate.programs.experts.transformers import OwnExperts, TransformersExperts
 
 __all__ = [
     "Dispatch",
     "ExpertGroup",
+    "GatedShared",
     "GroupedExperts",
     "GroupedProduct",
     "OwnExperts",

@@ -67,7 +67,6 @@ def refuse_routing(job: TrainingJob, plan: ParallelPlan) -> None:
     if experts is None:
         return
     switches = {
-        "shared_gate=true of experts": experts.shared_gate,
         f"dispatcher={plan.dispatcher}": plan.dispatcher not in (None, Dispatcher.ALL_TO_ALL),
         f"expert_overlap={plan.expert_overlap}": plan.expert_overlap is not None,
         f"imbalance={job.imbalance:g}": job.imbalance != 1,

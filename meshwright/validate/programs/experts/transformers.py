@@ -134,20 +134,29 @@ class TransformersExperts(nn.Module):
         experts: Of a layer.
         hidden_size: Width of tokens.
         routed: Who has the other experts, and how tokens are sent to them.
+        shared: What all tokens go through, weighed by a gate, if there is something.
     """
 
-    def __init__(self, experts: Experts, hidden_size: int, routed: RoutedGroup) -> None:
+    def __init__(
+        self, experts: Experts, hidden_size: int, routed: RoutedGroup, shared: nn.Module | None
+    ) -> None:
         super().__init__()
         self.facts, self.routing = experts, routed.routing
         self.router = nn.Linear(hidden_size, experts.num_experts, bias=experts.bias)
         self.experts = OwnExperts(experts, hidden_size, routed)
+        self.shared = shared
+        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if shared is not None else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what experts make of ``[batch, tokens, width]``."""
+        """Return what experts make of ``[batch, tokens, width]``; shared ones run first."""
         flat = inputs.flatten(0, 1)
+        beside = None if self.shared is None else self.shared(flat)
         logits = self.router(flat)
         shares, places = self._shares(logits)
         out: Tensor = self.experts(flat, places, shares)
+        if beside is not None and self.shared_gate is not None:
+            beside = self.shared_gate(flat).sigmoid() * beside
+            out = out + beside
         return out.view_as(inputs)
 
     def _shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:

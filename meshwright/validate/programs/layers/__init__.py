@@ -1,14 +1,12 @@
 """The layers of a transformer, made of the parts of a stack."""
 
+from meshwright.validate.programs.layers.pointwise import NORM_EPSILON, GatedSilu, SquaredRelu
 from meshwright.validate.programs.layers.stage import VirtualStage
 from meshwright.validate.programs.layers.transformer import (
-    NORM_EPSILON,
     AttentionCore,
-    GatedSilu,
     LayerOptions,
     Mlp,
     ResidualAdd,
-    SquaredRelu,
     TransformerLayer,
 )
 

@@ -15,19 +15,17 @@ from meshwright.simulator.model import EXPERT_LAYERS, WINDOWED_LAYERS, BlockKind
 from meshwright.validate.programs.fused import (
     CausalSoftmax,
     FusedAttention,
-    FusedSquaredRelu,
-    PackedSwiglu,
     Rotary,
     Scores,
     Swiglu,
     TableRotary,
-    UnweightedRmsNorm,
 )
+from meshwright.validate.programs.layers.chunks import ChunkedCore, cut, joined
 from meshwright.validate.programs.layers.latent import LatentSelfAttention
+from meshwright.validate.programs.layers.pointwise import UnweightedNorm
 from meshwright.validate.programs.layers.selective_recompute import operator_contexts
 
 ROTARY_BASE = 10_000.0
-NORM_EPSILON = 1e-5
 DROPOUT = 0.1
 
 
@@ -40,7 +38,8 @@ class Parts(Protocol):
     more inside its backward pass, and has names there for what came out and for its gradient.
     With ``casts_angles`` each layer gets a copy of a table of angles, cast as activations are.
     Where a stack ``turns_first``, norms without weights are of queries and keys that positions have
-    turned; one that ``copies_operands`` gives attention keys and values in a stretch of their own.
+    turned; one that ``copies_operands`` gives attention keys and values in a stretch of their own,
+    one that ``cuts_chunks`` cuts sequences for it ahead of positions.
     """
 
     seq_dim: int
@@ -51,6 +50,7 @@ class Parts(Protocol):
     casts_angles: bool
     turns_first: bool
     copies_operands: bool
+    cuts_chunks: bool
 
     def norm(self, model: ModelSpec, width: int) -> nn.Module:
         """Return a norm of the model's kind."""
@@ -197,33 +197,6 @@ def _repeat(tensor: Tensor, heads: int) -> Tensor:
     return tensor if repeats == 1 else tensor.repeat_interleave(repeats, dim=2)
 
 
-class UnweightedNorm(nn.Module):
-    """RMS norm without weights; keeps its input and one statistic a head."""
-
-    def forward(self, values: Tensor) -> Tensor:
-        """Return the normalised values."""
-        out: Tensor = UnweightedRmsNorm.apply(values, NORM_EPSILON)
-        return out
-
-
-class SquaredRelu(nn.Module):
-    """The square of ReLU in one kernel."""
-
-    def forward(self, values: Tensor) -> Tensor:
-        """Return the activated values."""
-        out: Tensor = FusedSquaredRelu.apply(values)
-        return out
-
-
-class GatedSilu(nn.Module):
-    """SiLU gate times value of a packed tensor; keeps it."""
-
-    def forward(self, packed: Tensor) -> Tensor:
-        """Return the activated values."""
-        out: Tensor = PackedSwiglu.apply(packed)
-        return out
-
-
 class SelfAttention(nn.Module):
     """Projections around the attention core; local heads follow from the width that arrives."""
 
@@ -250,17 +223,26 @@ class SelfAttention(nn.Module):
         self.qk_norm, self.turns_first = model.qk_norm, parts.turns_first
         if self.qk_norm != "none":
             self.query_norm, self.key_norm = _norms_of_heads(model, parts)
-        self.core = parts.attention_core(
-            model, options, model.window if kind in WINDOWED_LAYERS else 0
-        )
+        window = model.window if kind in WINDOWED_LAYERS else 0
+        chunk = window if model.chunked_window else 0
+        self.core = parts.attention_core(model, options, 0 if chunk else window)
+        if chunk and not parts.cuts_chunks:
+            self.core = ChunkedCore(self.core, chunk, parts.seq_dim)
+        self.chunk = chunk if parts.cuts_chunks else 0
         self.output = parts.row_linear(query_width, width, bias=model.output_bias)
 
     def forward(self, inputs: Tensor, *angles: Tensor) -> Tensor:
         """Return the projected attention of normalised activations, turned by *angles* if given."""
         query, key, value = self._projected(inputs)
+        num_tokens, batch = query.shape[:2]
+        is_cut = 0 < self.chunk < num_tokens
         is_last = self.qk_norm == "unweighted" and self.turns_first
         if self.qk_norm in {"head", "unweighted"} and not is_last:
             query, key = self.query_norm(query), self.key_norm(key)
+        if is_cut:  # one after the other: what was cut goes
+            query = cut(query, self.chunk)
+            key = cut(key, self.chunk)
+            value = cut(value, self.chunk)
         if angles:
             query, key = (TableRotary.apply(each, *angles) for each in (query, key))
         elif self.rotary:
@@ -275,6 +257,8 @@ class SelfAttention(nn.Module):
         else:
             context = self.core(query, key, value)
         del query, key, value, given
+        if is_cut:
+            context = joined(context, num_tokens, batch)
         out: Tensor = self.output(context.flatten(2))
         return out
 

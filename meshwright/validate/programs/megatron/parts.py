@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from meshwright.hwprofiles import ContextParallel, LossKernel
 from meshwright.simulator import ModelSpec
+from meshwright.simulator.model import Experts
 from meshwright.validate.programs.context import ContextGroup, GatheredCore, RingCore, SwappedCore
 from meshwright.validate.programs.contract import Routing
-from meshwright.validate.programs.experts import ExpertGroup
+from meshwright.validate.programs.experts import ExpertGroup, GatedShared
 from meshwright.validate.programs.fused import (
     BiasDropoutAdd,
     GradientSink,
@@ -188,6 +189,7 @@ class MegatronParts:
     casts_angles = False
     turns_first = False
     copies_operands = False
+    cuts_chunks = True
     loss = LossKernel.FUSED
 
     def __init__(
@@ -246,15 +248,23 @@ class MegatronParts:
         facts, setting = model.experts, self.of_experts
         assert facts is not None
         assert setting is not None
-        width = facts.shared_hidden_size
         return MegatronExperts(
             facts,
             model.hidden_size,
             group=setting.group,
             routing=setting.routing,
             sinks=(self.sink, setting.sink),
-            shared=Mlp(model, self, width, bias=False) if width else None,
+            shared=self._shared(model, facts),
         )
+
+    def _shared(self, model: ModelSpec, experts: Experts) -> nn.Module | None:
+        """Return shared experts, if there are any, each rank with a gate of its own tokens."""
+        if not experts.shared_hidden_size:
+            return None
+        mlp = Mlp(model, self, experts.shared_hidden_size, bias=False)
+        if not experts.shared_gate:
+            return mlp
+        return GatedShared(ColumnLinear(model.hidden_size, 1, ALONE, self.sink, bias=False), mlp)
 
     def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:
         """Return the fused bias, dropout and addition after *row*."""

@@ -334,7 +334,14 @@ def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> lis
     """Return the weights that see only a rank's own tokens, or its own heads."""
     names: tuple[str, ...] = ("query_norm.", "key_norm.")
     if request.plan.sequence_parallel:
-        names = ("norm.", "attention_output.bias", "mlp_out.bias", "router.", "_down.")
+        names = (
+            "norm.",
+            "attention_output.bias",
+            "mlp_out.bias",
+            "router.",
+            "shared_gate.",
+            "_down.",
+        )
     return [
         part.parameter
         for stage in stages

@@ -27,8 +27,9 @@ _PLACES = (
     (r"mlp\.contract\.", "mlp_out."),
     (r"mlp\.router\.", "router."),
     (r"mlp\.grouped_(in|out)\.(weight|bias)\d+", r"experts_\1.\2"),
-    (r"mlp\.shared\.expand\.", "shared_in."),
-    (r"mlp\.shared\.contract\.", "shared_out."),
+    (r"mlp\.shared\.shared_gate\.", "shared_gate."),
+    (r"mlp\.shared\.(experts\.)?expand\.", "shared_in."),
+    (r"mlp\.shared\.(experts\.)?contract\.", "shared_out."),
     (r"(head\.)?norm\.", "final_norm."),
     (r"head\.output\.weight", "output_embedding.weight"),
 )

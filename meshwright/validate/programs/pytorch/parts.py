@@ -12,6 +12,7 @@ from meshwright.simulator.model import parameter_tensors
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import Routing, initial_weight
 from meshwright.validate.programs.experts import (
+    GatedShared,
     PlainExperts,
     RoutedGroup,
     TitanExperts,
@@ -32,6 +33,7 @@ from meshwright.validate.programs.pytorch.context import RotatedCore
 from meshwright.validate.programs.pytorch.loss import token_loss
 
 NORMS = "attention_norm", "attention_output_norm", "mlp_norm", "mlp_out_norm"
+OF_EXPERTS = "router", "experts", "shared_gate"
 PREDICTION_NORMS = "enorm", "hnorm", "prediction_norm"
 
 
@@ -139,6 +141,7 @@ class PlainParts:
     casts_angles = False
     turns_first = True
     copies_operands = False
+    cuts_chunks = False
 
     def __init__(
         self,
@@ -192,11 +195,13 @@ class PlainParts:
         experts = model.experts
         assert experts is not None
         width = experts.shared_hidden_size
-        shared = Mlp(model, self, width, bias=False) if width else None
+        shared: nn.Module | None = Mlp(model, self, width, bias=False) if width else None
+        if self.of_experts is not None and self.of_experts.of_transformers:
+            return TransformersExperts(experts, model.hidden_size, self.of_experts, shared)
+        if shared is not None and experts.shared_gate:
+            shared = GatedShared(nn.Linear(model.hidden_size, 1, bias=False), shared)
         if self.of_experts is None:
             return PlainExperts(experts, model.hidden_size, Routing(), shared)
-        if self.of_experts.of_transformers:
-            return TransformersExperts(experts, model.hidden_size, self.of_experts)
         return TitanExperts(experts, model.hidden_size, self.of_experts, shared)
 
     def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:  # noqa: ARG002
@@ -304,7 +309,7 @@ def initial_parameter(model: ModelSpec, name: str, *, fuses_gate: bool = False) 
         rows = model.query_hidden_size + 2 * model.kv_hidden_size
         whole = _initial(f"{layer}qkv.{tensor}", rows, width)
         return whole if module == "qkv" else _of_groups(model, whole, module)
-    if ".mlp.shared." in name or module in ("mlp", "router", "experts"):
+    if ".mlp.shared." in name or module in (*OF_EXPERTS, "mlp"):
         return _initial_of_experts(model, name)
     if module in ("gate", "expand"):
         whole = _initial(f"{layer}mlp_in.{tensor}", ffn * (1 + model.gated_mlp), width)
@@ -346,6 +351,7 @@ def _initial_of_experts(model: ModelSpec, name: str) -> Tensor:
         "out": ("experts_out.weight", (num, width, inner)),
         "router.weight": ("router.weight", (num, width)),
         "router.bias": ("router.bias", (num,)),
+        "shared_gate.weight": ("shared_gate.weight", (1, width)),
         "contract.weight": ("shared_out.weight", (width, shared)),
         "experts_in": ("experts_in.weight", (num, first, width)),
         "experts_out": ("experts_out.weight", (num, width, inner)),

@@ -1,0 +1,36 @@
+"""Attention within chunks of a sequence, each as if it were a sequence of its own."""
+
+import torch
+from torch import Tensor, nn
+
+
+def cut(values: Tensor, size: int) -> Tensor:
+    """Return ``[tokens, batch, ..]`` as ``[size, chunks, ..]``, zeros behind the last tokens."""
+    missing = -len(values) % size
+    if missing:
+        values = torch.cat([values, values.new_zeros((missing, *values.shape[1:]))])
+    return values.unflatten(0, (-1, size)).transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def joined(values: Tensor, num_tokens: int, batch: int) -> Tensor:
+    """Return what `cut` has cut in the order of tokens, without what was filled up."""
+    return values.unflatten(1, (-1, batch)).transpose(0, 1).flatten(0, 1)[:num_tokens]
+
+
+class ChunkedCore(nn.Module):
+    """Attention that is told one chunk after the other.
+
+    Args:
+        core: What attends.
+        size: Tokens of a chunk.
+        seq_dim: Which dim counts tokens.
+    """
+
+    def __init__(self, core: nn.Module, size: int, seq_dim: int) -> None:
+        super().__init__()
+        self.core, self.size, self.seq_dim = core, size, seq_dim
+
+    def forward(self, *given: Tensor) -> Tensor:
+        """Return the attention of queries to keys and values of their chunk."""
+        chunks = zip(*(each.split(self.size, self.seq_dim) for each in given), strict=True)
+        return torch.cat([self.core(*each) for each in chunks], self.seq_dim)
