@@ -85,7 +85,7 @@ EXPERT_LIMITS = {
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts mxfp8": 0.07,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts fp8": 0.08,
-    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.18,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.15,
     "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100": 0.08,
     "Vultr and AMP, HGX B200 report (2026-05)": 0.07,
     "Megatron-MoE-ModelZoo, Qwen3 235B (e865051)": 0.09,
@@ -142,9 +142,12 @@ def test_every_row_is_predicted_within_its_own_tolerance(board: Scoreboard) -> N
 
 def test_runs_printed_as_out_of_memory_are_predicted_so(board: Scoreboard) -> None:
     called = {verdict.id: verdict.is_called_right for verdict in board.failed}
-    # The third needs 70 of 79 GiB by our count; its siblings' figures leave it as much room.
+    # The last needs 70 of 79 GiB by our count; its siblings' figures leave it as much room.
     assert called == {
+        "bloom_prequel_L793": True,
         "bloom_prequel_L806": True,
+        "bloom_prequel_L807": True,
+        "bloom_prequel_L917": True,
         "bloom_prequel_L918": True,
         "bloom_prequel_L957": False,
     }
@@ -192,7 +195,7 @@ def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreb
     assert compared == {row.id for row in (*runs, *layers)}
     assert board.excluded == load_excluded_runs()
     assert not compared & {row.id for row in board.excluded}
-    assert (len(runs), len(layers), len(board.excluded)) == (628, 10, 64)
+    assert (len(runs), len(layers), len(board.excluded)) == (631, 10, 64)
 
 
 def test_runs_name_built_in_profiles_and_fill_their_layout() -> None:
