@@ -410,7 +410,7 @@ CASES = {
     "experts in some layers": Case(
         PART_ROUTED,
         "dgx-h100",
-        "megatron-core",
+        "megatron-core-graphs",
         4,
         8,
         precision=Precision.FP8,
