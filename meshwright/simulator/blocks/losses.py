@@ -41,8 +41,8 @@ def loss_of(block: Block, logits: Tensor, *others: Tensor) -> Tensor:
 def _fused(block: Block, logits: Tensor) -> Tensor:
     """Return the loss of one kernel, which makes their gradient of the logits or of a copy.
 
-    Transformer Engine writes it over them (cross_entropy_forward of its pytorch/triton and
-    common/triton, 2.2 to 2.11) and gathers the three numbers of a token from every rank.  For flash-attn's
+    Transformer Engine writes it over them (cross_entropy_forward, 2.2 to 2.11, in pytorch/triton or
+    common/triton), and gathers the three numbers of a token from every rank.  For flash-attn's
     kernel of 2023 the step times of llm-foundry say that it takes as long as the chain.
     """
     is_slow = block.lowering.loss is LossKernel.FLASH_ATTN
