@@ -158,11 +158,10 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     routed = {run.id for run in load_published_runs() if run.num_experts}
     fits = [verdict.fits for verdict in board.finished if verdict.id not in routed]
     # The others: 340B and 70B runs on few devices that print no recomputation, and three within
-    # 2 % of what there is.
+    # 3 % of what there is.
     assert len(fits) == 481
     assert sum(fits) / len(fits) >= 0.97
-    # Of experts: one of Qwen3 30B in fp8 with microbatches of two.
-    assert sum(not each.fits for each in board.finished if each.id in routed) == 1
+    assert all(each.fits for each in board.finished if each.id in routed)
     assert sum(each.fits for each in board.finished) >= 0.97 * len(board.finished)
 
 
