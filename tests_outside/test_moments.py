@@ -1,4 +1,4 @@
-"""States of Megatron-Core's precision-aware optimizer, in the formats that it allocates them in."""
+"""What Megatron-Core's optimizer and gradients take beside weights: states, and stand-ins."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron.core.optimizer import distrib_optimizer, optimizer_config
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import nn
+from megatron.core.tensor_parallel import layers
+from torch import Tensor, nn
 
 from meshwright.hwprofiles import Precision, load_stack
 from meshwright.simulator.layout import optimizer_bytes
@@ -95,3 +96,29 @@ def test_states_take_what_megatron_core_allocates(training: Precision, moments: 
         found += torch.float32.itemsize
     ours, _ = optimizer_bytes(load_stack("megatron-core"), training, moments)
     assert ours == found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_added_to_its_sum_leaves_a_stand_in_of_the_weights_shape(
+    dtype: torch.dtype,
+) -> None:
+    """Where Transformer Engine is there, it is asked for one of each shape, which it keeps."""
+    kept: dict[tuple[int, ...], Tensor] = {}
+
+    def get_dummy_wgrad(shape: list[int], dtype: torch.dtype) -> Tensor:
+        return kept.setdefault((*shape,), torch.empty(shape, dtype=dtype)).detach()
+
+    weights = [nn.Parameter(torch.ones(rows, 4, dtype=dtype)) for rows in (6, 6, 8)]
+    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda *_: None)
+    engine = {"HAVE_TE": True, "get_dummy_wgrad": get_dummy_wgrad}
+    engine |= {"fused_weight_gradient_mlp_cuda": kernel}
+    x = torch.ones(2, 1, 4, dtype=dtype, requires_grad=True)
+    with patch.multiple(layers, create=True, **engine):
+        for weight in weights:
+            weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+            weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            given = x, weight, None, True, False, False, None, False, None
+            made = layers.LinearWithGradAccumulationAndAsyncCommunication.apply(*given)
+            made.sum().backward()
+    assert {shape: each.dtype for shape, each in kept.items()} == {(6, 4): dtype, (8, 4): dtype}
+    assert all(weight.grad_added_to_main_grad for weight in weights)  # type: ignore[attr-defined]

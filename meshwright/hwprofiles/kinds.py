@@ -182,8 +182,8 @@ class Kernels(StrEnum):
 class LossKernel(StrEnum):
     """How logits become a loss.
 
-    `FUSED` is Transformer Engine's one kernel on a 16-bit copy of the logits, `FLASH_ATTN` that of
-    flash-attn (csrc/xentropy, 2023), which holds as much; `IN_PLACE` is
+    `FUSED` is Transformer Engine's one kernel, which writes the gradient over the logits,
+    `FLASH_ATTN` that of flash-attn (csrc/xentropy, 2023) on a 16-bit copy; `IN_PLACE` is
     Megatron's own, which turns one fp32 copy into exponents, probabilities and the gradient
     (`vocab_parallel_cross_entropy` until September 2022 and again from June 2024); `SHIFTED` is
     what it was between: the maximum was subtracted into a second fp32 tensor.  `COMPILED` is its

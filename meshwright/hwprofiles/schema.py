@@ -89,6 +89,25 @@ class MemoryKernels(Profile):
     source: Text
 
 
+class NarrowFlash(Profile):
+    """The shares of a library with heads no wider than *head_dim*, in a window if it names one.
+
+    A score costs one exponential whatever the width of a head is, so that narrow ones reach less;
+    in a window kernels multiply whole tiles of scores, of which they mask most.
+    """
+
+    head_dim: Count
+    window: Count | None = None
+    forward_fraction: PositiveFraction
+    backward_fraction: PositiveFraction
+    kind: Source
+    source: Text
+
+    def covers(self, head_dim: int, window: int) -> bool:
+        """Return whether these are the shares of heads of a width, in a window (0: in none)."""
+        return head_dim <= self.head_dim and (self.window is None or 0 < window <= self.window)
+
+
 class FlashKernels(Profile):
     """What share of the peak one flash-attention library reaches.
 
@@ -97,8 +116,15 @@ class FlashKernels(Profile):
 
     forward_fraction: PositiveFraction
     backward_fraction: PositiveFraction
+    narrow: NarrowFlash | None = None
+    narrow_window: NarrowFlash | None = None
     kind: Source
     source: Text
+
+    def facts_of(self, head_dim: int, window: int) -> "FlashKernels | NarrowFlash":
+        """Return the shares of heads of a width, in a window of so many tokens (0: in none)."""
+        own = (self.narrow_window, self.narrow)
+        return next((each for each in own if each and each.covers(head_dim, window)), self)
 
 
 class ConvolutionKernels(Profile):

@@ -67,6 +67,8 @@ class StackTraits(Profile):
             multiple of this; 1 pads nothing.
         transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
             that do not lie as it knows are copied, and its products have a workspace of their own.
+        keeps_stand_ins: Where products add gradients to their sums, a tensor of each shape of a
+            linear layer's weight, which autograd is given for them, lives throughout.
         moment_precisions: Formats that Adam's moments may have, in an optimizer that is told so.
         expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
         ep_overlap_fraction: The part that hides of what then could.
@@ -108,6 +110,7 @@ class StackTraits(Profile):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+    keeps_stand_ins: Flag = Field(default=False, exclude_if=operator.not_)
     moment_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
     expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)
     ep_overlap_fraction: Fraction = Field(

@@ -432,7 +432,7 @@ CASES = {
     "experts in some layers": Case(
         GATED,
         "dgx-h100",
-        "megatron-core",
+        "megatron-core-graphs",
         4,
         8,
         precision=Precision.FP8,

@@ -161,6 +161,23 @@ def test_flash_attention_runs_at_the_kernels_share_of_the_peak() -> None:
         assert cost == Cost(to_ps(call.flops / (PEAK * fraction)), facts.kind)
 
 
+def test_narrow_heads_and_windows_run_at_shares_of_their_own() -> None:
+    device = load_device("gb200")
+    facts = device.flash["te-cudnn"]
+    assert facts.narrow is not None
+    assert facts.narrow_window is not None
+    calls = {
+        FlashAttention("wide", 32, 4096, 128, window=128): facts,
+        FlashAttention("narrow", 32, 4096, 64): facts.narrow,
+        FlashAttention("narrow, wide window", 32, 4096, 64, window=129): facts.narrow,
+        FlashAttention("narrow, window", 32, 4096, 64, window=128): facts.narrow_window,
+    }
+    for call, own in calls.items():
+        cost = flash_attention_cost(call, device, BF16, "te-cudnn")
+        peak = device.peak_flops_per_s[BF16]
+        assert cost == Cost(to_ps(call.flops / (peak * own.forward_fraction)), own.kind)
+
+
 def test_an_unknown_attention_kernel_lists_those_of_the_device() -> None:
     with pytest.raises(PlanError) as caught:
         flash_attention_cost(FlashAttention("attention", 1, 8, 8), DEVICE, BF16, "fa9")

@@ -16,7 +16,7 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
+from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes, stand_in_bytes
 from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.memory import (
@@ -220,7 +220,7 @@ def test_embedding_and_head_keep_ids_masks_norm_and_probabilities() -> None:
 
 
 def test_workspaces_are_the_tensors_that_live_for_a_moment() -> None:
-    s, h, f, vocab = 1024, 1024, 4096, 50_048
+    s, h, f = 1024, 1024, 4096
     flash = block_shape(
         gpt().model_copy(update={"dropout": False}), stack=FUSED, attention=Attention.FLASH
     )
@@ -233,9 +233,24 @@ def test_workspaces_are_the_tensors_that_live_for_a_moment() -> None:
     forward = 2 * s * (2 * h + 2 * f)
     # Backward has a name for what it made again of the layer's output.
     assert workspaces(full) == (forward, again + 2 * 2 * s * h + 2 * s * f)
-    # Fused: a second 16-bit copy, then the gradient in its place beside that of the norm's output.
+    # Fused: the gradient takes the place of the logits, beside that of the norm's output.
     loss = 4
-    assert workspaces(flash, "head") == (2 * s * vocab + loss, 2 * s * h)
+    assert workspaces(flash, "head") == (loss, 2 * s * h)
+
+
+def test_a_gradient_added_to_its_sum_has_a_stand_in_of_each_shape() -> None:
+    model = gpt().model_copy(update={"mlp_bias": True, "ffn_hidden_size": 3072})
+    h, f, rows, num_layers = 1024, 3072, 50_176 // 2, [BlockRun("layer", 2)]
+    stack = load_stack("megatron-core-serial")
+    shape = block_shape(model, stack=stack, tp=2, attention=Attention.FLASH)
+    # Of all layers one; queries, keys and values are as large as what opens the MLP.
+    layers = 2 * (3 * h // 2 * h + h * h // 2 + h * f // 2)
+    assert stand_in_bytes(shape, num_layers) == layers
+    assert stand_in_bytes(shape, [*num_layers, BlockRun(HEAD, 1)]) == layers + 2 * rows * h
+    others = {"fused_gradient_accumulation": False}, {"keeps_stand_ins": False}
+    for other in others:
+        own = replace(shape, stack=stack.model_copy(update=other))
+        assert stand_in_bytes(own, num_layers) == 0
 
 
 # Bytes of 16-bit logits, fp32 copies and probabilities, and of a gradient beside them.

@@ -65,7 +65,7 @@ def having(experts: dict[str, Any], **fields: Any) -> ModelSpec:
 # Of gpt-oss, without its sinks.
 BIASED = {"scores": "softmax of chosen", "bias": True, "activation": "clamped"}
 BIASES = {"attention_bias": True, "output_bias": True}
-OSS = having(BIASED | {"casts_shares": True}, **BIASES)
+OSS = having(BIASED | {"casts_shares": True}, scaled_angles=True, **BIASES)
 WIDE_OSS = having(BIASED | {"casts_shares": True, "hidden_size": 3072}, **BIASES)
 # Of Llama 4, without its chunks.
 SCOUT = having(SHARED | {"experts_per_token": 1, "weighs_inputs": True})

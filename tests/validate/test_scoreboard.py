@@ -85,7 +85,7 @@ EXPERT_LIMITS = {
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts": 0.08,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts mxfp8": 0.07,
     "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts fp8": 0.08,
-    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.18,
+    "NVIDIA Megatron-Bridge performance summaries 25.09 to 26.06, experts, gpt-oss 120B": 0.15,
     "NVIDIA Megatron-Bridge performance notes, Qwen3 30B on 16 H100": 0.08,
     "Vultr and AMP, HGX B200 report (2026-05)": 0.07,
     "Megatron-MoE-ModelZoo, Qwen3 235B (e865051)": 0.09,
@@ -97,9 +97,10 @@ MEMORY_LIMITS = {
     "BigScience": 0.05,
     "Zero Bubble": 0.05,
     "NVIDIA dgxc": 0.10,
-    "SimuMax": 0.03,
+    "SimuMax": 0.01,
     "torchtitan": 0.06,
-    "NVIDIA Megatron-Bridge performance notes": 0.06,
+    # Ran with stand-ins for gradients, 0.6 GiB, which stack megatron-core does not keep.
+    "NVIDIA Megatron-Bridge performance notes": 0.07,
 }
 
 
@@ -142,9 +143,12 @@ def test_every_row_is_predicted_within_its_own_tolerance(board: Scoreboard) -> N
 
 def test_runs_printed_as_out_of_memory_are_predicted_so(board: Scoreboard) -> None:
     called = {verdict.id: verdict.is_called_right for verdict in board.failed}
-    # The third needs 70 of 79 GiB by our count; its siblings' figures leave it as much room.
+    # The last needs 70 of 79 GiB by our count; its siblings' figures leave it as much room.
     assert called == {
+        "bloom_prequel_L793": True,
         "bloom_prequel_L806": True,
+        "bloom_prequel_L807": True,
+        "bloom_prequel_L917": True,
         "bloom_prequel_L918": True,
         "bloom_prequel_L957": False,
     }
@@ -154,11 +158,10 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     routed = {run.id for run in load_published_runs() if run.num_experts}
     fits = [verdict.fits for verdict in board.finished if verdict.id not in routed]
     # The others: 340B and 70B runs on few devices that print no recomputation, and three within
-    # 2 % of what there is.
+    # 3 % of what there is.
     assert len(fits) == 486
     assert sum(fits) / len(fits) >= 0.97
-    # Of experts: one of Qwen3 30B in fp8 with microbatches of two.
-    assert sum(not each.fits for each in board.finished if each.id in routed) == 1
+    assert all(each.fits for each in board.finished if each.id in routed)
     assert sum(each.fits for each in board.finished) >= 0.97 * len(board.finished)
 
 
@@ -192,7 +195,7 @@ def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreb
     assert compared == {row.id for row in (*runs, *layers)}
     assert board.excluded == load_excluded_runs()
     assert not compared & {row.id for row in board.excluded}
-    assert (len(runs), len(layers), len(board.excluded)) == (636, 10, 56)
+    assert (len(runs), len(layers), len(board.excluded)) == (639, 10, 56)
 
 
 def test_runs_name_built_in_profiles_and_fill_their_layout() -> None:

@@ -6,9 +6,10 @@ import numpy as np
 
 from meshwright.planner.footprint.units import BesideWeights
 from meshwright.planner.space import Column, ShapeTable, block_counts
-from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.blocks import BlockShape, stand_in_bytes
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import BlockKind, model_blocks
+from meshwright.simulator.replication import blocks_of
 
 
 class ParameterCounts:
@@ -34,6 +35,7 @@ class ParameterCounts:
             ]
             self._experts = np.array(experts, np.int64)
         self._beside = BesideWeights(table)
+        self._table = table
 
     def of_rank(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the parameters of a rank that holds *stages*, for each of the layouts."""
@@ -50,7 +52,12 @@ class ParameterCounts:
 
     def beside_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return what layers of such a rank hold beside their weights, for each of the layouts."""
-        return self._beside.of_rank(shape_index, stages)
+        own = self._beside.of_rank(shape_index, stages)
+        if not self._table.shapes[0].stack.keeps_stand_ins:
+            return own
+        blocks = blocks_of(stages)
+        once = [stand_in_bytes(shape, blocks) for shape in self._table.shapes]
+        return np.asarray(own + np.array(once, np.int64)[shape_index], np.int64)
 
 
 def _total(parameters: Mapping[BlockKind, int], kind: BlockKind) -> int:

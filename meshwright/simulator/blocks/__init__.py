@@ -1,6 +1,10 @@
 """What one microbatch runs and keeps in a layer and at the ends of a model."""
 
-from meshwright.simulator.blocks.fp8_casts import beside_weights_bytes, step_cast_bytes
+from meshwright.simulator.blocks.fp8_casts import (
+    beside_weights_bytes,
+    stand_in_bytes,
+    step_cast_bytes,
+)
 from meshwright.simulator.blocks.kinds import ADDED, OUTPUT, Ending, makes_gradients, walk
 from meshwright.simulator.blocks.losses import LOGITS
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops
@@ -52,6 +56,7 @@ __all__ = [
     "model_flops",
     "plan_parameters",
     "spelling_of",
+    "stand_in_bytes",
     "step_cast_bytes",
     "sum_flops",
     "walk",

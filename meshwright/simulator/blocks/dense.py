@@ -231,7 +231,7 @@ def _attention(
         if chunks is not None:
             query, key, value = (chunks.cut(block, each) for each in (query, key, value))
         if has_positions:
-            query, key = _turned(block, query, key, Rotary(model.rotary_dim, spelling.rotary))
+            query, key = _turned(block, query, key, _rotary(shape))
             if model.qk_norm == "unweighted" and not block.lowering.fuses_places:
                 query, key = _normed_heads(block, query, key, shape, dims)
         given = key, value
@@ -309,6 +309,17 @@ def _projected(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> l
     ):
         query, key = _normed_heads(block, query, key, shape, dims)
     return [query, key, value]
+
+
+def _rotary(shape: BlockShape) -> Rotary:
+    """Return how positions turn heads.
+
+    Transformer Engine's kernel turns by angles alone, not times a number: such are turned by
+    PyTorch's operators (apply_rotary_pos_emb of core 0.15 to 0.19, models/common/embeddings).
+    """
+    model = shape.model
+    is_apart = model.scaled_angles and shape.stack.transformer_engine
+    return Rotary(model.rotary_dim, spelling_of(shape).rotary, is_apart)
 
 
 def _turned(block: Block, query: Tensor, key: Tensor, how: Rotary) -> tuple[Tensor, Tensor]:

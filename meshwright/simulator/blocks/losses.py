@@ -39,14 +39,15 @@ def loss_of(block: Block, logits: Tensor, *others: Tensor) -> Tensor:
 
 
 def _fused(block: Block, logits: Tensor) -> Tensor:
-    """Return the loss of one kernel: a copy of the logits becomes their gradient.
+    """Return the loss of one kernel, which makes their gradient of the logits or of a copy.
 
-    Transformer Engine gathers the three numbers of a token from every rank.  For flash-attn's
+    Transformer Engine writes it over them (cross_entropy_forward, 2.2 to 2.11, in pytorch/triton or
+    common/triton), and gathers the three numbers of a token from every rank.  For flash-attn's
     kernel of 2023 the step times of llm-foundry say that it takes as long as the chain.
     """
     is_slow = block.lowering.loss is LossKernel.FLASH_ATTN
     moved = CHAIN if is_slow else ONE_KERNEL
-    own = logits.like(LOGITS)
+    own = logits.like(LOGITS, base=None if is_slow else logits.storage)
     calls = []
     if Axis.TP in block.mesh:
         size = NUM_STATISTICS * FP32_BYTES * _num_tokens(logits) * block.mesh[Axis.TP]

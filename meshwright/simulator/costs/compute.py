@@ -150,7 +150,7 @@ def flash_attention_cost(
         raise PlanError(
             f"attention=flash: {device.name} has no kernel {kernel!r}; known there: {known}"
         )
-    facts = device.flash[kernel]
+    facts = device.flash[kernel].facts_of(attention.head_dim, attention.window)
     # Backward reaches less of the peak than forward, so each has a share of its own.
     fraction = facts.backward_fraction if attention.backward else facts.forward_fraction
     rate = peak_flops_per_s(device, precision.storage) * fraction

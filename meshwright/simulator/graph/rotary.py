@@ -23,9 +23,8 @@ class RotaryFormula(StrEnum):
     Of NEOX and GLM4 queries and keys are turned before either is put together, of PHI3 after; GLM4
     turns neighbours, not halves.  What is put together has its heads before its tokens.  TABLE is
     torchtitan's for Qwen3: whole, with cosines and sines that are cast from a table in fp32.
-    HALVES is of gpt-oss, which makes both halves of a head by themselves and puts them together,
-    COMPLEX of Llama 4 and, where nothing else is said, of torchtitan; LOOKED_UP of torchtitan 0.3,
-    whose layers each take these numbers from a table by the places of tokens in their documents.
+    HALVES is of gpt-oss, which makes both halves of a head by themselves and joins them, COMPLEX of
+    Llama 4 and torchtitan; LOOKED_UP of torchtitan 0.3, whose layers look angles up by document.
     """
 
     LLAMA = "llama"
@@ -39,10 +38,11 @@ class RotaryFormula(StrEnum):
 
 
 class Rotary(NamedTuple):
-    """How far positions turn each head, 0 for all of it, and how where that is spelled out."""
+    """How much of each head positions turn, 0: all, and how; ``apart``: in no kernel of its own."""
 
     width: int = 0
     formula: RotaryFormula = RotaryFormula.LLAMA
+    apart: bool = False
 
 
 WHOLE_HEADS = Rotary()
@@ -52,13 +52,13 @@ def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tens
     """Return queries and keys turned by their positions."""
     lowering, formula = block.lowering, how.formula
     angles = _angles(block, given[0], how)
-    if not lowering.is_eager:
+    if lowering.is_local or how.apart:
+        turned = [_beside_rest(block, x, how.width) for x in given]
+    elif not lowering.is_eager:
         turned = [
             pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING, beside=angles)
             for x in given
         ]
-    elif lowering.is_local:
-        turned = [_beside_rest(block, x, how.width) for x in given]
     elif formula is RotaryFormula.HALVES:
         turned = [_half_by_half(block, x) for x in given]
     elif formula is RotaryFormula.TABLE or (formula is RotaryFormula.LLAMA and lowering.spells_out):
@@ -132,7 +132,7 @@ def _beside_rest(block: Block, x: Tensor, width: int) -> Tensor:
         _, part, rest = _cut_heads(block, x, width)
     else:
         part, rest = x, block.add([x], [x.like("rest", base=x.storage)], [Gradient(x)])
-    return _together(block, x, _by_halves(block, part), rest)
+    return _together(block, x, _by_halves(block, part, makes_angles=True), rest)
 
 
 def _repeated_angles(block: Block, x: Tensor, how: Rotary) -> tuple[Tensor, Tensor]:
@@ -160,15 +160,15 @@ def _together(block: Block, x: Tensor, turned: Tensor, rest: Tensor) -> Tensor:
     return block.add([turned, rest], [out], both, block.traffic(x, x))
 
 
-def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
+def _by_halves(block: Block, x: Tensor, *repeated: Tensor, makes_angles: bool = False) -> Tensor:
     """Return ``x cos + (-second half, first half) sin``, perhaps of cosines that are kept.
 
     Megatron-Core makes cosines and sines for each tensor; those of transformers are there before,
     and in fp32 under autocast.
     """
     lowering, angles = block.lowering, (x.dims[0], Dim("angles", x.dims[-1].grain))
-    made = [x.like(f"{x.name} {each}", dims=angles, at={}) for each in ("cos", "sin")]
-    made = made if lowering.is_local else []
+    names = ("cos", "sin") if makes_angles else ()
+    made = [x.like(f"{x.name} {each}", dims=angles, at={}) for each in names]
     read = made or repeated
     width = STATISTIC_BYTES if lowering.casts else x.width
     wide, half = x.like("wide", width=width), x.like("half", width=x.width // 2)
@@ -177,7 +177,7 @@ def _by_halves(block: Block, x: Tensor, *repeated: Tensor) -> Tensor:
     slope = Gradient(x, tuple(read[:1]), (one,))
     outputs = [wide.like("along"), *made]
     along = block.add([x, *repeated[:1]], outputs, [slope], one, scratch=((), product))
-    scratch = ((half,), (half if lowering.is_local else x,))
+    scratch = ((half,), (half if makes_angles else x,))
     turned = block.add([x], [x.like("turned")], [Gradient(x, (), (two,))], two, scratch=scratch)
     slope = Gradient(turned, tuple(read[1:]), (one,))
     inputs = [turned, *read[1:]]

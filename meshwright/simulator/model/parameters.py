@@ -1,6 +1,6 @@
 """The weight tensors of a model: their shapes, how tensor parallelism splits them, their count."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from math import prod
 
 from meshwright.simulator.errors import PlanError
@@ -197,11 +197,37 @@ def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counte
     """
     counts: Counter[BlockKind] = Counter()
     for tensor in parameter_tensors(model):
-        chooses = tensor.name in {"router.weight", "shared_gate.weight"}
-        is_inside = tensor.block in LAYERS or predicts(tensor)
-        if is_inside and len(tensor.shape) > 1 and not (chooses or is_bias(tensor)):
+        if _is_linear(tensor):
             counts[tensor.block] += prod(local_shape(model, tensor, tp=tp, ep=ep, etp=etp))
     return counts
+
+
+def _is_linear(tensor: ParameterTensor) -> bool:
+    """Return whether a tensor is the weight of a linear layer within a layer, or of its experts."""
+    chooses = tensor.name in {"router.weight", "shared_gate.weight"}
+    is_inside = tensor.block in LAYERS or predicts(tensor)
+    return is_inside and len(tensor.shape) > 1 and not (chooses or is_bias(tensor))
+
+
+def linear_shapes(
+    model: AnyModel, vocab_size: int, tp: int, ep: int, etp: int | None
+) -> dict[BlockKind, frozenset[tuple[int, ...]]]:
+    """Return what shapes the weights of linear layers have that one rank holds, each once.
+
+    By the kind of block that has use of them: of a head also the output matrix; of experts one's.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> sorted(linear_shapes(load_model("gpt2"), 50304, 2, 1, None)["head"])
+    [(25152, 768)]
+    """
+    found: defaultdict[BlockKind, set[tuple[int, ...]]] = defaultdict(set)
+    matrix = "word_embedding" if model.tied_embeddings else "output_embedding"
+    for tensor in parameter_tensors(model, vocab_size=vocab_size):
+        makes_logits = tensor.name == f"{matrix}.weight"
+        if makes_logits or _is_linear(tensor):
+            kind = HEAD if makes_logits else tensor.block
+            found[kind].add(local_shape(model, tensor, tp=tp, ep=ep, etp=etp)[-2:])
+    return {kind: frozenset(shapes) for kind, shapes in found.items()}
 
 
 def has_norm_apart(model: AnyModel) -> bool:

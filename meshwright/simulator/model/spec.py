@@ -41,6 +41,7 @@ NOT_WITH_LATENT = (
     "qk_norm",
     "norm_places",
     "rotary_fraction",
+    "scaled_angles",
     "attention_softcap",
     "spelling",
 )
@@ -61,12 +62,12 @@ class ModelSpec(Model):
 
     A token of a windowed layer sees itself and ``window - 1`` tokens before it; ``layer_pattern``,
     repeated, says which layers are windowed (W) and which see all (F).  A ``chunked_window`` stays:
-    a token sees those before it in its own stretch.  With ``rotary_layers = "windowed"`` those that
-    see all have no positions (Llama 4).  A sink is a learned score of each head that no value
-    belongs to.  ``spelling`` is the family whose code in transformers the layer has: its fused
-    products beside ``fused_qkv``, and what eager kernels keep.  Each of ``prediction_layers``
-    behind the last predicts one token further.  What none models is ``left_out``; what is omitted,
-    `derived_sizes`.
+    a token sees those before it in its own stretch.  If ``rotary_layers`` are windowed, others have
+    no positions (Llama 4).  Of ``scaled_angles`` cosines and sines are times a number (YaRN: arXiv
+    2309.00071, 3.4).  A sink is a learned score of each head that no value belongs to.
+    ``spelling`` is the family whose code in transformers a layer has: fused products beside
+    ``fused_qkv``, and what eager kernels keep.  Each of ``prediction_layers`` behind the last
+    predicts one token further.  What none models is ``left_out``; what is omitted, `derived_sizes`.
 
     >>> sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256}
     >>> spec = ModelSpec(name="tiny", seq_len=32, **sizes)
@@ -98,7 +99,6 @@ class ModelSpec(Model):
     mlm_head: bool = False
     scored_fraction: float = Field(default=1.0, gt=0, le=1)
     dropout: bool = True
-    # Models without one do not show it: what is written of them stays as it was.
     experts: Experts | None = _rare(None)
     latent: LatentAttention | None = _rare(None)
     fused_qkv: bool = True
@@ -116,6 +116,7 @@ class ModelSpec(Model):
     chunked_window: bool = _rare(usual=False)
     prediction_layers: int = _rare(0, ge=0, le=MAX_PREDICTION_LAYERS)
     rotary_layers: Literal["all", "windowed"] = _rare("all")
+    scaled_angles: bool = _rare(usual=False)
     attention_sinks: bool = _rare(usual=False)
     spelling: Spelling = _rare("llama")
     left_out: str = _rare("")
@@ -296,6 +297,9 @@ def _layer_fault(model: ModelSpec) -> str | None:
         "chunked_window=true needs a window": model.chunked_window and not has_window,
         "rotary_layers='windowed' needs a window and positions='rotary'": (
             model.rotary_layers != "all" and (not has_window or model.positions != "rotary")
+        ),
+        "scaled_angles=true needs positions='rotary'": (
+            model.scaled_angles and model.positions != "rotary"
         ),
         f"parallel_mlp={model.parallel_mlp!r} goes with norm_places='before' alone": (
             model.parallel_mlp != "no" and model.norm_places != "before"

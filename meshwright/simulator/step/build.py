@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source, StackProfile
-from meshwright.simulator.blocks import beside_weights_bytes
+from meshwright.simulator.blocks import beside_weights_bytes, stand_in_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
 from meshwright.simulator.layout import REPLICATED, ParallelPlan, Stage, TrainingJob
@@ -234,7 +234,10 @@ def _memory_of_stages(
     for each in others:
         memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
-    memory = with_copies(memory, beside_weights_bytes(shape, blocks_of(stages)))
+    own = blocks_of(stages)
+    buffers_bytes = memory.message_buffers_bytes + stand_in_bytes(shape, own)
+    memory = replace(memory, message_buffers_bytes=buffers_bytes)
+    memory = with_copies(memory, beside_weights_bytes(shape, own))
     if context.setting.plan.expert_overlap is not None:
         memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))
     if any(context.setting.parts[stage] for stage in stages):

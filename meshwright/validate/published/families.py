@@ -64,6 +64,7 @@ SWITCHES: dict[Family, dict[str, object]] = {
         "output_bias": True,
         "window": 128,
         "layer_pattern": "WF",
+        "scaled_angles": True,
         "attention_sinks": True,
     },
     Family.BERT: {

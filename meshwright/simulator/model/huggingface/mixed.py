@@ -15,6 +15,7 @@ def _read_gpt_oss(reader: Reader) -> dict[str, object]:
         reader.size("intermediate_size"),
     )
     pattern = reader.layer_pattern(usual=GPT_OSS_PATTERN)
+    key = "rope_scaling" if reader.has("rope_scaling") else "rope_parameters"
     return {
         **gated_decoder(reader),
         **windows(reader.optional_size("sliding_window"), pattern),
@@ -22,6 +23,7 @@ def _read_gpt_oss(reader: Reader) -> dict[str, object]:
         "head_dim": reader.optional_size("head_dim") or GPT_OSS_HEAD_DIM,
         "attention_bias": has_bias,
         "output_bias": has_bias,
+        "scaled_angles": reader.inside(key).text("rope_type", default="yarn") == "yarn",
         "attention_sinks": True,
         "spelling": "gpt_oss",
         "experts": {

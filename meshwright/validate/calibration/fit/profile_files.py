@@ -87,6 +87,10 @@ def device_toml(device: Device) -> str:
     ]
     for kernel, facts in sorted(device.flash.items()):
         lines += ["", f"[flash.{kernel}]", *_kernels(facts)]
+        for name in ("narrow", "narrow_window"):
+            own = getattr(facts, name)
+            if own is not None:
+                lines += ["", f"[flash.{kernel}.{name}]", *_kernels(own)]
     if device.convolution is not None:
         lines += ["", "[convolution]", *_kernels(device.convolution)]
     if device.overheads is not None:

@@ -14,7 +14,14 @@ from meshwright.validate.programs.fused.attention import (
 from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
 from meshwright.validate.programs.fused.norms import RmsNorm, UnweightedRmsNorm
 from meshwright.validate.programs.fused.residual import BiasDropoutAdd
-from meshwright.validate.programs.fused.rotary import Rotary, TableRotary, angle_table, positions
+from meshwright.validate.programs.fused.rotary import (
+    ANGLE_FACTOR,
+    Rotary,
+    TableRotary,
+    angle_table,
+    positions,
+    turned_apart,
+)
 from meshwright.validate.programs.fused.softmax import CausalSoftmax
 from meshwright.validate.programs.fused.swiglu import FusedSquaredRelu, PackedSwiglu, Swiglu
 from meshwright.validate.programs.fused.weight_gradients import (
@@ -23,6 +30,7 @@ from meshwright.validate.programs.fused.weight_gradients import (
 )
 
 __all__ = [
+    "ANGLE_FACTOR",
     "AutogradFunction",
     "BiasDropoutAdd",
     "CausalSoftmax",
@@ -42,4 +50,5 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "positions",
+    "turned_apart",
 ]

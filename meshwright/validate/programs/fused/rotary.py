@@ -8,6 +8,9 @@ from torch import Tensor
 
 from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
 
+# YaRN's factor of attention for 32 times as many tokens as before, 1 + 0.1 log 32: gpt-oss.
+ANGLE_FACTOR = 1.3465735902799727
+
 
 def _angle_functions(
     tokens: int, starts: tuple[int, ...], half: int, base: float, device: torch.device
@@ -26,6 +29,31 @@ def positions(tokens: int, starts: Sequence[int], device: torch.device) -> Tenso
     part = tokens // len(starts)
     parts = [torch.arange(start, start + part, device=device) for start in starts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def turned_apart(
+    values: Tensor, seq_dim: int, base: float, starts: Sequence[int], width: int
+) -> Tensor:
+    """Return heads turned by angles times `ANGLE_FACTOR`, by operators as Megatron-Core has them.
+
+    What is not turned is joined behind, also where that is nothing (core 0.15 to 0.19,
+    models/common/embeddings/rope_utils.py).
+    """
+    tokens = values.shape[seq_dim]
+    shape = (tokens, 1, 1, width) if seq_dim == 0 else (1, tokens, 1, width)
+    cosine, sine = (
+        (torch.cat((each, each), dim=-1) * ANGLE_FACTOR).to(values.dtype).view(shape)
+        for each in _angle_functions(tokens, tuple(starts), width // 2, base, values.device)
+    )
+    part, rest = values[..., :width], values[..., width:]
+    part = part * cosine + _swapped(part) * sine
+    return torch.cat((part, rest), dim=-1)
+
+
+def _swapped(values: Tensor) -> Tensor:
+    """Return the second half of each head, negative, and the first behind it."""
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
 
 
 @torch.library.custom_op("meshwright::rotate", mutates_args=())

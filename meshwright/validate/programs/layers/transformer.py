@@ -19,6 +19,7 @@ from meshwright.validate.programs.fused import (
     Scores,
     Swiglu,
     TableRotary,
+    turned_apart,
 )
 from meshwright.validate.programs.layers.chunks import ChunkedCore, cut, joined
 from meshwright.validate.programs.layers.latent import LatentSelfAttention
@@ -209,6 +210,8 @@ class SelfAttention(nn.Module):
         self.head_dim = model.head_dim
         self.queries_per_group = model.num_heads // model.num_kv_heads
         self.rotary = model.has_positions(kind)
+        is_apart = model.scaled_angles and parts.copies_operands
+        self.turned = turned_apart if is_apart else Rotary.apply
         is_shared = model.num_kv_heads < model.num_heads
         self.copies = parts.copies_operands and is_shared and not self.rotary
         self.place = parts.seq_dim, ROTARY_BASE, parts.starts, model.rotary_dim
@@ -246,7 +249,7 @@ class SelfAttention(nn.Module):
         if angles:
             query, key = (TableRotary.apply(each, *angles) for each in (query, key))
         elif self.rotary:
-            query, key = (Rotary.apply(each, *self.place) for each in (query, key))
+            query, key = (self.turned(each, *self.place) for each in (query, key))
         if is_last:
             query, key = self.query_norm(query), self.key_norm(key)
         given = key, value  # names that live as long as attention runs

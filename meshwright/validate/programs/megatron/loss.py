@@ -163,7 +163,7 @@ def _(
 
 
 class _FusedLoss(AutogradFunction):
-    """Mean loss as Transformer Engine computes it: the gradient replaces a copy of the logits.
+    """Mean loss as Transformer Engine computes it: the gradient takes the place of the logits.
 
     One gather of three numbers a token from every rank.
     """
@@ -176,7 +176,7 @@ class _FusedLoss(AutogradFunction):
         tp: TensorParallelGroup,
         num_scored: int | None,
     ) -> Tensor:
-        own = logits.clone()
+        own = logits.detach()
         local, outside = _local_targets(targets, own.shape[-1], tp)
         statistics = softmax_statistics(own, local, outside)
         everyone = tp.gather_tokens(statistics).unflatten(0, (tp.size, NUM_STATISTICS))
