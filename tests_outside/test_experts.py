@@ -4,13 +4,14 @@ Routing is balanced: by torchtitan's own switch, and because nothing of what tra
 depends on it.  On a rank without data a grouped product counts its padding, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
+from block_graph import GraphCase
 from block_witness import Given, count_pass
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,6 +47,9 @@ from witnesses.expert_layers import (
 )
 from witnesses.torchtitan_job import answers, counts, moe_args, places, rows_answered
 
+from meshwright.simulator import graph
+from meshwright.simulator.blocks.parts.shared import gated
+from meshwright.simulator.graph import Block, Dim, handed_on
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     WINDOWED_EXPERT_LAYER,
@@ -297,3 +301,33 @@ def model_of(run: Run) -> object:
     layer = module_of(run)
     layer.moe_enabled, layer.moe = True, getattr(layer, "moe", None) or layer.feed_forward
     return SimpleNamespace(layers={"0": layer})
+
+
+def test_the_gate_of_transformers_shared_experts_is_byte_exact_by_itself() -> None:
+    """In a whole layer nothing of it is at the peak; here experts hand over what they are given."""
+    num, width = NUM_SEQUENCES * TOKENS, SPEC.hidden_size
+    with fake_cluster(0, 1):
+        with default_dtype(torch.bfloat16):
+            layer = module_of(transformers_layer(GATED)).mlp
+
+        def run(x: Tensor, shared: Tensor, routed: Tensor) -> Tensor:
+            with (
+                patch.object(type(layer.shared_expert), "forward", lambda *_: shared),
+                patch.object(type(layer.gate), "forward", lambda *_: (None, None, None)),
+                patch.object(type(layer.experts), "forward", lambda *_: routed),
+            ):
+                return layer(x).flatten(0, 1)
+
+        given = [Given((1, num, width)), *[Given((num, width))] * 2]
+        found = count_pass(run, given, RankOracle({}))
+
+    def build(block: Block) -> Sequence[graph.Tensor]:
+        dims = Dim("tokens", num), Dim("hidden", width)
+        x, shared, routed = (block.tensor(name, *dims) for name in ("x", "shared", "routed"))
+        with block.module(x, shared, routed):
+            beside = gated(block, x, shared)
+            handed_on(block, [routed, beside], routed.like("all experts out"))
+            block.hold(beside)
+        return x, shared, routed
+
+    assert GraphCase(build=build).derive() == found

@@ -3,6 +3,7 @@
 Routing is balanced by Megatron-Core's own switch.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from block_graph import MEGATRON, GraphCase
 from block_witness import Given, count_pass
 from witnesses.boundary import objects_shared
 from witnesses.expert_layers import (
@@ -35,6 +37,8 @@ from meshwright.hwprofiles import RecomputeModule, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.parts import chunk_tokens
+from meshwright.simulator.blocks.parts.shared import gated
+from meshwright.simulator.graph import Block, Dim, Tensor
 from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.model import (
     EXPERT_LAYER,
@@ -55,6 +59,7 @@ from megatron.core.distributed import (  # isort: skip
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
+from megatron.core.transformer.mlp import MLP  # isort: skip
 
 
 def centered(model: ModelSpec) -> ModelSpec:
@@ -258,3 +263,26 @@ def test_megatron_fsdp_has_a_flat_bucket_for_the_experts_of_a_layer(
         for _, unit in flat_walk(shape, stage, ranks // tp).layers
         for bucket in unit
     ]
+
+
+def test_the_gate_of_shared_experts_is_byte_exact_by_itself() -> None:
+    """In a whole layer nothing of it is at the peak; here experts hand over what they are given."""
+    tokens, batch, width = TOKENS, NUM_SEQUENCES, SPEC.hidden_size
+    with fake_cluster(0, 1), dispatched(GATED, 1):
+        with default_dtype(torch.bfloat16):
+            shared = megatron_module(GATED, 1, 1, 1).mlp.shared_experts
+
+        def run(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            with patch.object(MLP, "forward", lambda *_: (out, None)):
+                return shared(x)
+
+        found = count_pass(run, [Given((tokens, batch, width))] * 2, RankOracle({}))
+
+    def build(block: Block) -> Sequence[Tensor]:
+        dims = Dim("tokens", tokens), Dim("batch", batch), Dim("hidden", width)
+        x, out = (block.tensor(name, *dims) for name in ("x", "out"))
+        with block.module(x, out):
+            gated(block, x, out)
+        return x, out
+
+    assert GraphCase(build=build, lowering=MEGATRON).derive() == found
