@@ -8,8 +8,10 @@ from meshwright.simulator.blocks.parts import (
     Chunks,
     ExpertMesh,
     Shared,
+    Widths,
     chunk_tokens,
     context_parallel,
+    feed_forward,
     hottest_share,
     latent_attention,
     routed,
@@ -27,8 +29,6 @@ from meshwright.simulator.graph import (
     RotaryFormula,
     Size,
     Tensor,
-    activation,
-    biased,
     cast,
     columns,
     copy,
@@ -356,8 +356,8 @@ def _mlp(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     model = shape.model
     bias = Linear(bias=model.mlp_bias, fuses=spelling_of(shape).fuses_mlp)
     parts = (dims.gate, dims.ffn) if model.gated_mlp else (dims.ffn,)
-    widths = Widths(parts, dims.inner, Activation(model.activation))
-    return _feed_forward(block, x, dims, widths, bias)
+    widths = Widths(parts, dims.inner, dims.hidden, Activation(model.activation))
+    return feed_forward(block, x, widths, dims.outside, bias)
 
 
 def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
@@ -369,39 +369,8 @@ def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Ten
     kind = Activation(shape.model.activation)
 
     def write(block: Block, x: Tensor) -> Tensor:
-        widths = Widths(parts, Dim("shared inner", width), kind)
-        return _feed_forward(block, x, dims, widths, Linear(), name="shared out")
+        widths = Widths(parts, Dim("shared inner", width), dims.hidden, kind)
+        return feed_forward(block, x, widths, dims.outside, Linear(), name="shared out")
 
     shared = Shared(write, experts.shared_gate) if width else None
     return routed(block, x, experts, dims.experts, dims.outside, shared)
-
-
-class Widths(NamedTuple):
-    """Outputs of an MLP's first products, inputs of its last, and what is between them."""
-
-    parts: tuple[Dim, ...]
-    inner: Dim
-    activation: Activation = Activation.USUAL
-
-
-def _feed_forward(
-    block: Block,
-    x: Tensor,
-    dims: LayerDims,
-    widths: Widths,
-    bias: Linear,
-    name: str = "mlp out",
-) -> Tensor:
-    """Return the MLP of some *widths*."""
-    with block.module(x):
-        apart = block.lowering.is_local  # a kernel of its own adds the bias
-        linear = Linear() if apart else bias
-        inner = columns(block, x, *widths.parts, linear=linear, packed=True)
-        if apart and bias.bias:
-            inner = [biased(block, each, "mlp in") for each in inner]
-        hidden = activation(
-            block, *inner, parts=widths.parts, last=widths.inner, kind=widths.activation
-        )
-        y = row(block, hidden, dims.hidden, name, dims.outside, bias)
-        block.hold(hidden)
-        return y

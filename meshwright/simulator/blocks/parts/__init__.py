@@ -3,6 +3,7 @@
 from meshwright.simulator.blocks.parts.chunks import Chunks, chunk_tokens
 from meshwright.simulator.blocks.parts.context import context_parallel
 from meshwright.simulator.blocks.parts.experts import routed
+from meshwright.simulator.blocks.parts.feed_forward import Widths, feed_forward
 from meshwright.simulator.blocks.parts.latent import latent_attention
 from meshwright.simulator.blocks.parts.routing import EXPERTS, ExpertMesh, hottest_share
 from meshwright.simulator.blocks.parts.shared import Shared
@@ -12,8 +13,10 @@ __all__ = [
     "Chunks",
     "ExpertMesh",
     "Shared",
+    "Widths",
     "chunk_tokens",
     "context_parallel",
+    "feed_forward",
     "hottest_share",
     "latent_attention",
     "routed",
