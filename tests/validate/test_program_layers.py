@@ -85,13 +85,11 @@ CASES = {
         PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1
     ),
     "sinks": wide(SINKS, "megatron-core", **SP),
-    "sinks in a pipeline": wide(SINKS, "megatron-core", pp=2, **FULL),
     "sinks beside scores": wide(SINKS, "megatron-core", **SP, **SELECTIVE),
     "sinks of shards": wide(SINKS, "fsdp"),
     "sinks of shards, full": wide(SINKS, "fsdp", **FULL),
     "caps of shards": wide(GEMMA, "fsdp", **FULL),
     "without positions": wide(SCOUT, "megatron-core", **SP),
-    "without positions, scores": wide(SCOUT, "megatron-core", **SELECTIVE),
     "without positions in a pipeline": wide(SCOUT, "megatron-core", pp=2, **FULL),
     "without positions over cp": wide(SCOUT, "megatron-core", **SWAP),
     "learned positions": wide(LONG, "megatron-core"),
@@ -115,8 +113,7 @@ CASES = {
         f"gate and value of {family} in one product on {stack}": wide(
             LLAMA.model_copy(update={"spelling": family, **facts}), stack
         )
-        for family, facts in FUSED.items()
-        for stack in ("ddp", "fsdp")
+        for stack, (family, facts) in zip(("ddp", "fsdp"), FUSED.items(), strict=True)
     },
 }
 
