@@ -22,12 +22,14 @@ SHARDED = ["simulate", *BASE, "--stack", "torchtitan"]
 DDP = ["simulate", "gpt2", *BASE[1:], "--stack", "ddp"]
 SERVED = ["simulate", "gpt2", *BASE[1:], "--stack", "parameter-server"]
 SEARCH = ["search", *BASE, "--max-tp", "2", "--max-pp", "2", "--max-micro-batch", "2"]
+SEARCH += ["--recompute", "none"]
 ROUTED = ["mixtral-8x7b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "16"]
 ROUTED += ["--seq-len", "2048", "--pp", "4"]
 EXPERTS = ["simulate", *ROUTED]
 ROUTED_ALONE = [*EXPERTS, "--pp", "1"]
 SPLIT = [*EXPERTS, "--tp", "2", "--sequence-parallel", "--ep", "2"]
 EXPERT_SEARCH = ["search", *ROUTED, "--micro-batch", "1", "--zero", "1", "--max-vpp", "1"]
+EXPERT_SEARCH += ["--recompute", "none"]
 
 STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "model": (["simulate", "llama2-7b", *BASE[1:], "--tp", "2", "--pp", "2"], []),
@@ -120,9 +122,14 @@ SEARCH_CHANGES: dict[str, list[str]] = {
     "set": ["--set", "sequence_parallel=false", "--set", "device.num_sms=100"],
     "gradient_precision": ["--gradient-precision", "fp32"],
 }
+# What of layers runs again; the other searches keep all.
+RECOMPUTED = {
+    "recompute_modules": "selective",
+    **dict.fromkeys(("recompute_layers", "max_recompute_layers", "recompute_method"), "full"),
+}
 # Of switches that another stack has.
 SWITCHED = ["search", *BASE, "--stack", "torchtitan", "--max-tp", "1", "--max-pp", "1"]
-SWITCHED += ["--max-micro-batch", "2"]
+SWITCHED += ["--max-micro-batch", "2", "--recompute", "none"]
 SWITCH_CHANGES: dict[str, list[str]] = {
     "dp_shard": ["--dp-shard", "4"],
     "reshard_after_forward": ["--reshard-after-forward"],
@@ -182,6 +189,8 @@ def test_an_option_of_search_changes_the_result(option: str) -> None:
         command = EXPERT_SEARCH
     if option == "expert_overlap":
         command = [*EXPERT_SEARCH, "--pp", "1"]
+    if option in RECOMPUTED:
+        command = [*SEARCH, "--recompute", RECOMPUTED[option]]
     if option in SWITCH_CHANGES:
         command, words = SWITCHED, SWITCH_CHANGES[option]
     before, after = outcome(command), outcome([*command, *words])

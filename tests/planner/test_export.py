@@ -325,12 +325,14 @@ ODD = (
 def test_whatever_a_file_says_is_read_or_refused(name: str) -> None:
     """No fault of ours is told as one of the file: nothing else is caught where a row is read."""
     framework, refused = FRAMEWORKS[name], 0
+    tried: set[str] = set()  # a row reads its keys whatever plan they are of
     for words, _ in PLANS[name]:
         saved = plan_of_words(" ".join(words), "dgx-h100")
         version = framework.versions[0] if framework.versions else ""
         facts = facts_of(saved)
         keys = write_keys(framework.write_table(version, facts), facts, framework.name)
-        known = {key for row in framework.read_table(keys) for key in row.keys}
+        known = {key for row in framework.read_table(keys) for key in row.keys} - tried
+        tried |= known
         for beside in (Facts({}, saved.job.model), Facts({**facts.values}, saved.job.model)):
             for key, odd in product(sorted(known), ODD):
                 file = {**keys, key: odd}

@@ -38,6 +38,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_no_switch_beats_the_proven_best(name: str) -> None:
     walked = walk(SMALL[name].run(also_all=True))

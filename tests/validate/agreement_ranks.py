@@ -1,4 +1,4 @@
-"""A script: count the steps of plans on processes of this machine, and write what they showed.
+"""A script: run the steps of plans on processes of this machine, and write what they showed.
 
 ``python agreement_ranks.py FOLDER``: ``cases`` there is a pickled dict of plans by name;
 ``result`` will be a pickled dict of the measurements of all ranks, by the same names. Ranks are
@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # imported by the first operator otherwise, in each rank
 import torch.distributed as dist
 import torch.distributed.pipelining  # slow to import, too
+from fake_checks import counted_ranks
 
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.validate.counting.oracle import RankOracle
@@ -52,13 +53,16 @@ def count(saved: SavedPlan, rank: int) -> RankMeasurement:
             routing=routing,
         )
     )
-    oracle = RankOracle(program.groups)
+    oracle, steps = RankOracle(program.groups), num_steps(saved)
     first: tuple[float, ...] = ()
     if saved.job.model.experts is not None:  # counts are of balanced experts, losses are not
-        first = means_of(program.run_step(step) for step in range(NUM_STEPS))
+        first = means_of(map(program.run_step, range(steps)))
         routing.is_balanced = True
-    with oracle:
-        means = means_of(run_counted(program, oracle, num_steps(saved)))
+    if rank in counted_ranks(saved.plan):
+        with oracle:
+            means = means_of(run_counted(program, oracle, steps))
+    else:
+        means = means_of(map(program.run_step, range(steps)))
     return RankMeasurement(
         rank=rank,
         world_size=saved.plan.world_size,

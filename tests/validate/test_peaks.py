@@ -5,10 +5,10 @@ from statistics import fmean, median
 
 import pytest
 
+from documents.makers.peaks import compared_peaks
 from meshwright.hwprofiles import ProfileError
 from meshwright.validate.published import (
     PeakComparison,
-    compare_peak,
     load_excluded_peaks,
     load_published_peaks,
 )
@@ -19,11 +19,11 @@ MOST_OF_A_ROW = 0.06
 
 
 @pytest.fixture(scope="module")
-def peaks() -> list[PeakComparison]:
-    return [compare_peak(row) for row in load_published_peaks()]
+def peaks() -> tuple[PeakComparison, ...]:
+    return compared_peaks()
 
 
-def test_peaks_agree_with_megatrons_own(peaks: list[PeakComparison]) -> None:
+def test_peaks_agree_with_megatrons_own(peaks: tuple[PeakComparison, ...]) -> None:
     errors = [each.error_fraction for each in peaks]
     assert len(errors) == 271
     assert fmean(map(abs, errors)) < 0.012
@@ -33,7 +33,7 @@ def test_peaks_agree_with_megatrons_own(peaks: list[PeakComparison]) -> None:
     assert max(abs(each.error_fraction) for each in usual) < MOST_OF_A_ROW
 
 
-def test_peaks_with_experts_and_rings_of_swaps_agree(peaks: list[PeakComparison]) -> None:
+def test_peaks_with_experts_and_rings_of_swaps_agree(peaks: tuple[PeakComparison, ...]) -> None:
     """Experts are predicted with even loads, which routing that begins to learn does not have."""
     experts = [each.error_fraction for each in peaks if "num-experts" in each.row.switches]
     assert len(experts) == 62
@@ -43,7 +43,7 @@ def test_peaks_with_experts_and_rings_of_swaps_agree(peaks: list[PeakComparison]
     assert max(map(abs, swaps)) < 0.002
 
 
-def test_peaks_of_megatron_fsdp_agree(peaks: list[PeakComparison]) -> None:
+def test_peaks_of_megatron_fsdp_agree(peaks: tuple[PeakComparison, ...]) -> None:
     """Two to 0.1 %; the others have experts, whose loads are not even, or older software."""
     errors = [each.error_fraction for each in peaks if "use-megatron-fsdp" in each.row.switches]
     assert len(errors) == 5
@@ -52,7 +52,7 @@ def test_peaks_of_megatron_fsdp_agree(peaks: list[PeakComparison]) -> None:
     assert fmean(map(abs, errors)) < 0.045
 
 
-def test_real_sizes_agree(peaks: list[PeakComparison]) -> None:
+def test_real_sizes_agree(peaks: tuple[PeakComparison, ...]) -> None:
     large = [each.error_fraction for each in peaks if each.row.hidden_size >= 4096]
     assert len(large) == 3
     assert all(abs(error) < 0.01 for error in large)

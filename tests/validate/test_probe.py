@@ -1,6 +1,5 @@
 """One rank's stages of a plan, really computed without the others; seconds are never judged."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -34,14 +33,6 @@ INTERLEAVED = {
     "num_virtual_stages": 2,
     "schedule": "interleaved",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def saved_plan(stack: str, *, batch: int = 8, **fields: Any) -> SavedPlan:

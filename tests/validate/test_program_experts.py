@@ -125,23 +125,19 @@ CASES = {
     "titan, experts over cp, hsdp, full": saved(
         WIDE, "torchtitan", dp=4, dp_shard=2, cp=2, ep=2, **FULL
     ),
-    "fsdp, ep": saved(WIDE, "fsdp", dp=4, ep=2),
     "fsdp, ep of all ranks, full": saved(WIDE, "fsdp", dp=4, ep=4, **FULL),
     "biases in small buckets, split tokens, full": in_small_buckets(
         saved(OSS, dp=4, ep=4, etp=1, **SPLIT, **FULL), 300_000
     ),
     "biases, pp": saved(OSS, pp=2, dp=2, ep=2),
     "fsdp, biases, ep": saved(WIDE_OSS, "fsdp", dp=4, ep=2),
-    "fsdp, biases, ep of all ranks, full": saved(OSS, "fsdp", dp=4, ep=4, **FULL),
     "fsdp, biases, hsdp": saved(OSS, "fsdp", dp=4, dp_shard=2),
     "fsdp, reductions of few ranks": saved(WIDE, "fsdp", dp=2),
     "fsdp, shares of a unit": saved(having({"experts_per_token": 4}), "fsdp", dp=4, ep=4, **FULL),
     "weighed inputs, etp, pp": saved(SCOUT, pp=2, dp=2, ep=2, **SPLIT),
     "weighed inputs, split tokens, full": saved(SCOUT, dp=2, ep=4, etp=1, **SPLIT, **FULL),
     "gelu, etp": saved(PLAIN, dp=2, ep=2, **SPLIT),
-    "gelu, full": saved(PLAIN, dp=4, ep=4, **FULL),
     "squared relu, pp": saved(NEMOTRON, pp=2, dp=2, ep=2),
-    "squared relu, split tokens": saved(NEMOTRON, dp=2, ep=4, etp=1, **SPLIT),
     "groups, etp": saved(GROUPED, dp=2, ep=2, **SPLIT),
     "titan groups, pp": saved(GROUPED, "torchtitan", pp=2, dp=4, ep=4),
     "fsdp groups, full": saved(

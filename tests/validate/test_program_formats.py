@@ -99,6 +99,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_do_what_is_predicted(name: str) -> None:
     saved = CASES[name]

@@ -97,7 +97,6 @@ CASES = {
         PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1
     ),
     "sinks": wide(SINKS, "megatron-core", **SP),
-    "sinks in a pipeline": wide(SINKS, "megatron-core", pp=2, **FULL),
     "sinks beside scores": wide(SINKS, "megatron-core", **SP, **SELECTIVE),
     "sinks of shards": wide(SINKS, "fsdp"),
     "sinks of shards, full": wide(SINKS, "fsdp", **FULL),
@@ -127,8 +126,7 @@ CASES = {
         f"gate and value of {family} in one product on {stack}": wide(
             LLAMA.model_copy(update={"spelling": family, **facts}), stack
         )
-        for family, facts in FUSED.items()
-        for stack in ("ddp", "fsdp")
+        for stack, (family, facts) in zip(("ddp", "fsdp"), FUSED.items(), strict=True)
     },
 }
 

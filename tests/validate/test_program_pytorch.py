@@ -5,13 +5,11 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
@@ -102,15 +100,6 @@ CASES = {
 
 def job_of(model: ModelSpec) -> TrainingJob:
     return TrainingJob(model=model, global_batch_size=4, seq_len=16, precision=Precision.FP32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Compute the small references without waiting for busy cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

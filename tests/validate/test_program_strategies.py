@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -69,15 +68,6 @@ def request_of(saved: SavedPlan, rank: int = 0, *, initialise: bool = False) -> 
         num_microbatches=saved.plan.num_microbatches(saved.job),
         dropout=0.0 if initialise else 0.1,
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other take most of the time of so small tensors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +143,6 @@ LLAMA = WIDER.model_copy(
         (WIDER, Recompute.NONE, Precision.FP32, 16),
         (WIDER, Recompute.FULL, Precision.FP16, 256),
         (LLAMA, Recompute.NONE, Precision.FP16, 256),
-        (LLAMA, Recompute.FULL, Precision.FP32, 16),
     ],
 )
 def test_each_device_holds_what_the_simulator_says(

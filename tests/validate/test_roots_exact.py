@@ -35,8 +35,6 @@ UNTOLD_BYTES = 8192
     [
         # DTensor copies a rank's rows out of a table's gradient that is whole.
         ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "true"),
-        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "false"),
-        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan", "true"),
         ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan", "false"),
         # One data-parallel rank is not wrapped in fully_shard: the whole gradient stays.
         ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "true"),

@@ -81,10 +81,10 @@ class Backward:
         tape, storages = self.tape, self.tape.storages
         self._remade |= _make_again(tape, [found for op in node for found in tape.given_up(op)])
         region = _run_again(tape, node, self._arrived, self._named)
-        given_up = self._remade.pop(region, [])
-        for of, each in self._arrived.items():
-            if of.storage in given_up:
-                self._named.add(_name(tape, region, each.token))
+        if given_up := self._remade.pop(region, []):
+            for of, each in self._arrived.items():
+                if of.storage in given_up:
+                    self._named.add(_name(tape, region, each.token))
         again = placed_again(node)
         tape.begin(node[0], Phase.BACKWARD)
         for op in again:

@@ -64,6 +64,7 @@ class Tensor:
     scaled: int = 0
     sizes: dict[Dim, Size] = field(init=False)
     numel: Size = field(init=False)
+    nbytes: Size = field(init=False)  # on one rank; read at each event of a pass
 
     def __post_init__(self) -> None:
         sizes = {dim: dim.size for dim in self.dims}
@@ -72,13 +73,10 @@ class Tensor:
         for axis, dim in self.at.items():
             if dim is not PARTIAL:
                 sizes[dim] = larger(sizes[dim] // self.mesh[axis], dim.grain)
+        numel = product_of(sizes.values())
         object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "numel", product_of(sizes.values()))
-
-    @property
-    def nbytes(self) -> Size:
-        """Bytes on one rank."""
-        return with_scales(self.numel, self.width, self.scaled)
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "nbytes", with_scales(numel, self.width, self.scaled))
 
     @property
     def storage(self) -> "Tensor":
