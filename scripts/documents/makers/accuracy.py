@@ -34,6 +34,11 @@ NARAYANAN_HEAD = (
     "error",
 )
 TITAN_A100_SHORT = ("titan_a100_Llama213B_sele_1904", "titan_a100_llama2_70b_b1_selective")
+# Read after the fits of fully sharded stacks.
+SINCE = (
+    *(f"llmfoundry_h100_80gb_3b_2048_{each}" for each in ("512", "256", "128")),
+    *("titan_a100_8b_ever", "titan_a100_Llama213B_sele_1914"),
+)
 # Not in the second fit.
 TITAN_CP = ("titan_8b_cp2_65536", "titan_8b_cp4_131072", "titan_8b_cp8_262144")
 EXPERTS = ", experts"
@@ -153,7 +158,8 @@ def experts_now(text: str) -> str:
 
 def torchtitan_now(text: str) -> str:
     """Return the table of torchtitan's second fit with its column of what holds now made anew."""
-    titan = [row for row in _rows("torchtitan", Quantity.STEP_TIME) if row.id not in TITAN_CP]
+    others = (*TITAN_CP, *SINCE)
+    titan = [row for row in _rows("torchtitan", Quantity.STEP_TIME) if row.id not in others]
     fp8 = [each for each in titan if each.source.endswith("fp8")]
     groups = {
         "H100 96 GB, bf16": _sharded("torchtitan, H100 96 GB"),
@@ -197,9 +203,12 @@ def _rows(group: str, quantity: Quantity) -> list[Comparison]:
 
 
 def _sharded(name: str) -> list[Comparison]:
-    """Return the bf16 step times of a group of fully sharded runs."""
+    """Return the bf16 step times of a group of fully sharded runs, or of those read since."""
+    if name == "five read since":
+        return [row for row in board().comparisons if row.id.startswith(SINCE)]
     group = "torchtitan, A100" if name.startswith("torchtitan, A100") else name
-    rows = [row for row in _rows(group, Quantity.STEP_TIME) if not row.source.endswith("fp8")]
+    known = [row for row in _rows(group, Quantity.STEP_TIME) if not row.id.startswith(SINCE)]
+    rows = [row for row in known if not row.source.endswith("fp8")]
     if group == name:
         return rows
     is_short = "selective" in name
