@@ -145,19 +145,16 @@ class Turned(AutogradFunction):
         return gradient.new_empty(gradient.shape)
 
 
-def megatrons(model: ModelSpec, plan: ParallelPlan) -> nn.Module:
-    """Return Megatron-Core's layer on a rank of *plan*."""
+def levels_of(plan: ParallelPlan) -> list[int] | None:
+    """Return the ranks of each level of a ring of swaps."""
+    return [plan.cp_inner, plan.cp // plan.cp_inner] if plan.cp_inner else None
+
+
+def config_of(model: ModelSpec, plan: ParallelPlan) -> MLATransformerConfig:
+    """Return what Megatron-Core is told of a layer of *model* on ranks of *plan*."""
     latent, modules = model.latent, [str(each) for each in plan.recompute_modules]
     assert latent is not None
-    levels = [plan.cp_inner, plan.cp // plan.cp_inner] if plan.cp_inner else None
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        plan.tp,
-        context_parallel_size=plan.cp,
-        hierarchical_context_parallel_sizes=levels,
-        create_gloo_process_groups=False,
-    )
-    config = MLATransformerConfig(
+    return MLATransformerConfig(
         num_layers=1,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
@@ -174,11 +171,22 @@ def megatrons(model: ModelSpec, plan: ParallelPlan) -> nn.Module:
         tensor_model_parallel_size=plan.tp,
         sequence_parallel=plan.tp > 1,
         context_parallel_size=plan.cp,
-        hierarchical_context_parallel_sizes=levels,
+        hierarchical_context_parallel_sizes=levels_of(plan),
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         recompute_granularity="selective" if modules else None,
         recompute_modules=modules or None,
+    )
+
+
+def megatrons(model: ModelSpec, plan: ParallelPlan) -> nn.Module:
+    """Return Megatron-Core's layer on a rank of *plan*."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        plan.tp,
+        context_parallel_size=plan.cp,
+        hierarchical_context_parallel_sizes=levels_of(plan),
+        create_gloo_process_groups=False,
     )
     parts = multi_latent_attention.MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
@@ -191,6 +199,7 @@ def megatrons(model: ModelSpec, plan: ParallelPlan) -> nn.Module:
         q_layernorm=Norm,
         kv_layernorm=Norm,
     )
+    config = config_of(model, plan)
     return multi_latent_attention.MLASelfAttention(config, parts, 1, AttnMaskType.causal)
 
 
