@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
-from meshwright.simulator import load_model
+from meshwright.simulator import ParallelPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.model import rank_parameters
 
@@ -79,3 +79,46 @@ def test_columns_do_not_wrap_at_a_million_tokens_of_a_trillion_parameters(
         assert table.operators(shape, kind) == alone.operators(shape, kind)
         assert table.memory(shape, kind) == alone.memory(shape, kind)
         assert min(table.memory(shape, kind)[:1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("stack", "precision", "imbalance"),
+    [
+        ("megatron-core", Precision.FP8, 1.0),
+        ("megatron-core", Precision.BF16, 1.5),
+        ("torchtitan", Precision.BF16, 1.0),
+        ("fsdp", Precision.BF16, 1.0),
+    ],
+)
+def test_a_column_of_experts_says_what_each_shape_alone_says(
+    stack: str, precision: Precision, imbalance: float
+) -> None:
+    """Shapes differ in ranks of experts, of one expert, dispatchers and formats of gradients."""
+    profile, job = (
+        load_stack(stack),
+        TrainingJob(
+            model=load_model("mixtral-8x7b"),
+            global_batch_size=64,
+            seq_len=512,
+            precision=precision,
+            imbalance=imbalance,
+        ),
+    )
+    plans = (
+        ParallelPlan(tp=tp, dp=16, ep=ep, etp=etp, dispatcher=way, gradient_precision=gradients)
+        for tp, ep, way, gradients in product(
+            (1, 2) if profile.tensor_parallel else (1,),
+            (1, 2, 4, 8),
+            profile.dispatchers or (None,),
+            (None, Precision.FP32) if stack == "megatron-core" else (None,),
+        )
+        for etp in ({None, 1} if tp > 1 and ep > 1 else {None})
+    )
+    shapes = list(dict.fromkeys(BlockShape.of(job, plan, profile) for plan in plans))
+    table = BlockTable()
+    table.prepare(shapes)
+    for shape in shapes:
+        alone = BlockTable()
+        kind = "expert layer"
+        assert table.operators(shape, kind) == alone.operators(shape, kind)
+        assert table.memory(shape, kind) == alone.memory(shape, kind)

@@ -1,6 +1,5 @@
 """The dense transformer layer, written once."""
 
-from fractions import Fraction
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Attention, RecomputeModule
@@ -59,24 +58,41 @@ PUT_TOGETHER = {
 
 
 class Columns(NamedTuple):
-    """Ranks and microbatch sizes of many shapes that are alike but for these."""
+    """Sizes of many shapes that are alike but for these; `BlockShape` says what each is."""
 
     tp: Size
     cp: Size
     microbatch_size: Size
+    ep: Size
+    expert_tp: Size
+    accumulated_bytes: Size
+
+    @classmethod
+    def of(cls, shape: BlockShape) -> "Columns":
+        """Return the sizes of one shape, as numbers."""
+        return cls(*(getattr(shape, name) for name in cls._fields))
 
 
-def expert_mesh(shape: BlockShape) -> ExpertMesh:
-    """Return how ranks share the experts of a layer."""
-    split_on = Axis.TP if shape.splits_experts_alike else ExpertAxis.ETP
-    if shape.ep == 1:
-        return ExpertMesh(split_on, split_on)
-    told = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
+def expert_mesh(shape: BlockShape, ranks: Size) -> ExpertMesh:
+    """Return how as many *ranks* share the experts of a layer."""
     experts = shape.model.experts
-    hottest = 1 if experts is None else hottest_share(experts, shape.ep, shape.imbalance)
+    split_on = Axis.TP if shape.splits_experts_alike else ExpertAxis.ETP
+    has_one = experts is not None and experts.num_experts == shape.ep
+    if shape.ep == 1:
+        return ExpertMesh(split_on, split_on, has_one=has_one)
+    told = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
+    assert experts is not None
     # DeepEP and HybridEP take shares in fp32 alone, so that experts weigh in it (_DeepepManager and
     # _HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
-    return ExpertMesh(split_on, told, shape.ep, Fraction(hottest), shape.dispatcher.sends_once)
+    return ExpertMesh(
+        split_on,
+        told,
+        ranks,
+        is_divided=True,
+        has_one=has_one,
+        hottest=hottest_share(experts, shape.ep, shape.imbalance),
+        widens_shares=shape.dispatcher.sends_once,
+    )
 
 
 class LayerDims(NamedTuple):
@@ -133,7 +149,7 @@ class LayerDims(NamedTuple):
             scored=Dim("scored tokens", share(own, model.scored_fraction)),
             outside={Axis.TP: tokens} if shape.sequence_parallel else {},
             cp=columns.cp,
-            experts=expert_mesh(shape),
+            experts=expert_mesh(shape, columns.ep),
         )
 
     def stream(self, block: Block, shape: BlockShape) -> Tensor:

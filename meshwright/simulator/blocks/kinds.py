@@ -196,12 +196,12 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
 
 def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) -> Written:
     """Return the block of one kind, with the sizes of *columns* in the place of the shape's own."""
-    sizes = columns or Columns(shape.tp, shape.cp, shape.microbatch_size)
+    sizes = columns or Columns.of(shape)
     is_whole = shape.tp == 1 or (shape.whole_ends and kind in {*ENDS, OUTPUT})
     mesh: dict[MeshAxis, Size] = {} if is_whole else {Axis.TP: sizes.tp}
-    widths: Size = sizes.tp if shape.splits_experts_alike else shape.expert_tp
+    widths = sizes.tp if shape.splits_experts_alike else sizes.expert_tp
     if shape.ep > 1:
-        mesh |= {ExpertAxis.EP: shape.ep, ExpertAxis.ALL: shape.ep * widths}
+        mesh |= {ExpertAxis.EP: sizes.ep, ExpertAxis.ALL: sizes.ep * widths}
     if not shape.splits_experts_alike and shape.expert_tp > 1:
         mesh[ExpertAxis.ETP] = widths
     block = Block(mesh, lowering_of(shape), shape.element_bytes)

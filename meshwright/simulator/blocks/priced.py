@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
+from meshwright.simulator.blocks.dense import Columns
 from meshwright.simulator.blocks.fp8_casts import backward_casts, expert_casts, forward_casts
 from meshwright.simulator.blocks.operators import (
     KERNELS,
@@ -58,11 +59,13 @@ class PricedBlock(NamedTuple):
 
     Args:
         shape: Its switches, and its sizes where they are no columns.
+        sizes: Those that may be columns.
         kind: Which block.
         found: Its walk.
     """
 
     shape: BlockShape
+    sizes: Columns
     kind: BlockKind
     found: Backward
 
@@ -104,7 +107,7 @@ class PricedBlock(NamedTuple):
     def _phase(self, phase: Phase) -> tuple[Operator, ...]:
         steps = [step for step in self.found.tape.steps if step.phase is phase]
         merges = phase is not Phase.RECOMPUTE or self.shape.recompute is not Recompute.SELECTIVE_OP
-        products = _products(self.shape, steps, merges=merges)
+        products = _products(self, steps, merges=merges)
         calls = _collectives(self.found, steps, products)
         flash = [
             _flash(self.shape, self.kind, step.work, phase)
@@ -116,14 +119,8 @@ class PricedBlock(NamedTuple):
         traffic = [MemoryBound("element-wise kernels", moved)] if moves else []
         rings = list(_ring_messages(steps, flash))
         turns = any(step.operator.gradients for step in steps if isinstance(step.work, Exchange))
-        extra = [self._ring_launches(each) for each in flash if turns]
+        extra = [_ring_launches(self.shape, each) for each in flash if turns]
         return (*products.values(), *_convolutions(steps), *flash, *traffic, *calls, *rings, *extra)
-
-    def _ring_launches(self, attention: FlashAttention) -> KernelLaunches:
-        """Return the kernels that a ring of one step would not have."""
-        of_step = ENGINE_STEP_KERNELS if self.shape.stack.transformer_engine else STEP_KERNELS
-        count = of_step[attention.backward] * (attention.ranks - 1)
-        return KernelLaunches("steps of a ring", count)
 
     def _launches(
         self, operators: Sequence[Operator], linears: Sequence[Gemm], *, backward: bool
@@ -226,7 +223,7 @@ def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses
         return HostPasses(name, passes)
     by_one = experts.bias and shape.stack.megatron_layers
     kernels = BIAS_KERNELS[backward] * layers if by_one else 0
-    own = experts.num_experts // shape.ep
+    own = _number(experts.num_experts // block.sizes.ep)
     return HostPasses(name, passes, own, kernels, own * layers * expert_casts(shape))
 
 
@@ -238,7 +235,7 @@ def expert_operators(block: PricedBlock) -> ExpertOperators:
     forward = [step for step in sent if step.phase is Phase.FORWARD]
     backward = [step for step in sent if step.phase is Phase.BACKWARD]
     steps = [step for step in block.found.tape.steps if step.phase is Phase.BACKWARD]
-    products = _products(block.shape, steps, merges=True)
+    products = _products(block, steps, merges=True)
     gradients = [each for (_, number), each in products.items() if number == 1]
     weights = tuple(each for each in gradients if each.rows)
     others = (each for each in gradients if not (each.rows or each.is_attention))
@@ -252,7 +249,7 @@ def _between(block: PricedBlock, first: Step, last: Step) -> tuple[Operator, ...
     start, end = (place for place, step in enumerate(known) if step is first or step is last)
     steps = known[start + 1 : end]
     moved = sum(_number(step.work.nbytes) for step in steps if isinstance(step.work, Traffic))
-    products = _products(block.shape, steps, merges=True).values()
+    products = _products(block, steps, merges=True).values()
     return (*(each for each in products if each.rows), MemoryBound("rows of experts", moved))
 
 
@@ -273,7 +270,7 @@ def _number(size: Size) -> int:
 
 
 def _products(
-    shape: BlockShape, steps: Sequence[Step], *, merges: bool
+    block: PricedBlock, steps: Sequence[Step], *, merges: bool
 ) -> dict[tuple[int, int], Gemm]:
     """Return the products of a phase; those of one input are priced as one.
 
@@ -297,20 +294,20 @@ def _products(
         is_attention = op.kind is Kind.ATTENTION
         made = Gemm(op.name, m, n, k, batch, is_attention, in_eight_bits=op.eight_bits)
         is_grouped = op.kind is Kind.GROUPED
-        found[key] = _weighed(made, shape, step.phase, number) if is_grouped else made
+        found[key] = _weighed(made, block, step.phase, number) if is_grouped else made
     return found
 
 
-def _weighed(product: Gemm, shape: BlockShape, phase: Phase, number: int) -> Gemm:
-    """Return a product of experts with the traffic of their weights.
+def _weighed(product: Gemm, block: PricedBlock, phase: Phase, number: int) -> Gemm:
+    """Return a product of experts of *block* with the traffic of their weights.
 
     Backward first makes the input's gradient, then adds the weight's to what is kept of it.
     """
     m, n, k, batch = product.m, product.n, product.k, product.batch
     if phase is Phase.BACKWARD and number == 1:
-        width = shape.accumulated_bytes
-        return product._replace(rows="k", weight_bytes=width * batch * m * n)
-    width = 1 if product.in_eight_bits else shape.element_bytes
+        accumulated = _number(block.sizes.accumulated_bytes)
+        return product._replace(rows="k", weight_bytes=accumulated * batch * m * n)
+    width = 1 if product.in_eight_bits else block.shape.element_bytes
     return product._replace(rows="m", weight_bytes=width * batch * n * k)
 
 
@@ -353,6 +350,12 @@ def _ring_messages(
             cover = None if work.waits else attention[0]
             place = work.axis, count, beside_bytes, cover
             yield RingMessages("keys and values", work.op, size_bytes, *place)
+
+
+def _ring_launches(shape: BlockShape, attention: FlashAttention) -> KernelLaunches:
+    """Return the kernels that a ring of one step would not have."""
+    of_step = ENGINE_STEP_KERNELS if shape.stack.transformer_engine else STEP_KERNELS
+    return KernelLaunches("steps of a ring", of_step[attention.backward] * (attention.ranks - 1))
 
 
 def _convolutions(steps: Sequence[Step]) -> list[ImplicitGemm]:

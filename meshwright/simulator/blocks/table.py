@@ -8,8 +8,16 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar, cast
 
 from meshwright.hwprofiles import Recompute
-from meshwright.simulator.blocks.dense import Columns
-from meshwright.simulator.blocks.kinds import ADDED, Ending, Written, keeps_output, walk, written
+from meshwright.simulator.blocks.dense import Columns, expert_mesh
+from meshwright.simulator.blocks.kinds import (
+    ADDED,
+    Ending,
+    Written,
+    keeps_output,
+    lowering_of,
+    walk,
+    written,
+)
 from meshwright.simulator.blocks.operators import BlockOperators, ExpertOperators
 from meshwright.simulator.blocks.parts import EXPERTS
 from meshwright.simulator.blocks.priced import PricedBlock, expert_operators
@@ -18,7 +26,9 @@ from meshwright.simulator.graph import Backward, Memory, NestedMemory, Size, Ten
 from meshwright.simulator.model import (
     EMBEDDING,
     ENDS,
+    EXPERT_LAYERS,
     HEAD,
+    LAYERS,
     BlockKind,
     KeptLayer,
     LayerGroup,
@@ -121,19 +131,21 @@ class BlockTable:
         structure: tuple[object, ...],
     ) -> None:
         """Walk the blocks of a *group* of shapes: they are written once, whatever runs again."""
-        rows = {sizes: row for row, sizes in enumerate(dict.fromkeys(map(_sizes, group)))}
+        own = [_columns(shape, kind) for shape in group]
+        rows = {sizes: row for row, sizes in enumerate(dict.fromkeys(own))}
+        columns = Columns(*(column(each) for each in zip(*rows, strict=True)))
         key = kind, structure, *rows
         if key not in self._written:
-            columns = Columns(*(column(each) for each in zip(*rows, strict=True)))
             self._written[key] = written(group[0], kind, columns)
-        members: dict[object, list[BlockShape]] = defaultdict(list)
-        for shape in group:
+        members: dict[object, dict[BlockShape, int]] = defaultdict(dict)
+        for shape, sizes in zip(group, own, strict=True):
             again = shape.recompute, shape.modules
-            members[again if _has_layers(shape, kind) else None].append(shape)
+            members[again if _has_layers(shape, kind) else None][shape] = rows[sizes]
         for shapes in members.values():
-            found = walk(shapes[0], kind, self._written[key], ending=ending)
-            walked = _Walk(PricedBlock(shapes[0], kind, found), len(rows))
-            self._add(walked, {shape: rows[_sizes(shape)] for shape in shapes}, ending)
+            first = next(iter(shapes))
+            found = walk(first, kind, self._written[key], ending=ending)
+            walked = _Walk(PricedBlock(first, columns, kind, found), len(rows))
+            self._add(walked, shapes, ending)
 
     def operators(self, shape: BlockShape, kind: BlockKind) -> BlockOperators:
         """Return what one microbatch runs in a block."""
@@ -188,7 +200,8 @@ class BlockTable:
         key = (shape, kind, ending)
         if key not in self._rows:
             found = walk(shape, kind, ending=ending)
-            self._add(_Walk(PricedBlock(shape, kind, found), 1), {shape: 0}, ending)
+            block = PricedBlock(shape, _columns(shape, kind), kind, found)
+            self._add(_Walk(block, 1), {shape: 0}, ending)
         return self._rows[key]
 
     def _add(self, walked: _Walk, shapes: Mapping[BlockShape, int], ending: Ending) -> None:
@@ -241,8 +254,17 @@ def _has_layers(shape: BlockShape, kind: BlockKind) -> bool:
     return kind not in ENDS or (kind == HEAD and predicts)
 
 
-def _sizes(shape: BlockShape) -> tuple[int, int, int]:
-    return shape.tp, shape.cp, shape.microbatch_size
+def _has_experts(kind: BlockKind) -> bool:
+    """Return whether there may be experts in a block of layers."""
+    return kind not in LAYERS or kind in EXPERT_LAYERS
+
+
+def _columns(shape: BlockShape, kind: BlockKind) -> Columns:
+    """Return the sizes that a block is written with: what no part of it reads is 1."""
+    sizes = Columns.of(shape)
+    if _has_layers(shape, kind) and _has_experts(kind):
+        return sizes
+    return sizes._replace(ep=1, expert_tp=1, accumulated_bytes=1)
 
 
 def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
@@ -250,23 +272,26 @@ def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
     common = (
         shape.tp > 1,
         shape.sequence_parallel,
-        shape.in_pipeline,
+        shape.keeps_outputs,
         shape.defers_sums,
         shape.microbatch_size > 1 and not shape.stack.megatron_layers,
     )
     if not _has_layers(shape, kind):
         return common
-    return (
-        *common,
-        shape.attention,
-        shape.cp_type,
-        shape.cp_inner,
-        shape.ep,
-        shape.accumulated_bytes,
-        None if shape.splits_experts_alike else shape.expert_tp,
-        isinstance(shape.trained, ModelSpec) and shape.local_kv_width < shape.local_width,
-        isinstance(shape.trained, ModelSpec) and shape.has_groups,
-    )
+    layers: tuple[object, ...] = (*common, shape.attention, shape.cp_type, shape.cp_inner)
+    if not isinstance(shape.trained, ModelSpec):
+        return layers
+    layers += (shape.local_kv_width < shape.local_width, shape.has_groups)
+    if not _has_experts(kind):
+        return layers
+    splits = not shape.splits_experts_alike and shape.expert_tp > 1
+    mesh = expert_mesh(shape, shape.ep if _runs_by_expert(shape) else 1)
+    return (*layers, splits, shape.dispatcher, mesh)
+
+
+def _runs_by_expert(shape: BlockShape) -> bool:
+    """Return whether a rank's experts run one after the other, each written by itself."""
+    return shape.stack.megatron_layers and not lowering_of(shape).groups_experts
 
 
 def _saved(found: Backward, row: int = 0) -> Iterator[NamedBytes]:

@@ -276,7 +276,7 @@ def _sorted(block: Block, arrived: list[Tensor], dims: RoutedDims) -> list[Tenso
     for each in arrived:
         whole: Placement = {axis: dim for axis, dim in each.at.items() if dim is not dims.arrived}
         found.append(place(block, each, whole))
-    if dims.num_local == 1:
+    if dims.mesh.has_one:
         return found
     names = "sorted rows", "sorted weights"
     return [moved(block, x, name, x.dims) for x, name in zip(found, names, strict=True)]
@@ -295,7 +295,7 @@ def _returned(
     Numbers of rows by expert, *counts*, are put in the order of ranks for it.
     """
     made = outputs
-    if dims.num_local > 1:
+    if not dims.mesh.has_one:
         turned = tuple(each.like(each.name) for each in counts)
         made = moved(block, made, "unsorted rows", made.dims, Numbers(turned=turned))
     lies = {axis: dims.arrived if dim is dims.rows else dim for axis, dim in at.items()}
@@ -326,8 +326,9 @@ def _sequential(
     arrived = [exchanged(block, each, dims) for each in (given, weights)]
     rows, sent = _sorted(block, arrived, dims)
     read = _weighed(block, rows, sent, dims) if experts.weighs_inputs else (rows, sent)
-    part = Dim("rows of an expert", dims.arrived.size // dims.num_local)
-    parts = [_rows(block, each, part, dims.num_local) for each in read]
+    num = int(dims.num_local)  # shapes with others are other structures: see `LayerDims`
+    part = Dim("rows of an expert", dims.arrived.size // num)
+    parts = [_rows(block, each, part, num) for each in read]
     outs = [_expert(block, row, own, dims, experts) for row, own in zip(*parts, strict=True)]
     made = outs[0].like("outputs", dims=(dims.arrived, hidden))
     made = handed_on(block, outs, made, block.traffic(made, made))
@@ -340,7 +341,7 @@ def _sequential(
 
 def _counts(block: Block, shares: Tensor, dims: RoutedDims) -> tuple[Tensor, ...]:
     """Return how many rows a rank with several experts gets for each, from each other rank."""
-    if dims.num_local == 1:
+    if dims.mesh.has_one:
         return ()
     ranks = block.mesh.get(dims.mesh.told, 1) // dims.mesh.ranks
     told = Dim("own experts by rank", dims.experts.size * ranks)

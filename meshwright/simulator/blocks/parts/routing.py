@@ -54,13 +54,17 @@ class ExpertMesh(NamedTuple):
         split_on: The axis that splits widths of experts: that of other layers, if as many ranks do.
         told: The axis of all ranks that have parts of an expert, or other experts.
         ranks: Ranks with different experts.
+        is_divided: There are several.
+        has_one: A rank has one expert.
         hottest: Rows of the rank with the hottest expert over those of all ranks on average.
         widens_shares: Tokens go with their shares in fp32.
     """
 
     split_on: MeshAxis = Axis.TP
     told: MeshAxis = Axis.TP
-    ranks: int = 1
+    ranks: Size = 1
+    is_divided: bool = False
+    has_one: bool = False
     hottest: Fraction = Fraction(1)
     widens_shares: bool = False
 
@@ -76,7 +80,7 @@ def hottest_share(experts: Experts, ranks: int, imbalance: float) -> Fraction:
     ['1', '10/7', '2']
     """
     total, num_local = experts.num_experts, experts.num_experts // ranks
-    if total == num_local:
+    if total == num_local or imbalance == 1:
         return Fraction(1)
     hot = Fraction(imbalance).limit_denominator(1000)
     others = (num_local - 1) * (total - hot) / (total - 1)
@@ -133,9 +137,9 @@ class RoutedDims(NamedTuple):
         return (self.gate, self.up) if self.first.size == 2 * self.up.size else (self.up,)
 
     @property
-    def num_local(self) -> int:
+    def num_local(self) -> Size:
         """Experts of a rank."""
-        return int(self.experts.size) // self.mesh.ranks
+        return self.experts.size // self.mesh.ranks
 
     def flat(self, block: Block, x: Tensor) -> Tensor:
         """Return tokens *x* with one dim for tokens and sequences."""
@@ -251,7 +255,7 @@ def exchanged(block: Block, x: Tensor, dims: RoutedDims, *, back: bool = False) 
 
     Each rank sends as many as it gets, but for the hottest one: that gets more.
     """
-    if dims.mesh.ranks == 1:
+    if not dims.mesh.is_divided:
         return x
     given, made = (dims.arrived, dims.rows) if back else (dims.rows, dims.arrived)
     out = renamed_rows(x, given, made).like(f"{x.name} exchanged")

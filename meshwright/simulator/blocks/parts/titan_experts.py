@@ -76,7 +76,7 @@ def _grouped_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) ->
     Other ranks' experts get theirs and send them back (`ExpertParallel` of torchtitan 0.2.2,
     distributed/expert_parallel.py); only a call's arguments hold them while they are copied.
     """
-    hidden, is_divided = rows.dims[-1], dims.mesh.ranks > 1
+    hidden, is_divided = rows.dims[-1], dims.mesh.is_divided
     names = _counts(block, rows, x, dims) if is_divided else ()
     given = exchanged(block, rows, dims)
     one_more = Dim("rows and an empty one", dims.arrived.size + 1)

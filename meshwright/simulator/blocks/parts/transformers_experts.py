@@ -55,7 +55,7 @@ def transformers(
     beside = None if shared is None else shared.write(block, flat)
     logits = logits_of(block, flat, dims, bias=experts.bias)
     shares = _shares(block, logits, experts, dims)
-    run = _exchanged if dims.mesh.ranks > 1 else _sorted
+    run = _exchanged if dims.mesh.is_divided else _sorted
     with block.part(EXPERTS):
         result = run(block, flat, shares, dims, experts)
     if beside is not None:
