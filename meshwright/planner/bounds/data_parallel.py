@@ -9,7 +9,7 @@ from meshwright.hwprofiles import Offload, StackProfile, Units
 from meshwright.planner.space import Role
 from meshwright.simulator import CostModel, Mesh
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger import (
     Exchange,
     bucket_exchanges,
@@ -233,7 +233,7 @@ class DataParallelCosts:
     def _tensor_sums_ps(self, shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes) -> int:
         key = (shape.tp, left_sums(shape), stages, wire.reduce_bytes)
         if key not in self._sums_ps:
-            sums = tensor_sums(shape, stages, wire, self._costs.tp_span(shape.tp))
+            sums = tensor_sums(shape, stages, wire, self._costs.spans.of_block(Axis.TP, shape))
             self._sums_ps[key] = price(self._costs, sums).time_ps
         return self._sums_ps[key]
 

@@ -30,7 +30,7 @@ class Sharing(NamedTuple):
     def of(cls, space: Space, table: ShapeTable, costs: CostModel, index: int) -> "Sharing":
         """Return that of layout *index* of a space."""
         stack, precision = space.stack, space.job.precision
-        plan, shape = space.plan_without_stages(index), table.shapes[table.index[index]]
+        (plan,), shape = space.plans_without_stages([index]), table.shapes[table.index[index]]
         mesh = Mesh.of(plan, costs.cluster.devices_per_node)
         wire = WireBytes.of(stack, precision, plan)
         state = StateBytes.of(stack, precision, plan.gradient_formats, plan.moment_precision)

@@ -40,7 +40,7 @@ def host_bytes_column(
 
 def _node_bytes(space: Space, table: ShapeTable, cluster: Cluster, index: int) -> int:
     """Return what the fullest node of layout *index* keeps on its host."""
-    plan, stack = space.plan_without_stages(index), space.stack
+    (plan,), stack = space.plans_without_stages([index]), space.stack
     mesh, shape = Mesh.of(plan, cluster.devices_per_node), table.shapes[table.index[index]]
     formats = plan.gradient_formats, plan.moment_precision
     state = StateBytes.of(stack, space.job.precision, *formats)

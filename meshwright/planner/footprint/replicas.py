@@ -56,7 +56,7 @@ class Kind(NamedTuple):
         """Return that of layout *index*, with two replicas in place of any number of them."""
         # Only whether a layout has replicas, sets of shards, and units of experts, decides its
         # parts: any degrees above 1 stand for all.
-        plan = space.plan_without_stages(index)
+        (plan,) = space.plans_without_stages([index])
         # Without replicas tensor ranks alone could have other experts, which no such stack offers.
         ep = 1 + (plan.ep > 1 and space.stack.is_fully_sharded and has_replicas)
         has_sets = plan.num_shards < plan.dp_cp

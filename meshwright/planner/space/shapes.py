@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.space.pipelines import block_kinds
+from meshwright.planner.space.prices import block_times
 from meshwright.planner.space.space import Space
 from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import CostModel, ParallelPlan
@@ -17,7 +18,7 @@ from meshwright.simulator.layout import (
     sums_microbatches,
     syncs_by_default,
 )
-from meshwright.simulator.model import ENDS, EXPERT_LAYERS, BlockKind, ModelSpec
+from meshwright.simulator.model import EXPERT_LAYERS, BlockKind
 from meshwright.simulator.step import message_between
 
 SWITCHED = ("sequence_parallel", "recompute", "recompute_modules", "attention")
@@ -76,7 +77,7 @@ def _defers_sums(space: Space, alone: Column) -> Column:
 
 def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     """Return the shapes of the layouts of *rows*."""
-    plans = [space.plan_without_stages(row) for row in rows.tolist()]
+    plans = space.plans_without_stages(rows.tolist())
     parameters = {
         degrees: plan_parameters(space.job.model, plan, space.stack)
         for degrees, plan in {_degrees(plan): plan for plan in plans}.items()
@@ -101,7 +102,7 @@ class ShapeTimes:
 
     blocks: NDArray[np.int64]
     messages: NDArray[np.int64]
-    known: dict[tuple[int | None, ...], tuple[list[int], list[list[int]]]]
+    known: dict[tuple[int | None, ...], list[list[int]]]
     priced: set[int]
 
     @classmethod
@@ -112,26 +113,18 @@ class ShapeTimes:
 
     def price(self, table: ShapeTable, used: Column, costs: CostModel) -> None:
         """Find the times of the shapes that *used* indexes."""
-        for index in set(used.tolist()) - self.priced:
-            shape = table.shapes[index]
-            # Recomputation is of layers: shapes that differ in it share the messages, and the ends
-            # where these have no layers, either, that predict further tokens.
+        new = [index for index in dict.fromkeys(used.tolist()) if index not in self.priced]
+        self.priced.update(new)
+        shapes = [table.shapes[index] for index in new]
+        times = [block_times(shapes, kind, costs) for kind in table.kinds]
+        self.blocks[new] = np.concatenate(times, axis=1)
+        for index, shape in zip(new, shapes, strict=True):
+            # Recomputation is of layers: shapes that differ in it share the messages.
             flags = (shape.sequence_parallel, shape.in_pipeline, shape.defers_sums)
-            has_layers = isinstance(shape.trained, ModelSpec) and shape.model.prediction_layers
-            own = index if has_layers else None
-            key = (shape.tp, shape.cp, shape.microbatch_size, *flags, own)
+            key = (shape.tp, shape.cp, shape.microbatch_size, *flags)
             if key not in self.known:
-                ends = _block_times(shape, costs, ENDS)
-                self.known[key] = ends, _message_times(shape, costs, table.kinds)
-            ends, self.messages[index] = self.known[key]
-            layers = _block_times(shape, costs, table.kinds[: -len(ENDS)])
-            self.blocks[index] = [*layers, *ends]
-            self.priced.add(index)
-
-
-def _block_times(shape: BlockShape, costs: CostModel, kinds: tuple[BlockKind, ...]) -> list[int]:
-    priced = [costs.block_cost(shape, kind) for kind in kinds]
-    return [part.time_ps for cost in priced for part in (cost.forward, cost.backward)]
+                self.known[key] = _message_times(shape, costs, table.kinds)
+            self.messages[index] = self.known[key]
 
 
 def _message_times(

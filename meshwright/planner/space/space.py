@@ -165,18 +165,17 @@ class Space:
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""
-        plan = self.plan_without_stages(index)
+        (plan,) = self.plans_without_stages([index])
         rule = PLAN_FIELDS["stages"].value(int(self.column("stages")[index]))
         return replace(plan, stages=stage_layers(self.job, plan.num_stages, rule))
 
-    def plan_without_stages(self, index: int) -> ParallelPlan:
-        """Return layout *index* as a plan that leaves the layers of its stages open."""
-        values = {
-            field.name: field.value(int(self.columns[field.name][index]))
-            for field in SEARCHED_FIELDS
-            if field.name != "stages"
-        }
-        return ParallelPlan.of(values)
+    def plans_without_stages(self, indices: Sequence[int]) -> list[ParallelPlan]:
+        """Return layouts as plans that leave the layers of their stages open."""
+        fields = [field for field in SEARCHED_FIELDS if field.name != "stages"]
+        names = [field.name for field in fields]
+        columns = [field.values(self.columns[field.name][indices].tolist()) for field in fields]
+        rows = zip(*columns, strict=True)
+        return [ParallelPlan.of(dict(zip(names, row, strict=True))) for row in rows]
 
 
 def enumerate_space(

@@ -113,7 +113,7 @@ def _evidence_warnings(
     plan: ParallelPlan, costs: CostModel, extrapolated_fraction: float
 ) -> list[str]:
     warnings = []
-    if costs.tp_span(plan.tp).crosses_nodes:
+    if costs.spans.in_step(Axis.TP, plan.tp, 1).crosses_nodes:
         node_size = costs.cluster.devices_per_node
         warnings.append(f"tp={plan.tp} crosses nodes of {node_size} devices")
     if extrapolated_fraction > NOTEWORTHY_FRACTION:

@@ -68,9 +68,14 @@ class _Walk:
     count: int
 
     @cached_property
+    def columns(self) -> BlockOperators:
+        """What the block runs, in columns where shapes differ."""
+        return self.found.operators()
+
+    @cached_property
     def operators(self) -> list[BlockOperators]:
         """What the block runs, of each shape."""
-        return _operator_rows(self.found.operators(), self.count)
+        return _operator_rows(self.columns, self.count)
 
     @cached_property
     def expert_operators(self) -> list[ExpertOperators]:
@@ -154,6 +159,23 @@ class BlockTable:
             return BlockOperators(*(tuple(chain(*phase)) for phase in zip(*each, strict=True)))
         walked, _, row = self._row(shape, kind, ADDED)
         return walked.operators[row]
+
+    def columns(
+        self, shapes: Sequence[BlockShape], kind: BlockKind
+    ) -> Iterator[tuple[BlockOperators, list[int], list[int]]]:
+        """Yield what microbatches run in blocks of *shapes*, walk by walk.
+
+        Sizes are columns where they differ; beside them are the rows of those asked for, and their
+        places among *shapes*.
+        """
+        of_walk: dict[int, tuple[_Walk, list[int], list[int]]] = {}
+        for place, shape in enumerate(shapes):
+            walked, _, row = self._row(shape, kind, ADDED)
+            _, rows, places = of_walk.setdefault(id(walked), (walked, [], []))
+            rows.append(row)
+            places.append(place)
+        for walked, rows, places in of_walk.values():
+            yield walked.columns, rows, places
 
     def expert_operators(self, shape: BlockShape, kind: BlockKind) -> ExpertOperators:
         """Return what of that runs while tokens are with the ranks of experts."""

@@ -19,6 +19,7 @@ from meshwright.simulator.costs.compute import (
 )
 from meshwright.simulator.costs.cost import COMMUNICATION, Category, Cost, PhaseCost
 from meshwright.simulator.costs.cost_model import CostModel
+from meshwright.simulator.costs.host import issue_ps
 from meshwright.simulator.costs.links import (
     bus_factor,
     port_bytes_per_s,
@@ -45,6 +46,7 @@ __all__ = [
     "gemm_cost",
     "hidden_exchange_ps",
     "hideable_ps",
+    "issue_ps",
     "layer_nodes",
     "memory_bound_cost",
     "p2p_cost",

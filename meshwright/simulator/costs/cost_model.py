@@ -71,10 +71,10 @@ class CostModel:
         self.stack = stack
         self.world_size = world_size
         self.blocks = BlockTable()
+        self.spans = GroupSpans(world_size, cluster.devices_per_node)
         self._products: dict[tuple[Gemm | ImplicitGemm, Precision], Cost] = {}
         self._blocks: dict[tuple[BlockShape, BlockKind], BlockCost] = {}
         self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, MeshAxis], Cost] = {}
-        self._spans = GroupSpans(world_size, cluster.devices_per_node)
 
     def block_cost(self, shape: BlockShape, kind: BlockKind) -> BlockCost:
         """Return the cost of one block of *kind* for one microbatch on one rank."""
@@ -144,7 +144,7 @@ class CostModel:
 
     def _exposed_cost(self, operator: Collective | RingMessages, shape: BlockShape) -> Cost:
         """Return the part of communication that what runs beside it does not hide."""
-        span = self._spans.of_block(operator.axis, shape)
+        span = self.spans.of_block(operator.axis, shape)
         if isinstance(operator, RingMessages):
             return self._exposed_ring_cost(operator, span, shape)
         if operator.axis is ExpertAxis.EP and shape.dispatcher.sends_once:
@@ -175,10 +175,6 @@ class CostModel:
         )
         exposed_ps = max(0, sent.time_ps + latency_ps - cover_ps)
         return Cost(messages.steps * exposed_ps, sent.source)
-
-    def tp_span(self, tp: int) -> GroupSpan:
-        """Return the worst span of a tensor-parallel group."""
-        return self._spans.in_step(Axis.TP, tp, 1)
 
     def collective(
         self, op: CollectiveOp, size_bytes: int, span: GroupSpan, axis: MeshAxis

@@ -4,7 +4,7 @@ The command line makes options of fields, plan files and JSON their keys, the se
 reports and CSV files theirs; `docs/plan.md` lists them. A new field is one declaration.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache, reduce
@@ -156,6 +156,11 @@ class PlanField:
             listed = enumerate(self.declaration.members)
             return tuple(each for place, each in listed if code >> place & 1)
         return self.choices[code - self.is_optional] if self.choices else code
+
+    def values(self, codes: Sequence[int]) -> list[object]:
+        """Return what each of *codes* stands for."""
+        known = {code: self.value(code) for code in set(codes)}
+        return [known[code] for code in codes]
 
 
 @cache

@@ -8,7 +8,7 @@ from meshwright.hwprofiles import Source
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import Message, PassSegment, RankWork, UnitWork, VirtualStageWork
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger import (
     LedgerEntry,
     Moment,
@@ -75,7 +75,7 @@ def message_between(
     costs: CostModel, shape: BlockShape, size_bytes: int, *, crosses_nodes: bool
 ) -> Message:
     """Return the message of one microbatch between two stages, gathered by the receivers."""
-    span = costs.tp_span(shape.tp)
+    span = costs.spans.of_block(Axis.TP, shape)
     sent, *gathers = message_collectives(shape, size_bytes, span, crosses_nodes=crosses_nodes)
     cost = costs.message(sent.size_bytes, crosses_nodes=sent.span.crosses_nodes)
     delay_ps = cost.latency.time_ps + price(costs, gathers).time_ps
