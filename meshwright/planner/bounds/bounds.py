@@ -30,6 +30,7 @@ from meshwright.planner.space import (
     ShapeTimes,
     Space,
     distinct,
+    few_rows,
 )
 from meshwright.simulator import CostModel
 from meshwright.simulator.layout import DP_CP
@@ -37,6 +38,7 @@ from meshwright.simulator.ledger import left_sums
 from meshwright.simulator.step import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
+MOST_ROWS = 2**15  # at a time: memory that is let go is taken again
 
 
 class StepBounds:
@@ -70,8 +72,11 @@ class StepBounds:
         self._times.price(self._table, shapes[distinct([shapes])[0]], self._costs)
         nothing: tuple[list[Sharing], Column] = [], np.zeros(len(indices), np.int64)
         sharing, member = nothing if is_rough else self._sharing(indices)
-        bounds = self._bounds(self._layouts(indices, member), sharing)
-        return _with_overhead(bounds, overhead_per_million(self._costs.stack))
+        bounds = [
+            self._bounds(self._layouts(indices[rows], member[rows]), sharing)
+            for rows in few_rows(len(indices), MOST_ROWS)
+        ]
+        return _with_overhead(np.concatenate(bounds), overhead_per_million(self._costs.stack))
 
     def _layouts(self, indices: NDArray[np.int64], sharing: Column) -> Layouts:
         times, shapes = self._times, self._table.index[indices]

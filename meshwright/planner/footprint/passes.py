@@ -17,6 +17,7 @@ from meshwright.planner.space import (
     Role,
     ShapeTable,
     distinct,
+    few_rows,
     fullest_moments,
     representative_microbatches,
 )
@@ -30,6 +31,8 @@ from meshwright.simulator.memory import (
     pass_workspace_bytes,
 )
 from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind
+
+MOST_ROWS = 512  # at a time: what is made of them stays in caches
 
 
 class PassWorkspaces:
@@ -214,13 +217,17 @@ class RolePasses:
         """Return what passes keep, hold of messages and need, at each layout's fullest moment."""
         first, family = distinct([*own])
         shapes, microbatches, sharing = own.chosen(first)
-        moments = self._moments(microbatches)
-        kept = self._kept(moments[:, :, :-2], shapes)
-        needed = self._needed(moments, shapes[:, None], sharing[:, None])
-        return np.asarray((kept + needed).max(axis=1)[family], np.int64)
+        moments, member = self._moments(microbatches)
+        peaks = np.empty(len(first), np.int64)
+        for rows in few_rows(len(first), MOST_ROWS):
+            known, of = moments[member[rows]], shapes[rows]
+            kept = self._kept(known[:, :, :-2], of)
+            needed = self._needed(known, of[:, None], sharing[rows, None])
+            np.max(np.add(kept, needed, out=kept), axis=1, out=peaks[rows])
+        return peaks[family]
 
-    def _moments(self, microbatches: Column) -> NDArray[np.int64]:
-        """Return the moments among which each layout's peak is, as `fullest_moments` has them."""
+    def _moments(self, microbatches: Column) -> tuple[NDArray[np.int64], Column]:
+        """Return moments as `fullest_moments` has them, and among which each layout's peak is."""
         holds = self._messages is not None
         first, member = distinct([microbatches])
         representative = [
@@ -229,7 +236,7 @@ class RolePasses:
         ]
         numbers, place = np.unique(representative, return_inverse=True)
         found = fullest_moments(self._pipeline, self._role, numbers, self._messages)
-        return found[place.reshape(-1)[member]]
+        return found, place.reshape(-1)[member]
 
     def _kept(self, counts: NDArray[np.int64], shapes: Column) -> NDArray[np.int64]:
         """Return what is kept and held in moments of layouts of such *shapes*."""

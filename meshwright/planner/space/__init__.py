@@ -1,5 +1,11 @@
 """The space of layouts as columns: what divides, what is ruled out, what is alike."""
 
+from meshwright.planner.space.columns import (
+    Column,
+    distinct,
+    few_rows,
+    is_constant,
+)
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.moments import (
     BESIDE,
@@ -26,11 +32,8 @@ from meshwright.planner.space.space import (
 )
 from meshwright.planner.space.switches import (
     SWITCHES,
-    Column,
     askable_values,
-    distinct,
     divisors,
-    is_constant,
 )
 from meshwright.planner.space.waste import waste_hints
 
@@ -58,6 +61,7 @@ __all__ = [
     "distinct",
     "divisors",
     "enumerate_space",
+    "few_rows",
     "fullest_moments",
     "is_constant",
     "is_searched",

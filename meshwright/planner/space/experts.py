@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import StackProfile
+from meshwright.planner.space.columns import Column
 from meshwright.planner.space.limits import SpaceLimits
-from meshwright.planner.space.switches import Column, divisors
+from meshwright.planner.space.switches import divisors
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import PLAN_FIELDS, SHARDS, experts_refusal
 from meshwright.simulator.model import ModelSpec

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.space.columns import Column, distinct
 from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
-from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import PipelinePlace, held_spans

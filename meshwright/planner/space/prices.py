@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space.switches import Column, distinct
+from meshwright.planner.space.columns import Column, distinct
 from meshwright.simulator import CostModel
 from meshwright.simulator.blocks import (
     BlockOperators,

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
+from meshwright.planner.space.columns import Column
 from meshwright.planner.space.limits import COLUMNS
 from meshwright.planner.space.space import Space
-from meshwright.planner.space.switches import Column
 from meshwright.simulator.layout import stack_gaps
 from meshwright.simulator.memory import usable_bytes
 

@@ -7,19 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import StackProfile
+from meshwright.planner.space.columns import Column, chosen_rows, distinct
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.pipelines import stage_layers
-from meshwright.planner.space.switches import (
-    BASIC,
-    SWITCHES,
-    Column,
-    Place,
-    Setting,
-    Wanted,
-    chosen_rows,
-    distinct,
-    settings,
-)
+from meshwright.planner.space.switches import BASIC, SWITCHES, Place, Setting, Wanted, settings
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import JOINT_AXES, PLAN_FIELDS, stack_gaps
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.planner.space.columns import Column, distinct
 from meshwright.planner.space.pipelines import block_kinds
 from meshwright.planner.space.prices import block_times
 from meshwright.planner.space.space import Space
-from meshwright.planner.space.switches import Column, distinct
 from meshwright.simulator import CostModel, ParallelPlan
 from meshwright.simulator.blocks import BlockShape, plan_parameters
 from meshwright.simulator.layout import (

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Recompute, StackProfile, StageSplit
+from meshwright.planner.space.columns import Column, chosen_rows, combinations, distinct
 from meshwright.planner.space.experts import expert_degrees, slices_shards
 from meshwright.planner.space.limits import SpaceLimits
 from meshwright.planner.space.pipelines import (
@@ -22,16 +23,7 @@ from meshwright.planner.space.pipelines import (
     stage_layers,
 )
 from meshwright.planner.space.settings import product_of, with_switches
-from meshwright.planner.space.switches import (
-    BASIC,
-    BASIC_FIELDS,
-    SWITCHES,
-    Column,
-    chosen_rows,
-    combinations,
-    distinct,
-    divisors,
-)
+from meshwright.planner.space.switches import BASIC, BASIC_FIELDS, SWITCHES, divisors
 from meshwright.simulator import SCHEDULES, ParallelPlan, PlanError, TrainingJob
 from meshwright.simulator.layout import (
     ALL_ALONE,

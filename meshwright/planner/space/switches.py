@@ -3,13 +3,9 @@
 A switch that is at the stack's habit is None in a plan, so that no layout is there twice.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import product
-from math import prod
 from typing import NamedTuple, TypeAlias, cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.hwprofiles import (
     EIGHT_BITS,
@@ -39,7 +35,6 @@ from meshwright.simulator.layout import (
 from meshwright.simulator.schedules import SCHEDULES, any_core_group
 from meshwright.simulator.step import OFFLOAD_STAGES
 
-Column: TypeAlias = NDArray[np.int64]
 Setting: TypeAlias = dict[str, object]
 Wanted: TypeAlias = dict[str, tuple[object, ...]]
 
@@ -53,8 +48,6 @@ BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCH
 BASIC = tuple(each.name for each in BASIC_FIELDS)
 USUAL: Setting = {name: PLAN_FIELDS[name].default for name in SWITCHES}
 HABITS = "cp_type", "dispatcher"  # of which the first that a stack lists is its habit
-MOST_KEY = 2**62
-MOST_PLACES = 8
 
 
 class Place(NamedTuple):
@@ -328,72 +321,3 @@ def divisors(number: int) -> list[int]:
     """
     small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
     return small + [number // value for value in reversed(small) if value * value != number]
-
-
-def combinations(choices: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """Return all combinations of one number of each of *choices*, the first changing last.
-
-    Returns:
-        The numbers: ``[choices, combinations]``.
-
-    >>> combinations([[1, 2], [7], [3, 4]]).tolist()
-    [[1, 1, 2, 2], [7, 7, 7, 7], [3, 4, 3, 4]]
-    """
-    left = prod(map(len, choices))
-    codes = np.empty((len(choices), left), np.int64)
-    for row, numbers in zip(codes, choices, strict=True) if left else ():
-        left //= len(numbers)
-        row.reshape(-1, len(numbers), left)[:] = np.array(numbers, np.int64)[:, None]
-    return codes
-
-
-def distinct(columns: list[Column]) -> tuple[Column, Column]:
-    """Return a row of each distinct combination of *columns*, and which one each row has.
-
-    >>> distinct([np.array([3, 1, 3]), np.array([0, 1, 0])])[1].tolist()
-    [1, 0, 1]
-    """
-    key = np.zeros(len(columns[0]), np.int64)
-    columns = [column for column in columns if not is_constant(column)]
-    sizes = [int(column.max()) + 1 for column in columns]
-    if prod(sizes) > MOST_KEY:
-        columns = [_distinct(column)[1] for column in columns]
-        sizes = [int(column.max()) + 1 for column in columns]
-    for column, size in zip(columns, sizes, strict=True):
-        key *= size
-        key += column
-    if prod(sizes) > MOST_PLACES * (len(key) + 1):
-        return _distinct(key)
-    # A place for each key there could be takes less time than sorting.
-    places = np.full(prod(sizes), -1)
-    places[key[::-1]] = np.arange(len(key))[::-1]
-    found = np.flatnonzero(places >= 0)
-    first = places[found]
-    places[found] = np.arange(len(found))
-    return first, places[key]
-
-
-def _distinct(key: Column) -> tuple[Column, Column]:
-    """Return what `distinct` does, of numbers however large."""
-    order = np.argsort(key, kind="stable")
-    ordered = key[order]
-    is_first = np.ones(len(key), np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    member = np.empty(len(key), np.int64)
-    member[order] = np.cumsum(is_first) - 1
-    return order[is_first], member
-
-
-def is_constant(column: Column) -> bool:
-    """Return whether all numbers of *column* are one, or it has none."""
-    if not len(column) or column.strides == (0,):
-        return True
-    # Most columns that vary do so between their ends.
-    return bool(column[0] == column[-1] and column.min() == column.max())
-
-
-def chosen_rows(column: Column, rows: Column) -> Column:
-    """Return the numbers of *column* in *rows*, one for all of them where it is constant."""
-    # Most fields have one value in all layouts, which is kept once.
-    is_kept_once = len(column) and is_constant(column)
-    return np.broadcast_to(column[0], rows.shape) if is_kept_once else column[rows]
