@@ -110,6 +110,18 @@ def near_multiples(number: int, step: int) -> str:
     return f"nearest: {below} or {below + step}" if below else f"nearest: {step}"
 
 
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of *number* closest to *wanted*, the smaller of two equally close.
+
+    >>> nearest_divisor(64, 12), nearest_divisor(64, 0)
+    (8, 1)
+    """
+    wanted = max(1, wanted)
+    below = next(n for n in range(wanted, 0, -1) if number % n == 0)
+    above = (n for n in range(wanted + 1, 2 * wanted - below) if number % n == 0)
+    return next(above, below)
+
+
 def _tensors_refusal(job: TrainingJob, degree: int) -> str | None:
     return job.model.split_refusal(degree)
 
@@ -136,7 +148,8 @@ def _tokens_refusal(job: TrainingJob, degree: int) -> str | None:
         lacks = "is not causal" if is_transformer else "has no attention"
         return f"cp={degree} does not go with {job.model.name}, which {lacks}; allowed: 1"
     if job.seq_len % (2 * degree):
-        return f"seq_len={job.seq_len} is not divisible by 2 x cp={degree}"
+        nearest = near_multiples(job.seq_len, 2 * degree)
+        return f"seq_len={job.seq_len} is not divisible by 2 x cp={degree}; {nearest}"
     return None
 
 
@@ -145,7 +158,7 @@ def check_inner(cp: int, way: ContextParallel | None, inner: int | None) -> None
 
     >>> check_inner(8, ContextParallel.RING_OF_SWAPS, 3)
     Traceback (most recent call last):
-    meshwright.simulator.errors.PlanError: cp_inner=3 does not divide cp=8
+    meshwright.simulator.errors.PlanError: cp_inner=3 does not divide cp=8; nearest: 2
     """
     refusal = _inner_refusal(cp, way, inner)
     if refusal is not None:
@@ -161,7 +174,9 @@ def _inner_refusal(cp: int, way: ContextParallel | None, inner: int | None) -> s
     if inner is None:
         lacks = f"cp_type={swaps} needs cp_inner; allowed: a divisor of cp={cp}"
         return lacks if cp > 1 else None
-    return None if inner > 0 and cp % inner == 0 else f"cp_inner={inner} does not divide cp={cp}"
+    if inner > 0 and cp % inner == 0:
+        return None
+    return f"cp_inner={inner} does not divide cp={cp}; nearest: {nearest_divisor(cp, inner)}"
 
 
 def _no_refusal(_job: TrainingJob, _degree: int) -> str | None:
@@ -209,7 +224,10 @@ def check_expert_degrees(ep: int, etp: int | None, tp: int, of_stage: int, of_sh
     whose = {"of a stage": of_stage, "that have a set of shards between them": of_shards}
     for words, ranks in whose.items():
         if ep > 1 and ranks % (ep * sharing):
-            raise PlanError(f"ep={ep} x etp={sharing} does not divide the {ranks} ranks {words}")
+            said = f"ep={ep} x etp={sharing} does not divide the {ranks} ranks {words}"
+            if ranks % sharing:
+                raise PlanError(f"{said}; nearest: etp={nearest_divisor(ranks, sharing)}")
+            raise PlanError(f"{said}; nearest: ep={nearest_divisor(ranks // sharing, ep)}")
 
 
 def check_modules(recompute: Recompute, modules: tuple[RecomputeModule, ...]) -> None:

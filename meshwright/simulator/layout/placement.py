@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.layout.axes import nearest_divisor
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -225,7 +226,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, *, num_ranks: int)
     if dim >= len(shape):
         raise PlanError(f"placement {placement} needs a dim {dim}; shape {shape} has {len(shape)}")
     if shape[dim] % num_ranks:
-        nearest = _nearest_divisor(shape[dim], num_ranks)
+        nearest = nearest_divisor(shape[dim], num_ranks)
         raise PlanError(
             f"dim {dim} of shape {shape} is not divisible by num_ranks={num_ranks}; "
             f"nearest: {nearest}"
@@ -287,10 +288,3 @@ def zero_communication(zero_stage: int) -> ZeroCommunication:
 def _check_num_ranks(num_ranks: int) -> None:
     if num_ranks < 1:
         raise PlanError(f"num_ranks must be >= 1, got {num_ranks}")
-
-
-def _nearest_divisor(size: int, num_ranks: int) -> int:
-    """Return the divisor of *size* closest to *num_ranks*, the smaller of two equally close."""
-    below = next(n for n in range(num_ranks, 0, -1) if size % n == 0)
-    above = (n for n in range(num_ranks + 1, 2 * num_ranks - below) if size % n == 0)
-    return next(above, below)

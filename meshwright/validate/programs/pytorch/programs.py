@@ -87,7 +87,8 @@ def refuse_unsupported(request: ProgramRequest) -> None:
     refuse_offload(plan, Offload.PARAMETERS)
     formats = f"allowed: {', '.join(DTYPES)}"
     is_unweighted = model.qk_norm == "unweighted"
-    places = "rotary with qk_norm=unweighted" if is_unweighted else "learned, rotary"
+    places = ("rotary",) if is_unweighted else ("learned", "rotary")
+    of_places = f"{', '.join(places)}{' with qk_norm=unweighted' * is_unweighted}"
     refusals = [
         (request.job.precision not in DTYPES, "precision", f"{request.job.precision}; {formats}"),
         (
@@ -95,7 +96,7 @@ def refuse_unsupported(request: ProgramRequest) -> None:
             "find_unused",
             "True on tensors without values; allowed: False, or --backend gloo",
         ),
-        (model.positions not in places, "positions", f"{model.positions}; allowed: {places}"),
+        (model.positions not in places, "positions", f"{model.positions}; allowed: {of_places}"),
         (model.mlm_head, "mlm_head", "True; allowed: False"),
         (model.token_types > 0, "token_types", f"{model.token_types}; allowed: 0"),
         (model.embedding_norm, "embedding_norm", "True; allowed: False"),
