@@ -96,6 +96,7 @@ CASES = {
     "predictions and loss alone on a stage": wide(
         PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1
     ),
+    "predictions over cp": wide(PREDICTING, "megatron-core", cp=4, dp=1),
     "sinks": wide(SINKS, "megatron-core", **SP),
     "sinks beside scores": wide(SINKS, "megatron-core", **SP, **SELECTIVE),
     "sinks of shards": wide(SINKS, "fsdp"),

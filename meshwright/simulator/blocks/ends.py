@@ -22,6 +22,7 @@ from meshwright.simulator.graph import (
     dropout,
     place,
     pointwise,
+    several,
     view,
     whole_product,
 )
@@ -32,7 +33,7 @@ DROPPED_BYTES = 3  # a value and a mask byte
 NEXT_SENTENCE_CLASSES = 2
 POSITIONS = "positions"
 MASK_BYTES = 4  # of a token in the mask of the loss
-NUM_STRETCHES = 2  # of a sequence on a context-parallel rank
+SHIFTED_BYTES = NUMBER_BYTES, MASK_BYTES  # of a token where these go to another rank
 
 
 def embedding(
@@ -223,15 +224,18 @@ def _restacked(block: Block, streams: list[Tensor]) -> list[Tensor]:
 def _rolled(block: Block, x: Tensor, shape: BlockShape, width: int = NUMBER_BYTES) -> Tensor:
     """Return a number of each token of *x*, shifted by one.
 
-    A context-parallel rank has two stretches of a sequence; what is shifted out of each goes to
-    another (`roll_tensor` of megatron/core/transformer/multi_token_prediction.py, core 0.16).
+    A context-parallel rank has two stretches of a sequence; what is shifted out of one goes to the
+    rank before, out of the other to the rank behind: first and last rank, which have only one of
+    these, send a message less (`roll_tensor` of
+    megatron/core/transformer/multi_token_prediction.py, core 0.16).
     """
     tokens, batch = x.dims[:2]
     numbers = x.like("shifted numbers", dims=(tokens, batch), at={}, width=width)
     sent: tuple[Exchange, ...] = ()
     if shape.cp > 1:
         size = width * batch.size
-        sent = (Exchange(CollectiveOp.P2P, Axis.CP, size, NUM_STRETCHES, waits=True),)
+        num_messages = 1 + several(shape.cp - 1)
+        sent = (Exchange(CollectiveOp.P2P, Axis.CP, size, num_messages, waits=True),)
     return block.add([x], [numbers], [], *sent)
 
 

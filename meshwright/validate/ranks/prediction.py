@@ -1,7 +1,7 @@
 """What the simulator says of one rank, in the terms in which a run is measured."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp
@@ -104,21 +104,22 @@ def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:
 def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPrediction]:
     """Return what the simulator says of some ranks.
 
-    Ranks of a stage differ in their number, and in what they send to their host.
+    Ranks of a stage differ in their number, in what they send to their host, and, where tokens are
+    shifted, in whether they have the first or last ones of a sequence.
 
     Raises:
         PlanError: If the plan cannot be simulated, or cuts sequences in a way whose counts are held
             against no program.
     """
     result = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
-    of_stage: dict[int, RankPrediction] = {}
+    of_kind: dict[tuple[int, bool], RankPrediction] = {}
     predictions = {}
     for rank in ranks:
-        pp_rank = pipeline_rank(saved.plan, rank)
-        if pp_rank not in of_stage:
-            of_stage[pp_rank] = _predict(saved, result, rank)
+        kind = pipeline_rank(saved.plan, rank), _is_at_end(saved.plan, rank)
+        if kind not in of_kind:
+            of_kind[kind] = _predict(saved, result, rank)
         traffic = _host_traffic(saved, rank)
-        predictions[rank] = replace(of_stage[pp_rank], rank=rank, host_traffic=traffic)
+        predictions[rank] = replace(of_kind[kind], rank=rank, host_traffic=traffic)
     return predictions
 
 
@@ -130,7 +131,7 @@ def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
     return RankPrediction(
         rank=rank,
         flops=rank_flops(job, plan, stack, pp_rank, microbatches=microbatches),
-        collectives=_collectives(saved, pp_rank),
+        collectives=_collectives(saved, rank),
         peak_bytes=memory.peak_bytes,
         bytes_at_peak=bytes_of(memory),
         reserved_bytes=result.memory.overheads.reserved_bytes(memory.peak_bytes),
@@ -155,12 +156,26 @@ def _host_traffic(saved: SavedPlan, rank: int) -> HostTraffic:
     return host_traffic(saved.job, plan, saved.stack, pipeline_rank(plan, rank), shard)
 
 
-def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
+def _is_at_end(plan: ParallelPlan, rank: int) -> bool:
+    """Return whether *rank* has one neighbour of those with which it shares sequences, of many."""
+    return plan.cp > 2 and rank // plan.tp % plan.cp in (0, plan.cp - 1)
+
+
+def _around(saved: SavedPlan, passes: Iterable[Traffic], rank: int) -> Iterator[Traffic]:
+    """Yield the messages of a ring, or with the neighbours that a rank has."""
+    messages = (each for each in passes if each.op is CollectiveOp.P2P)
+    for each in messages:
+        is_half = each.shifts_tokens(saved.plan.microbatch_size) and _is_at_end(saved.plan, rank)
+        yield each._replace(num_calls=each.num_calls // 2) if is_half else each
+
+
+def _collectives(saved: SavedPlan, rank: int) -> tuple[CollectiveCount, ...]:
     job, plan, stack = saved.job, saved.plan, saved.stack
+    pp_rank = pipeline_rank(plan, rank)
     sent, received = message_traffic(job, plan, stack, pp_rank)
     counted: Counter[tuple[str, str, int, int]] = Counter()
     passes = rank_traffic(job, plan, stack, pp_rank)
-    around = [each for each in passes if each.op is CollectiveOp.P2P]  # a ring's messages
+    around = [*_around(saved, passes, rank)]
     stage = stage_name(plan)
     for each in token_traffic(job, plan, stack, pp_rank):
         counted[stage, each.op.value, each.num_ranks, each.size_bytes] += each.num_calls
