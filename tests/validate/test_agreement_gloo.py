@@ -189,6 +189,9 @@ CASES = {
     "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
     "1f1b of 4, one empty": saved(WINDOWED, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
     "uneven interleaved": saved(PARTIAL, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
+    "windows among gathered": saved(
+        WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_GATHER
+    ),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "predicting": saved(PREDICTING, "megatron-core", tp=2, cp=2, pp=2, stages=(4, 0), **SP),
     "split experts, gated": saved(QWEN, "megatron-core", tp=2, dp=2, ep=2, **SP),

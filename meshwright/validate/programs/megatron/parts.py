@@ -241,7 +241,9 @@ class MegatronParts:
         if self.cp.way is ContextParallel.RING_OF_SWAPS:
             inner, outer = self.cp.levels
             return SwappedCore(RingCore(outer), inner)
-        return (GatheredCore if self.cp.way is ContextParallel.ALL_GATHER else RingCore)(self.cp)
+        if self.cp.way is ContextParallel.ALL_GATHER:
+            return GatheredCore(self.cp, window)
+        return RingCore(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation."""
