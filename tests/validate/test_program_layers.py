@@ -95,7 +95,7 @@ CASES = {
     "titan latents": latent(STRAIGHT, "torchtitan", cp=2, dp=4, dp_shard=2, microbatch_size=1),
     "titan deepseek": latent(BALANCED, "torchtitan", ep=2, microbatch_size=1),
     "predictions and loss alone on a stage": wide(
-        PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1
+        PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1, **FULL
     ),
     "predictions over cp": wide(
         PREDICTING.model_copy(update={"prediction_layers": 1}), "megatron-core", cp=4, dp=1

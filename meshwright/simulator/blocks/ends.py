@@ -146,8 +146,8 @@ def _predicting_head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims
     """
     number = shape.model.prediction_layers
     streams = [x]
-    for _ in range(number):
-        streams.append(_prediction_layer(block, streams[-1], shape, dims))
+    for index in range(number):
+        streams.append(_prediction_layer(block, streams[-1], shape, dims, f"layer:{index}"))
     main, *further = _restacked(block, streams)
     vocabulary, named = dims.vocabulary, list[Tensor]()
     for each in further:
@@ -166,12 +166,14 @@ def _predicting_head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims
     return loss
 
 
-def _prediction_layer(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Return what predicts one token further than *x* does."""
+def _prediction_layer(
+    block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, part: str
+) -> Tensor:
+    """Return what predicts one token further than *x* does; *part* may run again by itself."""
     ids = _rolled(block, x, shape)
     _rolled(block, x, shape)  # positions
     given = embedding(block, shape, dims, ids)
-    with block.part("layer"):
+    with block.part(part):
         parts = [_contiguous_back(block, normed(block, given, "enorm", shape))]
         parts.append(_contiguous_back(block, normed(block, x, "hnorm", shape)))
         twice = Dim("embedding and hidden", 2 * shape.model.hidden_size)
