@@ -1,5 +1,7 @@
 """Layers of Megatron-Core that predict further tokens, against the graph's: bytes, FLOPs, calls."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,7 @@ from block_witness import Given, Measured, count_pass
 from torch import Tensor
 from witnesses import megatron_job
 
+from meshwright.hwprofiles import Attention
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.blocks.dense import LayerDims
@@ -19,6 +22,7 @@ from meshwright.simulator.graph import Tensor as Written
 from meshwright.simulator.model import HEAD, count_parameters, with_predictions
 from meshwright.validate.counting import RankOracle
 from meshwright.validate.outside import load_outside_plans
+from meshwright.validate.ranks import CollectiveCount, predict_members
 
 PLANS = {plan.name: plan for plan in load_outside_plans()}
 # The loss keeps of each token whether it is of another rank's rows, and its number there.
@@ -28,6 +32,9 @@ MASKED_BYTES = 12
 LOOKED_UP_BYTES = 1  # of each further token: whether another tensor rank looks it up
 SCALE_BYTES = 4  # of the softmax: Megatron-Core makes a tensor of it, which a GPU has on the host
 SCALAR_BYTES = 16
+WAYS = "send", "recv"
+# Of each layer: ids, positions and labels, in int64, and a mask in fp32, one sequence at a time.
+SHIFTED = {(way, size): number for way in WAYS for size, number in ((8, 3), (4, 1))}
 # Losses, masks and labels of a token that live for a moment beside logits.
 MOMENT_BYTES = 64
 
@@ -38,15 +45,16 @@ def predicting(name: str, number: int) -> SavedPlan:
     return replace(saved, job=replace(saved.job, model=with_predictions(saved.job.model, number)))
 
 
-def counted_head(saved: SavedPlan) -> Measured:
+def counted_head(saved: SavedPlan, number: int = 0) -> Measured:
     """Return what Megatron-Core does from the last layer's tokens to the loss."""
     job, plan = saved.job, saved.plan
-    tokens = job.seq_len // (plan.tp if plan.sequence_parallel else 1)
-    with megatron_job.built(saved) as rank:
+    num_own = job.seq_len // plan.cp
+    tokens = num_own // (plan.tp if plan.sequence_parallel else 1)
+    with megatron_job.built(saved, number) as rank:
         gpt = rank._chunks[-1].module.module
         turned = gpt.rotary_pos_emb(job.seq_len)
-        ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
-        positions = torch.arange(job.seq_len).expand_as(ids)
+        ids = torch.zeros((plan.microbatch_size, num_own), dtype=torch.long)
+        positions = torch.arange(num_own).expand_as(ids)
 
         def run(x: Tensor) -> Tensor:
             losses = gpt._postprocess(
@@ -54,6 +62,7 @@ def counted_head(saved: SavedPlan) -> Measured:
                 input_ids=ids,
                 position_ids=positions,
                 labels=ids,
+                loss_mask=torch.ones(ids.shape) if plan.cp > 1 else None,  # as in training
                 rotary_pos_emb=turned,
                 rotary_pos_cos=None,
                 rotary_pos_sin=None,
@@ -101,6 +110,26 @@ def test_a_head_that_predicts_further_is_byte_exact(
         forward_calls=tuple(each for each in counted.forward_calls if each.axis == "tp"),
         backward_calls=tuple(each for each in counted.backward_calls if each.axis == "tp"),
     )
+
+
+@pytest.mark.parametrize(("cp", "rank"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 3)])
+def test_megatron_core_sends_as_many_tokens_to_ranks_that_share_sequences(
+    cp: int, rank: int
+) -> None:
+    """In `roll_tensor`, to the neighbours that a rank has: ids, positions, labels and masks."""
+    saved = predicting("megatron predicting", 2)
+    plan = replace(saved.plan, cp=cp, dp=1, attention=Attention.FLASH)
+    saved = replace(saved, plan=plan, job=replace(saved.job, global_batch_size=1))
+    of_step = Counter(messages(predict_members(saved, [rank])[rank].collectives))
+    counted = Counter(messages(counted_head(saved, rank).forward_calls))
+    neighbours = 1 + (0 < rank < cp - 1)
+    assert counted == {way: neighbours * 2 * number for way, number in SHIFTED.items()}
+    assert counted == {way: of_step[way] for way in SHIFTED}
+
+
+def messages(calls: Iterable[CollectiveCount]) -> dict[tuple[str, int], int]:
+    """Return how many there are of each kind and size."""
+    return {(each.op, each.size_bytes): each.num_calls for each in calls if each.op in WAYS}
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -574,6 +574,15 @@ CASES = {
         8,
         limits=SpaceLimits(**FEW_CUT, cp=(4, 8), cp_type=(ContextParallel.RING_OF_SWAPS, None)),
     ),
+    "windows among gathered tokens": Case(
+        SMALL.model_copy(update={"window": 96, "layer_pattern": "WF"}),
+        "dgx-h100",
+        "megatron-core",
+        8,
+        8,
+        limits=SpaceLimits(**FEW_CUT, cp=(2, 4)),
+        changes=(("context_parallel", (ContextParallel.ALL_GATHER,)),),
+    ),
     "context parallel with sharded parameters": Case(
         SMALL,
         "dgx-h100",

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
+from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.model import rank_parameters
@@ -122,3 +122,23 @@ def test_a_column_of_experts_says_what_each_shape_alone_says(
         kind = "expert layer"
         assert table.operators(shape, kind) == alone.operators(shape, kind)
         assert table.memory(shape, kind) == alone.memory(shape, kind)
+
+
+def test_a_column_of_ranks_that_cut_sequences_says_what_each_shape_alone_says() -> None:
+    """Windows, and layers that predict further tokens, have messages and gradients of their own."""
+    profile = load_stack("megatron-core")
+    model = load_model("mistral-7b").model_copy(update={"prediction_layers": 1})
+    job = TrainingJob(model=model, global_batch_size=64, seq_len=8192)
+    ways = (ContextParallel.ALL_GATHER, ContextParallel.ALL_TO_ALL)
+    plans = [
+        ParallelPlan(tp=tp, cp=cp, dp=4, cp_type=way if cp > 1 else None)
+        for tp, cp, way in product((1, 2), (1, 2, 4), ways)
+    ]
+    shapes = list(dict.fromkeys(BlockShape.of(job, plan, profile) for plan in plans))
+    table = BlockTable()
+    table.prepare(shapes)
+    for shape in shapes:
+        alone = BlockTable()
+        for kind in shape.parameters:
+            assert table.operators(shape, kind) == alone.operators(shape, kind)
+            assert table.memory(shape, kind) == alone.memory(shape, kind)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, load_cluster, load_stack
@@ -195,6 +195,21 @@ def test_gathered_keys_live_in_order_beside_those_that_are_not(cp: int, microbat
     assert sum(each.nbytes for each in {*attention.backward_scratch}) == expected
 
 
+@given(cp=st.sampled_from([2, 3, 4, 8]), window=st.integers(1, 48), half=st.integers(1, 6))
+def test_ranks_have_the_scores_of_a_window_between_them(cp: int, window: int, half: int) -> None:
+    """Scores of the diagonal count half, and the kernel starts at the first key of a window."""
+    tokens = 2 * cp * half
+    assume(window < tokens)
+    call = FlashAttention("", 1, tokens, 1, window=window, ranks=cp)
+    counted = [call.flops_of(rank) for rank in range(cp)]
+    for rank, flops in enumerate(counted):
+        parts = rank, 2 * cp - 1 - rank
+        rows = [row for part in parts for row in range(part * half, (part + 1) * half)]
+        scores = sum(min(row + 1, window) for row in rows)
+        assert flops / 4 == pytest.approx(scores, abs=len(rows) / 2)
+    assert call.flops == pytest.approx(max(counted), abs=2)
+
+
 @pytest.mark.parametrize("inner", [2, 4])
 def test_a_ring_of_swaps_keeps_what_a_swap_does_and_one_pair(inner: int) -> None:
     """Backward reads swapped queries, the output before its swap, and the pair that came last."""
@@ -310,7 +325,12 @@ def test_every_rank_runs_like_its_representative(cp_type: ContextParallel) -> No
         ("llama3-8b", "ddp", {}, "cp=2 is not offered by stack ddp; allowed: 1"),
         ("llama3-8b", "torchtitan", {"cp_type": SWAP}, "allowed: all-gather, ring"),
         ("llama3-8b", "torchtitan", NESTED_BY_TWO, "allowed: all-gather, ring"),
-        ("mistral-7b", "megatron-core", NESTED_BY_TWO, "for mistral-7b; allowed: all-to-all"),
+        (
+            "mistral-7b",
+            "megatron-core",
+            NESTED_BY_TWO,
+            "for mistral-7b; allowed: all-gather, all-to-all",
+        ),
         (
             "llama3-8b",
             "megatron-core",
@@ -321,7 +341,7 @@ def test_every_rank_runs_like_its_representative(cp_type: ContextParallel) -> No
         ("deepseek-v3", "megatron-core-2024", {}, "2024 for deepseek-v3; allowed: 1"),
         ("deepseek-v3", "megatron-core", {"cp_type": SWAP}, "allowed: ring, ring+all-to-all"),
         ("deepseek-v3", "megatron-core", NESTED_BY_TWO, "allowed: a smaller divisor of cp"),
-        ("mistral-7b", "megatron-core", {}, "for mistral-7b; allowed: all-to-all"),
+        ("mistral-7b", "megatron-core", {}, "for mistral-7b; allowed: all-gather, all-to-all"),
         ("llama3-8b", "megatron-core", {"cp": 16, "cp_type": SWAP}, "a divisor of 8 for tp x cp"),
     ],
 )

@@ -189,8 +189,11 @@ CASES = {
     "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
     "1f1b of 4, one empty": saved(WINDOWED, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
     "uneven interleaved": saved(PARTIAL, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
+    "windows among gathered": saved(
+        WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_GATHER
+    ),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
-    "predicting": saved(PREDICTING, "megatron-core", tp=2, pp=2, stages=(4, 0), **SP),
+    "predicting": saved(PREDICTING, "megatron-core", tp=2, cp=2, pp=2, stages=(4, 0), **SP),
     "split experts, gated": saved(QWEN, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "biases": saved(OSS, "megatron-core", tp=2, dp=2, ep=2, etp=1, recompute=FULL, **SP),
     "weighed inputs": saved(WEIGHED, "megatron-core", tp=2, dp=2, ep=4, etp=1, **SP),
@@ -279,5 +282,7 @@ def test_processes_learn_what_one_does(
     reporting = [measured.losses for measured in counted[name] if measured.losses]
     means = [sum(losses) / len(losses) for losses in zip(*reporting, strict=True)]
     assert len(means) > 1  # the second after an update
-    # fp32 sums in another order: 1e-7 was seen.
-    assert means == pytest.approx(alone(CASES[name].job)[: len(means)], abs=1e-5)
+    # fp32 sums in another order: 1e-7 was seen.  A token that arrives in the wrong place moves the
+    # second loss of prediction layers by 4e-6.
+    closely = 1e-6 if name == "predicting" else 1e-5
+    assert means == pytest.approx(alone(CASES[name].job)[: len(means)], abs=closely)

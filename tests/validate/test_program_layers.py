@@ -30,6 +30,7 @@ from test_agreement_gloo import (  # noqa: E402
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, PlanError  # noqa: E402
+from meshwright.validate.comparison.checks import CheckVerdict, compare_rank  # noqa: E402
 from meshwright.validate.programs.build import build_program  # noqa: E402
 from meshwright.validate.programs.contract.request import ProgramRequest  # noqa: E402
 from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
@@ -94,7 +95,10 @@ CASES = {
     "titan latents": latent(STRAIGHT, "torchtitan", cp=2, dp=4, dp_shard=2, microbatch_size=1),
     "titan deepseek": latent(BALANCED, "torchtitan", ep=2, microbatch_size=1),
     "predictions and loss alone on a stage": wide(
-        PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1
+        PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1, **FULL
+    ),
+    "predictions over cp": wide(
+        PREDICTING.model_copy(update={"prediction_layers": 1}), "megatron-core", cp=4, dp=1
     ),
     "sinks": wide(SINKS, "megatron-core", **SP),
     "sinks beside scores": wide(SINKS, "megatron-core", **SP, **SELECTIVE),
@@ -134,6 +138,23 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_of_such_layers_counts_what_the_simulator_says(name: str) -> None:
     assert failed_on_fakes(CASES[name]) == []
+
+
+def test_ranks_with_windows_among_gathered_tokens_count_what_is_said_of_each() -> None:
+    """The first has fewer tokens before its own than the last, and smaller gradients of them."""
+    sizes = {"window": 300, "layer_pattern": "W", "num_kv_heads": 4, "head_dim": 256}
+    gathered = wide(WINDOWED, "megatron-core", cp=2, dp=1, cp_type=ContextParallel.ALL_GATHER)
+    job = gathered.job
+    model = job.transformer.model_copy(update=sizes | {"ffn_hidden_size": 64})
+    case = replace(gathered, job=replace(job, model=model, seq_len=4 * TOKENS))
+    predicted = predict_ranks(case, (0, 1))
+    assert predicted[0].flops < predicted[1].flops
+    assert predicted[0].spread_bytes > predicted[1].spread_bytes == 0
+    for measured in measure_fakes(case, (0, 1)):
+        checks = compare_rank(predicted[measured.rank], measured)
+        assert [each for each in checks if each.verdict is CheckVerdict.FAILED] == []
+        low = predicted[measured.rank].peak_bytes - measured.peak_bytes
+        assert low == pytest.approx(predicted[measured.rank].spread_bytes, abs=1e5)
 
 
 def on_gpus(case: SavedPlan) -> ProgramRequest:

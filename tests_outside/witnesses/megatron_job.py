@@ -143,6 +143,7 @@ class MegatronJob:
             plan.tp,
             plan.pp,
             virtual if virtual > 1 else None,
+            context_parallel_size=plan.cp,
             create_gloo_process_groups=False,
         )
         self._config = transformer_config(job, plan)
@@ -353,10 +354,13 @@ def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfi
 
 
 @contextmanager
-def built(saved: SavedPlan) -> Iterator[MegatronJob]:
-    """Have the job of the first rank on a fake cluster for a while, for what runs without it."""
+def built(saved: SavedPlan, rank: int = 0) -> Iterator[MegatronJob]:
+    """Have the job of a rank on a fake cluster for a while, for what runs without it.
+
+    Without Transformer Engine its attention is of the rank's own tokens alone.
+    """
     with (
-        fake_cluster(0, saved.plan.world_size),
+        fake_cluster(rank, saved.plan.world_size),
         values_answered(),
         modules_converted(),
         objects_shared(),

@@ -9,7 +9,13 @@ _MASKED_HALVES = 2
 
 
 def rank_flops(
-    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int, *, microbatches: int
+    job: TrainingJob,
+    plan: ParallelPlan,
+    stack: StackProfile,
+    pp_rank: int,
+    *,
+    microbatches: int,
+    cp_rank: int = 0,
 ) -> int:
     """Return the FLOPs of a rank's matrix products in a step, recomputation included.
 
@@ -22,27 +28,30 @@ def rank_flops(
         stack: With what software.
         pp_rank: Whose FLOPs.
         microbatches: Microbatches that the rank runs.
+        cp_rank: Which of the ranks that share sequences it is.
     """
     shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
     gathers = shape.cp_type is ContextParallel.ALL_GATHER and stack.transformer_engine
     masked = _MASKED_HALVES if gathers else 1
     flops = sum(
-        counted_flops(blocks.operators(shape, kind), masked) * count
+        counted_flops(blocks.operators(shape, kind), masked, cp_rank) * count
         for stage in rank_stages(job.model, plan, pp_rank)
         for kind, count in stage.passes
     )
     return microbatches * flops
 
 
-def counted_flops(block: BlockOperators, masked: int = 1) -> int:
+def counted_flops(block: BlockOperators, masked: int = 1, cp_rank: int = 0) -> int:
     """Return the FLOPs of the products of a block, as a program that counts would see them.
 
-    With what a mask hides: of each of *masked* parts of a rank's rows.
+    With what a mask hides: of each of *masked* parts of a rank's rows, or of all of a window.
     """
     flops = 0
     for operator in (*block.forward, *block.recompute, *block.backward):
         if isinstance(operator, Gemm):
             flops += operator.flops
+        elif isinstance(operator, FlashAttention) and operator.has_shared_window:
+            flops += 2 * operator.flops_of(cp_rank)
         elif isinstance(operator, FlashAttention):
             flops += operator.flops
             if operator.causal:  # of the steps of a ring the first alone has a mask

@@ -6,9 +6,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, StackProfile
-from meshwright.simulator.blocks import BlockTable
+from meshwright.simulator.blocks import SHIFTED_BYTES, BlockTable
 from meshwright.simulator.costs import sent_ratio
-from meshwright.simulator.layout import MeshAxis, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import Axis, MeshAxis, ParallelPlan, TrainingJob
 from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, pass_entries, rank_ledger
 
 OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)
@@ -35,6 +35,15 @@ class Traffic(NamedTuple):
         Fraction(1400, 1)
         """
         return self.num_calls * self.size_bytes * sent_ratio(self.op, self.num_ranks)
+
+    def shifts_tokens(self, microbatch_size: int) -> bool:
+        """Return whether they take a number of a token of each sequence to a neighbour.
+
+        Where sequences begin and end there is one neighbour, which half of them go to.  Keys and
+        values of a ring are more: of two tokens and two elements a head at least.
+        """
+        is_message = self.axis is Axis.CP and self.op is CollectiveOp.P2P
+        return is_message and self.size_bytes in {each * microbatch_size for each in SHIFTED_BYTES}
 
 
 def rank_traffic(

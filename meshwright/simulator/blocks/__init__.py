@@ -1,5 +1,6 @@
 """What one microbatch runs and keeps in a layer and at the ends of a model."""
 
+from meshwright.simulator.blocks.ends import SHIFTED_BYTES
 from meshwright.simulator.blocks.fp8_casts import (
     beside_weights_bytes,
     stand_in_bytes,
@@ -32,6 +33,7 @@ __all__ = [
     "CONVENTION",
     "LOGITS",
     "OUTPUT",
+    "SHIFTED_BYTES",
     "BlockMemory",
     "BlockOperators",
     "BlockShape",

@@ -288,7 +288,8 @@ def _attended(
     query, key, value = given
     with block.part(RecomputeModule.CORE_ATTN):
         if shape.cp_type is not None:
-            over = heads._replace(ranks=dims.cp, inner=shape.cp_inner)
+            window = seen if seen < shape.seq_len else 0
+            over = heads._replace(ranks=dims.cp, inner=shape.cp_inner, window=window)
             return context_parallel(block, query, key, value, over, shape.cp_type)
         attend = scored if shape.attention is Attention.UNFUSED else flash
         return attend(block, query, key, value, heads)

@@ -22,6 +22,7 @@ from meshwright.simulator.graph import (
     dropout,
     place,
     pointwise,
+    several,
     view,
     whole_product,
 )
@@ -32,7 +33,7 @@ DROPPED_BYTES = 3  # a value and a mask byte
 NEXT_SENTENCE_CLASSES = 2
 POSITIONS = "positions"
 MASK_BYTES = 4  # of a token in the mask of the loss
-NUM_STRETCHES = 2  # of a sequence on a context-parallel rank
+SHIFTED_BYTES = NUMBER_BYTES, MASK_BYTES  # of a token where these go to another rank
 
 
 def embedding(
@@ -145,13 +146,13 @@ def _predicting_head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims
     """
     number = shape.model.prediction_layers
     streams = [x]
-    for _ in range(number):
-        streams.append(_prediction_layer(block, streams[-1], shape, dims))
+    for index in range(number):
+        streams.append(_prediction_layer(block, streams[-1], shape, dims, f"layer:{index}"))
     main, *further = _restacked(block, streams)
     vocabulary, named = dims.vocabulary, list[Tensor]()
     for each in further:
-        _rolled(block, main, shape)  # the labels
-        _rolled(block, main, shape, MASK_BYTES)
+        _rolled(block, main, shape, dims)  # the labels
+        _rolled(block, main, shape, dims, MASK_BYTES)
         (logits,) = columns(block, each, vocabulary, linear=OUTSIDE._replace(shared=True))
         block.hold(*named)  # a local name has the logits before until now
         named = [logits]
@@ -165,12 +166,14 @@ def _predicting_head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims
     return loss
 
 
-def _prediction_layer(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Return what predicts one token further than *x* does."""
-    ids = _rolled(block, x, shape)
-    _rolled(block, x, shape)  # positions
+def _prediction_layer(
+    block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, part: str
+) -> Tensor:
+    """Return what predicts one token further than *x* does; *part* may run again by itself."""
+    ids = _rolled(block, x, shape, dims)
+    _rolled(block, x, shape, dims)  # positions
     given = embedding(block, shape, dims, ids)
-    with block.part("layer"):
+    with block.part(part):
         parts = [_contiguous_back(block, normed(block, given, "enorm", shape))]
         parts.append(_contiguous_back(block, normed(block, x, "hnorm", shape)))
         twice = Dim("embedding and hidden", 2 * shape.model.hidden_size)
@@ -220,18 +223,23 @@ def _restacked(block: Block, streams: list[Tensor]) -> list[Tensor]:
     return views
 
 
-def _rolled(block: Block, x: Tensor, shape: BlockShape, width: int = NUMBER_BYTES) -> Tensor:
+def _rolled(
+    block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, width: int = NUMBER_BYTES
+) -> Tensor:
     """Return a number of each token of *x*, shifted by one.
 
-    A context-parallel rank has two stretches of a sequence; what is shifted out of each goes to
-    another (`roll_tensor` of megatron/core/transformer/multi_token_prediction.py, core 0.16).
+    A context-parallel rank has two stretches of a sequence; what is shifted out of one goes to the
+    rank before, out of the other to the rank behind: first and last rank, which have only one of
+    these, send a message less (`roll_tensor` of
+    megatron/core/transformer/multi_token_prediction.py, core 0.16).
     """
     tokens, batch = x.dims[:2]
     numbers = x.like("shifted numbers", dims=(tokens, batch), at={}, width=width)
     sent: tuple[Exchange, ...] = ()
     if shape.cp > 1:
         size = width * batch.size
-        sent = (Exchange(CollectiveOp.P2P, Axis.CP, size, NUM_STRETCHES, waits=True),)
+        num_messages = 1 + several(dims.cp - 1)
+        sent = (Exchange(CollectiveOp.P2P, Axis.CP, size, num_messages, waits=True),)
     return block.add([x], [numbers], [], *sent)
 
 

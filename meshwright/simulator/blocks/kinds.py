@@ -46,6 +46,7 @@ from meshwright.simulator.model import (
 
 # Parts of blocks that full recomputation runs again: a layer, or several in one checkpoint.
 LAYER, GROUP = "layer", "group"
+NOT_HELD = {RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM}
 # Ways of recomputation that run whole layers again; others run the parts that a plan names.
 OF_LAYERS = {Recompute.FULL, Recompute.SELECTIVE_OP}
 
@@ -288,8 +289,8 @@ def _repetition(shape: BlockShape, block: Block) -> Repetition:
         shape.stack.recompute_stops_early,
         _kept_operators(block) if is_by_operator else frozenset(),
         # Reentrant checkpoints have names for what they made again; of an attention core another
-        # storage is as large by then.
-        held=parts - {RecomputeModule.CORE_ATTN} if is_named else frozenset(),
+        # storage is as large by then, and norms have given theirs up.
+        held=parts - NOT_HELD if is_named else frozenset(),
     )
 
 

@@ -84,12 +84,17 @@ class FlashAttention(NamedTuple):
 
     Of *ranks* that share its rows each has as many operations, and runs them in as many steps.
     One with a *window* skips what is outside of its band, too: the triangle of all tokens but so
-    many.  Forward is two products of ``s x s x d``; backward recomputes the scores and makes four
-    more, 2.5 times the forward (Dao 2023, arXiv 2307.08691, section 4.1).  Values of *value_dim*,
-    if they are not as wide as queries and keys, are in one product forward and two backward.
+    many; of ranks that gathered the tokens, those of the first ones have fewer operations, and the
+    others wait for the one in the middle.  Forward is two products of ``s x s x d``; backward
+    recomputes the scores and makes four more, 2.5 times the forward (Dao 2023, arXiv 2307.08691,
+    section 4.1).  Values of *value_dim*, if they are not as wide as queries and keys, are in one
+    product forward and two backward.
 
     >>> FlashAttention("band", 1, 8, 1, window=2).flops, 2 * (8**2 - 6**2)
     (56, 56)
+    >>> two = FlashAttention("band", 1, 8, 1, window=2, ranks=2)
+    >>> two.flops_of(0) + two.flops_of(1), two.flops
+    (56, 32)
     """
 
     name: str
@@ -103,12 +108,38 @@ class FlashAttention(NamedTuple):
     value_dim: int = 0
 
     @property
+    def has_shared_window(self) -> bool:
+        """Whether it is attention to a window of gathered tokens."""
+        return self.window > 0 and self.ranks > 1
+
+    @property
     def flops(self) -> int:
-        """Operations with the masked half left out."""
+        """Operations with the masked half left out, of a rank that has most."""
+        return self.flops_of(self.ranks - 1)
+
+    def flops_of(self, rank: int) -> int:
+        """Operations with the masked half left out, of one of the *ranks*."""
         wide, deep = self.head_dim, self.value_dim or self.head_dim
         halves = (3 * wide + 2 * deep if self.backward else wide + deep) * (2 - self.causal)
+        if self.has_shared_window:
+            rows = self.seq_len // (2 * self.ranks)
+            starts = rank * rows, (2 * self.ranks - 1 - rank) * rows
+            seen = sum(_twice_seen(start, rows, self.window) for start in starts)
+            return halves * self.batch_heads * seen
         skipped = self.seq_len - self.window if self.window else 0
         return halves * self.batch_heads * (self.seq_len**2 - skipped**2) // self.ranks
+
+
+def _twice_seen(start: int, rows: int, window: int) -> int:
+    """Return twice the scores of *rows* from *start* on, of which each sees a *window*.
+
+    >>> _twice_seen(0, 8, 2), 8**2 - 6**2, _twice_seen(8, 8, 2)
+    (28, 28, 32)
+    """
+    if 0 < start >= window - 1:
+        return 2 * rows * window
+    end = start + rows
+    return end**2 - start**2 - max(end - window, 0) ** 2
 
 
 class MemoryBound(NamedTuple):

@@ -78,6 +78,7 @@ from meshwright.simulator.graph.tensors import (
     rounded_up,
     several,
     share,
+    smaller,
     with_scales,
 )
 
@@ -155,6 +156,7 @@ __all__ = [
     "scored",
     "several",
     "share",
+    "smaller",
     "take",
     "view",
     "whole_product",

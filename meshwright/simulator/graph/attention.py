@@ -43,6 +43,7 @@ class Heads(NamedTuple):
             that swap tokens for heads; None where there is none.
         ranks: Context-parallel ranks that share the rows, and run as many steps.
         inner: Of them, neighbours that swap tokens for heads where the others are a ring.
+        window: Tokens that a query sees at most where that is not all; 0 where it is.
     """
 
     heads: Dim
@@ -53,6 +54,7 @@ class Heads(NamedTuple):
     sinks: Dim | None = None
     ranks: Size = 1
     inner: int = 1
+    window: int = 0
 
 
 def flash(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:

@@ -184,7 +184,7 @@ def _run_again(
     The gradient of what is held has a name from then on.
     """
     region = tape.repetition.region(node[0])
-    holds = bool(region) and region[-1] in tape.repetition.held
+    holds = bool(region) and region[-1].partition(":")[0] in tape.repetition.held
     if region and node[0].node not in tape.saved and (holds or any(op.reads for op in node)):
         if holds:
             output = tape.order.repeated[region][-1][-1].outputs[0]

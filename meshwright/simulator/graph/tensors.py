@@ -124,6 +124,11 @@ def larger(one: Size, other: Size) -> Size:
     return np.maximum(one, other)
 
 
+def smaller(one: Size, other: Size) -> Size:
+    """Return the smaller of two sizes, one by one where they are columns."""
+    return one + other - larger(one, other)
+
+
 def largest(sizes: Iterable[Size]) -> Size:
     """Return the largest of some sizes, one by one where they are columns."""
     return reduce(larger, sizes)

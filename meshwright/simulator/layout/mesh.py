@@ -232,11 +232,9 @@ def lacks_of_way(way: ContextParallel, facts: Collection[LayerFact]) -> tuple[st
         return None
     if LayerFact.ATTENTION_SINKS in facts:
         return "attention sinks", "Transformer Engine takes attention sinks with it alone"
-    if LayerFact.WINDOW not in facts:
-        return None
-    if way is ContextParallel.ALL_GATHER:
-        return "sliding windows", "windows among gathered tokens are not modelled"
-    return "sliding windows", "a ring has no sliding windows"
+    if LayerFact.WINDOW in facts and way is not ContextParallel.ALL_GATHER:
+        return "sliding windows", "a ring has no sliding windows"
+    return None
 
 
 def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel, ...]:
@@ -279,17 +277,18 @@ def way_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Ga
     A swap of tokens for heads takes whole heads (attn_forward_func_with_cp).
     """
     split, facts = Condition(Axis.CP, gt, 1), model.layer_facts(seq_len)
-    is_only = lacks_of_way(ContextParallel.RING, facts) is not None
+    lacking = {each: lacks_of_way(each, facts) for each in stack.context_parallel}
+    usable = tuple(each for each, lacks in lacking.items() if lacks is None)
+    is_only = len(usable) == 1
     yield from _width_gaps(stack, model)
     if LayerFact.CHUNKED_WINDOW in facts:
         yield Gap(Axis.CP, "cp > 1 with chunks of a sequence", (split,), (1,), model.name)
-    for each in stack.context_parallel:
-        lacks = lacks_of_way(each, facts)
+    for each, lacks in lacking.items():
         for has_type in _has_way(stack, each):
             if lacks is not None:
                 fact, why = lacks
-                reason, allowed = f"cp_type={each} with {fact}", (ContextParallel.ALL_TO_ALL,)
-                yield Gap("cp_type", reason, (split, has_type), allowed, model.name, why)
+                reason = f"cp_type={each} with {fact}"
+                yield Gap("cp_type", reason, (split, has_type), usable, model.name, why)
             elif each in SWAPS:
                 yield _heads_gap(each, (split, has_type), model, is_only=is_only)
 

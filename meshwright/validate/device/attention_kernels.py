@@ -173,10 +173,14 @@ def _scores(query: Tensor, key: Tensor, softcap: float) -> Tensor:
 
 
 def _masked(scores: Tensor, window: int) -> Tensor:
-    """Return scores of causal attention to a *window*, 0 for all that came before."""
+    """Return scores of causal attention to a *window*, 0 for all that came before.
+
+    Of more keys than rows the last ones are theirs.
+    """
     hidden = torch.full_like(scores[0, 0], float("-inf"))
-    earlier = hidden.tril(-window) if window else 0
-    return scores + hidden.triu(1) + earlier
+    start = scores.shape[-1] - scores.shape[-2]
+    earlier = hidden.tril(start - window) if window else 0
+    return scores + hidden.triu(start + 1) + earlier
 
 
 def _plain_backward(

@@ -1,10 +1,10 @@
 """What the simulator says of one rank, in the terms in which a run is measured."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.hwprofiles import PS_PER_S, CollectiveOp
+from meshwright.hwprofiles import PS_PER_S, CollectiveOp, ContextParallel, LayerFact
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, StageMemory, StepResult, simulate
 from meshwright.simulator.account import (
@@ -20,7 +20,7 @@ from meshwright.simulator.account import (
     rank_traffic,
     token_traffic,
 )
-from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, MeshAxis
+from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, MeshAxis, context_way
 from meshwright.simulator.ledger import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
@@ -31,7 +31,8 @@ SEND, RECEIVE = "send", "recv"
 class RankPrediction:
     """One rank's step: fields as in `RankMeasurement`.
 
-    ``reserved_bytes`` is what the device's allocator is to hold for the peak.
+    ``reserved_bytes`` is what the device's allocator is to hold for the peak, ``spread_bytes`` by
+    how much the peak of this rank may be below that, which is of the rank of its stage with most.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankPrediction:
     step_time_s: float
     host_bytes: int = 0
     host_traffic: HostTraffic = NO_TRAFFIC
+    spread_bytes: int = 0
 
 
 def pipeline_rank(plan: ParallelPlan, rank: int) -> int:
@@ -104,21 +106,22 @@ def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:
 def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPrediction]:
     """Return what the simulator says of some ranks.
 
-    Ranks of a stage differ in their number, and in what they send to their host.
+    Ranks of a stage differ in their number, in what they send to their host, and in which tokens of
+    a sequence they have: where these are shifted, or attended to in a window.
 
     Raises:
         PlanError: If the plan cannot be simulated, or cuts sequences in a way whose counts are held
             against no program.
     """
     result = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
-    of_stage: dict[int, RankPrediction] = {}
+    of_kind: dict[tuple[int, int], RankPrediction] = {}
     predictions = {}
     for rank in ranks:
-        pp_rank = pipeline_rank(saved.plan, rank)
-        if pp_rank not in of_stage:
-            of_stage[pp_rank] = _predict(saved, result, rank)
+        kind = pipeline_rank(saved.plan, rank), _cp_rank(saved.plan, rank)
+        if kind not in of_kind:
+            of_kind[kind] = _predict(saved, result, rank)
         traffic = _host_traffic(saved, rank)
-        predictions[rank] = replace(of_stage[pp_rank], rank=rank, host_traffic=traffic)
+        predictions[rank] = replace(of_kind[kind], rank=rank, host_traffic=traffic)
     return predictions
 
 
@@ -126,17 +129,39 @@ def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
     job, plan, stack = saved.job, saved.plan, saved.stack
     pp_rank = pipeline_rank(plan, rank)
     memory = result.memory.by_stage[pp_rank]
-    microbatches = plan.num_microbatches(job)
+    count, cp_rank = plan.num_microbatches(job), _cp_rank(plan, rank)
     return RankPrediction(
         rank=rank,
-        flops=rank_flops(job, plan, stack, pp_rank, microbatches=microbatches),
-        collectives=_collectives(saved, pp_rank),
+        flops=rank_flops(job, plan, stack, pp_rank, microbatches=count, cp_rank=cp_rank),
+        collectives=_collectives(saved, rank),
         peak_bytes=memory.peak_bytes,
         bytes_at_peak=bytes_of(memory),
         reserved_bytes=result.memory.overheads.reserved_bytes(memory.peak_bytes),
         step_time_s=result.step_ps / PS_PER_S,
         host_bytes=memory.host_bytes,
+        spread_bytes=_spread_bytes(saved, cp_rank),
     )
+
+
+def _spread_bytes(saved: SavedPlan, cp_rank: int) -> int:
+    """Return how much smaller gradients of keys and values are than on the last of such ranks.
+
+    In a window of gathered tokens: its tokens are in the middle, before the first ones are none.
+    """
+    job, plan = saved.job, saved.plan
+    model = job.transformer
+    has_windows = LayerFact.WINDOW in model.layer_facts(job.seq_len)
+    if not has_windows or context_way(plan, saved.stack) is not ContextParallel.ALL_GATHER:
+        return 0
+    half = job.seq_len // (2 * plan.cp)
+
+    def seen(of_rank: int) -> int:
+        ends = half * (of_rank + 1), half * (2 * plan.cp - of_rank)
+        return sum(min(half + model.window - 1, end) for end in ends)
+
+    num_tokens = (seen(plan.cp - 1) - seen(cp_rank)) * plan.microbatch_size
+    width = model.num_kv_heads * (model.query_head_dim + model.value_head_dim) // plan.tp
+    return num_tokens * width * job.precision.num_bytes
 
 
 def bytes_of(memory: StageMemory) -> dict[ByteKind, int]:
@@ -155,12 +180,31 @@ def _host_traffic(saved: SavedPlan, rank: int) -> HostTraffic:
     return host_traffic(saved.job, plan, saved.stack, pipeline_rank(plan, rank), shard)
 
 
-def _collectives(saved: SavedPlan, pp_rank: int) -> tuple[CollectiveCount, ...]:
+def _cp_rank(plan: ParallelPlan, rank: int) -> int:
+    """Return which *rank* is of those with which it shares sequences."""
+    return rank // plan.tp % plan.cp
+
+
+def _is_at_end(plan: ParallelPlan, rank: int) -> bool:
+    """Return whether *rank* has one neighbour of those with which it shares sequences, of many."""
+    return plan.cp > 2 and _cp_rank(plan, rank) in (0, plan.cp - 1)
+
+
+def _around(saved: SavedPlan, passes: Iterable[Traffic], rank: int) -> Iterator[Traffic]:
+    """Yield the messages of a ring, or with the neighbours that a rank has."""
+    messages = (each for each in passes if each.op is CollectiveOp.P2P)
+    for each in messages:
+        is_half = each.shifts_tokens(saved.plan.microbatch_size) and _is_at_end(saved.plan, rank)
+        yield each._replace(num_calls=each.num_calls // 2) if is_half else each
+
+
+def _collectives(saved: SavedPlan, rank: int) -> tuple[CollectiveCount, ...]:
     job, plan, stack = saved.job, saved.plan, saved.stack
+    pp_rank = pipeline_rank(plan, rank)
     sent, received = message_traffic(job, plan, stack, pp_rank)
     counted: Counter[tuple[str, str, int, int]] = Counter()
     passes = rank_traffic(job, plan, stack, pp_rank)
-    around = [each for each in passes if each.op is CollectiveOp.P2P]  # a ring's messages
+    around = [*_around(saved, passes, rank)]
     stage = stage_name(plan)
     for each in token_traffic(job, plan, stack, pp_rank):
         counted[stage, each.op.value, each.num_ranks, each.size_bytes] += each.num_calls

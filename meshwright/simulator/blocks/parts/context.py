@@ -29,6 +29,7 @@ from meshwright.simulator.graph import (
     larger,
     last_dim,
     several,
+    smaller,
 )
 from meshwright.simulator.layout import Axis, ContextAxis, MeshAxis
 
@@ -95,7 +96,8 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
     """Return attention to gathered keys and values (AttnFuncWithCPAndKVAllGather).
 
     They are put in order, and gathered again for backward, where all gradients live until the end:
-    both halves of the queries attend to the tokens up to their own.  Nothing runs meanwhile.
+    both halves of the queries attend to the tokens up to their own, from the first one that is in
+    the window of any (get_kv_seq_info_after_all_gather).  Nothing runs meanwhile.
     """
     given = [
         x if x.base is None else copy(block, x, f"{x.name} apart", copies_back=False)
@@ -110,24 +112,45 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
         [Transfer(op, Axis.CP, each.nbytes) for each in gathered]
         for op in (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER)
     )
-    # Gradients of all tokens are added up of two parts, and put in the order of the ranks.
-    back = Traffic(4 * moved.nbytes)
-    half = Dim("half of the tokens", query.dims[0].size // 2)
+    parts = _gradients_of_parts(given, gathered, query.dims[0], heads)
+    # Gradients of all tokens are zeroed, added up of two parts, and put in the order of the ranks.
+    added = parts if heads.window else gathered
+    back = Traffic(5 * moved.nbytes // 2 + 3 * sum(block.traffic(each).nbytes for each in added))
     others = Dim("others", heads.ranks - 1)
     # Sums, of which the last ones are put in the order of the ranks; own parts count as what is
     # handed on, which is not there yet.
     sums = [gathered[wider].like("gradients"), _times(given[1 - wider], others)]
-    parts = [
-        *(each.like("gradients of a part") for each in gathered),
-        *(each.like("gradients of own", dims=(half, *each.dims[1:])) for each in given),
-        query.like("gradients of parts"),
-    ]
+    parts.append(query.like("gradients of parts"))
     lives = (
         [*gathered, gathered[wider].like("not in order yet")],
         [*gathered, *sums, *parts, _times(given[wider], others)],
     )
     beside = Beside((*gathers, moved), (*gathers, back, *scatters), lives)
     return attended(block, query, given, heads, value.dims[-1].grain, beside)
+
+
+def _gradients_of_parts(
+    given: list[Tensor], gathered: list[Tensor], own: Dim, heads: Heads
+) -> list[Tensor]:
+    """Return the gradients of the keys and values that each half of a rank's queries attends to.
+
+    Without a window those of both halves are as many on all ranks: all tokens', and a half more.
+    With one most on the last rank, whose tokens are in the middle.
+    """
+    half = own.size // 2
+    if not heads.window:
+        rows = Dim("half of the tokens", half)
+        return [
+            *(each.like("gradients of a part") for each in gathered),
+            *(each.like("gradients of own", dims=(rows, *each.dims[1:])) for each in given),
+        ]
+    ends = half * heads.ranks, half * (heads.ranks + 1)
+    ranges = [Dim("window", smaller(half + heads.window - 1, end)) for end in ends]
+    return [
+        each.like("gradients of a window", dims=(seen, *each.dims[1:]))
+        for seen in ranges
+        for each in given
+    ]
 
 
 def _rotated(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads) -> Tensor:

@@ -3,6 +3,7 @@
 from meshwright.validate.programs.context.gathered import GatheredCore
 from meshwright.validate.programs.context.group import ContextGroup, all_gather, reduce_scatter
 from meshwright.validate.programs.context.ring import RingCore
+from meshwright.validate.programs.context.shift import shifted
 from meshwright.validate.programs.context.swap import SwappedCore
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "SwappedCore",
     "all_gather",
     "reduce_scatter",
+    "shifted",
 ]

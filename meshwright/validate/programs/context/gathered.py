@@ -3,8 +3,8 @@
 The calls are those of Transformer Engine 2 (pytorch/attention/dot_product_attention/
 context_parallel.py, AttnFuncWithCPAndKVAllGather): gradients are summed where the tokens came from.
 Its kernel aligns a mask with the last key; here a rank's early and late queries attend to the
-tokens before them, which nothing masks, and to their own.  Tensors are ``[tokens, batch, heads,
-width]``.
+tokens before them, which nothing masks, and to their own, or to a window of both.  Tensors are
+``[tokens, batch, heads, width]``.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from meshwright.validate.programs.context.ring import put_together
 from meshwright.validate.programs.fused import (
     AutogradFunction,
     Context,
+    Scores,
     flash_attention,
     flash_attention_backward,
 )
@@ -27,22 +28,22 @@ class _GatheredAttention(AutogradFunction):
 
     @staticmethod
     def forward(
-        ctx: Context, query: Tensor, key: Tensor, value: Tensor, cp: ContextGroup
+        ctx: Context, query: Tensor, key: Tensor, value: Tensor, cp: ContextGroup, window: int
     ) -> Tensor:
         key, value = key.contiguous(), value.contiguous()  # else a part of a product keeps it
         keys, values = _all_tokens((key, value), cp)
         found = []
         for rows in _halves(query, cp):
             own = query[rows]
-            calls = [
-                (slice(None), *flash_attention([own, keys[seen], values[seen]], 0, causal=causal))
-                for seen, causal in _seen(rows, cp)
-            ]
-            found.append(put_together(calls))
+            calls = []
+            for seen, masks in _seen(rows, cp, window):
+                given = [own, keys[seen], values[seen]]
+                calls.append((slice(None), *flash_attention(given, 0, **masks._asdict())))
+            found.append(put_together(calls) if len(calls) > 1 else calls[0][1:])
         outs, numbers = zip(*found, strict=True)
         out, log_sum_exp = torch.cat(outs), torch.cat(numbers, dim=-1)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
-        ctx.cp = cp
+        ctx.cp, ctx.window = cp, window
         return out
 
     @staticmethod
@@ -55,17 +56,17 @@ class _GatheredAttention(AutogradFunction):
         parts: list[Tensor] = []  # all live until the end, one gradient of each half of the queries
         for rows in _halves(query, cp):
             numbers = log_sum_exp[..., rows].contiguous()
-            for seen, causal in _seen(rows, cp):
+            for seen, masks in _seen(rows, cp, ctx.window):
                 saved = [query[rows], keys[seen], values[seen], out[rows], numbers]
-                slopes = flash_attention_backward(gradient[rows], saved, 0, causal=causal)
+                slopes = flash_attention_backward(gradient[rows], saved, 0, **masks._asdict())
                 of_query[rows] += slopes[0]
                 of_keys[seen] += slopes[1]
                 of_values[seen] += slopes[2]
-                parts += slopes[0 if causal else 1 :]
+                parts += slopes[0 if masks.causal else 1 :]
                 del slopes
         of_keys = _reordered(of_keys, _by_rank(cp.size))
         of_values = _reordered(of_values, _by_rank(cp.size))
-        return of_query, _summed(of_keys, cp), _summed(of_values, cp), None
+        return of_query, _summed(of_keys, cp), _summed(of_values, cp), None, None
 
 
 def _halves(query: Tensor, cp: ContextGroup) -> Iterator[slice]:
@@ -74,13 +75,16 @@ def _halves(query: Tensor, cp: ContextGroup) -> Iterator[slice]:
     yield from (slice(number * half, (number + 1) * half) for number in range(len(cp.starts)))
 
 
-def _seen(rows: slice, cp: ContextGroup) -> Iterator[tuple[slice, bool]]:
-    """Yield the tokens that some rows attend to, and whether a mask hides later ones."""
+def _seen(rows: slice, cp: ContextGroup, window: int) -> Iterator[tuple[slice, Scores]]:
+    """Yield the tokens that some rows attend to, and what masks hide of them."""
     half = rows.stop - rows.start
     first = cp.starts[rows.start // half]
-    yield slice(first, first + half), True
+    if window:
+        yield slice(max(first - window + 1, 0), first + half), Scores(causal=True, window=window)
+        return
+    yield slice(first, first + half), Scores(causal=True)
     if first:
-        yield slice(first), False
+        yield slice(first), Scores(causal=False)
 
 
 def _all_tokens(given: tuple[Tensor, Tensor], cp: ContextGroup) -> list[Tensor]:
@@ -118,13 +122,13 @@ def _summed(whole: Tensor, cp: ContextGroup) -> Tensor:
 
 
 class GatheredCore(nn.Module):
-    """Causal attention of a rank's tokens to those of all ranks."""
+    """Causal attention of a rank's tokens to those of all ranks, or to a *window*; 0 is none."""
 
-    def __init__(self, cp: ContextGroup) -> None:
+    def __init__(self, cp: ContextGroup, window: int = 0) -> None:
         super().__init__()
-        self.cp = cp
+        self.cp, self.window = cp, window if window < cp.num_tokens else 0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attention of the rank's tokens to all."""
-        out: Tensor = _GatheredAttention.apply(query, key, value, self.cp)
+        out: Tensor = _GatheredAttention.apply(query, key, value, self.cp, self.window)
         return out

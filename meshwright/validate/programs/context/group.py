@@ -54,6 +54,15 @@ class ContextGroup:
         part = self.num_tokens // (2 * self.size)
         return torch.cat([whole[:, start : start + part] for start in self.starts], dim=1)
 
+    def num_before(self, place: int) -> int:
+        """Return how many of the rank's tokens come before the one at *place* of a sequence.
+
+        >>> ContextGroup(None, 0, 2, num_tokens=8).num_before(7)
+        3
+        """
+        part = self.num_tokens // len(self.starts) // self.size
+        return sum(min(max(place - start, 0), part) for start in self.starts)
+
 
 def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Fill *whole* with every rank's *own*, along dim 0, and return it."""

@@ -30,7 +30,8 @@ class Scores(NamedTuple):
 
     Args:
         causal: Whether tokens see only those before them.
-        window: Of these a token sees itself and ``window - 1`` before it; all where it is 0.
+        window: Of these a token sees itself and ``window - 1`` before it; all where it is 0.  Of
+            more keys than queries the last ones are theirs.
         softcap: No score is beyond it; 0 bounds none.
     """
 
@@ -146,9 +147,11 @@ def _flash_flops(
 def _num_scores(query: tuple[int, ...], key: tuple[int, ...], seq_dim: int, window: int) -> int:
     """Return how many there are of all heads."""
     rows, seen = query[seq_dim], key[seq_dim]
-    scores = rows * seen
-    if 0 < window < seen:
-        scores = window * (2 * rows - window)
+    start, scores = seen - rows, rows * seen
+    if window and 0 < start >= window - 1:
+        scores = 2 * rows * window
+    elif window:
+        scores = seen**2 - start**2 - max(seen - window, 0) ** 2
     return query[1 - seq_dim] * query[2] * scores
 
 

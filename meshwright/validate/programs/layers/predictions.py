@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.hwprofiles import Recompute
@@ -74,7 +73,7 @@ class Predictions(nn.Module):
         self.weight = LOSS_SCALE / number / options.num_microbatches
         # In Megatron-Core a local name beside those that the loss of the next tokens is made of.
         self.last_logits: Tensor | None = None
-        self.loss = parts.leading_loss
+        self.loss, self.shifted = parts.leading_loss, parts.shifted
         self.recomputes, self.is_reentrant = (
             options.recompute is Recompute.FULL,
             parts.is_reentrant,
@@ -91,9 +90,12 @@ class Predictions(nn.Module):
             targets: The tokens that follow them.
             logits_of: The output matrix.
         """
+        # Shifted as in Megatron-Core, which sends them between ranks that share sequences; nothing
+        # reads them: angles do not depend on them, and which tokens are scored is known.
+        places, mask = torch.zeros_like(ids), torch.ones_like(targets, dtype=torch.float32)
         streams = [hidden]
         for layer in self.layers:
-            ids = _shifted(ids)
+            ids, places = self.shifted(ids), self.shifted(places)
             embedded = self.embedding(ids)
             if self.recomputes and self.training:
                 made = checkpoint(layer, streams[-1], embedded, use_reentrant=self.is_reentrant)
@@ -105,14 +107,9 @@ class Predictions(nn.Module):
         main, *further = torch.cat(streams).chunk(len(streams))
         del streams, hidden
         for number, each in enumerate(further, 1):
-            targets = _shifted(targets)
+            targets, mask = self.shifted(targets), self.shifted(mask)
             logits = logits_of(each)
-            loss = self.loss(logits, targets, targets.shape[1] - number)
+            loss = self.loss(logits, targets, number)
             main = _WithLoss.apply(main, loss, self.weight)
         self.last_logits = logits
         return main
-
-
-def _shifted(tokens: Tensor) -> Tensor:
-    """Return the token after each of ``[batch, tokens]``; there is none after the last."""
-    return functional.pad(tokens[:, 1:], (0, 1))

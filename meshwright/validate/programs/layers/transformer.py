@@ -92,8 +92,11 @@ class Parts(Protocol):
     def gathered_tokens(self, values: Tensor) -> Tensor:
         """Return all tokens' of a `whole_linear`, each of which every rank uses for its heads."""
 
-    def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
-        """Return the mean loss of the first tokens of each sequence."""
+    def leading_loss(self, logits: Tensor, targets: Tensor, num_left_out: int) -> Tensor:
+        """Return the mean loss of all tokens of each sequence but the last ones."""
+
+    def shifted(self, numbers: Tensor) -> Tensor:
+        """Return the number of the token after each of ``[batch, tokens]``; 0 after the last."""
 
 
 ResidualAdd = Callable[[Tensor, Tensor], Tensor]

@@ -63,7 +63,7 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
         returns = (False, True)[: 1 + (plan.num_virtual_stages > 1)]
         messages = {(way, back): _own_group(columns, own) for way in (1, -1) for back in returns}
     groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
-    groups |= _context_groups(plan, rank)
+    groups |= _context_groups(request)
     expert_groups = _expert_groups(plan, rank)
     norms = _norm_ranks(plan)
     summed = next(ranks for ranks in norms if rank in ranks)
@@ -145,13 +145,18 @@ def _expert_replicas(
     return DataParallelGroup(group, ranks.index(rank), len(ranks), plan.dp_cp)
 
 
-def _context_groups(plan: ParallelPlan, rank: int) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of ranks that attend to each other's tokens: of a ring of swaps both."""
+def _context_groups(request: ProgramRequest) -> dict[str, dist.ProcessGroup]:
+    """Return the groups of ranks that attend to each other's tokens: of a ring of swaps both.
+
+    What predicts further tokens sends them among all ranks.
+    """
+    plan, rank = request.plan, request.rank
     if plan.cp == 1:
         return {}
-    mesh = Mesh.of(plan)
-    axes: tuple[MeshAxis, ...] = (*context_groups(plan, rank),) or (Axis.CP,)
-    return {axis: _mesh_group(mesh, axis, rank) for axis in axes}
+    levels: tuple[MeshAxis, ...] = (*context_groups(plan, rank),)
+    is_whole = not levels or request.job.transformer.prediction_layers > 0
+    axes = (*levels, Axis.CP) if is_whole else levels
+    return {axis: _mesh_group(Mesh.of(plan), axis, rank) for axis in axes}
 
 
 def _mesh_group(mesh: Mesh, axis: MeshAxis, rank: int) -> dist.ProcessGroup:

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from meshwright.hwprofiles import ContextParallel, LossKernel
 from meshwright.simulator import ModelSpec
 from meshwright.simulator.model import Experts
-from meshwright.validate.programs.context import ContextGroup, GatheredCore, RingCore, SwappedCore
+from meshwright.validate.programs.context import (
+    ContextGroup,
+    GatheredCore,
+    RingCore,
+    SwappedCore,
+    shifted,
+)
 from meshwright.validate.programs.contract import Routing
 from meshwright.validate.programs.experts import ExpertGroup, GatedShared
 from meshwright.validate.programs.fused import (
@@ -235,7 +241,9 @@ class MegatronParts:
         if self.cp.way is ContextParallel.RING_OF_SWAPS:
             inner, outer = self.cp.levels
             return SwappedCore(RingCore(outer), inner)
-        return (GatheredCore if self.cp.way is ContextParallel.ALL_GATHER else RingCore)(self.cp)
+        if self.cp.way is ContextParallel.ALL_GATHER:
+            return GatheredCore(self.cp, window)
+        return RingCore(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation."""
@@ -296,10 +304,25 @@ class MegatronParts:
         """Return the tokens of all ranks."""
         return gather_tokens(values, self.tp)
 
-    def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
-        """Return the mean loss of the first tokens of each sequence."""
-        targets = targets.t().contiguous()
-        return vocabulary_loss(logits, targets, self.tp, kernel=self.loss, num_scored=num_scored)
+    def leading_loss(self, logits: Tensor, targets: Tensor, num_left_out: int) -> Tensor:
+        """Return the mean loss of all tokens of each sequence but the last ones.
+
+        The mean over the ranks that share sequences is that of all tokens.  In Megatron-Core each
+        divides by the number of its own (GPTModel._postprocess, core 0.16), which weighs those of
+        the rank with the last ones more.
+        """
+        targets, cp = targets.t().contiguous(), self.cp
+        num_scored = len(targets) - num_left_out
+        if cp is not None and cp.size > 1:
+            num_scored = cp.num_before(cp.num_tokens - num_left_out)
+        loss = vocabulary_loss(logits, targets, self.tp, kernel=self.loss, num_scored=num_scored)
+        if cp is not None and cp.size > 1:
+            loss = loss * (num_scored * cp.size / (cp.num_tokens - num_left_out))
+        return loss
+
+    def shifted(self, numbers: Tensor) -> Tensor:
+        """Return the number of the token after each of ``[batch, tokens]``; 0 after the last."""
+        return shifted(numbers, self.cp)
 
     def head(self, model: ModelSpec, predictions: nn.Module | None) -> nn.Module:
         """Return the head."""

@@ -204,8 +204,6 @@ def check_megatron(request: ProgramRequest) -> None:
     _refuse_experts(request)
     if model.activation == "gelu":
         raise PlanError(f"activation=gelu of {model.name} has no PyTorch program")
-    if model.prediction_layers and plan.cp > 1:
-        raise PlanError(f"cp={plan.cp} with prediction_layers has no PyTorch program; allowed: 1")
     if model.mlm_head or model.token_types or model.positions == "alibi":
         raise PlanError(
             f"{model.name} has no program; allowed: models in the style of GPT and Llama"

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from meshwright.simulator import ModelSpec
 from meshwright.simulator.model import parameter_tensors
-from meshwright.validate.programs.context import ContextGroup
+from meshwright.validate.programs.context import ContextGroup, shifted
 from meshwright.validate.programs.contract import Routing, initial_weight
 from meshwright.validate.programs.experts import (
     GatedShared,
@@ -226,9 +226,13 @@ class PlainParts:
         """Return *values*, which are of all tokens."""
         return values
 
-    def leading_loss(self, logits: Tensor, targets: Tensor, num_scored: int) -> Tensor:
-        """Return the mean loss of the first tokens of each sequence."""
-        return token_loss(logits[:, :num_scored], targets[:, :num_scored])
+    def leading_loss(self, logits: Tensor, targets: Tensor, num_left_out: int) -> Tensor:
+        """Return the mean loss of all tokens of each sequence but the last ones."""
+        return token_loss(logits[:, :-num_left_out], targets[:, :-num_left_out])
+
+    def shifted(self, numbers: Tensor) -> Tensor:
+        """Return the number of the token after each of ``[batch, tokens]``; 0 after the last."""
+        return shifted(numbers, None)
 
 
 def plain_parts(
