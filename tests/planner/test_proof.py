@@ -540,6 +540,14 @@ CASES = {
         limits=SpaceLimits(max_tp=1, max_pp=1, max_microbatch_size=2),
         imbalance=1.5,
     ),
+    "latents and layers of two kinds in sharded units": Case(
+        LATENT,
+        "dgx-h100",
+        "fsdp",
+        4,
+        8,
+        limits=SpaceLimits(max_tp=1, max_pp=1, max_microbatch_size=1),
+    ),
     "experts cut along their widths": Case(
         ROUTED,
         "dgx-h100",

@@ -290,7 +290,8 @@ def test_an_all_to_all_takes_what_was_published(
         ("mixtral-8x7b", "torchtitan", {"dp": 16}, "dp=16 is not offered by stack torchtitan for"),
         ("mixtral-8x7b", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
         ("deepseek-v3", "torchtitan", {}, "stack torchtitan shards layers of one kind; deepseek"),
-        ("deepseek-v3", "fsdp", {}, "latent of deepseek-v3 is not offered by stack fsdp; "),
+        ("deepseek-v3", "ddp", {}, "experts of deepseek-v3 is not offered by stack ddp; "),
+        ("deepseek-v3", "fsdp", {"tp": 2}, "tp=2 is not offered by stack fsdp for deepseek-v3"),
         ("kimi-k2", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
         (
             "llama3-8b",

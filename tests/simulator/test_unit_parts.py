@@ -110,9 +110,9 @@ def test_a_shard_that_is_no_whole_number_is_filled_up() -> None:
     state = StateBytes.of(TITAN, Precision.BF16)
     shape, sharding = shape_of(), Sharding.of(replication, ParameterBytes(state, 4))
     units = UnitBytes.of(shape, ONE_LAYER, StageWeights.of(shape, ONE_LAYER), sharding)
-    assert units.gradients == units.layer.kept == (LAYER // 7 + 1) * state.gradient
+    assert units.gradients == units.layers[0].whole.kept == (LAYER // 7 + 1) * state.gradient
     assert units.shard == (LAYER // 7 + 1) * state.sharded_parameter
-    assert (units.layer.weights, units.layer.wire) == (2 * LAYER, 4 * LAYER)
+    assert (units.layers[0].whole.weights, units.layers[0].whole.wire) == (2 * LAYER, 4 * LAYER)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
     )
     # The gradients of the head and of a layer's matrices, as far as they live together.
     assert 4 * TABLE < first.buffers_bytes - later.buffers_bytes <= 4 * (TABLE + LAYER)
-    assert passes.layers[0].adding < passes.layers[0].work[1]
+    assert passes.layers[0][0].adding < passes.layers[0][0].work[1]
 
 
 def test_a_tied_table_is_in_the_root_once_and_in_each_of_two() -> None:

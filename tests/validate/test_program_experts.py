@@ -18,7 +18,7 @@ from meshwright.hwprofiles import (  # noqa: E402
 )
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
-from meshwright.simulator.model import Experts  # noqa: E402
+from meshwright.simulator.model import Experts, LatentAttention  # noqa: E402
 from meshwright.validate.programs.experts import Dispatch, ExpertGroup  # noqa: E402
 from meshwright.validate.ranks.prediction import predict_ranks  # noqa: E402
 from meshwright.validate.runs.fake import measure_fakes  # noqa: E402
@@ -76,8 +76,20 @@ NEMOTRON = having(
 # Of Qwen2-MoE: a gate weighs what shared experts make.
 GATED: dict[str, Any] = {"shared_hidden_size": 512, "shared_gate": True, "casts_shares": True}
 QWEN = having(GATED, attention_bias=True)
+LATENT: dict[str, Any] = {
+    "num_layers": 3,
+    "num_kv_heads": 8,
+    "latent": LatentAttention(
+        query_rank=96, kv_rank=64, plain_head_dim=24, rotary_head_dim=8, value_head_dim=16
+    ),
+}
+DEEPSEEK = having(SHARED | {"routing_bias": True, "first_dense_layers": 1}, **LATENT)
 # Of DeepSeek-V2, without its latents.
 FOUR = {"experts_per_token": 4, "num_experts": 16}
+SECOND = having(
+    FOUR | {"num_groups": 4, "groups_per_token": 2, "shared_hidden_size": 64, "layer_step": 2},
+    **LATENT | {"ffn_hidden_size": 4096},
+)
 GROUPED = having(FOUR | {"num_groups": 4, "groups_per_token": 2, "shared_hidden_size": 384})
 
 
@@ -147,6 +159,9 @@ CASES = {
     "gated shared experts, split tokens": saved(QWEN, pp=2, dp=2, ep=4, etp=1, **SPLIT),
     "fsdp, gated shared experts, ep, full": saved(QWEN, "fsdp", dp=4, ep=2, **FULL),
     "fsdp, gated shared experts": saved(QWEN, "fsdp", dp=2),
+    "fsdp, latents, experts after an mlp": saved(DEEPSEEK, "fsdp", dp=4, ep=2),
+    "fsdp, latents, experts between wide mlps, full": saved(SECOND, "fsdp", dp=2, **FULL),
+    "fsdp, latents, experts between, ep, hsdp": saved(SECOND, "fsdp", dp=8, dp_shard=4, ep=2),
     "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", cp=2, dp=2, ep=4),
 }
 
@@ -193,7 +208,6 @@ def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
     biased = MIXTRAL.model_copy(
         update={"experts": EXPERTS.model_copy(update={"routing_bias": True})}
     )
-    refuses(saved(biased, "fsdp"), "no PyTorch program with routing_bias=true of experts")
     with pytest.raises(PlanError, match="a routing bias beside scores=softmax, which stack megatr"):
         predict_ranks(saved(biased), [0])
     refuses(saved(MIXTRAL, "ddp"), "experts of small-mixtral has no PyTorch program")

@@ -149,6 +149,7 @@ def derived(  # noqa: PLR0913 -- what a layer is, and what its ranks are
     *,
     kind: BlockKind = EXPERT_LAYER,
     modules: tuple[RecomputeModule, ...] = (),
+    recompute: Recompute | None = None,
 ) -> Measured:
     """Return what the graph says of an expert layer, of which *modules* run again."""
     profile = load_stack(stack).model_copy(update={"kernels": Kernels.EAGER})
@@ -165,7 +166,7 @@ def derived(  # noqa: PLR0913 -- what a layer is, and what its ranks are
         microbatch_size=NUM_SEQUENCES,
         stages=(2,),
         attention=attention,
-        recompute=Recompute.SELECTIVE if modules else Recompute.NONE,
+        recompute=recompute or (Recompute.SELECTIVE if modules else Recompute.NONE),
         recompute_modules=modules,
     )
     shape = BlockShape.of(job, plan, profile)

@@ -1,6 +1,7 @@
-"""GPT-2, Llama and Mixtral of transformers, one rank: Accelerate's DDP or FSDP2, or its own FSDP2.
+"""GPT-2, Llama, Mixtral and DeepSeek of transformers, one rank, under Accelerate or by itself.
 
-With experts transformers shards the model itself, as `DistributedConfig` says.
+Accelerate has DDP and FSDP2. With experts transformers shards the model itself, as its
+`DistributedConfig` says.
 """
 
 import os
@@ -15,6 +16,10 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -28,7 +33,7 @@ from transformers.distributed import DistributedConfig
 
 from meshwright.hwprofiles import Precision, Recompute
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import TrainingJob
+from meshwright.simulator import ModelSpec, TrainingJob
 from meshwright.validate.programs.pytorch.optimizer import trained_tensors
 from meshwright.validate.ranks import ByteKind
 from witnesses.boundary import addresses_answered
@@ -217,6 +222,8 @@ def language_model(job: TrainingJob) -> PreTrainedModel:
         "max_position_embeddings": job.seq_len,
         "tie_word_embeddings": model.tied_embeddings,
     }
+    if model.latent is not None:
+        return deepseek(model, sizes)
     if model.experts is None:
         return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=model.ffn_hidden_size))
     config = MixtralConfig(
@@ -228,3 +235,32 @@ def language_model(job: TrainingJob) -> PreTrainedModel:
     )
     config._experts_implementation = "grouped_mm"
     return MixtralForCausalLM(config)
+
+
+def deepseek(model: ModelSpec, sizes: dict[str, object]) -> PreTrainedModel:
+    """Return DeepSeek-V2 or V3, as *model* scores experts, of *sizes* that others have, too."""
+    experts, latent = model.experts, model.latent
+    assert experts is not None
+    assert latent is not None
+    sizes = sizes | {
+        "intermediate_size": model.ffn_hidden_size,
+        "moe_intermediate_size": experts.hidden_size,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "n_shared_experts": experts.shared_hidden_size // experts.hidden_size,
+        "n_group": experts.num_groups,
+        "topk_group": experts.groups_per_token,
+        "first_k_dense_replace": experts.first_dense_layers,
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.plain_head_dim,
+        "qk_rope_head_dim": latent.rotary_head_dim,
+        "v_head_dim": latent.value_head_dim,
+    }
+    if experts.scores == "sigmoid":
+        config, make = DeepseekV3Config(**sizes), DeepseekV3ForCausalLM
+    else:
+        method = "group_limited_greedy" if experts.num_groups > 1 else "greedy"
+        config, make = DeepseekV2Config(**sizes, topk_method=method), DeepseekV2ForCausalLM
+    config._experts_implementation = "grouped_mm"
+    return make(config)

@@ -22,6 +22,9 @@ EAGER, FLASH = "eager", "flash_attention_2"
 # What models of transformers with attention sinks run instead, in modeling_gpt_oss.py of 5.23 the
 # first of _compatible_flash_implementations: FlashAttention 2 has none.
 SINKS = "kernels-community/vllm-flash-attn3"
+# Latent attention is predicted as PyTorch's, which takes values of a width of their own; before
+# FlashAttention 2 transformers fills them up (integrations/flash_attention.py of 5.23).
+SDPA = "sdpa"
 CHECKPOINTS: Mapping[object, str | None] = {
     Recompute.NONE: None,
     Recompute.FULL: "model.gradient_checkpointing_enable()",
@@ -83,7 +86,11 @@ def attention_row(words: Words) -> Row:
     """Return the row of the attention kernel, of which a script tells transformers."""
 
     def line(facts: Facts) -> str:
-        flash = SINKS if facts.model is not None and facts.model.attention_sinks else FLASH
+        flash, model = FLASH, facts.model
+        if model is not None and model.latent is not None:
+            flash = SDPA
+        elif model is not None and model.attention_sinks:
+            flash = SINKS
         kernels: Mapping[object, str] = {Attention.FLASH: flash, Attention.UNFUSED: EAGER}
         kernel = kernels[words.known("attention", facts, kernels)]
         return f'attn_implementation="{kernel}" for a model of transformers'

@@ -203,8 +203,7 @@ class UnitPeaks:
             found = StageUnits.of(
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
-            experts = stage.num_layers * weights.layer_experts
-            static = (weights.total, experts, found.surplus, found.copied, found.buffers)
+            static = (weights.total, weights.experts, found.surplus, found.copied, found.buffers)
             columns = (*static, *pass_sizes(found))
             if not rows.size:
                 rows = np.empty((len(used), len(columns)), np.int64)

@@ -6,6 +6,7 @@ from meshwright.hwprofiles import Attention, RecomputeModule
 from meshwright.simulator.blocks.parts import (
     Chunks,
     ExpertMesh,
+    LatentCore,
     Shared,
     Widths,
     chunk_tokens,
@@ -16,7 +17,7 @@ from meshwright.simulator.blocks.parts import (
     routed,
 )
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.blocks.spelling import heads_apart, spelling_of
+from meshwright.simulator.blocks.spelling import heads_apart, latent_rotary, spelling_of
 from meshwright.simulator.graph import (
     Activation,
     Block,
@@ -303,7 +304,8 @@ def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: B
     def core(*given: Tensor) -> Tensor:
         return _attended(block, given, shape, dims, kind)
 
-    return latent_attention(block, x, model.latent, model.num_heads, dims.outside, core)
+    turns = LatentCore(core, latent_rotary(model))
+    return latent_attention(block, x, model.latent, model.num_heads, dims.outside, turns)
 
 
 def _projected(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> list[Tensor]:

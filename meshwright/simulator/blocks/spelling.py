@@ -104,6 +104,15 @@ def spelling_of(shape: BlockShape) -> Spelling:
     return Spelling(packing=packing, fuses_mlp=found.fuses_mlp)
 
 
+def latent_rotary(model: ModelSpec) -> RotaryFormula:
+    """Return how transformers turns heads of latent attention: DeepSeek-V2's by complex numbers.
+
+    Of both families this one alone has scores by a softmax.
+    """
+    is_second = model.experts is not None and model.experts.scores == "softmax"
+    return RotaryFormula.CAST_COMPLEX if is_second else RotaryFormula.NEIGHBOURS
+
+
 def layer_table_bytes(shape: BlockShape) -> int:
     """Return the bytes of the table of angles that a layer has of its own, if it has one.
 

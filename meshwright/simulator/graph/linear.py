@@ -35,6 +35,7 @@ class Linear(NamedTuple):
         shared: Its weight is a parameter of another block.
         counts_bias: The traffic of its bias's gradient is not counted elsewhere.
         fuses: Products of one input are one, whatever the stack does.
+        wide: Its operands are in fp32, and so is what it makes.
     """
 
     bias: bool = False
@@ -42,6 +43,7 @@ class Linear(NamedTuple):
     shared: bool = False
     counts_bias: bool = True
     fuses: bool = False
+    wide: bool = False
 
 
 PLAIN = Linear()
@@ -97,7 +99,8 @@ def product(
             what their kernels make for a moment.
     """
     x, weight = operands
-    out = x.like(name, dims=dims, at=product_place(x.at, weight.at, dims), width=block.width)
+    width = x.width if linear.wide else block.width
+    out = x.like(name, dims=dims, at=product_place(x.at, weight.at, dims), width=width)
     # C++ evaluates a call's arguments from the last one: autocast casts a bias first.
     biases = [_bias(block, weight, out, counted=linear.counts_bias)] if linear.bias else []
     if weight.is_weight:

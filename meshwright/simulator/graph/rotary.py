@@ -25,6 +25,8 @@ class RotaryFormula(StrEnum):
     torchtitan's for Qwen3: whole, with cosines and sines that are cast from a table in fp32.
     HALVES is of gpt-oss, which makes both halves of a head by themselves and joins them, COMPLEX of
     Llama 4 and torchtitan; LOOKED_UP of torchtitan 0.3, whose layers look angles up by document.
+    NEIGHBOURS is as HALVES, of neighbours (DeepSeek-V3); CAST_COMPLEX as COMPLEX, each tensor cast
+    back at once (DeepSeek-V2).
     """
 
     LLAMA = "llama"
@@ -35,6 +37,8 @@ class RotaryFormula(StrEnum):
     HALVES = "halves"
     COMPLEX = "complex"
     LOOKED_UP = "looked up"
+    NEIGHBOURS = "neighbours"
+    CAST_COMPLEX = "cast complex"
 
 
 class Rotary(NamedTuple):
@@ -61,6 +65,10 @@ def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tens
         ]
     elif formula is RotaryFormula.HALVES:
         turned = [_half_by_half(block, x) for x in given]
+    elif formula is RotaryFormula.NEIGHBOURS:
+        turned = [_half_by_half(block, x, by_slices=True) for x in given]
+    elif formula is RotaryFormula.CAST_COMPLEX:
+        turned = _cast_one_by_one(block, given)
     elif formula is RotaryFormula.TABLE or (formula is RotaryFormula.LLAMA and lowering.spells_out):
         turned = [_by_halves(block, x, *angles) for x in given]
     elif formula in {RotaryFormula.LLAMA, RotaryFormula.COMPLEX, RotaryFormula.LOOKED_UP}:
@@ -108,6 +116,25 @@ def _by_complex_numbers(
     narrow = [cast(block, x, f"rotated {x.name}", block.width) for x in turned]
     block.hold(*kept, *wide, *turned)
     return narrow
+
+
+def _cast_one_by_one(block: Block, given: Sequence[Tensor]) -> list[Tensor]:
+    """Return products with complex numbers in fp32, each cast back as it is there."""
+    wide = [cast(block, x, f"{x.name} in fp32", STATISTIC_BYTES) for x in given]
+    turned = []
+    for x in wide:
+        moved = Traffic(2 * x.nbytes)
+        numbers = x.like("conjugate", dims=(x.dims[0], Dim("angles", x.dims[-1].grain)), at={})
+        made = block.add(
+            [x],
+            [x.like(f"turned {x.name}")],
+            [Gradient(x, (), (moved,))],
+            moved,
+            scratch=((), (numbers,)),
+        )
+        turned.append(cast(block, made, f"rotated {x.name}", block.width))
+    block.hold(*wide)
+    return turned
 
 
 def _by_parts(block: Block, given: Sequence[Tensor], how: Rotary) -> list[Tensor]:
@@ -185,11 +212,14 @@ def _by_halves(block: Block, x: Tensor, *repeated: Tensor, makes_angles: bool = 
     return handed_on(block, [along, across], wide.like(f"rotated {x.name}"), two)
 
 
-def _half_by_half(block: Block, x: Tensor) -> Tensor:
-    """Return ``(a cos - b sin, b cos + a sin)`` of the halves a and b of each head, joined."""
+def _half_by_half(block: Block, x: Tensor, *, by_slices: bool = False) -> Tensor:
+    """Return ``(a cos - b sin, b cos + a sin)`` of the halves a and b of each head, joined.
+
+    Every other element may be such a half, cut *by_slices*.
+    """
     whole, width = x.dims[-1], x.dims[-1].grain // 2
     halves = [Dim(f"{each} half", whole.size // 2, width) for each in ("first", "second")]
-    first, second = cut(block, x, *halves)
+    first, second = cut(block, x, *halves, by_slices=by_slices)
 
     def times(part: Tensor, name: str) -> Tensor:
         return pointwise(block, f"{part.name} by {name}", part, reads=Reads.NOTHING)

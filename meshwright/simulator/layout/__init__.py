@@ -42,7 +42,6 @@ from meshwright.simulator.layout.parts import (
     MAX_ZERO_STAGE,
     attention_kernels,
     default_attention,
-    moments_refusal,
     overlap_refusal,
     usual_zero_stages,
 )
@@ -71,6 +70,7 @@ from meshwright.simulator.layout.refusals import (
     experts_refusal,
     known_values,
     model_refusal,
+    moments_refusal,
     reduces_once,
     reshards_units,
     stack_gaps,

@@ -8,7 +8,6 @@ from meshwright.hwprofiles import (
     Device,
     Kernels,
     LayerFact,
-    Offload,
     PipelineRuntime,
     Precision,
     Recompute,
@@ -24,6 +23,7 @@ from meshwright.simulator.layout.plan import PLAN_FIELDS, SHARDS, ParallelPlan
 from meshwright.simulator.layout.stages import empty_refusal
 from meshwright.simulator.model import (
     EXPERT_LAYER,
+    EXPERT_LAYERS,
     TRANSFORMER_LAYER,
     WINDOWED_EXPERT_LAYER,
     WINDOWED_LAYER,
@@ -213,10 +213,11 @@ def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> st
     in_one_kernel = stack.megatron_layers and stack.kernels is Kernels.FUSED
     if job.precision.is_eight_bit and not in_one_kernel:
         return f"precision={job.precision} is not offered for {model.name}; allowed: another one"
-    if model.latent is not None and stack.fused_qkv and stack.kernels is Kernels.EAGER:
+    spells_out = stack.transformers_layers or not stack.fused_qkv
+    if model.latent is not None and not spells_out and stack.kernels is Kernels.EAGER:
         return f"kernels=eager is not offered for {model.name}; allowed: {Kernels.FUSED}"
     kinds = _kinds(model)
-    if stack.is_fully_sharded and len(kinds) > 1:
+    if stack.is_fully_sharded and _differ(kinds, stack):
         return f"stack {stack.name} shards layers of one kind; {model.name} has {len(kinds)}"
     return None if model.experts is None else _expert_refusal(model.name, model.experts, stack)
 
@@ -245,7 +246,7 @@ def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) ->
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
     of_layers = of_layers or empty_refusal(job, plan, stack)
     beside = group_refusal(plan, stack) or overlap_refusal(job, plan, stack)
-    return of_layers or beside or moments_refusal(job, plan, stack)
+    return of_layers or beside
 
 
 def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
@@ -331,24 +332,6 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
     return why and f"expert_overlap={plan.expert_overlap} does not go with {why}"
 
 
-def moments_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
-    """Return why moments cannot have the format of *plan*, or None when they can.
-
-    Megatron-Core's precision-aware optimizer is its distributed one, on the device; Megatron
-    Bridge turns it off where Megatron-FSDP is on (scripts/performance/utils/helpers.py, v0.2.0).
-    """
-    if plan.moment_precision is None:
-        return None
-    refused = {
-        f"zero_stage={plan.zero_stage}; allowed: 1": plan.zero_stage == 0
-        or (stack.units is Units.FLAT and plan.zero_stage == MAX_ZERO_STAGE),
-        "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
-        f"offload={plan.offload}; allowed: {Offload.NONE}": plan.offload is not Offload.NONE,
-    }
-    why = next((reason for reason, is_so in refused.items() if is_so), None)
-    return why and f"moment_precision={plan.moment_precision} does not go with {why}"
-
-
 def _lacking(model: AnyModel, module: RecomputeModule) -> str | None:
     """Return what *model* has not of such a part, or None when it has one."""
     experts = model.experts if isinstance(model, ModelSpec) else None
@@ -375,6 +358,28 @@ def _kinds(model: ModelSpec) -> set[BlockKind]:
     return {plain.get(kind, kind) for kind in kinds}
 
 
+def _beyond_deepseek(experts: Experts) -> str | None:
+    """Return what transformers' code for DeepSeek's experts has not, or None when it has all."""
+    others = {
+        "a gate of shared experts": experts.shared_gate,
+        "no shared experts": not experts.shared_hidden_size,
+        "biases of experts": experts.bias,
+        "casts_shares=true": experts.casts_shares,
+        f"activation={experts.activation}": experts.activation != "silu",
+    }
+    found = next((name for name, holds in others.items() if holds), None)
+    return found and f"{found} beside scores={experts.scores}"
+
+
+def _differ(kinds: set[BlockKind], stack: StackProfile) -> bool:
+    """Return whether units of *kinds* differ more than by experts in the place of an MLP.
+
+    In pipelines, where units stay between passes, they must not do so either.
+    """
+    have = [kind in EXPERT_LAYERS for kind in kinds]
+    return len(have) > (1 if stack.pipeline_parallel else len(set(have)))
+
+
 def _expert_refusal(name: str, experts: Experts, stack: StackProfile) -> str | None:
     """Return why *stack* cannot run these experts, or None when it can."""
     found = None
@@ -383,10 +388,8 @@ def _expert_refusal(name: str, experts: Experts, stack: StackProfile) -> str | N
         found = "a gate of shared experts"
     elif experts.routing_bias and experts.scores != "sigmoid" and stack.megatron_layers:
         found = f"a routing bias beside scores={experts.scores}"  # TransformerConfig of core 0.16
-    elif stack.transformers_layers and experts.shared_hidden_size and not experts.shared_gate:
-        found = "shared experts without a gate"
-    elif stack.transformers_layers and experts.scores == "sigmoid":
-        found = "scores by sigmoid"
+    elif stack.transformers_layers and experts.routed_in_full:
+        found = _beyond_deepseek(experts)
     elif experts.scores == "softmax of chosen" and is_torchtitans:
         found = "a softmax of chosen scores"
     return found and f"{name} has {found}, which stack {stack.name} is not known to run"

@@ -15,6 +15,7 @@ from meshwright.hwprofiles import (
     Recompute,
     StackProfile,
     Strategy,
+    Units,
     counted,
 )
 from meshwright.simulator.errors import PlanError
@@ -24,6 +25,7 @@ from meshwright.simulator.layout.formats import formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.mesh import way_gaps
 from meshwright.simulator.layout.parts import (
+    MAX_ZERO_STAGE,
     layer_refusal,
     module_gaps,
     parts_refusal,
@@ -252,6 +254,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
         return f"parameter_server is not offered by stack {stack.name}; it has no servers"
     refusal = _job_refusal(job, plan, stack) or passes_refusal(job, plan, stack)
+    refusal = refusal or moments_refusal(job, plan, stack)
     if refusal is not None:
         return refusal
     for gap in stack_gaps(stack, job):
@@ -266,6 +269,24 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
         kept = plan.reshard_after_forward
         return _not_offered("reshard_after_forward", kept, (True,), plan, stack)
     return _gradient_refusal(job, plan, stack)
+
+
+def moments_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why moments cannot have the format of *plan*, or None when they can.
+
+    Megatron-Core's precision-aware optimizer is its distributed one, on the device; Megatron
+    Bridge turns it off where Megatron-FSDP is on (scripts/performance/utils/helpers.py, v0.2.0).
+    """
+    if plan.moment_precision is None:
+        return None
+    refused = {
+        f"zero_stage={plan.zero_stage}; allowed: 1": plan.zero_stage == 0
+        or (stack.units is Units.FLAT and plan.zero_stage == MAX_ZERO_STAGE),
+        "precision=fp32; allowed: training in 16 or 8 bits": job.precision is Precision.FP32,
+        f"offload={plan.offload}; allowed: {Offload.NONE}": plan.offload is not Offload.NONE,
+    }
+    why = next((reason for reason, is_so in refused.items() if is_so), None)
+    return why and f"moment_precision={plan.moment_precision} does not go with {why}"
 
 
 def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:

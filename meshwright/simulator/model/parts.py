@@ -58,6 +58,19 @@ class Experts(Fields):
         """Outputs of the first product over the width of an expert."""
         return 1 + self.gated
 
+    @property
+    def routed_in_full(self) -> bool:
+        """Whether transformers scores tokens in fp32, as DeepSeek's and GLM-4.5's code does.
+
+        Of those with a softmax DeepSeek-V2's alone have shared experts without a gate.
+        """
+        return self.scores == "sigmoid" or bool(self.shared_hidden_size and not self.shared_gate)
+
+    @property
+    def leaves_shares(self) -> bool:
+        """Whether transformers leaves shares as scores are, which add up to less than 1 (V2)."""
+        return self.routed_in_full and self.scores == "softmax"
+
     def has_layer(self, number: int) -> bool:
         """Return whether the layer of a *number*, counted from 0, has experts."""
         return number >= self.first_dense_layers and (number + 1) % self.layer_step == 0

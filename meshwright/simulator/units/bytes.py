@@ -16,8 +16,15 @@ from meshwright.simulator.replication import (
     is_tied,
     keeps_last_layer,
 )
+from meshwright.simulator.units.layers import (
+    ByFamily,
+    alike,
+    experts_by_place,
+    families,
+    member,
+)
 from meshwright.simulator.units.sharding import Sharding
-from meshwright.simulator.units.weights import EndUnit, StageWeights, layer_kind
+from meshwright.simulator.units.weights import EndUnit, LayerWeights, StageWeights
 
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
@@ -47,7 +54,7 @@ class PassBytes(NamedTuple):
 
     Args:
         layers: Of a layer as a plan recomputes it, and last of one that is kept where others run
-            again, if the plan has such.
+            again, if the plan has such; of each family of layers.
         saved_embedding: Kept by the embedding.
         saved_head: Kept by the head.
         freed_head: Of that, freed when the head's backward is done: not a stage's kept output.
@@ -58,7 +65,7 @@ class PassBytes(NamedTuple):
             the loss keeps: it does not yet, or no more.
     """
 
-    layers: tuple[LayerBytes, ...]
+    layers: ByFamily[tuple[LayerBytes, ...]]
     saved_embedding: Size
     saved_head: Size
     freed_head: Size
@@ -70,9 +77,8 @@ class PassBytes(NamedTuple):
     @classmethod
     def of(cls, table: BlockTable, shape: BlockShape, *, keeps_layers: bool = False) -> "PassBytes":
         """Return the bytes of *shape*; *keeps_layers* says that not all layers run again."""
-        kind = layer_kind(shape)
-        kinds = (kind, KeptLayer(kind)) if keeps_layers else (kind,)
-        message = table.memory(shape, kind).sent
+        kinds = families(shape)
+        message = table.memory(shape, kinds[0]).sent
         head, embedding = table.memory(shape, HEAD), table.memory(shape, EMBEDDING)
         logits = kept_logits_bytes(shape)
         # PyTorch's own chain keeps logarithms of probabilities in fp32.
@@ -81,7 +87,13 @@ class PassBytes(NamedTuple):
         inputs = message * (shape.tp if shape.sequence_parallel else 1)
         matrix = shape.local_vocab_size * shape.model.hidden_size
         return cls(
-            layers=tuple(_layer_bytes(table, shape, each) for each in kinds),
+            layers=tuple(
+                tuple(
+                    _layer_bytes(table, shape, each)
+                    for each in ((kind, KeptLayer(kind)) if keeps_layers else (kind,))
+                )
+                for kind in kinds
+            ),
             saved_embedding=embedding.saved,
             saved_head=head.saved + logits,
             freed_head=head.saved,
@@ -93,13 +105,16 @@ class PassBytes(NamedTuple):
 
     def layer(self, stage: Stage, place: int) -> LayerBytes:
         """Return what passes through the layer at a *place* of *stage* need."""
-        return self.layers[-1 if stage.checkpoints.keeps(place) else 0]
+        here = member(self.layers, has_experts=experts_by_place(stage)[place])
+        return here[-1 if stage.checkpoints.keeps(place) else 0]
 
     def saved_layers(self, stage: Stage, first: int = 0) -> Size:
         """Return what the layers of *stage* from the place *first* on keep."""
-        again, kept = self.layers[0], self.layers[-1]
-        num_kept = stage.num_kept(first)
-        return (stage.num_layers - first - num_kept) * again.saved + num_kept * kept.saved
+        total: Size = 0
+        for each in alike(stage, first):
+            of_family = member(self.layers, has_experts=each.has_experts)
+            total = total + each.num_layers * of_family[-1 if each.is_kept else 0].saved
+        return total
 
     def messages(self, stage: Stage) -> tuple[Size, Size]:
         """Return what *stage* sends in a microbatch, forward and backward."""
@@ -175,13 +190,64 @@ def _end(units: tuple[EndUnit, ...], sharding: Sharding) -> Unit:
     return Unit.of(units[0], sharding) if units else Unit()
 
 
+class LayerUnit(NamedTuple):
+    """Bytes of a layer's units.
+
+    Args:
+        whole: Of the layer, with its experts.
+        experts: Of that, experts of which other ranks hold others: a unit within the layer's.
+        dense_buffer: In which its weights but those of these experts are gathered.
+        expert_buffer: In which theirs are.
+        ahead: In which what is gathered ahead of it lies.
+    """
+
+    whole: Unit
+    experts: Unit
+    dense_buffer: Size
+    expert_buffer: Size
+    ahead: Size
+
+    @classmethod
+    def of(cls, weights: LayerWeights, sharding: Sharding, *, prefetches: bool) -> "LayerUnit":
+        """Return the bytes of a layer; *prefetches* says that all of it is gathered ahead."""
+        experts = Unit.of(weights.experts, sharding.of_experts)
+        dense = Unit.of(EndUnit(weights.most, 0), sharding)
+        dense_buffer = dense.weights * several(sharding.num_ranks)
+        expert_buffer = experts.weights * several(sharding.num_expert_ranks)
+        ahead = dense_buffer + expert_buffer if prefetches else dense_buffer
+        return cls(dense.beside(experts), experts, dense_buffer, expert_buffer, ahead)
+
+    @property
+    def dense(self) -> Unit:
+        """What is left without the experts that are a unit of their own."""
+        return self.whole.without(self.experts)
+
+    @property
+    def weights(self) -> Size:
+        """Gathered weights of all of it."""
+        return self.whole.weights
+
+    @property
+    def buffer(self) -> Size:
+        """In which all of it is gathered."""
+        return self.dense_buffer + self.expert_buffer
+
+
+def _kept_experts(layers: ByFamily[LayerUnit], stage: Stage) -> Size:
+    """Return what is kept of the gradients of experts of all layers of *stage*."""
+    total: Size = 0
+    for each in alike(stage):
+        experts = member(layers, has_experts=each.has_experts).experts
+        total = total + each.num_layers * experts.kept
+    return total
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitBytes:
     """Bytes of a stage's units.
 
     Args:
-        layer: Of one layer, with its experts.
-        experts: Of that, experts of which other ranks hold others: a unit within the layer's.
+        layers: Of a layer.
         roots: Gathered before all, one after the other, and reduced last.
         table: Gathered for the embedding and again for its backward, reduced after the roots.
         head: Gathered for the head, and reduced after its backward.
@@ -191,7 +257,6 @@ class UnitBytes:
         keeps_last: Whether the last layer stays until its backward.
         gathers: 1 where weights are gathered in buffers before they are copied out, else 0. Alone,
             a rank copies its shard into the weight (PyTorch's FSDPParamGroup, `wait_for_unshard`).
-        gathers_experts: The same of experts.
         cuts_experts: 1 where each of them is cut along its widths, as they are fewer than the ranks
             that share them, else 0.
         casts_shares: Whether reduced shares are kept in another format; else the first of a step
@@ -210,8 +275,7 @@ class UnitBytes:
         shard: What is kept of all gradients once they are reduced.
     """
 
-    layer: Unit
-    experts: Unit
+    layers: ByFamily[LayerUnit]
     roots: tuple[Unit, ...]
     table: Unit
     head: Unit
@@ -220,7 +284,6 @@ class UnitBytes:
     has_head: bool
     keeps_last: bool
     gathers: Size
-    gathers_experts: Size
     cuts_experts: Size
     casts_shares: bool
     is_copied: bool
@@ -250,20 +313,21 @@ class UnitBytes:
         made_later: Size = positions * (shape.stack.units is Units.ROOT)
         ends = stage.has_embedding or (stage.has_head and not has_head)
         is_copied = reduce_bytes != state.gathered_parameter
-        experts = Unit.of(weights.experts, sharding.of_experts)
+        prefetches = shape.stack.prefetches_units
+        layers = tuple(
+            LayerUnit.of(each, sharding, prefetches=prefetches) for each in weights.layers
+        )
         whole = Unit.of(EndUnit(weights.total, 0), sharding)
         return cls(
-            layer=Unit.of(EndUnit(weights.layer, 0), sharding).beside(experts),
-            experts=experts,
+            layers=layers,
             roots=roots,
             table=table,
             head=head,
             last=(*roots, table) if weights.table else roots,
-            prefetches=shape.stack.prefetches_units,
+            prefetches=prefetches,
             has_head=has_head,
             keeps_last=keeps_last_layer(shape, stage),
             gathers=several(sharding.num_ranks),
-            gathers_experts=several(sharding.num_expert_ranks),
             cuts_experts=chosen(sharding.num_expert_ranks > weights.num_experts, 1, 0),
             casts_shares=reduce_bytes != state.sharded_parameter,
             is_copied=is_copied,
@@ -271,35 +335,10 @@ class UnitBytes:
             positions=positions,
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
-            gradients=whole.kept + stage.num_layers * experts.kept,
+            gradients=whole.kept + _kept_experts(layers, stage),
             surplus=others * reduce_bytes,  # it stays whole
-            shard=sharding.shard_bytes(weights.total, stage.num_layers * weights.layer_experts),
+            shard=sharding.shard_bytes(weights.total, weights.experts),
         )
-
-    @property
-    def buffer(self) -> Size:
-        """In which the weights of a layer are gathered."""
-        return self.dense_buffer + self.expert_buffer
-
-    @property
-    def dense_buffer(self) -> Size:
-        """In which the weights of a layer but those of its experts are gathered."""
-        return self.dense.weights * self.gathers
-
-    @property
-    def ahead(self) -> Size:
-        """In which what is gathered ahead of a layer lies."""
-        return self.buffer if self.prefetches else self.dense_buffer
-
-    @property
-    def expert_buffer(self) -> Size:
-        """In which the weights of a layer's experts are gathered."""
-        return self.experts.weights * self.gathers_experts
-
-    @property
-    def dense(self) -> Unit:
-        """A layer without the experts that are a unit of their own."""
-        return self.layer.without(self.experts)
 
     @property
     def root(self) -> Size:

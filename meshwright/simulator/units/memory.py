@@ -87,7 +87,8 @@ class StageUnits(NamedTuple):
         ends: Size = passes.saved_embedding * stage.has_embedding
         ends = ends + passes.saved_head * stage.has_head
         sent, gathered = passes.messages(stage), stage_pass.gathered_bytes
-        stays = units.root + units.head.weights + units.layer.weights * units.keeps_last
+        stays = units.root + units.head.weights
+        stays = stays + stage_pass.held.at(-1).weights * units.keeps_last
         found = cls(
             surplus=units.surplus,
             copied=0,
@@ -111,7 +112,7 @@ class StageUnits(NamedTuple):
     def kept(self, stage_pass: StagePass, *, is_alone: bool) -> "StageUnits":
         """Return the bytes where a pipeline's runtime keeps units between passes."""
         units, is_sharded = stage_pass.units, several(stage_pass.sharding.num_ranks)
-        layers = [units.layer] if stage_pass.stage.num_layers else []
+        layers = [layer.whole for layer in units.layers] if stage_pass.stage.num_layers else []
         whole = stage_pass.moments(whole=True)
         # Before a pass saves or makes anything, units are copied out of their buffers, one by one:
         # the buffers of all, and the weights of the largest.

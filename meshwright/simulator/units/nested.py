@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.simulator.graph import NestedMemory, Size, chosen
-from meshwright.simulator.units.bytes import Unit, UnitBytes
+from meshwright.simulator.units.bytes import LayerUnit, Unit, UnitBytes
 
 
 class NestedUnit(NamedTuple):
@@ -19,10 +19,12 @@ class NestedUnit(NamedTuple):
 
     Args:
         nested: What passes need around them.
+        layer: Units of the layer.
         units: Of the stage.
     """
 
     nested: NestedMemory
+    layer: LayerUnit
     units: UnitBytes
 
     def forward(self, behind: Size, *, is_first: bool) -> Iterator[Size]:
@@ -32,17 +34,17 @@ class NestedUnit(NamedTuple):
             behind: Buffer of what is gathered behind the layer.
             is_first: Nothing was gathered ahead of it.
         """
-        nested, units = self.nested, self.units
-        dense, experts = units.dense.weights, units.experts.weights
+        nested, layer, units = self
+        dense, experts = layer.dense.weights, layer.experts.weights
         ahead = behind if units.prefetches else 0
-        own = units.dense_buffer + ahead
+        own = layer.dense_buffer + ahead
         if units.prefetches and not is_first:
-            own = own + units.expert_buffer
+            own = own + layer.expert_buffer
         yield nested.before + dense + own
-        whole = dense + experts + units.expert_buffer + ahead
+        whole = dense + experts + layer.expert_buffer + ahead
         yield nested.entry + whole + units.cuts_experts * experts
         yield nested.inside + whole
-        yield nested.behind + dense + units.expert_buffer + ahead
+        yield nested.behind + dense + layer.expert_buffer + ahead
 
     def backward(
         self, message: Size, left: Size, behind: Size, *, is_first: bool, kept: Size
@@ -56,8 +58,8 @@ class NestedUnit(NamedTuple):
             is_first: Nothing was gathered ahead of its experts.
             kept: What stays of the experts' reduced gradients.
         """
-        nested, units = self.nested, self.units
-        dense, experts, buffer = units.dense.weights, units.experts, units.expert_buffer
+        nested, layer, units = self
+        dense, experts, buffer = layer.dense.weights, layer.experts, layer.expert_buffer
         # Experts that run again are gathered as they are forward, and stay; the buffer goes as they
         # return, as the outermost unit that runs then (`_post_forward` of FSDPState).
         is_again = nested.is_repeated == 1
@@ -65,7 +67,7 @@ class NestedUnit(NamedTuple):
         waits: Size = 0 if units.prefetches and is_first else buffer
         ready: Size = waits if units.prefetches else 0
         beside: Size = left + dense
-        yield message + units.dense_buffer + ready + beside
+        yield message + layer.dense_buffer + ready + beside
         beside = beside + early
         yield chosen(is_again, nested.again_before + waits + beside, 0)
         whole: Size = beside + experts.weights
@@ -90,12 +92,6 @@ def reduced(here: Size, unit: Unit, *, cuts: Size) -> Iterator[Size]:
     yield here + unit.wire + cuts * unit.last
     yield here - unit.weights + unit.last + unit.wire + unit.share
     yield here - unit.weights + unit.wire + 2 * unit.divided
-
-
-def replica_bytes(units: UnitBytes, done: int, *, first: bool) -> Size:
-    """Return what reductions over replicas have left when *done* layers have run backward."""
-    left = done * units.layer.replicas + units.head.replicas
-    return is_apart(units, first=first) * left
 
 
 def is_apart(units: UnitBytes, *, first: bool) -> bool:

@@ -15,8 +15,10 @@ from meshwright.simulator.graph import Size, chosen, larger, largest
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import PassPeak, PassPeaks
 from meshwright.simulator.units.bytes import PassBytes, UnitBytes
-from meshwright.simulator.units.nested import NestedUnit, is_apart, replica_bytes
+from meshwright.simulator.units.layers import experts_by_place, extreme_places
+from meshwright.simulator.units.nested import NestedUnit, is_apart
 from meshwright.simulator.units.sharding import Sharding
+from meshwright.simulator.units.stage_layers import StageLayers, kept_of, weights_of
 
 
 def fuller(one: PassPeak[Size], other: PassPeak[Size]) -> PassPeak[Size]:
@@ -47,16 +49,15 @@ class StagePass(NamedTuple):
     units: UnitBytes
 
     @property
+    def held(self) -> StageLayers:
+        """What the units of its layers hold."""
+        return StageLayers(self.stage, self.sharding, self.units)
+
+    @property
     def gathered_bytes(self) -> Size:
         """Weights of all units."""
         ends = self.units.root + self.units.table.weights + self.units.head.weights
-        return ends + self.stage.num_layers * self.units.layer.weights
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether experts are gathered, freed and reduced by themselves within their layer."""
-        sharding = self.sharding
-        return sharding.divides_experts and sharding.reshards and not sharding.keeps_units
+        return ends + self.held.total(weights_of)
 
     @property
     def sends_output(self) -> bool:
@@ -83,8 +84,8 @@ class StagePass(NamedTuple):
         if not stage.num_layers and len(units.last) == len(units.roots):
             return 0
         if sharding.reshards and not whole:
-            return units.layer.weights if units.keeps_last else otherwise
-        return units.table.weights + stage.num_layers * units.layer.weights
+            return self.held.at(-1).weights if units.keeps_last else otherwise
+        return units.table.weights + self.held.total(weights_of)
 
     def _backward_moment(self, *, first: bool, whole: bool) -> PassPeak[Size]:
         """Return the fullest moment of a backward pass.
@@ -92,22 +93,23 @@ class StagePass(NamedTuple):
         In a chunk's *first* one the gradients appear layer by layer.
         """
         passes, stage, sharding, units = self
-        layers, late = stage.num_layers, self.late_bytes * first
-        appeared, absent = units.layer.kept * first, late - units.head.kept * first
+        late = self.late_bytes * first
+        absent = late - units.head.kept * first
         moments: list[PassPeak[Size]] = [PassPeak(0, late)]
         if stage.has_head:
             stay = self.stays(whole=whole)
             here = passes.head[1] + units.root + units.head.weights + stay
             moments += [PassPeak(here, late), *_after_head(self, late, first=first, whole=whole)]
-        for done in extreme_layers(stage):
-            here = self._layer_backward(done, first=first, whole=whole)
-            moments.append(PassPeak(here, absent - done * appeared))
-            if not (sharding.keeps_units or (self.is_nested and not whole)):
-                here = _layer_reduction(self, done, first=first, whole=whole)
-                moments.append(PassPeak(here, absent - done * appeared))
+        for place in extreme_places(stage):
+            there = absent - first * self.held.total(kept_of, place + 1)
+            here = self._layer_backward(place, first=first, whole=whole)
+            moments.append(PassPeak(here, there))
+            if not (sharding.keeps_units or (self.held.is_nested(place) and not whole)):
+                here = _layer_reduction(self, place, first=first, whole=whole)
+                moments.append(PassPeak(here, there))
         freed = passes.saved_layers(stage) + self.freed_head
         last = self._root_bytes(first=first, whole=whole) - freed
-        moments.append(PassPeak(last, absent - layers * appeared))
+        moments.append(PassPeak(last, absent - first * self.held.total(kept_of)))
         if first and sharding.keeps_units:
             # The last gradients beside their first copy in the format in which they are summed.
             freed = freed + passes.saved_embedding * stage.has_embedding
@@ -119,45 +121,32 @@ class StagePass(NamedTuple):
         """What its head frees before its layers' backward."""
         return self.passes.freed_head if self.stage.has_head else 0
 
-    def _layer_backward(self, done: int, *, first: bool, whole: bool) -> Size:
-        """Return the fullest moment of a layer's backward when *done* layers have run theirs."""
+    def _layer_backward(self, place: int, *, first: bool, whole: bool) -> Size:
+        """Return the fullest moment of the backward of the layer at a *place*."""
         passes, stage, sharding, units = self
-        place = stage.num_layers - 1 - done
+        done, own = stage.num_layers - 1 - place, self.held.at(place)
         others: Size = units.root + units.head_gradient - self.freed_head
         others = others - passes.saved_layers(stage, place + 1)
-        if self.is_nested and not whole:
-            return others + _nested_backward(self, done, first=first)
+        if self.held.is_nested(place) and not whole:
+            return others + _nested_backward(self, place, first=first)
         if sharding.keeps_units:
             others = others + units.head.weights
         else:
             # The unit behind has left the input of its reduction: FSDP2 holds on to one such buffer
             # until the next reduction wants its own (FSDPParamGroup, `post_backward`).
-            left = units.dense.wire if done else units.head.wire
-            others = others + left + replica_bytes(units, done, first=first)
+            others = others + self.held.left(place) + self.held.replica_bytes(done, first=first)
         arrives = self.sends_output and not done
         layer = passes.layer(stage, place)
         work = layer.sent if arrives else layer.work[1]
-        here: Size = work + self.gathered_layers(done, whole=whole)
+        here: Size = work + self.held.gathered(place, whole=whole)
         if not sharding.reshards or whole:
             return others + here + units.table.weights
         # Before the layer runs: its gathered buffer, and the weights copied out of it.
-        resident = done * units.layer.weights if sharding.keeps_units else 0
+        resident = self.held.total(weights_of, place + 1) if sharding.keeps_units else 0
         gradient = 0 if arrives else passes.message
         if units.keeps_last and not done:
             return others + here
-        return others + larger(here, gradient + resident + units.layer.weights + units.buffer)
-
-    def gathered_layers(self, done: int, *, whole: bool) -> Size:
-        """Return the gathered weights of layers while one runs backward and *done* have.
-
-        On the way are those of the layer before, or of the table.
-        """
-        _, stage, sharding, units = self
-        layers, layer = stage.num_layers, units.layer.weights
-        if whole or not sharding.reshards:
-            return (layers if sharding.keeps_units else layers - done) * layer
-        ahead = units.buffer if done < layers - 1 else units.table.weights * units.gathers
-        return (done if sharding.keeps_units else 0) * layer + layer + ahead
+        return others + larger(here, gradient + resident + own.weights + own.buffer)
 
     def _root_bytes(self, *, first: bool, whole: bool) -> Size:
         """Return the fullest moment after the layers: the table's gradient, the last reductions.
@@ -172,7 +161,7 @@ class StagePass(NamedTuple):
             return larger(table, fetch) + self.gathered_bytes
         table = largest((table, fetch, units.cut_table + units.positions))
         here = table + units.root + units.table.weights + units.head_gradient
-        moments = [here + units.dense.wire]
+        moments = [here + self.held.at(0).dense.wire]
         weights = gradients = sum(unit.weights for unit in units.last)
         kept: Size = 0
         for unit in units.last:
@@ -182,45 +171,32 @@ class StagePass(NamedTuple):
             gradients = gradients - unit.weights
             moments.append(weights + gradients + unit.last + unit.wire + unit.share + kept)
             kept = kept + unit.kept * first
-        return largest(moments) + replica_bytes(units, stage.num_layers, first=first)
+        return largest(moments) + self.held.replica_bytes(stage.num_layers, first=first)
 
 
-def _layer_reduction(stage_pass: StagePass, done: int, *, first: bool, whole: bool) -> Size:
+def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool, whole: bool) -> Size:
     """Return the fullest moment of the reduction of a layer's gradients, when it has run.
 
     Its weights are freed before that.
     """
     passes, stage, _, units = stage_pass
-    unit = units.layer
+    unit, done = stage_pass.held.at(place).whole, stage.num_layers - 1 - place
     others: Size = units.root + units.head_gradient - stage_pass.freed_head + passes.message
-    others = others - passes.saved_layers(stage, stage.num_layers - 1 - done)
-    others = others + stage_pass.gathered_layers(done, whole=whole) - unit.weights
-    others = others + replica_bytes(units, done, first=first)
+    others = others - passes.saved_layers(stage, place)
+    others = others + stage_pass.held.gathered(place, whole=whole) - unit.weights
+    others = others + stage_pass.held.replica_bytes(done, first=first)
     return others + unit.wire + larger(unit.weights, unit.share)
 
 
-def _nested_backward(stage_pass: StagePass, done: int, *, first: bool) -> Size:
+def _nested_backward(stage_pass: StagePass, place: int, *, first: bool) -> Size:
     """Return what a layer's backward needs whose experts are a unit of their own."""
     passes, stage, _, units = stage_pass
-    is_last = done == stage.num_layers - 1
-    behind = units.table.weights * units.gathers if is_last else units.ahead
-    left = units.dense.wire if done else units.head.wire
-    unit = NestedUnit(passes.layer(stage, stage.num_layers - 1 - done).nested, units)
-    kept = first * units.experts.kept + is_apart(units, first=first) * units.experts.replicas
+    layer, done = stage_pass.held.at(place), stage.num_layers - 1 - place
+    behind, left = stage_pass.held.on_the_way(place), stage_pass.held.left(place)
+    unit, experts = NestedUnit(passes.layer(stage, place).nested, layer, units), layer.experts
+    kept = first * experts.kept + is_apart(units, first=first) * experts.replicas
     moments = unit.backward(passes.message, left, behind, is_first=not done, kept=kept)
-    return largest(moments) + replica_bytes(units, done, first=first)
-
-
-def extreme_layers(stage: Stage) -> list[int]:
-    """Return how many layers have run backward ahead of one that may be fullest, in order.
-
-    Of layers that are all alike each differs by as much from the one before, from the second to the
-    last but one.
-    """
-    count = stage.num_layers
-    if stage.checkpoints.keeps_layers:
-        return [*range(count)]
-    return sorted({0, 1, count - 2, count - 1}.intersection(range(count)))
+    return largest(moments) + stage_pass.held.replica_bytes(done, first=first)
 
 
 def _forward_bytes(stage_pass: StagePass, *, whole: bool) -> Size:
@@ -241,10 +217,12 @@ def _fullest_forward(stage_pass: StagePass, *, whole: bool) -> list[int]:
     Of layers that are all alike it is the last one, as most is saved by then; or the first, where
     a pass finds all units and frees them one by one; or the last but one beside buffers of experts.
     """
-    _, stage, sharding, _ = stage_pass
+    _, stage, sharding, units = stage_pass
     layers, ends = stage.num_layers, {stage.num_layers - 1}
     if stage.checkpoints.keeps_layers:
         return [*range(layers)]
+    if len(units.layers) > 1:
+        return [*reversed(extreme_places(stage))]
     if whole:
         ends.add(0)
     elif sharding.divides_experts:
@@ -255,42 +233,43 @@ def _fullest_forward(stage_pass: StagePass, *, whole: bool) -> list[int]:
 def _layer_forward(stage_pass: StagePass, place: int, *, whole: bool) -> Iterator[Size]:
     """Yield what is live while the layer at *place* runs forward."""
     passes, stage, sharding, units = stage_pass
-    layers, behind = stage.num_layers, stage.num_layers - 1 - place
+    own, behind = stage_pass.held.at(place), stage.num_layers - 1 - place
     # The output counts as kept, and is what the last layer makes.
     counted: Size = passes.saved_head * stage.has_head + passes.message * stage_pass.sends_output
     others = units.root - counted - passes.saved_layers(stage, place + 1)
-    if stage_pass.is_nested and not whole:
-        nested = NestedUnit(passes.layer(stage, place).nested, units)
-        ahead = units.ahead if behind else units.head.weights * units.gathers
+    if stage_pass.held.is_nested(place) and not whole:
+        nested = NestedUnit(passes.layer(stage, place).nested, own, units)
+        ahead = units.head.weights * units.gathers
+        if behind:
+            ahead = stage_pass.held.at(place + 1).ahead
         yield from (others + each for each in nested.forward(ahead, is_first=not place))
         return
     here = others + passes.layer(stage, place).work[0] + whole * units.head.weights
-    if sharding.reshards:
-        gathered = behind + 1 if whole else 1
-    else:
-        gathered = layers if whole else place + 1
+    first, end = (place if sharding.reshards else 0), (None if whole else place + 1)
+    here = here + stage_pass.held.total(weights_of, first, end)
+    if not sharding.reshards:
         here = here + units.table.weights
-    here = here + gathered * units.layer.weights
     if whole:
         yield here
     else:
-        yield from _with_buffers(stage_pass, here, is_last=not behind)
+        yield from _with_buffers(stage_pass, here, place)
 
 
-def _with_buffers(stage_pass: StagePass, here: Size, *, is_last: bool) -> Iterator[Size]:
+def _with_buffers(stage_pass: StagePass, here: Size, place: int) -> Iterator[Size]:
     """Yield what is live while a layer runs forward, *here* without buffers of what is gathered.
 
     Where experts are units of their own, torchtitan has the next layer gathered ahead: beside its
     buffers, or the head's, that of the experts that run is still there (`apply_fsdp` of 0.2.2,
     models/llama4/infra/parallelize.py).
     """
-    _, _, sharding, units = stage_pass
-    if not sharding.divides_experts:
-        yield here + units.buffer
-    elif is_last:
-        yield here + units.expert_buffer + units.head.weights * units.gathers
+    _, stage, sharding, units = stage_pass
+    own = stage_pass.held.at(place)
+    if not (sharding.divides_experts and experts_by_place(stage)[place]):
+        yield here + own.buffer
+    elif place + 1 == stage.num_layers:
+        yield here + own.expert_buffer + units.head.weights * units.gathers
     else:
-        yield here + units.expert_buffer + units.buffer
+        yield here + own.expert_buffer + stage_pass.held.at(place + 1).buffer
 
 
 def _gathering(stage_pass: StagePass) -> Iterator[Size]:
@@ -310,10 +289,11 @@ def _gathering(stage_pass: StagePass) -> Iterator[Size]:
     yield held + buffer + passes.message - saved
     held = held - frees * units.table.weights
     if layers:
-        first = units.dense if stage_pass.is_nested else units.layer
-        yield held + buffer + copies * first.weights + passes.message - saved
-        held = held + (not frees) * layers * units.layer.weights
-        buffer = units.expert_buffer if stage_pass.is_nested else units.buffer
+        first, last = stage_pass.held.at(0), stage_pass.held.at(-1)
+        own = first.dense if stage_pass.held.is_nested(0) else first.whole
+        yield held + buffer + copies * own.weights + passes.message - saved
+        held = held + (not frees) * stage_pass.held.total(weights_of)
+        buffer = last.expert_buffer if stage_pass.held.is_nested(-1) else last.buffer
     if units.has_head:
         held = held + copies * units.head.weights
         yield held + buffer + passes.message - passes.saved_head
@@ -330,7 +310,7 @@ def _after_head(
     passes, _, sharding, units = stage_pass
     head = units.head
     # Experts, a unit of their own, are not gathered ahead of the last layer's backward.
-    ahead = units.buffer - units.expert_buffer
+    ahead = stage_pass.held.at(-1).dense_buffer
     here = units.root + stage_pass.stays(whole=whole, otherwise=ahead)
     yield PassPeak(here + head.weights + passes.products[1], late)
     here = here + passes.message - stage_pass.freed_head
@@ -354,17 +334,17 @@ def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
     scale = sharding.parameter[1] // sharding.parameter[0].gathered_parameter
     output = passes.saved_head - passes.freed_head if stage.has_head and is_alone else 0
     experts, layers, own = sharding.of_experts, stage.num_layers, sharding
-    runs = [(unit, own, 1) for unit in units.last]
+    runs, layer = [(unit, own, 1) for unit in units.last], stage_pass.held.at(0)
     if sharding.divides_experts:
-        runs += [(units.dense, own, min(1, layers)), (units.experts, experts, min(1, layers))]
-        runs += [(units.dense, own, layers - 1), (units.experts, experts, layers - 1)]
+        runs += [(layer.dense, own, min(1, layers)), (layer.experts, experts, min(1, layers))]
+        runs += [(layer.dense, own, layers - 1), (layer.experts, experts, layers - 1)]
     else:
-        runs.append((units.layer, own, layers))
+        runs.append((layer.whole, own, layers))
     most, gone = -output, 0 * output
     for unit, shared, count in (*runs, (units.head, own, 1)):
         shard = unit.wire // shared.num_ranks
         if count:
-            divided = unit.divided if unit is units.experts else 0
+            divided = unit.divided if unit is layer.experts else 0
             beside = largest((unit.wire, unit.last * scale + shard, shard + divided))
             most = larger(most, beside - unit.weights - gone)
         gone = gone + count * (unit.weights + unit.wire - shard)

@@ -13,7 +13,9 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import Size, larger, largest
 from meshwright.simulator.memory import PassPeak
 from meshwright.simulator.replication import is_tied
-from meshwright.simulator.units.passes import StagePass, extreme_layers, fullest
+from meshwright.simulator.units.layers import ByFamily, alike, extreme_places, member
+from meshwright.simulator.units.passes import StagePass, fullest
+from meshwright.simulator.units.stage_layers import kept_of
 from meshwright.simulator.units.weights import StageWeights
 
 
@@ -24,7 +26,7 @@ class SumBytes:
     Args:
         apart: Whether sums have another format than the gradients of a pass.
         scale: Bytes of a sum for each of a gradient as a pass makes it.
-        layer_shard: What this rank keeps of a layer's gradients once they are reduced.
+        layer_shards: What this rank keeps of a layer's gradients once they are reduced.
         head_shard: The same of the head's unit.
         shard: What it keeps of all gradients then.
         copying: The last units' gradients and their first copies as sums, at most, while they are
@@ -38,7 +40,7 @@ class SumBytes:
 
     apart: bool
     scale: int
-    layer_shard: Size
+    layer_shards: ByFamily[Size]
     head_shard: Size
     shard: Size
     copying: Size
@@ -63,9 +65,9 @@ class SumBytes:
         return cls(
             apart=apart,
             scale=wire_bytes // made_bytes,
-            layer_shard=shard(units.layer.wire, units.experts.wire),
+            layer_shards=tuple(shard(e.whole.wire, e.experts.wire) for e in units.layers),
             head_shard=shard(units.head.wire),
-            shard=shard(units.gradients, stage.num_layers * units.experts.kept),
+            shard=shard(units.gradients, stage_pass.held.total(lambda layer: layer.experts.kept)),
             copying=_copying(shape, stage_pass, weights.matrix),
             positions=positions * made_bytes,
             cut_table=units.cut_table * (sharding.is_plain and tied),
@@ -124,15 +126,23 @@ class _SummingPass(NamedTuple):
         """Return its fullest moment, beside all that the forward pass kept."""
         return fullest((*self._head_moments(), *self._layer_moments(), *self._root_moments()))
 
-    def _absent(self, done: int) -> Size:
-        """Return the sums that are not there, or no more, when head and *done* layers have run."""
-        units, sums = self.stage_pass.units, self.sums
+    def _absent(self, first: int) -> Size:
+        """Return the sums that are not there, or no more, when head and layers have run.
+
+        These are those from the place *first* on.
+        """
+        units, sums, stage = self.stage_pass.units, self.sums, self.stage_pass.stage
         if self.is_first:
-            return self._late - units.head.kept - done * units.layer.kept
+            return self._late - units.head.kept - self.stage_pass.held.total(kept_of, first)
         if not self.is_last:
             return 0
         # Once a unit is reduced its whole sum has gone, but for this rank's shard.
-        return units.head.wire - sums.head_shard + done * (units.layer.wire - sums.layer_shard)
+        gone: Size = units.head.wire - sums.head_shard
+        for has_experts, _, count in alike(stage, first):
+            layer = member(units.layers, has_experts=has_experts)
+            shard = member(sums.layer_shards, has_experts=has_experts)
+            gone = gone + count * (layer.whole.wire - shard)
+        return gone
 
     @property
     def _late(self) -> Size:
@@ -146,7 +156,9 @@ class _SummingPass(NamedTuple):
         if not stage.has_head:
             return
         yield PassPeak(passes.head[1] + units.root + head.weights + stay, self._late)
-        here = units.root + self.stage_pass.stays(whole=False, otherwise=units.buffer)
+        here = units.root + self.stage_pass.stays(
+            whole=False, otherwise=self.stage_pass.held.at(-1).buffer
+        )
         yield PassPeak(here + head.weights + passes.products[1], self._late)
         here = here + passes.message - self.stage_pass.freed_head
         if self.is_last:
@@ -154,27 +166,26 @@ class _SummingPass(NamedTuple):
             yield PassPeak(here + head.wire, 0)
             yield PassPeak(here + head.wire + last + head.share, head.wire)
         elif self.is_first and self.sums.apart:
-            yield PassPeak(here + head.weights, self._absent(0))
+            yield PassPeak(here + head.weights, self._absent(stage.num_layers))
 
     def _layer_moments(self) -> Iterator[PassPeak[Size]]:
         passes, stage, sharding, units = self.stage_pass
         others = units.root + (self.sums.waits if self.adds else units.head_gradient)
         table = 0 if sharding.reshards else units.table.weights
         others = others + table - self.stage_pass.freed_head
-        for done in extreme_layers(stage):
-            place = stage.num_layers - 1 - done
+        for place in extreme_places(stage):
+            done, unit = stage.num_layers - 1 - place, self.stage_pass.held.at(place)
             layer = passes.layer(stage, place)
             work = layer.adding if self.adds else layer.work[1]
-            here: Size = work + self.stage_pass.gathered_layers(done, whole=False)
+            here: Size = work + self.stage_pass.held.gathered(place, whole=False)
             if self.stage_pass.sends_output and not done:
                 here = here - layer.work[1] + layer.sent
             if sharding.reshards and (done or not units.keeps_last):
                 # Before the layer runs: its gathered buffer, and the weights copied out of it.
-                here = larger(here, passes.message + units.layer.weights + units.buffer)
-            left = units.dense.wire if done else units.head.wire
-            here = here + (left if self.is_last else 0)
+                here = larger(here, passes.message + unit.weights + unit.buffer)
+            here = here + (self.stage_pass.held.left(place) if self.is_last else 0)
             here = here - passes.saved_layers(stage, place + 1)
-            yield PassPeak(others + here, self._absent(done))
+            yield PassPeak(others + here, self._absent(place))
 
     def _root_moments(self) -> Iterator[PassPeak[Size]]:
         """Yield the fullest moments after the layers: the table's gradient, then the last units'.
@@ -183,10 +194,10 @@ class _SummingPass(NamedTuple):
         loop that filled it (`foreach_reduce` of PyTorch 2.13) still has the last gradient.
         """
         passes, stage, _, units = self.stage_pass
-        sums, absent = self.sums, self._absent(stage.num_layers)
+        sums, absent = self.sums, self._absent(0)
         freed: Size = passes.saved_layers(stage) + self.stage_pass.freed_head
         made: Size = sums.waits if self.adds else units.head_gradient + sums.positions
-        wire = units.layer.wire if self.is_last else 0
+        wire = self.stage_pass.held.at(0).whole.wire if self.is_last else 0
         weights: Size = units.root + units.table.weights
         table = larger(passes.table * stage.has_embedding, sums.cut_table)
         yield PassPeak(table + made + wire + weights - freed, absent)

@@ -7,16 +7,9 @@ from meshwright.hwprofiles import Units
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec, layer_kinds
+from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
 from meshwright.simulator.replication import EndUnits, is_tied, stage_parameters
-
-
-def layer_kind(shape: BlockShape) -> BlockKind:
-    """Return the first kind of a model's layers: where they are units, all have the same bytes.
-
-    A window changes neither parameters nor what is kept; experts are refused beside other layers.
-    """
-    return layer_kinds(shape.trained)[0]
+from meshwright.simulator.units.layers import ByFamily, alike, families, member
 
 
 class EndUnit(NamedTuple):
@@ -26,14 +19,33 @@ class EndUnit(NamedTuple):
     last: Size
 
 
+class LayerWeights(NamedTuple):
+    """Parameters of a layer on one rank.
+
+    Args:
+        most: All but experts of which other ranks hold others.
+        experts: Those, a unit of their own.
+    """
+
+    most: Size
+    experts: EndUnit
+
+    @classmethod
+    def of(cls, shape: BlockShape, kind: BlockKind) -> "LayerWeights":
+        """Return those of a layer of a *kind*."""
+        experts = shape.expert_parameters.get(kind, 0)
+        return cls(
+            shape.parameters[kind] - experts, EndUnit(experts, _last_experts(shape, experts))
+        )
+
+
 class StageWeights(NamedTuple):
     """Parameters of a stage on one rank; which units there are is structure.
 
     Args:
         total: Of the stage, but for experts of which other ranks hold others.
-        layer: Of one layer, without those.
-        layer_experts: Those of one layer.
-        last_experts: Those of the last of their tensors.
+        experts: Those of all its layers.
+        layers: Of a layer.
         num_experts: How many experts of a layer it has.
         matrix: Of the table, or of the output matrix.
         positions: Of the embedding beside its table.
@@ -44,9 +56,8 @@ class StageWeights(NamedTuple):
     """
 
     total: Size
-    layer: Size
-    layer_experts: Size
-    last_experts: Size
+    experts: Size
+    layers: ByFamily[LayerWeights]
     num_experts: Size
     matrix: Size
     positions: Size
@@ -54,11 +65,6 @@ class StageWeights(NamedTuple):
     roots: tuple[EndUnit, ...]
     table: tuple[EndUnit, ...]
     head: tuple[EndUnit, ...]
-
-    @property
-    def experts(self) -> EndUnit:
-        """The unit of a layer's experts."""
-        return EndUnit(self.layer_experts, self.last_experts)
 
     @classmethod
     def of(cls, shape: BlockShape, stage: Stage) -> "StageWeights":
@@ -72,13 +78,15 @@ class StageWeights(NamedTuple):
             last = matrix * (stage.has_head and not is_tied(shape, stage))
         elif not is_tied(shape, stage):
             last = sum(ends.root)  # of positions alone, however few words there are beside them
-        kind = layer_kind(shape)
-        experts = shape.expert_parameters.get(kind, 0)
+        layers = tuple(LayerWeights.of(shape, kind) for kind in families(shape))
+        experts = sum(
+            each.num_layers * member(layers, has_experts=each.has_experts).experts.size
+            for each in alike(stage)
+        )
         return cls(
-            total=stage_parameters(shape, stage) - stage.num_layers * experts,
-            layer=shape.parameters[kind] - experts,
-            layer_experts=experts,
-            last_experts=_last_experts(shape, experts),
+            total=stage_parameters(shape, stage) - experts,
+            experts=experts,
+            layers=layers,
             num_experts=num_own_experts(shape),
             matrix=matrix,
             positions=shape.parameters[EMBEDDING] - matrix,

@@ -43,8 +43,9 @@ PLAIN = (
 )
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
-    "ddp": PLAIN,
+    "ddp": (*PLAIN, LayerFact.LATENT_ATTENTION),
     "fsdp": (
+        LayerFact.LATENT_ATTENTION,
         LayerFact.ROUTED_EXPERTS,
         LayerFact.ATTENTION_SINKS,
         LayerFact.EXPERT_BIAS,

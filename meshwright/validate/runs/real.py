@@ -92,7 +92,12 @@ def reference_of(saved: SavedPlan) -> list[float]:
     torch.set_num_threads(1)
     try:
         multiple = saved.stack.vocabulary_multiple
-        return reference_losses(saved.job, REFERENCE_STEPS, vocabulary_multiple=multiple)
+        return reference_losses(
+            saved.job,
+            REFERENCE_STEPS,
+            vocabulary_multiple=multiple,
+            of_transformers=saved.stack.transformers_layers,
+        )
     finally:
         torch.set_num_threads(num_threads)
 

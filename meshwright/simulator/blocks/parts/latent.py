@@ -11,6 +11,8 @@ from meshwright.simulator.graph import (
     Dim,
     Gradient,
     Placement,
+    Rotary,
+    RotaryFormula,
     Tensor,
     columns,
     copy,
@@ -26,6 +28,18 @@ from meshwright.simulator.layout import Axis
 from meshwright.simulator.model import LatentAttention
 
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class LatentCore(NamedTuple):
+    """What latent attention is around.
+
+    Args:
+        attend: Writes attention of queries, keys and values, of this rank's tokens or of all.
+        turned: How transformers turns heads by their positions.
+    """
+
+    attend: Attend
+    turned: RotaryFormula
 
 
 class LatentDims(NamedTuple):
@@ -66,7 +80,7 @@ def latent_attention(
     latent: LatentAttention,
     num_heads: int,
     outside: Placement,
-    attend: Attend,
+    core: LatentCore,
 ) -> Tensor:
     """Return latent attention of normalised tokens.
 
@@ -81,12 +95,18 @@ def latent_attention(
         latent: Its widths.
         num_heads: Heads.
         outside: Where tokens lie outside of tensor-parallel regions.
-        attend: Writes attention of queries, keys and values, of this rank's tokens or of all.
+        core: What attends, and how heads turn.
     """
     dims, hidden = LatentDims.of(latent, num_heads), x.dims[-1]
+    spells_out = block.lowering.is_eager and block.lowering.spells_out
     with block.module(x):
-        query, key, value, held = _projected(block, x, latent, dims)
-        context = attend(query, key, value)
+        if spells_out:
+            query, key, value, held = _spelled_out(block, x, latent, dims, core.turned)
+        else:
+            query, key, value, held = _projected(block, x, latent, dims)
+        context = core.attend(query, key, value)
+        if spells_out:  # heads come before tokens in what attends, and out of it
+            context = copy(block, context, "attention by tokens", copies_back=False)
         for each in (query, key, value):
             block.give_up(RecomputeModule.MLA_UP_PROJ, each)
         y = row(block, context, hidden, "attention output", outside)
@@ -122,6 +142,52 @@ def _projected(
             value = copy(block, value, "values apart", copies_back=False)
             block.hold(given, turned, shared, pairs)
     return query, key, value, () if both else (given, turned, shared)
+
+
+def _spelled_out(
+    block: Block, x: Tensor, latent: LatentAttention, dims: LatentDims, turned: RotaryFormula
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return the same as transformers writes it, whose latents are both there before heads turn.
+
+    `DeepseekV3Attention` and `DeepseekV2Attention` of transformers 5.23.
+    """
+    width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
+    with block.module():  # the latent of queries has no name
+        (given,) = columns(block, _query_latent(block, x, latent), dims.queries)
+    plain, query = cut(block, given, dims.plain_queries, dims.rotary_queries)
+    both = whole_product(block, x, width, "kv down", PLAIN)
+    narrow, shared = cut(block, both, dims.latent, dims.shared_key)
+    narrow = norm(block, narrow, "kv latent norm", centers=False)
+    query, shared = rotary(block, query, shared, how=Rotary(formula=turned))
+    held = given, both, narrow, query, shared
+    query = _joined(block, plain, query, dims.queries)
+    (pairs,) = columns(block, narrow, dims.pairs)
+    plain, value = cut(block, pairs, dims.plain_keys, dims.values)
+    return query, _filled(block, plain, shared, dims), value, held
+
+
+def _filled(block: Block, plain: Tensor, shared: Tensor, dims: LatentDims) -> Tensor:
+    """Return keys whose parts are copied into a tensor that was empty.
+
+    Backward of each copy first copies all of the gradient, and the part (`CopySlices` of PyTorch,
+    csrc/autograd/functions/tensor.cpp).
+    """
+    empty = plain.like("keys joined", dims=(*plain.dims[:-1], dims.queries))
+    whole = block.add(
+        [plain],
+        [empty],
+        [Gradient(plain, at=plain.at)],
+        block.traffic(plain, plain),
+        scratch=((), (empty.like("copied gradient"),)),
+    )
+    of_heads = shared.like("shared keys of heads", dims=(*plain.dims[:-1], dims.rotary_queries))
+    spread = of_heads.like(of_heads.name, base=shared.storage)
+    block.add([shared], [spread], [Gradient(shared)])
+    full = whole.like("keys", base=whole.storage)
+    gradients = [Gradient(whole), Gradient(spread)]
+    moved = block.traffic(spread, spread)
+    zeros = of_heads.like("zeros of a part")
+    return block.add([whole, spread], [full], gradients, moved, scratch=((), (zeros,)))
 
 
 def _query_latent(block: Block, x: Tensor, latent: LatentAttention) -> Tensor:

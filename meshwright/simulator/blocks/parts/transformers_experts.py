@@ -26,9 +26,11 @@ from meshwright.simulator.blocks.parts.routing import (
 from meshwright.simulator.blocks.parts.shared import Shared, gated
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
+    STATISTIC_BYTES,
     Block,
     Dim,
     Gradient,
+    Linear,
     Placement,
     Reads,
     Tensor,
@@ -36,6 +38,7 @@ from meshwright.simulator.graph import (
     cast,
     handed_on,
     pointwise,
+    product,
     view,
 )
 from meshwright.simulator.layout import ExpertAxis
@@ -47,24 +50,36 @@ MASK_BYTES = 1
 def transformers(
     block: Block, x: Tensor, dims: RoutedDims, experts: Experts, shared: Shared | None
 ) -> Tensor:
-    """Return what grouped experts make of tokens, and gated ones that are shared beside them.
+    """Return what grouped experts make of tokens, and shared ones beside them.
 
-    These run first; their gate does behind the experts, and what it makes of them has a name.
+    Gated ones run first; their gate does behind the experts, and what it makes of them has a name.
+    Those without a gate run behind the experts (`DeepseekV3MoE`).
     """
-    flat = dims.flat(block, x)
-    beside = None if shared is None else shared.write(block, flat)
-    logits = logits_of(block, flat, dims, bias=experts.bias)
-    shares = _shares(block, logits, experts, dims)
+    flat, is_gated = dims.flat(block, x), shared is not None and shared.has_gate
+    beside = shared.write(block, flat) if shared is not None and is_gated else None
+    if experts.routed_in_full:
+        logits = _wide_logits(block, flat, dims)
+        shares = _scaled_shares(block, logits, experts, dims)
+    else:
+        logits = logits_of(block, flat, dims, bias=experts.bias)
+        shares = _shares(block, logits, experts, dims)
     run = _exchanged if dims.mesh.is_divided else _sorted
     with block.part(EXPERTS):
         result = run(block, flat, shares, dims, experts)
     if beside is not None:
         beside = gated(block, flat, beside)
-        made = result.like("all experts out")
-        result = handed_on(block, [result, beside], made, block.traffic(made, made, made))
+        result = _added_up(block, result, beside)
         block.hold(beside)
+    elif shared is not None:
+        result = view(block, result, *x.dims)
+        result = _added_up(block, result, shared.write(block, x))
     block.hold(logits, shares)
     return view(block, result, *x.dims)
+
+
+def _added_up(block: Block, result: Tensor, beside: Tensor) -> Tensor:
+    made = result.like("all experts out")
+    return handed_on(block, [result, beside], made, block.traffic(made, made, made))
 
 
 def _sorted(
@@ -79,11 +94,11 @@ def _sorted(
     names, begin = _counted(block, rows, dims)
     made = _run(block, rows, experts, dims, Known(begin, names[0]))
     wide = _rows_weighted(block, made, weights)
-    inverse = numbers(rows, "inverse order")
-    wide = moved(block, wide, "rows of tokens", (dims.rows, hidden), Numbers(made=(inverse,)))
+    inverse = _inverse(block, rows)
+    wide = moved(block, wide, "rows of tokens", (dims.rows, hidden), Numbers(read=(inverse,)))
     total = _summed(block, wide, dims, copies_back=True)
     result = cast(block, total, "experts out", block.width)
-    block.hold(shares, wide, *names)
+    block.hold(shares, order, wide, inverse, *names)
     return result
 
 
@@ -116,6 +131,11 @@ def _exchanged(
     return cast(block, total, "experts out", block.width)
 
 
+def _inverse(block: Block, rows: Tensor) -> Tensor:
+    """Return where each of sorted *rows* was: what runs again ends with it, not with rows."""
+    return block.add([rows], [numbers(rows, "inverse order")], [])
+
+
 def _summed(block: Block, wide: Tensor, dims: RoutedDims, *, copies_back: bool) -> Tensor:
     """Return the sums of each token's rows; their gradient is spread out, perhaps as a copy."""
     by_token = view(block, wide, dims.tokens, dims.chosen, wide.dims[-1])
@@ -142,8 +162,8 @@ def _own(block: Block, given: Tensor, ones: Tensor, dims: RoutedDims, experts: E
     )
     made = _run(block, cleared, experts, dims, Known(begin, names[0], mask))
     wide = pointwise(block, "weighted rows", made, reads=Reads.NOTHING, beside=(weights,))
-    inverse = numbers(rows, "inverse order")
-    wide = moved(block, wide, "rows in order", (dims.arrived, hidden), Numbers(made=(inverse,)))
+    inverse = _inverse(block, rows)
+    wide = moved(block, wide, "rows in order", (dims.arrived, hidden), Numbers(read=(inverse,)))
     out = wide.like("sums of one row")
     out = handed_on(block, [wide], out, block.traffic(wide, out))
     block.hold(cleared, made, wide, order, *names)
@@ -161,6 +181,35 @@ def _counted(block: Block, rows: Tensor, dims: RoutedDims) -> tuple[tuple[Tensor
     names = numbers(rows, "sorted"), numbers(rows, "counted", INT32_BYTES), each
     block.add([rows], [*names, begin], [])
     return names, begin
+
+
+def _wide_logits(block: Block, flat: Tensor, dims: RoutedDims) -> Tensor:
+    """Return the product of DeepSeek's router, which casts both of its operands to fp32."""
+    weight = block.weight("router.weight", dims.experts, flat.dims[-1])
+    operands = (
+        cast(block, flat, "tokens in fp32", STATISTIC_BYTES),
+        cast(block, weight, "router weight in fp32", STATISTIC_BYTES),
+    )
+    return product(block, "router", operands, dims.tokens, dims.experts, linear=Linear(wide=True))
+
+
+def _scaled_shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
+    """Return a token's shares of its experts, as they are scaled by a number.
+
+    DeepSeek-V3 divides those by their sum, DeepSeek-V2 does not; it clears scores of other groups,
+    which V3 does with copies that go as it has chosen (`DeepseekV2TopkRouter` and
+    `DeepseekV3TopkRouter` of transformers 5.23).
+    """
+    few = dims.tokens, dims.chosen
+    scores = pointwise(block, "expert scores", logits, reads=Reads.OUTPUT)
+    if experts.leaves_shares and experts.num_groups > 1:
+        mask = scores.like("experts of other groups", width=MASK_BYTES)
+        block.add([scores], [mask], [])
+        scores = pointwise(block, "cleared scores", scores, reads=Reads.NOTHING, beside=(mask,))
+    shares = taken(block, scores, "shares", few).values
+    if not experts.leaves_shares:
+        shares = normalised(block, shares, in_place=True)
+    return pointwise(block, "scaled shares", shares, reads=Reads.NOTHING)
 
 
 def _shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
@@ -242,11 +291,12 @@ def _rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
     block.add([weights], [spread], [Gradient(weights)])
     wide = rows.like("weighted rows", width=weights.width)
     traffic = block.traffic(rows, wide)
-    gradients = [
-        Gradient(rows, (weights, rows), (traffic, traffic)),
-        Gradient(spread, (weights, rows)),
-    ]
     # Where it is cast, that comes before the other gradient is summed over columns.
     is_cast = wide.width > rows.width
-    last = wide.like("gradient in fp32") if is_cast else weights.like("sum of gradient")
-    return block.add([rows, spread], [wide], gradients, traffic, scratch=((), (last,)))
+    made = wide.like("gradient in fp32") if is_cast else None
+    last = () if is_cast else (weights.like("sum of gradient"),)
+    gradients = [
+        Gradient(rows, (weights, rows), (traffic, traffic), makes=made),
+        Gradient(spread, (weights, rows)),
+    ]
+    return block.add([rows, spread], [wide], gradients, traffic, scratch=((), last))

@@ -19,10 +19,18 @@ class PlainExperts(nn.Module):
         hidden_size: Width of tokens.
         routing: How tokens are sent to them.
         shared: What all tokens go through, if there is something.
+        of_transformers: Routing biases do not move, and shares stay as they are where it leaves
+            them so.
     """
 
     def __init__(
-        self, experts: Experts, hidden_size: int, routing: Routing, shared: nn.Module | None
+        self,
+        experts: Experts,
+        hidden_size: int,
+        routing: Routing,
+        shared: nn.Module | None,
+        *,
+        of_transformers: bool = False,
     ) -> None:
         super().__init__()
         num, inner = experts.num_experts, experts.hidden_size
@@ -35,7 +43,9 @@ class PlainExperts(nn.Module):
             self.experts_in_bias = nn.Parameter(torch.empty(num, outputs))
             self.experts_out_bias = nn.Parameter(torch.empty(num, hidden_size))
         self.shared = shared
-        self.bias = RoutingBias(num) if experts.routing_bias else None
+        moves_bias = experts.routing_bias and not of_transformers
+        self.bias = RoutingBias(num) if moves_bias else None
+        self.leaves_shares = of_transformers and experts.leaves_shares
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return what routed and shared experts make of ``[batch, tokens, width]``."""
@@ -73,7 +83,7 @@ class PlainExperts(nn.Module):
     def _shares(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token's shares of its experts, and which these are.
 
-        They add up to 1, but for that of one expert that weighs what it reads.
+        They add up to 1, but for that of one expert that weighs what it reads, and DeepSeek-V2's.
         """
         logits = self.router(flat).float()
         is_sigmoid = self.facts.scores == "sigmoid"
@@ -82,6 +92,6 @@ class PlainExperts(nn.Module):
         if self.bias is not None:
             self.bias.count(places.flatten().bincount(minlength=self.facts.num_experts))
         chosen = scores.gather(1, places)
-        if self.facts.weighs_inputs:
+        if self.facts.weighs_inputs or self.leaves_shares:
             return chosen, places
         return chosen / chosen.sum(dim=-1, keepdim=True), places

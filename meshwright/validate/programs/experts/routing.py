@@ -30,6 +30,13 @@ def chosen_places(
     return turns.remainder_(num_experts).view(num_tokens, chosen)
 
 
+def outside_groups(scores: Tensor, experts: Experts, routing: Routing) -> Tensor:
+    """Return which *scores* are outside of a token's groups: none where routing is balanced."""
+    if routing.is_balanced:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    return _of_best_groups(scores.detach(), experts).isneginf()
+
+
 def _of_best_groups(scores: Tensor, experts: Experts) -> Tensor:
     """Return *scores* without those outside of a token's groups.
 

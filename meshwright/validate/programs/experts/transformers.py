@@ -6,14 +6,15 @@ Where other ranks have other experts rows go there and come back, each expert's 
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from meshwright.simulator.model import Experts
 from meshwright.validate.programs.experts.activations import ClampedSwiglu
 from meshwright.validate.programs.experts.group import exchanged
 from meshwright.validate.programs.experts.products import GroupedWeights
-from meshwright.validate.programs.experts.routing import Taken, chosen_places
-from meshwright.validate.programs.experts.titan import RoutedGroup
+from meshwright.validate.programs.experts.routing import Taken, chosen_places, outside_groups
+from meshwright.validate.programs.experts.titan import ROUTE_SCALE, RoutedGroup
 from meshwright.validate.programs.fused import PackedSwiglu
 
 
@@ -134,7 +135,7 @@ class TransformersExperts(nn.Module):
         experts: Of a layer.
         hidden_size: Width of tokens.
         routed: Who has the other experts, and how tokens are sent to them.
-        shared: What all tokens go through, weighed by a gate, if there is something.
+        shared: What all tokens go through, perhaps weighed by a gate, if there is something.
     """
 
     def __init__(
@@ -145,19 +146,44 @@ class TransformersExperts(nn.Module):
         self.router = nn.Linear(hidden_size, experts.num_experts, bias=experts.bias)
         self.experts = OwnExperts(experts, hidden_size, routed)
         self.shared = shared
-        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if shared is not None else None
+        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if experts.shared_gate else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what experts make of ``[batch, tokens, width]``; shared ones run first."""
+        """Return what experts make of ``[batch, tokens, width]``; gated shared ones run first."""
         flat = inputs.flatten(0, 1)
-        beside = None if self.shared is None else self.shared(flat)
-        logits = self.router(flat)
-        shares, places = self._shares(logits)
+        beside: Tensor | None = None
+        if self.shared is not None and self.shared_gate is not None:
+            beside = self.shared(flat)
+        in_full = self.facts.routed_in_full
+        logits = self._wide_logits(flat) if in_full else self.router(flat)
+        shares, places = self._scaled_shares(logits) if in_full else self._shares(logits)
         out: Tensor = self.experts(flat, places, shares)
         if beside is not None and self.shared_gate is not None:
             beside = self.shared_gate(flat).sigmoid() * beside
             out = out + beside
+        elif self.shared is not None:
+            out = out.view_as(inputs)
+            out = out + self.shared(inputs)
         return out.view_as(inputs)
+
+    def _wide_logits(self, flat: Tensor) -> Tensor:
+        """Return logits in fp32 (`DeepseekV3TopkRouter` of transformers)."""
+        return F.linear(flat.float(), self.router.weight.float())
+
+    def _scaled_shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return shares as DeepSeek's routers scale them, and a token's experts.
+
+        The second one clears the scores of other groups, the third divides shares by their sum.
+        """
+        experts, routing = self.facts, self.routing
+        scores = logits.softmax(dim=-1) if experts.leaves_shares else logits.sigmoid()
+        if experts.leaves_shares and experts.num_groups > 1:
+            scores = scores.masked_fill(outside_groups(scores, experts, routing), 0.0)
+        places = chosen_places(scores, experts, routing)
+        shares = Taken.apply(scores, places)
+        if not experts.leaves_shares:
+            shares /= shares.sum(dim=-1, keepdim=True)
+        return shares * ROUTE_SCALE, places
 
     def _shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token's shares of its experts, and which these are."""

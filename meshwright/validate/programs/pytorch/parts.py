@@ -142,6 +142,7 @@ class PlainParts:
     turns_first = True
     copies_operands = False
     cuts_chunks = False
+    of_transformers = False
 
     def __init__(
         self,
@@ -201,7 +202,13 @@ class PlainParts:
         if shared is not None and experts.shared_gate:
             shared = GatedShared(nn.Linear(model.hidden_size, 1, bias=False), shared)
         if self.of_experts is None:
-            return PlainExperts(experts, model.hidden_size, Routing(), shared)
+            return PlainExperts(
+                experts,
+                model.hidden_size,
+                Routing(),
+                shared,
+                of_transformers=self.of_transformers,
+            )
         return TitanExperts(experts, model.hidden_size, self.of_experts, shared)
 
     def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:  # noqa: ARG002

@@ -114,8 +114,6 @@ def refuse_unsupported(request: ProgramRequest) -> None:
     ]
     if model.experts is not None:
         refuse_routing(request.job, plan)
-        is_fixed = model.experts.routing_bias and request.stack.transformers_layers
-        refusals.append((is_fixed, "routing_bias", "true of experts; allowed: false"))
     for is_refused, name, text in refusals:
         if is_refused:
             raise PlanError(f"{model.name} has no PyTorch program with {name}={text}")

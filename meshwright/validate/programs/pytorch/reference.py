@@ -19,7 +19,12 @@ from meshwright.validate.programs.pytorch.precision import autocast
 
 
 def reference_losses(
-    job: TrainingJob, num_steps: int, dropout: float = 0.0, *, vocabulary_multiple: int = 1
+    job: TrainingJob,
+    num_steps: int,
+    dropout: float = 0.0,
+    *,
+    vocabulary_multiple: int = 1,
+    of_transformers: bool = False,
 ) -> list[float]:
     """Return the mean loss of each of the first *num_steps* steps, one sequence at a time.
 
@@ -31,11 +36,13 @@ def reference_losses(
         num_steps: How many steps.
         dropout: Probability, where the model has dropout.
         vocabulary_multiple: To which the table is padded.
+        of_transformers: Experts are chosen and weighed as transformers does it.
     """
     model = job.transformer
     parts = plain_parts(
         model, vocab_size=padded_vocab_size(model, 1, vocabulary_multiple), dropout=dropout
     )
+    parts.of_transformers = of_transformers
     options = LayerOptions(
         attention=Attention.FLASH,
         recompute=Recompute.NONE,
