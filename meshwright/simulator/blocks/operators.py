@@ -112,10 +112,14 @@ class FlashAttention(NamedTuple):
 
 
 class MemoryBound(NamedTuple):
-    """Kernels whose time is their traffic: *size_bytes* read and written."""
+    """Kernels whose time is their traffic: *size_bytes* read and written.
+
+    Of *strided* ones it is at least that of as many elements, made one by one.
+    """
 
     name: str
     size_bytes: int
+    strided: int = 0
 
 
 class KernelLaunches(NamedTuple):

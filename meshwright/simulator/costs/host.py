@@ -6,8 +6,6 @@ from meshwright.hwprofiles import Cluster, StackProfile
 from meshwright.simulator.blocks import HostPasses, Operator
 from meshwright.simulator.costs.compute import constant_cost
 
-PRODUCTS_OF_PASS = 2  # of an expert
-
 
 def waiting_s(passes: HostPasses, stack: StackProfile) -> float:
     """Return the seconds in which the device has nothing to do, whatever else it has to."""
@@ -15,20 +13,19 @@ def waiting_s(passes: HostPasses, stack: StackProfile) -> float:
     if passes.experts:
         time_s += stack.host_per_expert_pass_s
         time_s += passes.experts * stack.host_per_own_expert_s
-    # A kernel of an expert takes the host what one of its two products of a pass does.
-    each_s = stack.host_per_own_expert_s / PRODUCTS_OF_PASS
-    return passes.num_passes * time_s + passes.experts * passes.own_kernels * each_s
+    return passes.num_passes * time_s
 
 
 def issue_ps(operators: Iterable[Operator], stack: StackProfile, cluster: Cluster) -> int:
     """Return the picoseconds in which the host starts *operators*, 0 where that is not known.
 
     Known it is of layers with experts: a time a pass, one for each expert of the rank, as each has
-    products and hooks of its own, and one for each kernel that casts its rows.
+    products and hooks of its own, and one for each kernel that casts its rows or adds its bias.
     """
     time_s = 0.0
     for each in operators:
         if isinstance(each, HostPasses) and each.experts:
             of_pass_s = stack.host_issue_pass_s + each.experts * stack.host_issue_expert_s
-            time_s += each.num_passes * of_pass_s + each.casts * stack.host_issue_cast_s
+            kernels = each.casts + each.experts * each.own_kernels
+            time_s += each.num_passes * of_pass_s + kernels * stack.host_issue_cast_s
     return constant_cost(1, time_s * cluster.host_time_factor).time_ps
