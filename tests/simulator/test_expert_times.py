@@ -26,7 +26,6 @@ from meshwright.simulator.blocks.parts import hottest_share
 from meshwright.simulator.costs import Category
 from meshwright.simulator.costs.collectives import dispatch_cost, sent_once
 from meshwright.simulator.costs.compute import gemm_cost
-from meshwright.simulator.costs.host import issue_ps
 from meshwright.simulator.graph import Kind, Memory, Phase, Product, Tensor, Traffic, Transfer
 from meshwright.simulator.layout import ExpertAxis, Mesh, stack_refusal
 from meshwright.simulator.model import EXPERT_LAYER, Experts
@@ -306,22 +305,6 @@ def test_fused_products_open_and_cast_what_they_make() -> None:
     apart, fused = moved.values()
     assert apart[0] - fused[0] == rows * width * (2 * 3 + 4)
     assert apart[1] - fused[1] == rows * width * (2 * 5 + 2 * 4)
-
-
-def test_kernels_of_biases_are_what_a_host_starts_and_no_device_waits_for() -> None:
-    model = load_model("gpt-oss-120b")
-    job = TrainingJob(model=model, global_batch_size=8, seq_len=4096)
-    shape = BlockShape.of(job, replace(PLAN, ep=8, stages=(36,)), STACK)
-    cluster = load_cluster("dgx-h100")
-    costs = CostModel(cluster, STACK, 8)
-    layer = costs.block_cost(shape, EXPERT_LAYER)
-    found = costs.blocks.operators(shape, EXPERT_LAYER)
-    waits = [each.category_ps(Category.HOST) for each in (layer.forward, layer.backward)]
-    assert waits == [(300 + 16 * 40) * 10**6, 2 * (300 + 16 * 40) * 10**6]
-    # 16 experts, each with 2 and 6 kernels more of 20 us.
-    starts = [issue_ps(phase, STACK, cluster) for phase in (found.forward, found.backward)]
-    passes = 1200 + 16 * 130
-    assert starts == [(passes + 16 * 2 * 20) * 10**6, (2 * passes + 16 * 6 * 20) * 10**6]
 
 
 def test_fused_products_bound_what_they_open_and_add_biases() -> None:

@@ -144,14 +144,12 @@ def head_launches(num_predictions: int, *, has_mlm: bool) -> tuple[KernelLaunche
 class HostPasses(NamedTuple):
     """Host time of passes through a layer, some of which the device waits for.
 
-    *experts* are the rank's.  ``own_kernels`` are those that each expert has for itself in these
-    passes beside its products, and beside ``casts`` of its rows, which are kernels of all experts.
+    *experts* are the rank's, ``casts`` the kernels that cast rows of one by themselves.
     """
 
     name: str
     num_passes: int
     experts: int = 0
-    own_kernels: int = 0
     casts: int = 0
 
 

@@ -48,9 +48,6 @@ from meshwright.simulator.model import EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKi
 # that is sent; three sums, copies of two halves that are summed, and of three tensors.
 ENGINE_STEP_KERNELS = 3, 4
 STEP_KERNELS = 12, 9
-# Of each expert, both ways: its last bias is weighed and added; two products, two sums make
-# gradients of that, and those of both are added (`_apply_bias`, megatron/core/transformer/moe).
-BIAS_KERNELS = 2, 6
 
 
 class PricedBlock(NamedTuple):
@@ -222,9 +219,8 @@ def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses
     passes = (1 + backward) * layers
     if experts is None:
         return HostPasses(name, passes)
-    kernels = BIAS_KERNELS[backward] * layers * (experts.bias and shape.stack.megatron_layers)
     own = experts.num_experts // shape.ep
-    return HostPasses(name, passes, own, kernels, own * layers * expert_casts(shape))
+    return HostPasses(name, passes, own, own * layers * expert_casts(shape))
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:

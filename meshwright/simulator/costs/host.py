@@ -20,12 +20,11 @@ def issue_ps(operators: Iterable[Operator], stack: StackProfile, cluster: Cluste
     """Return the picoseconds in which the host starts *operators*, 0 where that is not known.
 
     Known it is of layers with experts: a time a pass, one for each expert of the rank, as each has
-    products and hooks of its own, and one for each kernel that casts its rows or adds its bias.
+    products and hooks of its own, and one for each kernel that casts its rows.
     """
     time_s = 0.0
     for each in operators:
         if isinstance(each, HostPasses) and each.experts:
             of_pass_s = stack.host_issue_pass_s + each.experts * stack.host_issue_expert_s
-            kernels = each.casts + each.experts * each.own_kernels
-            time_s += each.num_passes * of_pass_s + kernels * stack.host_issue_cast_s
+            time_s += each.num_passes * of_pass_s + each.casts * stack.host_issue_cast_s
     return constant_cost(1, time_s * cluster.host_time_factor).time_ps
