@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+from witnesses.strided import StridedElements
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
@@ -25,6 +26,7 @@ from meshwright.simulator.graph import (
     Dim,
     Repetition,
     Tape,
+    Traffic,
     WeightGradients,
     rotary,
 )
@@ -129,8 +131,8 @@ def counted(run: Callable[[Tensor], Tensor]) -> Measured:
         return count_pass(run, [Given((TOKENS, BATCH, HEADS, WIDTH))], RankOracle({}))
 
 
-def derived() -> Measured:
-    """Return what the graph says of it."""
+def walked() -> Backward:
+    """Return the walk of the graph that stands for it."""
     job = TrainingJob(
         model=SCALED, global_batch_size=BATCH, seq_len=TOKENS, precision=Precision.BF16
     )
@@ -146,15 +148,20 @@ def derived() -> Measured:
     tape.run_forward(x)
     backward = Backward(tape, WeightGradients.KEPT)
     backward.run()
-    return as_measured(backward)
+    return backward
 
 
 def test_scaled_angles_are_those_of_megatron_core() -> None:
     values = torch.randn(TOKENS, BATCH, HEADS, WIDTH)
     assert pytest.approx(_yarn_get_concentration_factor_from_config(YARN)) == ANGLE_FACTOR
     torch.testing.assert_close(turned_apart(values, *WHERE), turned_by_core(values))
-    ours, wanted = counted(lambda x: turned_apart(x, *WHERE)), derived()
+    walk = walked()
+    ours, wanted = counted(lambda x: turned_apart(x, *WHERE)), as_measured(walk)
     assert ours == wanted
-    theirs = counted(turned_by_core)  # forward with a table of angles in fp32, which others share
+    with StridedElements() as mode:
+        theirs = counted(turned_by_core)  # forward with a table of angles in fp32, shared by others
     assert replace(theirs, forward_peak_bytes=wanted.forward_peak_bytes) == wanted
     assert 0 <= theirs.forward_peak_bytes - wanted.forward_peak_bytes <= 2 * 4 * TOKENS * WIDTH
+    works = [each.work for each in walk.tape.steps if isinstance(each.work, Traffic)]
+    of_table = TOKENS * WIDTH // 2  # positions times frequencies, once for all layers
+    assert mode.count - of_table == sum(each.strided or 0 for each in works)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from witnesses import megatron_job
 from witnesses.boundary import modules_converted, values_answered
 from witnesses.expert_layers import LLAMA4, OSS, SPEC
+from witnesses.strided import StridedElements
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, RecomputeModule, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob
@@ -24,7 +25,15 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.kinds import lowering_of
 from meshwright.simulator.blocks.parts.megatron_experts import _multiplied
 from meshwright.simulator.blocks.parts.routing import ExpertMesh, RoutedDims
-from meshwright.simulator.graph import Backward, Block, Dim, Repetition, Tape, WeightGradients
+from meshwright.simulator.graph import (
+    Backward,
+    Block,
+    Dim,
+    Repetition,
+    Tape,
+    Traffic,
+    WeightGradients,
+)
 from meshwright.simulator.model import Experts, ModelSpec
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.fused import AutogradFunction, Context
@@ -142,8 +151,8 @@ def counted(experts: Experts, modules: tuple[RecomputeModule, ...], shares: Prec
             return count_pass(lambda x, p: grouped(x, sizes, p)[0], given, RankOracle({}))
 
 
-def derived(experts: Experts, modules: tuple[RecomputeModule, ...], shares: Precision) -> Measured:
-    """Return what the graph says of them."""
+def walked(experts: Experts, modules: tuple[RecomputeModule, ...], shares: Precision) -> Backward:
+    """Return the walk of the graph that stands for them."""
     shape = BlockShape.of(JOB, plan_of(modules), load_stack("megatron-core"))
     block = Block({}, lowering_of(shape), shape.element_bytes)
     rows, hidden = Dim("rows", NUM_ROWS), Dim("hidden", SPEC.hidden_size)
@@ -161,7 +170,7 @@ def derived(experts: Experts, modules: tuple[RecomputeModule, ...], shares: Prec
     tape.run_forward(x, weights)
     backward = Backward(tape, WeightGradients.KEPT)
     backward.run()
-    return as_measured(backward)
+    return backward
 
 
 @pytest.mark.parametrize(
@@ -191,4 +200,14 @@ def test_experts_in_grouped_products_are_byte_exact(
             forward_peak_bytes=found.forward_peak_bytes - kept,
             backward_peak_bytes=found.backward_peak_bytes - apart,
         )
-    assert derived(model.experts, modules, shares) == found
+    assert as_measured(walked(model.experts, modules, shares)) == found
+
+
+@pytest.mark.parametrize("modules", [(), (RecomputeModule.MOE_ACT,)], ids=["kept", "moe_act"])
+def test_kernels_over_slices_make_as_many_elements(modules: tuple[RecomputeModule, ...]) -> None:
+    assert OSS.experts is not None
+    with StridedElements() as mode:
+        counted(OSS.experts, modules, Precision.BF16)
+    steps = walked(OSS.experts, modules, Precision.BF16).tape.steps
+    works = [each.work for each in steps if isinstance(each.work, Traffic)]
+    assert mode.count == sum(each.strided or 0 for each in works)

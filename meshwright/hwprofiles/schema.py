@@ -81,12 +81,25 @@ class GemmKernels(Profile):
         return {Precision.FP8: self.fp8, Precision.MXFP8: self.mxfp8}
 
 
+class StridedKernels(Profile):
+    """What a multiprocessor takes an element of a slice, or beside numbers that are repeated.
+
+    PyTorch's kernel for such operands works out where each element lies and moves it by itself, so
+    that those of one byte take as long as those of four.
+    """
+
+    element_time_s: Latency = Field(alias="element_time")
+    kind: Source
+    source: Text
+
+
 class MemoryKernels(Profile):
     """What share of the memory bandwidth element-wise kernels reach."""
 
     bandwidth_fraction: PositiveFraction
     kind: Source
     source: Text
+    strided: StridedKernels | None = None
 
 
 class NarrowFlash(Profile):

@@ -202,6 +202,33 @@ def test_element_wise_traffic_runs_at_its_share_of_the_bandwidth() -> None:
     assert cost == Cost(to_ps(10**9 / rate), DEVICE.memory.kind)
 
 
+@pytest.mark.parametrize(
+    ("num_elements", "width", "measured_us"),
+    [
+        (16 * 256 * 56**2, 2, 46.1),
+        (16 * 256 * 56**2, 1, 45.2),
+        (16 * 256 * 56**2, 4, 49.2),
+        (1024 * 10240, 2, 35.5),
+    ],
+    ids=["bf16", "bool", "fp32", "other version"],
+)
+def test_kernels_over_slices_take_a_time_an_element(
+    num_elements: int, width: int, measured_us: float
+) -> None:
+    """What PyTorch took on H200 for an operand whose numbers are repeated (its `element_time`)."""
+    kernel = MemoryBound("product", 2 * width * num_elements, num_elements)
+    cost = memory_bound_cost(kernel, load_device("h200-sxm"))
+    assert cost.time_ps / 10**6 == pytest.approx(measured_us, rel=0.08)
+    assert cost.source is Source.MEASURED
+
+
+@pytest.mark.parametrize(("device", "strided"), [("h200-sxm", 1), ("a100-sxm4-80gb", 10**9)])
+def test_kernels_over_slices_take_no_less_than_their_traffic(device: str, strided: int) -> None:
+    """Also on a device that says nothing of them."""
+    whole = memory_bound_cost(MemoryBound("copy", 10**9), load_device(device))
+    assert memory_bound_cost(MemoryBound("copy", 10**9, strided), load_device(device)) == whole
+
+
 def test_constants_of_the_stack_are_multiplied_by_their_count() -> None:
     assert constant_cost(7, 3e-6) == Cost(21_000_000, Source.FITTED)
 

@@ -307,15 +307,20 @@ def test_fused_products_open_and_cast_what_they_make() -> None:
     assert apart[1] - fused[1] == rows * width * (2 * 5 + 2 * 4)
 
 
-def test_biases_that_are_added_expert_by_expert_wait_for_the_host() -> None:
+def test_fused_products_bound_what_they_open_and_add_biases() -> None:
+    """What is over slices there is turning queries and keys alone."""
     model = load_model("gpt-oss-120b")
-    job = TrainingJob(model=model, global_batch_size=8, seq_len=4096)
-    plan = replace(PLAN, ep=8, stages=(36,))
-    cost = CostModel(load_cluster("dgx-h100"), STACK, 8)
-    layer = cost.block_cost(BlockShape.of(job, plan, STACK), EXPERT_LAYER)
-    passes = [each.category_ps(Category.HOST) for each in (layer.forward, layer.backward)]
-    # 16 experts, each with 2 and 6 kernels more of 20 us.
-    assert passes == [(300 + 16 * (40 + 40)) * 10**6, (600 + 16 * (80 + 120)) * 10**6]
+    job = TrainingJob(model=model, global_batch_size=8, seq_len=4096, precision=Precision.MXFP8)
+    shape = BlockShape.of(job, replace(PLAN, stages=(36,)), load_stack("megatron-core-fused"))
+    found = CostModel(load_cluster("gb200-nvl72"), shape.stack, 8).blocks.operators(
+        shape, EXPERT_LAYER
+    )
+    made = [
+        sum(each.strided for each in phase if isinstance(each, MemoryBound))
+        for phase in (found.forward, found.backward)
+    ]
+    turned = 4096 * (model.num_heads + model.num_kv_heads) * 64
+    assert made == [turned * 5 // 2] * 2
 
 
 @pytest.mark.parametrize(

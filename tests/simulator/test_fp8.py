@@ -57,6 +57,7 @@ STACKS = ("fsdp", "megatron-core", "torchtitan", "torchtitan-2024-12")
 DATED = (
     "llm-foundry-2023",
     "megatron-core-2024",
+    "megatron-core-2026",
     "megatron-core-blackwell",
     "megatron-core-capacity",
     "megatron-core-capacity-graphs",

@@ -16,7 +16,7 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes, stand_in_bytes
+from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
 from meshwright.simulator.memory import (
@@ -26,6 +26,7 @@ from meshwright.simulator.memory import (
     SentBytes,
     block_bytes,
     num_communicators,
+    stand_in_bytes,
     usable_bytes,
     workspace_bytes,
 )
@@ -454,7 +455,7 @@ def test_gradients_that_come_late_are_not_there_before_their_first_backward() ->
         for index, (phase, of_virtual_stage) in enumerate(order)
     ]
     passes = [(action, 10 * i, 10 * i + 5) for i, action in enumerate(actions)]
-    memory = replace(static_rank((virtual_stage, virtual_stage), 1), message_buffers_bytes=1000)
+    memory = replace(static_rank((virtual_stage, virtual_stage), 1), buffers_bytes=1000)
     events = memory_timeline(memory, passes, 99)
     assert [(e.activations_bytes, e.buffers_bytes, e.absent_bytes) for e in events] == [
         (1100, 7, 20),

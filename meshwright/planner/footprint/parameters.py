@@ -6,8 +6,9 @@ import numpy as np
 
 from meshwright.planner.footprint.units import BesideWeights
 from meshwright.planner.space import Column, ShapeTable, block_counts
-from meshwright.simulator.blocks import BlockShape, stand_in_bytes
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
+from meshwright.simulator.memory import stand_in_bytes
 from meshwright.simulator.model import BlockKind, model_blocks
 from meshwright.simulator.replication import blocks_of
 

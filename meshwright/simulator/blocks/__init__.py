@@ -3,7 +3,6 @@
 from meshwright.simulator.blocks.ends import SHIFTED_BYTES
 from meshwright.simulator.blocks.fp8_casts import (
     beside_weights_bytes,
-    stand_in_bytes,
     step_cast_bytes,
 )
 from meshwright.simulator.blocks.kinds import ADDED, OUTPUT, Ending, makes_gradients, walk
@@ -58,7 +57,6 @@ __all__ = [
     "model_flops",
     "plan_parameters",
     "spelling_of",
-    "stand_in_bytes",
     "step_cast_bytes",
     "sum_flops",
     "walk",

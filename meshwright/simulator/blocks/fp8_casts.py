@@ -16,13 +16,12 @@ backward, and the weights as often as the stack does.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import prod
 
-from meshwright.hwprofiles import Kernels, Precision, WeightCast
+from meshwright.hwprofiles import Precision, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.blocks.spelling import layer_table_bytes
-from meshwright.simulator.model import ENDS, BlockKind, BlockRun, linear_shapes, linear_weights
+from meshwright.simulator.model import ENDS, BlockKind, BlockRun, linear_weights
 
 CAST_BYTES = 4
 # Forward the inputs of an expert's two products are cast, backward the gradients of their outputs.
@@ -116,24 +115,6 @@ def beside_weights_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
     runs = list(blocks)
     num_layers = sum(count for kind, count in runs if kind not in ENDS)
     return weight_copy_bytes(shape, runs) + layer_table_bytes(shape) * num_layers
-
-
-def stand_in_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
-    """Return what stands in for the gradients of *blocks* that products add where they are summed.
-
-    Autograd is given a tensor all the same: one for all weights of a shape, in their format, which
-    is never let go (get_dummy_wgrad of Transformer Engine, pytorch/module/base.py: of linear layers
-    from 2.3 on, of experts from 2.10; of Megatron-Core's output matrix from core 0.14 on,
-    tensor_parallel/layers.py).
-    """
-    stack = shape.stack
-    adds = stack.fused_gradient_accumulation and stack.kernels is not Kernels.EAGER
-    if not (stack.keeps_stand_ins and adds):
-        return 0
-    rows = shape.local_vocab_size * shape.tp
-    known = linear_shapes(shape.trained, rows, shape.tp, shape.ep, shape.etp)
-    found = {size for kind, _ in blocks for size in known.get(kind, ())}
-    return shape.element_bytes * sum(prod(size) for size in found)
 
 
 def num_linear_weights(shape: BlockShape) -> Counter[BlockKind]:

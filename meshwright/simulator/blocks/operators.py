@@ -143,10 +143,14 @@ def _twice_seen(start: int, rows: int, window: int) -> int:
 
 
 class MemoryBound(NamedTuple):
-    """Kernels whose time is their traffic: *size_bytes* read and written."""
+    """Kernels whose time is their traffic: *size_bytes* read and written.
+
+    Of *strided* ones it is at least that of as many elements, made one by one.
+    """
 
     name: str
     size_bytes: int
+    strided: int = 0
 
 
 class KernelLaunches(NamedTuple):
@@ -171,14 +175,12 @@ def head_launches(num_predictions: int, *, has_mlm: bool) -> tuple[KernelLaunche
 class HostPasses(NamedTuple):
     """Host time of passes through a layer, some of which the device waits for.
 
-    *experts* are the rank's.  ``own_kernels`` are those that each expert has for itself in these
-    passes beside its products, and beside ``casts`` of its rows, which are kernels of all experts.
+    *experts* are the rank's, ``casts`` the kernels that cast rows of one by themselves.
     """
 
     name: str
     num_passes: int
     experts: int = 0
-    own_kernels: int = 0
     casts: int = 0
 
 

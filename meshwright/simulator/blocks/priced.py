@@ -49,9 +49,6 @@ from meshwright.simulator.model import EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKi
 # that is sent; three sums, copies of two halves that are summed, and of three tensors.
 ENGINE_STEP_KERNELS = 3, 4
 STEP_KERNELS = 12, 9
-# Of each expert, forward and backward: its last bias is weighed and added; two products, two sums
-# make gradients of that; those of both are added (`_apply_bias`, megatron/core/transformer/moe).
-BIAS_KERNELS = 2, 6
 
 
 class PricedBlock(NamedTuple):
@@ -114,9 +111,7 @@ class PricedBlock(NamedTuple):
             for step in steps
             if isinstance(step.work, FusedAttention)
         ]
-        moved = sum(_number(step.work.nbytes) for step in steps if isinstance(step.work, Traffic))
-        moves = not isinstance(moved, int) or moved > 0
-        traffic = [MemoryBound("element-wise kernels", moved)] if moves else []
+        traffic = _traffic("element-wise kernels", steps)
         rings = list(_ring_messages(steps, flash))
         turns = any(step.operator.gradients for step in steps if isinstance(step.work, Exchange))
         extra = [_ring_launches(self.shape, each) for each in flash if turns]
@@ -221,10 +216,8 @@ def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses
     passes = (1 + backward) * layers
     if experts is None:
         return HostPasses(name, passes)
-    by_one = experts.bias and shape.stack.megatron_layers
-    kernels = BIAS_KERNELS[backward] * layers if by_one else 0
     own = _number(experts.num_experts // block.sizes.ep)
-    return HostPasses(name, passes, own, kernels, own * layers * expert_casts(shape))
+    return HostPasses(name, passes, own, own * layers * expert_casts(shape))
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:
@@ -248,9 +241,18 @@ def _between(block: PricedBlock, first: Step, last: Step) -> tuple[Operator, ...
     known = block.found.tape.steps
     start, end = (place for place, step in enumerate(known) if step is first or step is last)
     steps = known[start + 1 : end]
-    moved = sum(_number(step.work.nbytes) for step in steps if isinstance(step.work, Traffic))
     products = _products(block, steps, merges=True).values()
-    return (*(each for each in products if each.rows), MemoryBound("rows of experts", moved))
+    return (*(each for each in products if each.rows), *_traffic("rows of experts", steps))
+
+
+def _traffic(name: str, steps: Sequence[Step]) -> list[MemoryBound]:
+    """Return the traffic of *steps*, that of kernels which make elements one by one by itself."""
+    moved = [step.work for step in steps if isinstance(step.work, Traffic)]
+    whole = sum(_number(work.nbytes) for work in moved if work.strided is None)
+    found = [MemoryBound(name, whole)] if not isinstance(whole, int) or whole > 0 else []
+    apart = [(work.nbytes, work.strided) for work in moved if work.strided is not None]
+    sums = [sum(map(_number, each)) for each in zip(*apart, strict=True)]
+    return [*found, *([MemoryBound(f"{name} over slices", *sums)] if apart else [])]
 
 
 def _is_exchange(step: Step) -> bool:

@@ -163,10 +163,14 @@ def memory_rate_bytes_per_s(device: Device) -> float:
 
 
 def memory_bound_cost(operator: MemoryBound, device: Device) -> Cost:
-    """Return the time of *operator*'s traffic."""
-    return Cost.from_seconds(
-        operator.size_bytes / memory_rate_bytes_per_s(device), device.memory.kind
-    )
+    """Return the time of *operator*'s traffic, or of its elements where they take longer."""
+    facts = device.memory
+    time_s, kind = operator.size_bytes / memory_rate_bytes_per_s(device), facts.kind
+    if operator.strided and facts.strided is not None:
+        one_by_one_s = operator.strided * facts.strided.element_time_s / device.num_sms
+        if one_by_one_s > time_s:
+            time_s, kind = one_by_one_s, facts.strided.kind
+    return Cost.from_seconds(time_s, kind)
 
 
 def constant_cost(count: int, time_s: float) -> Cost:

@@ -6,8 +6,6 @@ from meshwright.hwprofiles import Cluster, StackProfile
 from meshwright.simulator.blocks import HostPasses, Operator
 from meshwright.simulator.costs.compute import constant_cost
 
-PRODUCTS_OF_PASS = 2  # of an expert
-
 
 def waiting_s(passes: HostPasses, stack: StackProfile) -> float:
     """Return the seconds in which the device has nothing to do, whatever else it has to."""
@@ -15,9 +13,7 @@ def waiting_s(passes: HostPasses, stack: StackProfile) -> float:
     if passes.experts:
         time_s += stack.host_per_expert_pass_s
         time_s += passes.experts * stack.host_per_own_expert_s
-    # A kernel of an expert takes the host what one of its two products of a pass does.
-    each_s = stack.host_per_own_expert_s / PRODUCTS_OF_PASS
-    return passes.num_passes * time_s + passes.experts * passes.own_kernels * each_s
+    return passes.num_passes * time_s
 
 
 def issue_ps(operators: Iterable[Operator], stack: StackProfile, cluster: Cluster) -> int:

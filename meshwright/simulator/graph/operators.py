@@ -87,9 +87,14 @@ class FusedAttention(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """A kernel whose time is its traffic."""
+    """A kernel whose time is its traffic.
+
+    PyTorch's kernels over slices, or over numbers that are repeated, make their *strided* elements
+    one by one; what decides there may be how many these are.
+    """
 
     nbytes: Size
+    strided: "Size | None" = None
 
 
 class Transfer(NamedTuple):

@@ -201,11 +201,14 @@ def _by_halves(block: Block, x: Tensor, *repeated: Tensor, makes_angles: bool = 
     wide, half = x.like("wide", width=width), x.like("half", width=x.width // 2)
     product = (wide,) if width > x.width else ()
     one, two = block.traffic(x, x), block.traffic(x, x, x)
+    turns = two
+    if makes_angles:  # which are repeated for all heads; the half that changes sign is a slice
+        one, turns = one._replace(strided=x.numel), two._replace(strided=x.numel // 2)
     slope = Gradient(x, tuple(read[:1]), (one,))
     outputs = [wide.like("along"), *made]
     along = block.add([x, *repeated[:1]], outputs, [slope], one, scratch=((), product))
     scratch = ((half,), (half if makes_angles else x,))
-    turned = block.add([x], [x.like("turned")], [Gradient(x, (), (two,))], two, scratch=scratch)
+    turned = block.add([x], [x.like("turned")], [Gradient(x, (), (turns,))], turns, scratch=scratch)
     slope = Gradient(turned, tuple(read[1:]), (one,))
     inputs = [turned, *read[1:]]
     across = block.add(inputs, [wide.like("across")], [slope], one, scratch=((), product))

@@ -45,6 +45,7 @@ from meshwright.simulator.memory.stage_outputs import (
     kept_output_bytes,
     message_buffer_bytes,
 )
+from meshwright.simulator.memory.stand_ins import stand_in_bytes
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
     fullest_moments,
@@ -88,6 +89,7 @@ __all__ = [
     "rank_memory",
     "sharded_workspace_bytes",
     "stage_messages",
+    "stand_in_bytes",
     "usable_bytes",
     "virtual_stage_memory",
     "with_copies",

@@ -127,7 +127,7 @@ def kept_levels(
         (stage, kept) for stage in memory.virtual_stages if (kept := stage.kept_units) is not None
     ]
     moments = [_moments(stage, kept) for stage, kept in stages]
-    saved = memory.message_buffers_bytes
+    saved = memory.buffers_bytes
     absent = sum(stage.late_gradients_bytes for stage, _ in stages)
     gathered, elsewhere = [0] * len(stages), 0
     sent = (

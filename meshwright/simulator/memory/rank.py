@@ -169,10 +169,11 @@ class VirtualStageMemory:
 class RankMemory:
     """Everything that decides the memory of one pipeline rank, and what it keeps on its host.
 
-    ``message_buffers_bytes`` live throughout, with what its blocks share; ``holds_sent`` says that
-    messages it has sent live until the step ends.  ``pairs_bytes`` are what a forward pass through
-    the first virtual stage and a backward pass through the second add while they run beside each
-    other.  ``held_at`` says of which rank a runtime holds messages as Megatron-Core's does.
+    ``buffers_bytes`` live throughout: of messages, what its blocks share, and stand-ins for
+    gradients; ``holds_sent`` says that messages it has sent live until the step ends.
+    ``pairs_bytes`` are what a forward pass through the first virtual stage and a backward pass
+    through the second add while they run beside each other.  ``held_at`` says of which rank a
+    runtime holds messages as Megatron-Core's does.
     """
 
     parameters_bytes: int
@@ -181,7 +182,7 @@ class RankMemory:
     update_temporary_bytes: int = 0
     virtual_stages: tuple[VirtualStageMemory, ...] = ()
     host_bytes: int = 0
-    message_buffers_bytes: int = 0
+    buffers_bytes: int = 0
     holds_sent: bool = False
     pairs_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     held_at: PipelinePlace | None = None
@@ -285,7 +286,7 @@ def rank_memory(
         optimizer_states_bytes=optimizer_share * state.optimizer,
         update_temporary_bytes=optimizer_share * state.update_temporary,
         virtual_stages=virtual_stages,
-        message_buffers_bytes=max((each.buffer_bytes for each in virtual_stages), default=0),
+        buffers_bytes=max((each.buffer_bytes for each in virtual_stages), default=0),
     )
 
 

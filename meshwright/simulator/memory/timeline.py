@@ -163,7 +163,7 @@ def _plain_levels(
     memory: RankMemory, actions: Sequence[Action]
 ) -> Iterator[tuple[LiveBytes, LiveBytes]]:
     """Yield the levels of a rank that keeps no units between its passes."""
-    saved = memory.message_buffers_bytes
+    saved = memory.buffers_bytes
     held = _held(memory, actions)
     passes = zip(_passes(memory, actions), held, held[1:], strict=False)
     for (keeps, during, frees, after, _), holds, left in passes:
@@ -214,7 +214,7 @@ def _fullest_levels(
     if memory.virtual_stages[0].kept_units is not None or pairs:
         yield from enumerate(pass_levels(memory, actions, pairs=pairs))
         return
-    saved, held = memory.message_buffers_bytes, _held(memory, actions)
+    saved, held = memory.buffers_bytes, _held(memory, actions)
     most: dict[int, tuple[int, int, int, _Pass]] = {}
     for position, (one, holds) in enumerate(zip(_passes(memory, actions), held, strict=False)):
         saved += one[0]
@@ -233,7 +233,7 @@ def update_level(memory: RankMemory) -> LiveBytes:
     reduced = sum(units.reduction.absent_bytes for units in kept if units is not None)
     reduced += sum(stage.reduced_gradients_bytes for stage in memory.virtual_stages)
     left = 0 if memory.held_at is None else held_between_steps(memory.sent)
-    return LiveBytes(memory.message_buffers_bytes + left, memory.update_temporary_bytes, reduced)
+    return LiveBytes(memory.buffers_bytes + left, memory.update_temporary_bytes, reduced)
 
 
 def memory_timeline(

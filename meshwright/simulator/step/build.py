@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source, StackProfile
-from meshwright.simulator.blocks import beside_weights_bytes, stand_in_bytes
+from meshwright.simulator.blocks import beside_weights_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
 from meshwright.simulator.layout import REPLICATED, ParallelPlan, Stage, TrainingJob
@@ -22,6 +22,7 @@ from meshwright.simulator.memory import (
     pair_bytes,
     rank_memory,
     stage_messages,
+    stand_in_bytes,
     virtual_stage_memory,
     with_copies,
     with_states,
@@ -193,7 +194,7 @@ def _memory_of_units(
     memory = unit_rank_memory(shape, passes, stages, replication, parameter)
     memory = replace(
         memory,
-        message_buffers_bytes=microbatches * memory.message_buffers_bytes,
+        buffers_bytes=microbatches * memory.buffers_bytes,
         holds_sent=get_schedule(context.setting.plan.schedule).holds_sent,
     )
     memory = _offloaded(context, memory, stages)
@@ -235,8 +236,7 @@ def _memory_of_stages(
         memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
     own = blocks_of(stages)
-    buffers_bytes = memory.message_buffers_bytes + stand_in_bytes(shape, own)
-    memory = replace(memory, message_buffers_bytes=buffers_bytes)
+    memory = replace(memory, buffers_bytes=memory.buffers_bytes + stand_in_bytes(shape, own))
     memory = with_copies(memory, beside_weights_bytes(shape, own))
     if context.setting.plan.expert_overlap is not None:
         memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))

@@ -244,5 +244,5 @@ def unit_rank_memory(
             states.update_temporary + sum(known[stage].copied for stage in stages)
         ),
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
-        message_buffers_bytes=int(batch + sum(known[stage].buffers for stage in stages)),
+        buffers_bytes=int(batch + sum(known[stage].buffers for stage in stages)),
     )

@@ -54,7 +54,8 @@ def bounded(
 def _bounded(block: Block, x: Tensor, *, num_bounds: int) -> Tensor:
     """Return *x* between bounds; backward masks where it was outside, a byte an element each."""
     masks = tuple(x.like(f"{x.name} inside", width=1) for _ in range(num_bounds))
-    traffic = block.traffic(x, x)
-    compared = Traffic(block.traffic(x).nbytes + x.numel)
+    # What is bounded is a slice of the product, its gradient one of the product's.
+    traffic = block.traffic(x, x)._replace(strided=x.numel)
+    compared = Traffic(block.traffic(x).nbytes + x.numel, x.numel)
     slope = Gradient(x, (x,), (*(compared for _ in masks), traffic))
     return block.add([x], [x.like(f"bounded {x.name}")], [slope], traffic, scratch=((), masks))

@@ -157,6 +157,8 @@ def _multiplied(
         made = moved(block, made, "rows as they came", made.dims)
     if not experts.bias:
         return made
+    if bits is not None and bits.opens_experts:
+        return _in_product(block, made, dims, weights)
     out = _with_biases(block, made, weights, dims)
     block.hold(made)
     return out
@@ -171,21 +173,23 @@ def _with_biases(block: Block, made: Tensor, weights: Tensor, dims: RoutedDims) 
     rows' gradient together, and multiplies and sums for a bias and for the weights.
     """
     hidden = made.dims[-1]
-    weight = block.weight(f"expert {hidden.name}.bias", dims.experts, hidden, at=_on_ranks(dims))
+    at: Placement = {ExpertAxis.EP: dims.experts}
+    weight = block.weight(f"expert {hidden.name}.bias", dims.experts, hidden, at=at)
     wide = max(made.width, weights.width)
     added, joined = (
         made.like(name, width=wide) for name in ("rows with biases", "outputs with biases")
     )
     apart = made.like("weighed biases", width=wide)
-    rows, sums = Traffic(2 * made.nbytes), Traffic(3 * apart.nbytes)
+    rows, weighed = Traffic(2 * made.nbytes), Traffic(2 * apart.nbytes, apart.numel)
+    sums = weighed, Traffic(apart.nbytes)
     narrows = (Traffic(apart.nbytes + made.nbytes),) if wide > made.width else ()
     gradients = [
         Gradient(made, (), (*narrows, rows)),
-        Gradient(weights, (weights,), (sums,), at=weights.at),
-        Gradient(weight, (weights,), (sums,), at=weight.at),
+        Gradient(weights, (weights,), sums, at=weights.at),
+        Gradient(weight, (weights,), sums, at=weight.at),
     ]
-    work = Traffic(3 * apart.nbytes + made.nbytes)
-    added = block.add([made, weights, weight], [added], gradients, work)
+    work = Traffic(apart.nbytes, apart.numel), Traffic(2 * apart.nbytes + made.nbytes)
+    added = block.add([made, weights, weight], [added], gradients, *work)
     joined = handed_on(block, [added], joined, Traffic(added.nbytes + joined.nbytes))
     return cast(block, joined, "outputs cast", made.width)
 
@@ -200,10 +204,9 @@ def _opened_at_once(
     """
     bits = block.lowering.eight_bits
     is_free = bits is not None and bits.opens_experts
-    if experts.activation == "clamped":
+    if experts.activation == "clamped" and not is_free:
         parts = bounded(block, inner, (dims.gate, dims.up), by_slices=False)
-        bounding = () if is_free else (block.traffic(inner, inner),)
-        inner = handed_on(block, parts, inner.like("bounded"), *bounding)
+        inner = handed_on(block, parts, inner.like("bounded"), block.traffic(inner, inner))
     out = last_dim(inner, "activation", dims.inner)
     traffic = () if is_free else (block.traffic(inner, out),)
     back = () if is_free else (block.traffic(inner, inner, out),)
@@ -238,19 +241,25 @@ def _opened(
     return block.add([opened, weights], [made], gradients, traffic, scratch=((), twice))
 
 
-def _on_ranks(dims: RoutedDims) -> Placement:
-    """Return where a bias of experts lies that is not cut with their widths."""
-    return {ExpertAxis.EP: dims.experts}
+def _in_product(
+    block: Block, made: Tensor, dims: RoutedDims, weights: Tensor | None = None
+) -> Tensor:
+    """Return what a grouped product made with the bias of each expert, which its kernel adds.
 
-
-def _in_product(block: Block, made: Tensor, dims: RoutedDims) -> Tensor:
-    """Return what a grouped product made with the bias of each expert, which its kernel adds."""
-    out = made.dims[-1]
-    at: Placement = {**_on_ranks(dims), dims.mesh.split_on: out}
+    Last ones are times *weights*, and one kernel makes the gradients of both; the first's come out
+    of the kernel that opens backward (`BackwardGroupedMLP` of Transformer Engine 2.16).
+    """
+    out, bits = made.dims[-1], block.lowering.eight_bits
+    is_free = weights is None and bits is not None and bits.opens_experts
+    split: Placement = {dims.mesh.split_on: out} if weights is None else {}
+    at: Placement = {ExpertAxis.EP: dims.experts, **split}
     vector = block.weight(f"expert {out.name}.bias", dims.experts, out, at=at)
-    slopes = [Gradient(made, hands_on=True)]
-    slopes.append(Gradient(vector, (), (block.traffic(made),), at=vector.at))
-    return block.add([made, vector], [made.like(made.name, base=made.storage)], slopes)
+    read = () if weights is None else (weights,)
+    summed = () if is_free else (block.traffic(made),)
+    slopes = [Gradient(made, hands_on=True), *(Gradient(each, read, at=each.at) for each in read)]
+    slopes.append(Gradient(vector, read, summed, at=vector.at))
+    outputs = [made.like(made.name, base=made.storage)]
+    return block.add([made, *read, vector], outputs, slopes)
 
 
 def _weighed(
