@@ -28,6 +28,7 @@ from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.bounds.bounds import StepBounds
 from meshwright.planner.footprint import device_bytes_column, host_bytes_column, peak_bytes
 from meshwright.planner.footprint.least import least_bytes
+from meshwright.planner.footprint.pass_table import _most
 from meshwright.planner.search import search
 from meshwright.planner.space import PASSES, SWITCHES
 from meshwright.planner.space.shapes import ShapeTable
@@ -658,7 +659,10 @@ class Brute(NamedTuple):
 
 @cache
 def brute_force(name: str) -> Brute:
-    case = CASES[name]
+    return brute_force_of(CASES[name])
+
+
+def brute_force_of(case: Case) -> Brute:
     job, cluster, stack = job_of(case), load_cluster(case.cluster), stack_of(case)
     space = enumerate_space(job, stack, case.num_gpus, limits_of(case))
     table = ShapeTable.of(space)
@@ -742,6 +746,13 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
             assert point.step_ps == min(within)
 
 
+def test_memory_is_exact_where_floats_no_longer_are() -> None:
+    sizes = np.array([[2**53 + 1, 3], [5, 2**52 + 1], [1, 1]])
+    counts = np.array([[1, 0], [1, 2]])
+    assert _most(sizes, counts).tolist() == [2**53 + 7, 2**53 + 7, 3]
+    assert _most(sizes[2:], counts).tolist() == [3]
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if " on the host" in name])
 def test_what_hosts_have_no_room_for_is_not_found(name: str) -> None:
     case, brute = CASES[name], brute_force(name)
@@ -802,6 +813,41 @@ def test_no_bound_exceeds_a_step_that_waits_for_its_network(*, frees: bool, leas
     ]
     assert shares
     assert least < min(shares) <= max(shares) <= 1
+
+
+@pytest.mark.parametrize(("pp", "num_virtual_stages", "least"), [(1, 1, 1.0), (2, 4, 0.98)])
+def test_bounds_count_every_gather_and_reduction_and_messages_that_leave_a_node(
+    pp: int, num_virtual_stages: int, least: float
+) -> None:
+    """A rank without a pipeline takes as long as its bound; a stage fills a node, to the last."""
+    limits = SpaceLimits(
+        **dict.fromkeys(("tp", "microbatch_size", "zero_stage"), (1,)),
+        pp=(pp,),
+        num_virtual_stages=(num_virtual_stages,),
+        recompute=(Recompute.NONE,),
+    )
+    brute = brute_force_of(Case(GROUPED, "dgx-a100", "megatron-core", 16, 32, limits=limits))
+    assert brute.step_ps
+    for index, step_ps in brute.step_ps.items():
+        assert least * step_ps <= brute.bounds_ps[index] <= step_ps
+
+
+def test_of_passes_beside_each_other_one_frees_what_the_other_keeps() -> None:
+    """Sequences are so long that what is kept for passes in flight is most of the memory."""
+    sizes = {"num_layers": 16, "seq_len": 8192, "vocab_size": 512}
+    limits = SpaceLimits(
+        **dict.fromkeys(("tp", "cp", "microbatch_size", "zero_stage"), (1,)),
+        **dict.fromkeys(("pp", "num_virtual_stages"), (2,)),
+        expert_overlap=(ExpertOverlap.MICROBATCHES,),
+        recompute=(Recompute.NONE,),
+        gradient_precision=(None,),
+    )
+    model = ROUTED.model_copy(update=sizes)
+    case = Case(model, "dgx-h100", "megatron-core", 4, 24, limits=limits, frees_switches=True)
+    brute = brute_force_of(case)
+    assert brute.spare_bytes
+    # With one pass more in flight all would need less than that.
+    assert all(0 < spare < 0.3 * brute.device_bytes[i] for i, spare in brute.spare_bytes.items())
 
 
 def test_layouts_too_long_to_simulate_stay_in_the_proof(

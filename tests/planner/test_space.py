@@ -228,6 +228,19 @@ def test_experts_are_divided_among_all_ranks_of_a_stage() -> None:
         assert set(space.column("ep").tolist()) == {1, 2, 4, 8}
 
 
+@pytest.mark.parametrize("stack", ["fsdp", "torchtitan"])
+def test_ranks_of_all_experts_are_slices_of_a_set_of_shards(stack: str) -> None:
+    model = load_model("mixtral-8x7b")
+    job = TrainingJob(model=model, global_batch_size=4, seq_len=512)
+    limits = SpaceLimits(
+        **dict.fromkeys(("tp", "pp", "microbatch_size"), (1,)), ep=(1, 2, 4), dp_shard=(1, 2, 4)
+    )
+    space = enumerate_space(job, load_stack(stack), 4, limits)
+    plans = map(space.plan_without_stages, range(len(space)))
+    slices = {(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4)}
+    assert {(plan.ep, plan.num_shards) for plan in plans} == slices
+
+
 @pytest.mark.parametrize(
     ("limits", "inner"),
     [
