@@ -294,6 +294,15 @@ def test_free_switches_take_every_value_that_has_an_effect() -> None:
     assert {each["sync_each_microbatch"] for each in alone} == {None}
 
 
+@pytest.mark.parametrize(("batch", "found"), [(4, {None}), (8, {None, False})])
+def test_one_microbatch_is_reduced_at_one_time(batch: int, found: set[bool | None]) -> None:
+    job = TrainingJob(model=model_of(), global_batch_size=batch, seq_len=16)
+    limits = SpaceLimits(dp=(4,), microbatch_size=(1,))
+    space = enumerate_space(job, load_stack("fsdp"), 4, limits)
+    plans = map(space.plan_without_stages, range(len(space)))
+    assert {plan.sync_each_microbatch for plan in plans} == found
+
+
 @pytest.mark.parametrize(("stack", "is_told"), [("megatron-core", True), ("ddp", False)])
 def test_an_axis_that_a_stack_lacks_is_not_told_of(stack: str, *, is_told: bool) -> None:
     job = TrainingJob(model=model_of(), global_batch_size=8, seq_len=16)
