@@ -815,18 +815,46 @@ def test_no_bound_exceeds_a_step_that_waits_for_its_network(*, frees: bool, leas
     assert least < min(shares) <= max(shares) <= 1
 
 
-@pytest.mark.parametrize(("pp", "num_virtual_stages", "least"), [(1, 1, 1.0), (2, 4, 0.98)])
-def test_bounds_count_every_gather_and_reduction_and_messages_that_leave_a_node(
-    pp: int, num_virtual_stages: int, least: float
-) -> None:
-    """A rank without a pipeline takes as long as its bound; a stage fills a node, to the last."""
-    limits = SpaceLimits(
-        **dict.fromkeys(("tp", "microbatch_size", "zero_stage"), (1,)),
-        pp=(pp,),
-        num_virtual_stages=(num_virtual_stages,),
-        recompute=(Recompute.NONE,),
-    )
-    brute = brute_force_of(Case(GROUPED, "dgx-a100", "megatron-core", 16, 32, limits=limits))
+PLAIN = SpaceLimits(
+    **dict.fromkeys(("tp", "microbatch_size"), (1,)), recompute=(Recompute.NONE,), zero_stage=(1,)
+)
+# Layouts that wait for one thing alone, and what their bounds are of their times at least.
+WAITING = {
+    "gathers and reductions": (
+        Case(GROUPED, "dgx-a100", "megatron-core", 16, 32, limits=PLAIN.pinned(pp=(1,))),
+        1.0,
+    ),
+    "messages of stages that fill a node": (
+        Case(
+            GROUPED,
+            "dgx-a100",
+            "megatron-core",
+            16,
+            32,
+            limits=PLAIN.pinned(pp=(2,), num_virtual_stages=(4,)),
+        ),
+        0.98,
+    ),
+    # Of unequal virtual stages, through which fewer microbatches go than there are ranks.
+    "a middle stage": (
+        Case(
+            GROUPED.model_copy(update={"num_layers": 18}),
+            "dgx-h100",
+            "torchtitan",
+            4,
+            3,
+            limits=PLAIN.pinned(pp=(4,), num_virtual_stages=(3,), zero_stage=None),
+            changes=(("casts_shards_alone", False),),  # as above
+        ),
+        0.99,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_bounds_count_all_that_layouts_wait_for(name: str) -> None:
+    case, least = WAITING[name]
+    brute = brute_force_of(case)
     assert brute.step_ps
     for index, step_ps in brute.step_ps.items():
         assert least * step_ps <= brute.bounds_ps[index] <= step_ps
