@@ -121,8 +121,8 @@ def storage_identity(storage: torch.UntypedStorage) -> int:
 
 def current_fake_mode() -> FakeTensorMode | None:
     """Return the mode that makes tensors without data, if one is entered."""
-    get: Callable[[object], FakeTensorMode | None] = torch._C._get_dispatch_mode
-    return get(torch._C._TorchDispatchModeKey.FAKE)
+    mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode
 
 
 @functools.cache
