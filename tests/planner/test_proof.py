@@ -824,6 +824,17 @@ WAITING = {
         Case(GROUPED, "dgx-a100", "megatron-core", 16, 32, limits=PLAIN.pinned(pp=(1,))),
         1.0,
     ),
+    "sums of tensor-parallel ranks before a reduction": (
+        Case(
+            GROUPED,
+            "dgx-a100",
+            "megatron-lm-2022",
+            8,
+            16,
+            limits=PLAIN.pinned(tp=(2,), pp=(1,), sequence_parallel=(True,)),
+        ),
+        1.0,
+    ),
     "messages of stages that fill a node": (
         Case(
             GROUPED,
