@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -57,11 +58,20 @@ def pytest_collection_finish() -> None:
 def _what_stands_is_no_garbage() -> None:
     """Leave what stands for good, torch and what files before have kept, out of every look.
 
-    A counted step looks through all else, and would take three times as long in a process that
-    has run a thousand tests.
+    A counted step looks through all else, some times.
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    """Compute on one thread, whatever a file before has asked PyTorch for: a calibration, of all.
+
+    Threads that wait in a loop for a core that has another worker take ten times the time.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
