@@ -23,6 +23,7 @@ PINS: dict[str, tuple[object, ...]] = {
 # What the host keeps is searched on fsdp and deepspeed: here it would take twice as long again.
 ON_DEVICES: dict[str, tuple[object, ...]] = {"offload": (Offload.NONE,)}
 SMALL = {
+    "torchtitan": Search("llama3-70b", "dgx-h100", 32, 32, 8192, "torchtitan", limits=ON_DEVICES),
     "torchtitan in two replicas": Search(
         "llama3-8b", "dgx-h100", 16, 64, 4096, "torchtitan", limits=ON_DEVICES
     ),
