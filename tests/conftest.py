@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ settings.load_profile("shared machine")
 os.environ.pop("COLUMNS", None)
 # Tensors here are small, and the other core has a worker of its own: threads only wait for it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Python's own, and less than the command's: a simulated step makes 100,000 objects and no cycles.
+OFTEN, RARELY = gc.get_threshold(), (100_000, 20, 20)
 # They look at predictions that a process makes once for both.
 TOGETHER = dict.fromkeys(
     ("tests/validate/test_peaks.py", "tests/validate/test_scoreboard.py"),
@@ -47,10 +50,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what stands for good, torch and thousands of tests, out of every look for garbage."""
+    """Look for garbage from now on."""
+    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_stands_is_no_garbage() -> None:
+    """Leave what stands for good, torch and what files before have kept, out of every look.
+
+    A counted step looks through all else, some times.
+    """
     gc.collect()
     gc.freeze()
-    gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    """Compute on one thread, whatever a file before has asked PyTorch for: a calibration, of all.
+
+    Threads that wait in a loop for a core that has another worker take ten times the time.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Look for garbage as rarely as the command does, but where peaks of PyTorch depend on it."""
+    needs_torch = item.nodeid.startswith("tests/validate") or item.get_closest_marker("skipif")
+    gc.set_threshold(*(OFTEN if needs_torch else RARELY))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -265,15 +265,15 @@ def spaces() -> Iterator[tuple[Space, Callable[[Space, int], Space], tuple[int, 
         ("torchtitan", SMALL),
     ):
         job, profile = job_of(model), load_stack(stack)
-        at = replace(job, seq_len=lengths[0])
+        at, limits = replace(job, seq_len=lengths[0]), SpaceLimits(gradient_precision=(None,))
         yield (
-            enumerate_space(at, profile, 4, SpaceLimits(max_cp=4, microbatch_size=(2,))),
+            enumerate_space(at, profile, 4, limits.pinned(max_cp=4, microbatch_size=(2,))),
             longer,
             lengths,
         )
         batch = replace(job, global_batch_size=4)
-        limits = SpaceLimits(microbatch_size=(1,), gradient_precision=(None,))
-        yield enumerate_space(batch, profile, 4, limits), wider, (2, 3, 9)
+        pinned = limits.pinned(microbatch_size=(1,))
+        yield enumerate_space(batch, profile, 4, pinned), wider, (2, 3, 9)
 
 
 def test_memory_of_every_layout_only_grows_along_a_stretch() -> None:

@@ -175,7 +175,7 @@ def test_a_message_is_that_of_the_block_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stack_name", "num_gpus"), [("megatron-core", 8), ("megatron-lm-2021", 8), ("deepspeed", 8)]
+    ("stack_name", "num_gpus"), [("megatron-core", 4), ("megatron-lm-2021", 8), ("deepspeed", 8)]
 )
 def test_a_search_over_stages_that_differ_is_exact(stack_name: str, num_gpus: int) -> None:
     job = TrainingJob(model=WIDENED, global_batch_size=16, seq_len=512)

@@ -28,6 +28,7 @@ from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.bounds.bounds import StepBounds
 from meshwright.planner.footprint import device_bytes_column, host_bytes_column, peak_bytes
 from meshwright.planner.footprint.least import least_bytes
+from meshwright.planner.footprint.pass_table import _most
 from meshwright.planner.search import search
 from meshwright.planner.space import PASSES, SWITCHES
 from meshwright.planner.space.shapes import ShapeTable
@@ -675,7 +676,10 @@ class Brute(NamedTuple):
 
 @cache
 def brute_force(name: str) -> Brute:
-    case = CASES[name]
+    return brute_force_of(CASES[name])
+
+
+def brute_force_of(case: Case) -> Brute:
     job, cluster, stack = job_of(case), load_cluster(case.cluster), stack_of(case)
     space = enumerate_space(job, stack, case.num_gpus, limits_of(case))
     table = ShapeTable.of(space)
@@ -759,6 +763,13 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
             assert point.step_ps == min(within)
 
 
+def test_memory_is_exact_where_floats_no_longer_are() -> None:
+    sizes = np.array([[2**53 + 1, 3], [5, 2**52 + 1], [1, 1]])
+    counts = np.array([[1, 0], [1, 2]])
+    assert _most(sizes, counts).tolist() == [2**53 + 7, 2**53 + 7, 3]
+    assert _most(sizes[2:], counts).tolist() == [3]
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if " on the host" in name])
 def test_what_hosts_have_no_room_for_is_not_found(name: str) -> None:
     case, brute = CASES[name], brute_force(name)
@@ -819,6 +830,80 @@ def test_no_bound_exceeds_a_step_that_waits_for_its_network(*, frees: bool, leas
     ]
     assert shares
     assert least < min(shares) <= max(shares) <= 1
+
+
+PLAIN = SpaceLimits(
+    **dict.fromkeys(("tp", "microbatch_size"), (1,)), recompute=(Recompute.NONE,), zero_stage=(1,)
+)
+# Layouts that wait for one thing alone, and what their bounds are of their times at least.
+WAITING = {
+    "gathers and reductions": (
+        Case(GROUPED, "dgx-a100", "megatron-core", 16, 32, limits=PLAIN.pinned(pp=(1,))),
+        1.0,
+    ),
+    "sums of tensor-parallel ranks before a reduction": (
+        Case(
+            GROUPED,
+            "dgx-a100",
+            "megatron-lm-2022",
+            8,
+            16,
+            limits=PLAIN.pinned(tp=(2,), pp=(1,), sequence_parallel=(True,)),
+        ),
+        1.0,
+    ),
+    "messages of stages that fill a node": (
+        Case(
+            GROUPED,
+            "dgx-a100",
+            "megatron-core",
+            16,
+            32,
+            limits=PLAIN.pinned(pp=(2,), num_virtual_stages=(4,)),
+        ),
+        0.98,
+    ),
+    # Of unequal virtual stages, through which fewer microbatches go than there are ranks.
+    "a middle stage": (
+        Case(
+            GROUPED.model_copy(update={"num_layers": 18}),
+            "dgx-h100",
+            "torchtitan",
+            4,
+            3,
+            limits=PLAIN.pinned(pp=(4,), num_virtual_stages=(3,), zero_stage=None),
+            changes=(("casts_shards_alone", False),),  # as above
+        ),
+        0.99,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_bounds_count_all_that_layouts_wait_for(name: str) -> None:
+    case, least = WAITING[name]
+    brute = brute_force_of(case)
+    assert brute.step_ps
+    for index, step_ps in brute.step_ps.items():
+        assert least * step_ps <= brute.bounds_ps[index] <= step_ps
+
+
+def test_of_passes_beside_each_other_one_frees_what_the_other_keeps() -> None:
+    """Sequences are so long that what is kept for passes in flight is most of the memory."""
+    sizes = {"num_layers": 16, "seq_len": 8192, "vocab_size": 512}
+    limits = SpaceLimits(
+        **dict.fromkeys(("tp", "cp", "microbatch_size", "zero_stage"), (1,)),
+        **dict.fromkeys(("pp", "num_virtual_stages"), (2,)),
+        expert_overlap=(ExpertOverlap.MICROBATCHES,),
+        recompute=(Recompute.NONE,),
+        gradient_precision=(None,),
+    )
+    model = ROUTED.model_copy(update=sizes)
+    case = Case(model, "dgx-h100", "megatron-core", 4, 24, limits=limits, frees_switches=True)
+    brute = brute_force_of(case)
+    assert brute.spare_bytes
+    # With one pass more in flight all would need less than that.
+    assert all(0 < spare < 0.3 * brute.device_bytes[i] for i, spare in brute.spare_bytes.items())
 
 
 def test_layouts_too_long_to_simulate_stay_in_the_proof(

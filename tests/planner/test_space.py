@@ -228,6 +228,19 @@ def test_experts_are_divided_among_all_ranks_of_a_stage() -> None:
         assert set(space.column("ep").tolist()) == {1, 2, 4, 8}
 
 
+@pytest.mark.parametrize("stack", ["fsdp", "torchtitan"])
+def test_ranks_of_all_experts_are_slices_of_a_set_of_shards(stack: str) -> None:
+    model = load_model("mixtral-8x7b")
+    job = TrainingJob(model=model, global_batch_size=4, seq_len=512)
+    limits = SpaceLimits(
+        **dict.fromkeys(("tp", "pp", "microbatch_size"), (1,)), ep=(1, 2, 4), dp_shard=(1, 2, 4)
+    )
+    space = enumerate_space(job, load_stack(stack), 4, limits)
+    plans = space.plans_without_stages(range(len(space)))
+    slices = {(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4)}
+    assert {(plan.ep, plan.num_shards) for plan in plans} == slices
+
+
 @pytest.mark.parametrize(
     ("limits", "inner"),
     [
@@ -279,6 +292,15 @@ def test_free_switches_take_every_value_that_has_an_effect() -> None:
     assert {each["sync_each_microbatch"] for each in found} == {None, False}
     alone = settings(job, load_stack("fsdp"), place._replace(has_several=0), {})
     assert {each["sync_each_microbatch"] for each in alone} == {None}
+
+
+@pytest.mark.parametrize(("batch", "found"), [(4, {None}), (8, {None, False})])
+def test_one_microbatch_is_reduced_at_one_time(batch: int, found: set[bool | None]) -> None:
+    job = TrainingJob(model=model_of(), global_batch_size=batch, seq_len=16)
+    limits = SpaceLimits(dp=(4,), microbatch_size=(1,))
+    space = enumerate_space(job, load_stack("fsdp"), 4, limits)
+    plans = space.plans_without_stages(range(len(space)))
+    assert {plan.sync_each_microbatch for plan in plans} == found
 
 
 @pytest.mark.parametrize(("stack", "is_told"), [("megatron-core", True), ("ddp", False)])

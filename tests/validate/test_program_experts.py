@@ -93,15 +93,19 @@ SECOND = having(
 GROUPED = having(FOUR | {"num_groups": 4, "groups_per_token": 2, "shared_hidden_size": 384})
 
 
-def saved(model: ModelSpec, stack: str = "megatron-core", **fields: Any) -> SavedPlan:
+def saved(
+    model: ModelSpec, stack: str = "megatron-core", *, count: int | None = None, **fields: Any
+) -> SavedPlan:
+    """Return a plan of *count* microbatches, of as few as it takes where nothing is said."""
     profile, pp = load_stack(stack), fields.get("pp", 1)
+    count = count or min(pp, 2)
     usual = {
         "stages": (model.num_layers // pp,) * pp,
         "attention": profile.attention,
         "zero_stage": profile.zero_stage,
     }
     return SavedPlan(
-        job=TrainingJob(model=model, global_batch_size=2 * fields.get("dp", 1), seq_len=512),
+        job=TrainingJob(model=model, global_batch_size=count * fields.get("dp", 1), seq_len=512),
         plan=ParallelPlan(**(usual | fields)),
         cluster=load_cluster("dgx-a100"),
         stack=profile,
@@ -129,20 +133,20 @@ CASES = {
         stages=(1, 1, 1, 1),
         **SPLIT,
     ),
-    "ep with etp, full": saved(MIXTRAL, dp=4, ep=2, **SPLIT, **FULL),
+    "ep with etp, full": saved(MIXTRAL, count=2, dp=4, ep=2, **SPLIT, **FULL),
     "titan ep of all ranks, pp": saved(
         SHARING.model_copy(update={"qk_norm": "none"}), "torchtitan", pp=2, dp=4, ep=4
     ),
-    "titan, experts cut": saved(WIDE, "torchtitan", dp=16, ep=2),
+    "titan, experts cut": saved(WIDE, "torchtitan", count=2, dp=16, ep=2),
     "titan, experts over cp, hsdp, full": saved(
         WIDE, "torchtitan", dp=4, dp_shard=2, cp=2, ep=2, **FULL
     ),
-    "fsdp, ep of all ranks, full": saved(WIDE, "fsdp", dp=4, ep=4, **FULL),
+    "fsdp, ep of all ranks, full": saved(WIDE, "fsdp", count=2, dp=4, ep=4, **FULL),
     "biases in small buckets, split tokens, full": in_small_buckets(
         saved(OSS, dp=4, ep=4, etp=1, **SPLIT, **FULL), 300_000
     ),
     "biases, pp": saved(OSS, pp=2, dp=2, ep=2),
-    "fsdp, biases, ep": saved(WIDE_OSS, "fsdp", dp=4, ep=2),
+    "fsdp, biases, ep": saved(WIDE_OSS, "fsdp", count=2, dp=4, ep=2),
     "fsdp, biases, hsdp": saved(OSS, "fsdp", dp=4, dp_shard=2),
     "fsdp, reductions of few ranks": saved(WIDE, "fsdp", dp=2),
     "fsdp, shares of a unit": saved(having({"experts_per_token": 4}), "fsdp", dp=4, ep=4, **FULL),
@@ -162,7 +166,7 @@ CASES = {
     "fsdp, latents, experts after an mlp": saved(DEEPSEEK, "fsdp", dp=4, ep=2),
     "fsdp, latents, experts between wide mlps, full": saved(SECOND, "fsdp", dp=2, **FULL),
     "fsdp, latents, experts between, ep, hsdp": saved(SECOND, "fsdp", dp=8, dp_shard=4, ep=2),
-    "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", cp=2, dp=2, ep=4),
+    "ep over cp, 2024": saved(MIXTRAL, "megatron-core-2024", count=2, cp=2, dp=2, ep=4),
 }
 
 

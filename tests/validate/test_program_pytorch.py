@@ -71,9 +71,8 @@ OPERATORS = Recompute.SELECTIVE_OP
 PIPELINE = {"pp": 2, "stages": (2, 2)}
 # Plans that test_agreement_gloo.py does not train, and one of each kind for the norms.
 CASES = {
-    "fsdp": Case(GPT, "fsdp", plan(dp=2)),
     "fsdp kept, microbatch of two": Case(
-        LLAMA, "fsdp", plan(dp=2, reshard_after_forward=False, microbatch_size=2)
+        GPT, "fsdp", plan(dp=2, reshard_after_forward=False, microbatch_size=2)
     ),
     "cp gathered llama": Case(LLAMA, "torchtitan", plan(cp=2, dp=2)),
     "cp tp ring": Case(
@@ -81,20 +80,18 @@ CASES = {
         "torchtitan",
         plan(cp=2, tp=2, sequence_parallel=True, cp_type=ContextParallel.RING),
     ),
-    "tp sp full recompute llama": Case(
-        LLAMA, "torchtitan", plan(tp=2, sequence_parallel=True, recompute=Recompute.FULL)
-    ),
     "1f1b operators llama": Case(
         LLAMA, "torchtitan", plan(pp=2, stages=(1, 3), recompute=OPERATORS)
     ),
-    "gpipe": Case(GPT, "torchtitan", plan(schedule="gpipe", **PIPELINE)),
-    "pp tp sp llama": Case(
-        LLAMA, "torchtitan", plan(tp=2, pp=2, stages=(0, 4), sequence_parallel=True)
+    "pp tp sp, full recompute llama": Case(
+        LLAMA,
+        "torchtitan",
+        plan(tp=2, pp=2, stages=(0, 4), sequence_parallel=True, recompute=Recompute.FULL),
     ),
     "experts": Case(QWEN, "torchtitan", plan(dp=2)),
     "ep of all ranks, pp": Case(QWEN, "torchtitan", plan(dp=2, ep=2, **PIPELINE)),
     "ep hsdp": Case(QWEN, "torchtitan", plan(dp=4, dp_shard=2, ep=2)),
-    "pp fsdp": Case(GPT, "torchtitan", plan(dp=2, **PIPELINE)),
+    "gpipe fsdp": Case(GPT, "torchtitan", plan(dp=2, schedule="gpipe", **PIPELINE)),
 }
 
 
