@@ -4,6 +4,7 @@ The kinds are made of a transformer's layer: some layers in one block, which may
 it gets.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -99,6 +100,12 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
             recompute=known.recompute * count,
         )
 
+    def alone(
+        table: BlockTable, shapes: Sequence[BlockShape], kind: str
+    ) -> Iterator[tuple[BlockOperators, list[int], list[int]]]:
+        for place, shape in enumerate(shapes):
+            yield repeated(table, shape, kind), [0], [place]
+
     def kept(table: BlockTable, shape: BlockShape, kind: str, *ending: Ending) -> BlockMemory:
         if kind not in MADE:
             return memory(table, shape, kind, *ending)
@@ -117,6 +124,7 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     monkeypatch.setattr(BlockTable, "operators", repeated)
+    monkeypatch.setattr(BlockTable, "columns", alone)
     monkeypatch.setattr(BlockTable, "memory", kept)
     monkeypatch.setattr(BlockTable, "prepare", lambda table, shapes: None)
     monkeypatch.setattr(BlockTable, "saved_tensors", lambda *args, repeats=True: ())

@@ -185,7 +185,7 @@ class _SummingPass(NamedTuple):
                 here = larger(here, passes.message + unit.weights + unit.buffer)
             here = here + (self.stage_pass.held.left(place) if self.is_last else 0)
             here = here - passes.saved_layers(stage, place + 1)
-            yield PassPeak(others + here, self._absent(place))
+            yield PassPeak(others + here, self._absent(place + 1))
 
     def _root_moments(self) -> Iterator[PassPeak[Size]]:
         """Yield the fullest moments after the layers: the table's gradient, then the last units'.

@@ -149,9 +149,10 @@ def _spread_bytes(saved: SavedPlan, cp_rank: int) -> int:
     In a window of gathered tokens: its tokens are in the middle, before the first ones are none.
     """
     job, plan = saved.job, saved.plan
+    if context_way(plan, saved.stack) is not ContextParallel.ALL_GATHER:
+        return 0
     model = job.transformer
-    has_windows = LayerFact.WINDOW in model.layer_facts(job.seq_len)
-    if not has_windows or context_way(plan, saved.stack) is not ContextParallel.ALL_GATHER:
+    if LayerFact.WINDOW not in model.layer_facts(job.seq_len):
         return 0
     half = job.seq_len // (2 * plan.cp)
 
