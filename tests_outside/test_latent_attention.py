@@ -254,7 +254,7 @@ def derived(model: ModelSpec, plan: ParallelPlan) -> Measured:
     mesh = Mesh.of(plan)
     ranks = {axis: mesh.degree(axis) for axis in (Axis.TP, Axis.CP, *ContextAxis)}
     block = Block({axis: n for axis, n in ranks.items() if n > 1}, kept, shape.element_bytes)
-    dims = LayerDims.of(shape, Columns(tp=plan.tp, cp=plan.cp, microbatch_size=NUM_SEQUENCES))
+    dims = LayerDims.of(shape, Columns.of(shape))
     x = dims.stream(block, shape)
     _latent(block, x, shape, dims, EXPERT_LAYER)
     parts = frozenset(plan.recompute_modules)
