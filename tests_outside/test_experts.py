@@ -1,10 +1,9 @@
-"""Expert layers of transformers and torchtitan, against the graph's: every byte and FLOP.
+"""Expert layers of transformers, against the graph's: every byte and FLOP.
 
-Routing is balanced: by torchtitan's own switch, and because nothing of what transformers keeps
-depends on it.  On a rank without data a grouped product counts its padding, too.
+Routing is as it comes: nothing of what transformers keeps depends on it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,16 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils.checkpoint import checkpoint
-from torchtitan.models.deepseek_v3.model import model as deepseek
-from torchtitan.models.llama3.model import model as llama
-from torchtitan.models.llama4.infra.parallelize import apply_moe_ep_tp
-from torchtitan.models.moe import utils
-from torchtitan.models.moe.moe import MoE
-from torchtitan.models.qwen3.model import args as qwen3_args
-from torchtitan.models.qwen3.model import model as qwen3
 from transformers import (
     DeepseekV2Config,
-    DeepseekV3Config,
     Glm4MoeConfig,
     GptOssConfig,
     MixtralConfig,
@@ -56,14 +47,15 @@ from witnesses.expert_layers import (
     LATENT,
     NUM_SEQUENCES,
     OSS,
-    SHARING,
     SPEC,
     TOKENS,
     Run,
     counted,
     derived,
+    module_of,
 )
-from witnesses.torchtitan_job import answers, counts, moe_args, places, rows_answered
+from witnesses.huggingface_job import deepseek_config
+from witnesses.torchtitan_job import counts, rows_answered
 
 from meshwright.hwprofiles import Kernels, Recompute
 from meshwright.simulator import graph
@@ -74,7 +66,6 @@ from meshwright.simulator.model import (
     TRANSFORMER_LAYER,
     WINDOWED_EXPERT_LAYER,
     BlockKind,
-    Experts,
     ModelSpec,
 )
 from meshwright.validate.counting import RankOracle, fake_cluster
@@ -114,35 +105,18 @@ def transformers_layer(model: ModelSpec) -> Run:
 
 def transformers_latents(model: ModelSpec, *, is_dense: bool = False) -> Run:
     """Return a layer of DeepSeek-V3, or of V2 where scores are a softmax; perhaps with an MLP."""
-    experts, latent, width = model.experts, model.latent, model.hidden_size
-    assert experts is not None
-    assert latent is not None
     sizes = {
-        "hidden_size": width,
+        "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_heads,
-        "intermediate_size": model.ffn_hidden_size,
-        "moe_intermediate_size": experts.hidden_size,
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.experts_per_token,
-        "n_shared_experts": experts.shared_hidden_size // experts.hidden_size,
-        "n_group": experts.num_groups,
-        "topk_group": experts.groups_per_token,
         "first_k_dense_replace": int(is_dense),
-        "q_lora_rank": latent.query_rank or None,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_nope_head_dim": latent.plain_head_dim,
-        "qk_rope_head_dim": latent.rotary_head_dim,
-        "v_head_dim": latent.value_head_dim,
     }
-    half = torch.empty(1, TOKENS, latent.rotary_head_dim // 2)
-    if experts.scores == "softmax":
-        method = "group_limited_greedy" if experts.num_groups > 1 else "greedy"
-        config = DeepseekV2Config(**sizes, topk_method=method)
+    config = deepseek_config(model, sizes)
+    half = torch.empty(1, TOKENS, config.qk_rope_head_dim // 2)
+    if isinstance(config, DeepseekV2Config):
         make, angles = DeepseekV2DecoderLayer, torch.complex(half.float(), half.float())
     else:
-        config, make = DeepseekV3Config(**sizes), DeepseekV3DecoderLayer
-        angles = (half.repeat(1, 1, 2),) * 2
+        make, angles = DeepseekV3DecoderLayer, (half.repeat(1, 1, 2),) * 2
     config._attn_implementation, config._experts_implementation = "sdpa", "grouped_mm"
     layer = make(config, 0)
     return lambda x: layer(x, position_embeddings=angles, attention_mask=None)
@@ -359,136 +333,6 @@ def test_a_layer_of_gpt_oss_is_byte_exact(kind: BlockKind, monkeypatch: pytest.M
     """A kernel that knows windows keeps as much with one."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sinks", with_sinks)
     assert derived(OSS, "fsdp", kind=kind) == counted(gpt_oss_layer, NUM_SEQUENCES, TOKENS)
-
-
-def torchtitan_layer(experts: Experts) -> Run:
-    """Return a layer of torchtitan's Llama with torchtitan's experts in the place of its MLP."""
-    width, heads = SPEC.hidden_size, {"n_heads": SPEC.num_heads, "n_kv_heads": SPEC.num_kv_heads}
-    sizes = llama.TransformerModelArgs(dim=width, max_seq_len=TOKENS, **heads)
-    layer = llama.TransformerBlock(0, sizes)
-    args = moe_args(experts)
-    layer.feed_forward = MoE(args, dim=width, hidden_dim=experts.hidden_size)
-    angles = torch.empty(TOKENS, SPEC.head_dim // 2, dtype=torch.complex64)
-    return lambda x: layer(x, angles, None)
-
-
-def qwen3_layer(experts: Experts) -> Run:
-    """Return a layer of torchtitan's Qwen3."""
-    sizes = qwen3_args.Qwen3ModelArgs(
-        dim=HEADS.hidden_size,
-        n_heads=HEADS.num_heads,
-        n_kv_heads=HEADS.num_kv_heads,
-        head_dim=HEADS.head_dim,
-        max_seq_len=TOKENS,
-        moe_enabled=True,
-        moe_inter_dim=experts.hidden_size,
-        moe_args=moe_args(experts),
-    )
-    layer = qwen3.TransformerBlock(0, sizes)
-    table = torch.empty(TOKENS, 2 * HEADS.head_dim, dtype=torch.float32)
-    return lambda x: layer(x, table, None)
-
-
-def deepseek_layer(experts: Experts) -> Run:
-    """Return a layer of torchtitan's DeepSeek-V3."""
-    latent = LATENT.latent
-    assert latent is not None
-    args = deepseek.DeepSeekV3ModelArgs(
-        dim=LATENT.hidden_size,
-        n_heads=LATENT.num_heads,
-        n_dense_layers=0,
-        moe_inter_dim=experts.hidden_size,
-        moe_args=moe_args(experts),
-        q_lora_rank=latent.query_rank,
-        kv_lora_rank=latent.kv_rank,
-        qk_nope_head_dim=latent.plain_head_dim,
-        qk_rope_head_dim=latent.rotary_head_dim,
-        v_head_dim=latent.value_head_dim,
-        max_seq_len=TOKENS,
-    )
-    args.moe_impl = "standard"  # its configuration sets it
-    layer = deepseek.TransformerBlock(0, args)
-    angles = torch.empty(TOKENS, latent.rotary_head_dim // 2, dtype=torch.complex64)
-    return lambda x: layer(x, angles, None)
-
-
-@pytest.mark.parametrize(
-    ("make", "model"),
-    [
-        (torchtitan_layer, SPEC),
-        (torchtitan_layer, SHARING),
-        (qwen3_layer, HEADS),
-        (deepseek_layer, LATENT),
-    ],
-    ids=["softmax", "sigmoid, shared", "qwen3", "latent attention"],
-)
-def test_an_expert_layer_of_torchtitan_is_byte_exact(
-    make: Callable[[Experts], Run], model: ModelSpec
-) -> None:
-    experts = model.experts
-    assert experts is not None
-    with patch.object(utils, "generate_permute_indices", places):
-        found = counted(lambda: make(experts), NUM_SEQUENCES, TOKENS)
-    padding = 2 * 8 * experts.num_experts * 3 * SPEC.hidden_size * experts.hidden_size
-    assert derived(model, "torchtitan") == replace(
-        found,
-        forward_flops=found.forward_flops - padding,
-        backward_flops=found.backward_flops - 2 * padding,
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "model"),
-    [
-        (torchtitan_layer, SPEC),
-        (torchtitan_layer, SHARING),
-        (qwen3_layer, HEADS),
-        (deepseek_layer, LATENT),
-    ],
-    ids=["softmax", "sigmoid, shared", "qwen3", "latent attention"],
-)
-def test_a_layer_of_torchtitan_with_experts_of_several_ranks_is_byte_exact(
-    make: Callable[[Experts], Run], model: ModelSpec
-) -> None:
-    """Beyond a pass the module keeps the places of its last rows."""
-    experts, ep = model.experts, 4
-    assert experts is not None
-
-    def divided() -> Run:
-        run = make(experts)
-        apply_moe_ep_tp(model_of(run), None, mesh, None, None)
-        return run
-
-    rows = NUM_SEQUENCES * TOKENS * experts.experts_per_token
-    with fake_cluster(0, ep), answers(), rows_answered(rows // ep), default_dtype(torch.bfloat16):
-        mesh = init_device_mesh("cpu", (ep,), mesh_dim_names=("ep",))
-        found = count_pass(
-            divided(),
-            [Given((NUM_SEQUENCES, TOKENS, SPEC.hidden_size))],
-            RankOracle({tuple(range(ep)): "ep"}),
-        )
-    own = experts.num_experts // ep
-    padding = 2 * 8 * own * 3 * SPEC.hidden_size * experts.hidden_size
-    assert derived(model, "torchtitan", ep=ep) == replace(
-        found,
-        forward_flops=found.forward_flops - padding,
-        backward_flops=found.backward_flops - 2 * padding,
-        left_bytes=found.left_bytes - INT32_BYTES * (rows + 8 * own),
-    )
-
-
-def module_of(run: Run) -> torch.nn.Module:
-    """Return the one layer that *run* passes through."""
-    cells = [each.cell_contents for each in run.__closure__]
-    (layer,) = (each for each in cells if isinstance(each, torch.nn.Module))
-    return layer
-
-
-def model_of(run: Run) -> object:
-    """Return a model of the one layer that *run* passes through, its experts named as a MoE's."""
-    layer = module_of(run)
-    layer.moe_enabled, layer.moe = True, getattr(layer, "moe", None) or layer.feed_forward
-    return SimpleNamespace(layers={"0": layer})
 
 
 def test_the_gate_of_transformers_shared_experts_is_byte_exact_by_itself() -> None:

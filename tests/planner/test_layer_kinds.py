@@ -82,6 +82,14 @@ class TensorsOf(Protocol):
     def __call__(self, model: ModelSpec) -> list[ParameterTensor]: ...
 
 
+def apart(
+    table: BlockTable, shapes: Sequence[BlockShape], kind: str
+) -> Iterator[tuple[BlockOperators, list[int], list[int]]]:
+    """Yield what each shape runs by itself, as `BlockTable.columns` yields it."""
+    for place, shape in enumerate(shapes):
+        yield table.operators(shape, kind), [0], [place]
+
+
 @pytest.fixture(autouse=True)
 def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tables know the kinds: several layers' operators, tensors and kept bytes."""
@@ -99,12 +107,6 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
             backward=known.backward * count,
             recompute=known.recompute * count,
         )
-
-    def alone(
-        table: BlockTable, shapes: Sequence[BlockShape], kind: str
-    ) -> Iterator[tuple[BlockOperators, list[int], list[int]]]:
-        for place, shape in enumerate(shapes):
-            yield repeated(table, shape, kind), [0], [place]
 
     def kept(table: BlockTable, shape: BlockShape, kind: str, *ending: Ending) -> BlockMemory:
         if kind not in MADE:
@@ -124,7 +126,7 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     monkeypatch.setattr(BlockTable, "operators", repeated)
-    monkeypatch.setattr(BlockTable, "columns", alone)
+    monkeypatch.setattr(BlockTable, "columns", apart)
     monkeypatch.setattr(BlockTable, "memory", kept)
     monkeypatch.setattr(BlockTable, "prepare", lambda table, shapes: None)
     monkeypatch.setattr(BlockTable, "saved_tensors", lambda *args, repeats=True: ())

@@ -184,3 +184,10 @@ def counted(make: Callable[[], Run], first: int, second: int) -> Measured:
         with default_dtype(torch.bfloat16):
             layer = make()
         return count_pass(layer, [Given((first, second, SPEC.hidden_size))], RankOracle({}))
+
+
+def module_of(run: Run) -> torch.nn.Module:
+    """Return the one layer that *run* passes through."""
+    cells = [each.cell_contents for each in run.__closure__]
+    (layer,) = (each for each in cells if isinstance(each, torch.nn.Module))
+    return layer

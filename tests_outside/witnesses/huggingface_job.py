@@ -239,10 +239,20 @@ def language_model(job: TrainingJob) -> PreTrainedModel:
 
 def deepseek(model: ModelSpec, sizes: dict[str, object]) -> PreTrainedModel:
     """Return DeepSeek-V2 or V3, as *model* scores experts, of *sizes* that others have, too."""
+    config = deepseek_config(model, sizes)
+    config._experts_implementation = "grouped_mm"
+    is_second = isinstance(config, DeepseekV2Config)
+    return DeepseekV2ForCausalLM(config) if is_second else DeepseekV3ForCausalLM(config)
+
+
+def deepseek_config(
+    model: ModelSpec, sizes: dict[str, object]
+) -> DeepseekV2Config | DeepseekV3Config:
+    """Return the configuration of V3, or of V2 where scores are a softmax."""
     experts, latent = model.experts, model.latent
     assert experts is not None
     assert latent is not None
-    sizes = sizes | {
+    sizes = {
         "intermediate_size": model.ffn_hidden_size,
         "moe_intermediate_size": experts.hidden_size,
         "n_routed_experts": experts.num_experts,
@@ -256,11 +266,8 @@ def deepseek(model: ModelSpec, sizes: dict[str, object]) -> PreTrainedModel:
         "qk_nope_head_dim": latent.plain_head_dim,
         "qk_rope_head_dim": latent.rotary_head_dim,
         "v_head_dim": latent.value_head_dim,
-    }
+    } | sizes
     if experts.scores == "sigmoid":
-        config, make = DeepseekV3Config(**sizes), DeepseekV3ForCausalLM
-    else:
-        method = "group_limited_greedy" if experts.num_groups > 1 else "greedy"
-        config, make = DeepseekV2Config(**sizes, topk_method=method), DeepseekV2ForCausalLM
-    config._experts_implementation = "grouped_mm"
-    return make(config)
+        return DeepseekV3Config(**sizes)
+    method = "group_limited_greedy" if experts.num_groups > 1 else "greedy"
+    return DeepseekV2Config(**sizes, topk_method=method)
