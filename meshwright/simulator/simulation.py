@@ -1,6 +1,7 @@
 """The public function of this package: simulate one step of a plan and account for it."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from meshwright.hwprofiles import Cluster, Source, StackProfile, Strategy
 from meshwright.simulator.account import (
@@ -93,11 +94,25 @@ def check_plan(job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: St
 
 
 def account(
-    built: BuiltStep, times: StepTimes, costs: CostModel, memory_limit_bytes: int | None = None
+    built: BuiltStep,
+    times: StepTimes,
+    costs: CostModel,
+    memory_limit_bytes: int | None = None,
+    *,
+    peak_bytes: int | None = None,
 ) -> StepResult:
-    """Return the result of a run: where the time went, and the memory of each rank."""
+    """Return the result of a run: where the time went, and the memory of each rank.
+
+    Args:
+        built: What ran.
+        times: When.
+        costs: What it was priced with.
+        memory_limit_bytes: What a device may use; by default all that processes can have.
+        peak_bytes: Live bytes of the fullest rank, where they are known: no rank is walked before
+            somebody asks for its memory.
+    """
     breakdown_ps, source_fractions = time_breakdown(built, times)
-    memory = _memory(built, times, costs, memory_limit_bytes)
+    memory = _memory(built, times, costs, memory_limit_bytes, peak_bytes)
     extrapolated = source_fractions[Source.EXTRAPOLATED]
     return StepResult(
         job=built.setting.job,
@@ -122,19 +137,20 @@ def rank_timeline(built: BuiltStep, times: StepTimes, pp_rank: int) -> list[Memo
 
 
 def _memory(
-    built: BuiltStep, times: StepTimes, costs: CostModel, memory_limit_bytes: int | None
+    built: BuiltStep,
+    times: StepTimes,
+    costs: CostModel,
+    memory_limit_bytes: int | None,
+    peak_bytes: int | None,
 ) -> MemoryResult:
-    stages = tuple(_stages(built, times, costs))
-    worst = max(stages, key=lambda stage: stage.peak_bytes)
     return MemoryResult(
-        peak_bytes=worst.peak_bytes,
+        known_peak_bytes=peak_bytes,
         overheads=Overheads.of_plan(
             built.setting.job, built.setting.plan, costs.cluster, costs.stack
         ),
         capacity_bytes=costs.cluster.device.memory_capacity_bytes,
         usable_bytes=usable_bytes(costs.cluster, memory_limit_bytes),
-        worst_rank=built.setting.mesh.rank({Axis.PP: worst.stage}),
-        by_stage=stages,
+        walk=partial(_stages, built, times, costs),
         host_bytes=node_host_bytes(
             built.setting.mesh, [memory.host_bytes for memory in built.memory]
         ),
@@ -153,6 +169,7 @@ def _stages(built: BuiltStep, times: StepTimes, costs: CostModel) -> Iterator[St
         )
         yield StageMemory(
             stage=pp_rank,
+            rank=built.setting.mesh.rank({Axis.PP: pp_rank}),
             parameters_bytes=memory.parameters_bytes,
             gradients_bytes=memory.gradients_bytes - peak.absent_bytes,
             optimizer_states_bytes=memory.optimizer_states_bytes,

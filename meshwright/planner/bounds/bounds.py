@@ -111,8 +111,9 @@ class StepBounds:
         columns = [self._space.column(name)[indices] for name in names]
         leaves = self._left_sums[self._table.index[indices]]
         first, member = distinct([*columns, leaves, self._space.pipeline_numbers[indices]])
-        shared = (self._space, self._table, self._costs)
-        return [Sharing.of(*shared, index) for index in indices[first].tolist()], member
+        shared, chosen = (self._space, self._table, self._costs), indices[first].tolist()
+        plans = self._space.plans_without_stages(chosen)
+        return [Sharing.of(*shared, *each) for each in zip(chosen, plans, strict=True)], member
 
     def _bounds(self, layouts: Layouts, sharing: list[Sharing]) -> Column:
         first = self._ranks(layouts, sharing, 0)

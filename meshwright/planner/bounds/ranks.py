@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from meshwright.planner.bounds.data_parallel import DataParallelTimes
 from meshwright.planner.bounds.ways import Counts, Ways
 from meshwright.planner.space import Column, ShapeTable, Space
-from meshwright.simulator import CostModel
+from meshwright.simulator import CostModel, ParallelPlan
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Mesh
 from meshwright.simulator.ledger import price, tied_table
@@ -27,10 +27,11 @@ class Sharing(NamedTuple):
     """The all-reduce of a tied table."""
 
     @classmethod
-    def of(cls, space: Space, table: ShapeTable, costs: CostModel, index: int) -> "Sharing":
-        """Return that of layout *index* of a space."""
-        stack, precision = space.stack, space.job.precision
-        (plan,), shape = space.plans_without_stages([index]), table.shapes[table.index[index]]
+    def of(
+        cls, space: Space, table: ShapeTable, costs: CostModel, index: int, plan: ParallelPlan
+    ) -> "Sharing":
+        """Return that of layout *index* of a space, which is *plan* but for its stages."""
+        stack, precision, shape = space.stack, space.job.precision, table.shapes[table.index[index]]
         mesh = Mesh.of(plan, costs.cluster.devices_per_node)
         wire = WireBytes.of(stack, precision, plan)
         state = StateBytes.of(stack, precision, plan.gradient_formats, plan.moment_precision)

@@ -70,7 +70,12 @@ class Runs:
     def result(self, index: int, memory_limit_bytes: int | None) -> StepResult:
         """Return the full result of layout *index*."""
         if index in self.kept:
-            return account(*self.kept[index], self.costs, memory_limit_bytes)
+            return account(
+                *self.kept[index],
+                self.costs,
+                memory_limit_bytes,
+                peak_bytes=int(self.memory_peaks[index]),
+            )
         return simulate(
             self.space.job,
             self.space.plan(index),

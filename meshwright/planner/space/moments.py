@@ -240,9 +240,14 @@ def _held(
 
 
 def _undominated(kept: NDArray[np.int64], alike: Column) -> Column:
-    """Return the rows of *kept* that no other one of those *alike* reaches in every count."""
+    """Return the rows of *kept* that no other one of those *alike* reaches in every count.
+
+    Nor is there one between two others: while passes of one virtual stage are kept and those of
+    another one are freed, the counts move in even steps, and an end of these has most bytes.
+    """
+    left = _ends_of_steps(kept, alike)
     # The fullest of those alike first: none that comes later reaches it.
-    left = np.lexsort((-kept.sum(axis=1), alike))
+    left = left[np.lexsort((-kept[left].sum(axis=1), alike[left]))]
     found = []
     while len(left):
         group = alike[left]
@@ -253,6 +258,14 @@ def _undominated(kept: NDArray[np.int64], alike: Column) -> Column:
         is_reached = (kept[left] <= kept[fullest[is_first.cumsum() - 1]]).all(axis=1)
         left = left[~is_reached]
     return np.concatenate(found)
+
+
+def _ends_of_steps(kept: NDArray[np.int64], alike: Column) -> Column:
+    """Return the rows of *kept* where even steps from one of those *alike* to the next end."""
+    order = np.argsort(alike, kind="stable")
+    steps, goes_on = np.diff(kept[order], axis=0), np.diff(alike[order]) == 0
+    is_between = (steps[1:] == steps[:-1]).all(axis=1) & goes_on[1:] & goes_on[:-1]
+    return order[np.concatenate([[True], ~is_between, [True]])[: len(order)]]
 
 
 def _by_order(moments: NDArray[np.int64], order: Column) -> NDArray[np.int64]:

@@ -135,17 +135,20 @@ class Space:
     @cached_property
     def pipelines(self) -> list[Pipeline]:
         """The pipelines that layouts have."""
-        plans = [self.plan(index) for index in self._pipeline_columns[0].tolist()]
         runtime, kinds = self.stack.pipeline_runtime, self.kinds
         return [
             Pipeline(plan.pp, plan.schedule_of(runtime), stages, kinds)
-            for plan, stages in zip(plans, self._stages, strict=True)
+            for plan, stages in zip(self._plans, self._stages, strict=True)
         ]
 
     @cached_property
+    def _plans(self) -> list[ParallelPlan]:
+        """The first plan with each of the pipelines."""
+        return self.plans(self._pipeline_columns[0].tolist())
+
+    @cached_property
     def _stages(self) -> list[tuple[Stage, ...]]:
-        plans = map(self.plan, self._pipeline_columns[0].tolist())
-        return [plan_stages(self.job.model, plan) for plan in plans]
+        return [plan_stages(self.job.model, plan) for plan in self._plans]
 
     @cached_property
     def kinds(self) -> tuple[BlockKind, ...]:
@@ -157,9 +160,16 @@ class Space:
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""
-        (plan,) = self.plans_without_stages([index])
-        rule = PLAN_FIELDS["stages"].value(int(self.column("stages")[index]))
-        return replace(plan, stages=stage_layers(self.job, plan.num_stages, rule))
+        (plan,) = self.plans([index])
+        return plan
+
+    def plans(self, indices: Sequence[int]) -> list[ParallelPlan]:
+        """Return layouts as plans."""
+        rules = PLAN_FIELDS["stages"].values(self.column("stages")[indices].tolist())
+        return [
+            replace(plan, stages=stage_layers(self.job, plan.num_stages, rule))
+            for plan, rule in zip(self.plans_without_stages(indices), rules, strict=True)
+        ]
 
     def plans_without_stages(self, indices: Sequence[int]) -> list[ParallelPlan]:
         """Return layouts as plans that leave the layers of their stages open."""

@@ -1,6 +1,8 @@
 """What a simulated step came to: time, where it went, memory, and what the numbers rest on."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, format_bytes
 from meshwright.simulator.account.lanes import ResourceLane
@@ -15,9 +17,13 @@ from meshwright.simulator.schedules import get_schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """Bytes of one pipeline rank at its fullest instant, when that is, and bytes on its host."""
+    """Bytes of one pipeline rank at its fullest instant, when that is, and bytes on its host.
+
+    ``rank`` is the first of the ranks that are alike there.
+    """
 
     stage: int
+    rank: int
     parameters_bytes: int
     gradients_bytes: int
     optimizer_states_bytes: int
@@ -40,24 +46,35 @@ class StageMemory:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryResult:
     """Memory of the fullest rank by three rules of counting, against what there is.
 
     ``peak_bytes`` are live tensors, ``reserved_bytes`` add libraries' workspaces and what the
     allocator holds beside, ``device_bytes`` context and communicators (`Overheads`); a plan fits
     when the last is at most ``usable_bytes``, and ``host_bytes``, what the fullest node keeps on
-    its host, at most ``host_capacity_bytes``.
+    its host, at most ``host_capacity_bytes``.  ``walk`` finds the memory of each pipeline rank when
+    that is read: a search knows the peaks of its layouts without, ``known_peak_bytes``.
     """
 
-    peak_bytes: int
+    known_peak_bytes: int | None = None
     overheads: Overheads
     capacity_bytes: int
     usable_bytes: int
-    worst_rank: int
-    by_stage: tuple[StageMemory, ...]
+    walk: Callable[[], Iterable[StageMemory]] = field(repr=False, compare=False)
     host_bytes: int = 0
     host_capacity_bytes: int | None = None
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Live bytes of the fullest rank at its fullest instant."""
+        known = self.known_peak_bytes
+        return self.worst_stage.peak_bytes if known is None else known
+
+    @cached_property
+    def by_stage(self) -> tuple[StageMemory, ...]:
+        """The memory of each pipeline rank."""
+        return tuple(self.walk())
 
     @property
     def reserved_bytes(self) -> int:
@@ -83,6 +100,11 @@ class MemoryResult:
     def fits_host(self) -> bool:
         """Whether every host has room for what is offloaded to it."""
         return self.host_bytes <= (self.host_capacity_bytes or 0)
+
+    @property
+    def worst_rank(self) -> int:
+        """The first rank that needs the most."""
+        return self.worst_stage.rank
 
     @property
     def worst_stage(self) -> StageMemory:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source
@@ -153,15 +154,11 @@ def account_graph(
 
 def _memory(case: StrategyCase, run: GraphRun) -> MemoryResult:
     cluster, stack = case.costs.cluster, case.costs.stack
-    stages = tuple(_device_memories(run))
-    worst = max(stages, key=lambda stage: stage.peak_bytes)
     return MemoryResult(
-        peak_bytes=worst.peak_bytes,
         overheads=Overheads.of_plan(case.job, case.plan, cluster, stack),
         capacity_bytes=cluster.device.memory_capacity_bytes,
         usable_bytes=usable_bytes(cluster, case.memory_limit_bytes),
-        worst_rank=worst.stage,
-        by_stage=stages,
+        walk=partial(tuple, tuple(_device_memories(run))),  # not the graph, which is large
     )
 
 
@@ -174,6 +171,7 @@ def _device_memories(run: GraphRun) -> Iterator[StageMemory]:
         peak = memory_peak(device.memory, sorted(events, key=lambda event: event.time_ps))
         yield StageMemory(
             stage=index,
+            rank=index,
             parameters_bytes=device.memory.parameters_bytes,
             gradients_bytes=device.memory.gradients_bytes,
             optimizer_states_bytes=device.memory.optimizer_states_bytes,
