@@ -131,8 +131,10 @@ def test_window_and_sinks_change_no_model_flops_but_the_band() -> None:
         (MAVERICK, "megatron-core", 16384, {"cp": 2}, "cp=2 is not offered by stack megatron-core"),
         (MAVERICK.model_copy(update={"rotary_layers": "all", "experts": None}), "fsdp", 16384, {},
          "chunked_window of llama4-maverick is not offered by stack fsdp"),
+        (MAVERICK.model_copy(update={"qk_norm": "unweighted", "experts": None}), "fsdp", 8192, {},
+         "stack fsdp shards layers of one kind; llama4-maverick has norms of heads in those with"),
         (MAVERICK, "megatron-core", 8192, {}, None),
-        (MAVERICK, "fsdp", 8192, {}, "rotary_layers of llama4-maverick is not offered by stack f"),
+        (MAVERICK, "fsdp", 8192, {}, "experts.weighs_inputs of llama4-maverick is not offered by "),
     ],
 )  # fmt: skip
 def test_a_stack_refuses_what_it_lacks_by_name(

@@ -14,8 +14,9 @@ from meshwright.simulator import ParallelPlan, TrainingJob, simulate
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.catalogue import DATA_FOLDER, list_models, load_model, read_models
 from meshwright.simulator.model.huggingface import ARCHITECTURES
+from meshwright.simulator.model.kinds import WINDOWED_LAYER
 from meshwright.simulator.model.parameters import count_parameters
-from meshwright.simulator.model.spec import ModelSpec, parse_model
+from meshwright.simulator.model.spec import MAX_TOKENS, ModelSpec, parse_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -28,6 +29,52 @@ vocab_size = 256
 seq_len = 32
 """
 
+SMOLLM3_CONFIG: dict[str, object] = {
+    "model_type": "smollm3",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+HUNYUAN_CONFIG: dict[str, object] = {
+    "model_type": "hunyuan_v1_moe",
+    "attention_head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 32768,
+    "moe_intermediate_size": [3072] * 32,
+    "moe_topk": [8] * 32,
+    "num_attention_heads": 32,
+    "num_experts": 64,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_shared_expert": [1] * 32,
+    "use_cla": False,
+    "use_qk_norm": True,
+    "vocab_size": 128167,
+}
+ERNIE_CONFIG: dict[str, object] = {
+    "model_type": "ernie4_5_moe",
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 103424,
+}
 GPT2_CONFIG: dict[str, object] = {
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
@@ -449,6 +496,14 @@ def test_llama_biases_and_tied_embeddings_are_counted(tmp_path: Path) -> None:
     assert changed - plain == 32 * biases - 128256 * 4096
 
 
+def test_smollm3_has_layers_without_positions_that_see_all_tokens(tmp_path: Path) -> None:
+    model = load_config(tmp_path, SMOLLM3_CONFIG)
+    assert count_parameters(model) == 3_075_098_624  # tensors of the checkpoint
+    assert [run.num_blocks for run in model.layer_runs] == [3, 1] * 9
+    assert [model.has_positions(run.kind) for run in model.layer_runs[:2]] == [True, False]
+    assert model.seen_tokens(WINDOWED_LAYER, MAX_TOKENS) == MAX_TOKENS
+
+
 def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path) -> None:
     model = load_config(tmp_path, {**LLAMA_CONFIG, "rope_scaling": None})
     assert model.seq_len == model.max_positions == 131072
@@ -458,7 +513,16 @@ def test_llama_without_rotary_scaling_trains_on_all_its_positions(tmp_path: Path
     ("base", "changes", "message"),
     [
         (LLAMA_CONFIG, {"model_type": "mamba"},
-         "model_type='mamba' is not supported; supported: bert, bloom, deepseek_v2, "),
+         "model_type='mamba' is not supported; supported: arcee, bert, bloom, "),
+        (LLAMA_CONFIG, {"model_type": "qwen3_next", "linear_num_key_heads": 16},
+         "is not supported: linear_num_key_heads=16 is of linear attention; supported: arcee, "),
+        (LLAMA_CONFIG, {"model_type": "llava", "text_config": {"model_type": "llama"}},
+         "its text_config, of model_type 'llama', is, as a file of its own"),
+        (LLAMA_CONFIG, {"model_type": "smollm3", "use_sliding_window": True}, "it must be false"),
+        (LLAMA_CONFIG, {"model_type": "granite", "residual_multiplier": "x"}, "must be a number"),
+        (HUNYUAN_CONFIG, {"moe_topk": [8, 4]}, "moe_topk=[8, 4] is not supported; it must be one"),
+        (HUNYUAN_CONFIG, {"num_shared_expert": [2]}, "num_shared_expert=[2] is not supported; it "),
+        (ERNIE_CONFIG, {"moe_layer_end_index": 3}, "moe_layer_end_index=3 is not supported; it mu"),
         (MIXTRAL_CONFIG, {"num_experts_per_tok": 9}, "experts_per_token=9 are more than the 8"),
         (MIXTRAL_CONFIG, {"moe_layer_freq": 2}, "'moe_layer_freq'=2 is not supported"),
         (DEEPSEEK_CONFIG, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported; it must be 1"),

@@ -17,6 +17,7 @@ from meshwright.simulator.model.huggingface import read_config
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 1024}
 PLAIN = {"num_attention_heads": 4}
 WIDE = {**GROUPED, "head_dim": 128}
+NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 # The first layer has no experts.
 LLAMA4 = {**WIDE, "intermediate_size_mlp": 1024, "interleave_moe_layer_step": 2}
 
@@ -27,6 +28,7 @@ class Family(NamedTuple):
     model_type: str
     layer: str
     sizes: dict[str, object]
+    number: int = 0  # of the layer
 
 
 LAYERS = {
@@ -46,6 +48,11 @@ LAYERS = {
         "GPTNeoXLayer",
         {**PLAIN, "intermediate_size": 256, "use_parallel_residual": False},
     ),
+    "exaone4": Family("exaone4", "Exaone4DecoderLayer", GROUPED),
+    "olmo3": Family("olmo3", "Olmo3DecoderLayer", GROUPED),
+    "seed_oss": Family("seed_oss", "SeedOssDecoderLayer", {**WIDE, **NO_DROPOUT}),
+    "smollm3": Family("smollm3", "SmolLM3DecoderLayer", GROUPED),
+    "smollm3 without positions": Family("smollm3", "SmolLM3DecoderLayer", GROUPED, 3),
     "llama4": Family("llama4_text", "Llama4TextDecoderLayer", {**LLAMA4, "use_qk_norm": False}),
     "llama4 with norms": Family("llama4_text", "Llama4TextDecoderLayer", LLAMA4),
     "falcon": Family("falcon", "FalconDecoderLayer", {**PLAIN, "ffn_hidden_size": 1024}),
@@ -77,9 +84,14 @@ class Layer(nn.Module):
         config._attn_implementation = "sdpa"
         name = family.model_type.removesuffix("_text")
         module = import_module(f"transformers.models.{name}.modeling_{name}")
-        self.layer = getattr(module, family.layer)(config, 0)
-        fields = {"window": 0, "layer_pattern": "F", "rotary_layers": "all"}
-        self.spec = spec_of(config).model_copy(update=fields)
+        self.layer = getattr(module, family.layer)(config, family.number)
+        self.spec = spec_of(config)
+        has_positions = (
+            self.spec.rotary_layers == "all" or self.spec.layer_pattern[family.number] == "W"
+        )
+        rotary_layers = "all" if has_positions else "windowed"
+        fields = {"window": 0, "layer_pattern": "F", "rotary_layers": rotary_layers}
+        self.spec = self.spec.model_copy(update=fields)
         self.angles = torch.empty(num_sequences, tokens, self.spec.rotary_dim)
         self.turns: object = (self.angles, self.angles)
         if name == "llama4":

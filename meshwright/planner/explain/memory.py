@@ -1,11 +1,12 @@
 """Memory of the fullest rank as products: how many, times how large."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.hwprofiles import format_bytes
 from meshwright.simulator import BuiltStep, CostModel, Phase, StepResult
 from meshwright.simulator.memory import block_bytes
+from meshwright.simulator.model import BlockKind
 
 
 class MemoryTerm(NamedTuple):
@@ -66,21 +67,44 @@ def _a_parameter(size_bytes: int, count: int) -> str:
 
 
 def _kept(step: StepResult, built: BuiltStep, costs: CostModel) -> Iterator[MemoryTerm]:
-    """Yield what each kind of block of each virtual stage keeps of the passes in flight."""
+    """Yield what each kind of block of each virtual stage keeps of the passes in flight.
+
+    Virtual stages that keep the same are one term.
+    """
     pp_rank = step.memory.worst_stage.stage
     in_flight = passes_in_flight(step, pp_rank)
     stages = built.setting.rank_stages(pp_rank)
     kinds = (kind for stage in stages for kind, _ in stage.passes)
     blocks = block_bytes(costs.blocks, built.setting.shape, others=kinds)
+    alike: dict[tuple[BlockKind, int, int], list[int]] = {}
     for number, stage in enumerate(stages):
         for kind, count in stage.passes:
-            saved = blocks[kind].saved
-            size = in_flight[number] * count * saved
-            if size:
-                where = f" of stage {number}" if len(in_flight) > 1 else ""
-                blocks_text = f"{count} {kind}s" if count > 1 else kind
-                factors = f"{in_flight[number]} in flight x {blocks_text} x {format_bytes(saved)}"
-                yield MemoryTerm(f"{kind} activations{where}", size, factors)
+            alike.setdefault((kind, count, in_flight[number]), []).append(number)
+    for (kind, count, passes), numbers in alike.items():
+        saved = blocks[kind].saved
+        size = len(numbers) * passes * count * saved
+        if size:
+            where = _stages_text(numbers) if len(in_flight) > 1 else ""
+            several = f"{len(numbers)} x " if len(numbers) > 1 else ""
+            blocks_text = f"{count} {kind}s" if count > 1 else kind
+            factors = f"{several}{passes} in flight x {blocks_text} x {format_bytes(saved)}"
+            yield MemoryTerm(f"{kind} activations{where}", size, factors)
+
+
+def _stages_text(numbers: Sequence[int]) -> str:
+    """Return which virtual stages they are.
+
+    >>> _stages_text([3]), _stages_text([0, 1, 2, 5])
+    (' of stage 3', ' of stages 0-2, 5')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f" of stage{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"
 
 
 def passes_in_flight(step: StepResult, pp_rank: int) -> list[int]:

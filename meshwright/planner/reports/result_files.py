@@ -99,11 +99,8 @@ def _search_pictures(result: SearchResult) -> dict[str, "Figure"]:
 
 def search_breakdown(result: SearchResult) -> "Figure":
     """Return where the time of the best layouts goes, side by side."""
-    # The best comes first, also where a simpler plan stands for it in the list.
-    places = [*dict.fromkeys((0, *result.listed))][:MOST_BARS]
-    best = [result.plans[place] for place in places]
-    names = [_plan_file(place + 1).stem for place in places]
-    return _breakdown(best, names)
+    best = result.plans[:MOST_BARS]
+    return _breakdown(best, [_plan_file(place + 1).stem for place in range(len(best))])
 
 
 def _breakdown(steps: Sequence[StepResult], names: Sequence[str] = ()) -> "Figure":

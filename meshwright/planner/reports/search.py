@@ -61,7 +61,7 @@ def search_report(
         shown = f"memory against time, {layouts} that no other beats in both"
         parts += [Text(), Text(shown), _frontier_table(result)]
     if result.plans:
-        parts += warning_lines(_first(result).warnings)
+        parts += warning_lines(result.plans[0].warnings)
     hints = waste_hints(result.job, result.cluster, result.num_gpus)
     return Group(*parts, *(Text(f"hint: {each}") for each in hints))
 
@@ -99,7 +99,7 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield "rejected", f"{result.rejections[reason]:,} {reason}"
     if result.plans:
         yield from _fastest_facts(result)
-        best = _first(result).plan
+        best = result.plans[0].plan
         kernel = f"attention={best.attention}, " if isinstance(result.job.model, ModelSpec) else ""
         yield "best", f"{kernel}stages of {format_stages(best.stages)}"
     if result.nearest is not None:
@@ -155,25 +155,22 @@ def _thinned(points: tuple[FrontierPoint, ...]) -> list[FrontierPoint]:
     return [points[index * last // steps] for index in range(MAX_FRONTIER_LINES)]
 
 
-def _first(result: SearchResult) -> StepResult:
-    """Return the plan in the first line of the table."""
-    return result.plans[result.listed[0]]
-
-
 def _plans_table(result: SearchResult, budget: Budget | None) -> ColumnTable:
-    """Return the plans of a search."""
-    places = result.listed
-    steps = [result.plans[place] for place in places]
+    """Return the plans of a search, the fastest first, also where a simpler one stands for it."""
+    steps = result.plans
     sample = result.job.model.sample
     columns = [
-        _column("", [str(place + 1) for place in places], is_first=True),
+        _column("", [str(place + 1) for place in range(len(steps))], is_first=True),
         *_layout_columns(result, [step.plan for step in steps]),
         *step_columns(steps, f"{SHORT_SAMPLES.get(sample, sample)}/s/GPU"),
         *([] if budget is None else _money_columns(budget, steps)),
     ]
-    likes = [_like_text(len(result.like[place])) for place in places]
+    likes = [
+        _like_text(len(others)) if place in result.listed else "the fastest"
+        for place, others in enumerate(result.like)
+    ]
     if any(likes):
-        columns.append(_column(" ", likes))
+        columns.append(Column(head=" ", cells=likes, is_word=True))
     return ColumnTable(columns, _shared(result, [step.plan for step in steps]))
 
 

@@ -108,7 +108,7 @@ class SearchResult(Shown):
 
     @property
     def listed(self) -> range:
-        """Places of ``plans`` that a list shows: all but the best where it is folded."""
+        """Places of ``plans`` that stand for others: all but the best where it is folded."""
         best = self.plans[0].plan if self.plans else None
         is_folded = any(best in others for others in self.like)
         return range(int(is_folded), len(self.plans))

@@ -208,6 +208,10 @@ def default_attention(device: Device, stack: StackProfile) -> Attention:
 
 def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> str | None:
     """Return why *stack*, which has such parts, does not run *model*, or None when it does."""
+    norms_some = model.qk_norm == "unweighted" and model.rotary_layers != "all"
+    if stack.is_fully_sharded and stack.transformers_layers and norms_some:
+        what = f"{model.name} has norms of heads in those with positions alone"
+        return f"stack {stack.name} shards layers of one kind; {what}"
     if model.experts is None and model.latent is None:
         return None
     in_one_kernel = stack.megatron_layers and stack.kernels is Kernels.FUSED

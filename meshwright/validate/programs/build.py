@@ -40,6 +40,7 @@ PLAIN = (
     LayerFact.LOGIT_SOFTCAP,
     LayerFact.SCALED_EMBEDDINGS,
     LayerFact.WINDOW,
+    LayerFact.ROTARY_LAYERS,
 )
 # What programs of a stack write beyond layers as those of GPT and Llama.
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {

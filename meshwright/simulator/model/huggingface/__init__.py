@@ -8,13 +8,21 @@ from pathlib import Path
 
 from meshwright.hwprofiles import shown_path
 from meshwright.simulator.errors import PlanError, shorten
+from meshwright.simulator.model.huggingface.dense import DENSE_FAMILIES
 from meshwright.simulator.model.huggingface.experts import EXPERT_FAMILIES
 from meshwright.simulator.model.huggingface.gemma import GEMMA_FAMILIES
 from meshwright.simulator.model.huggingface.gpt import GPT_FAMILIES
 from meshwright.simulator.model.huggingface.llama import LLAMA_FAMILIES
 from meshwright.simulator.model.huggingface.mixed import MIXED_FAMILIES
 from meshwright.simulator.model.huggingface.parallel import PARALLEL_FAMILIES
-from meshwright.simulator.model.huggingface.reader import CHANGING_NO_SIZE, PREDICTION_KEYS, Reader
+from meshwright.simulator.model.huggingface.reader import (
+    CHANGING_NO_SIZE,
+    CHANGING_NOTHING,
+    NOT_MODELLED,
+    PREDICTION_KEYS,
+    Reader,
+)
+from meshwright.simulator.model.huggingface.routed import ROUTED_FAMILIES
 
 __all__ = ["ARCHITECTURES", "PREDICTION_KEYS", "read_config"]
 
@@ -25,6 +33,8 @@ ARCHITECTURES = {
     **PARALLEL_FAMILIES,
     **EXPERT_FAMILIES,
     **MIXED_FAMILIES,
+    **DENSE_FAMILIES,
+    **ROUTED_FAMILIES,
 }
 
 
@@ -49,8 +59,7 @@ def read_config(config: Mapping[str, object], *, path: Path) -> dict[str, object
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         shown = shorten(model_type) if "model_type" in config else "(missing)"
-        supported = ", ".join(sorted(ARCHITECTURES))
-        raise PlanError(f"{origin}: model_type={shown} is not supported; supported: {supported}")
+        raise PlanError(f"{origin}: model_type={shown} is not supported{_why_not(config)}")
     architecture = ARCHITECTURES[model_type]
     reader = Reader(config, origin)
     reader.refuse_unknown_keys(architecture)
@@ -61,12 +70,30 @@ def read_config(config: Mapping[str, object], *, path: Path) -> dict[str, object
     return {**given, "left_out": _left_out(config), "name": name or path.stem, "source": source}
 
 
+def _why_not(config: Mapping[str, object]) -> str:
+    """Return what of a configuration is not modelled, if a key tells, and what is read."""
+    inner = config.get("text_config")
+    inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
+    if isinstance(inner_type, str) and inner_type in ARCHITECTURES:
+        return f"; its text_config, of model_type {inner_type!r}, is, as a file of its own"
+    given = {**(inner if isinstance(inner, Mapping) else {}), **config}
+    reasons = (
+        f": {key}={shorten(given[key])} is of {what}"
+        for key, what in NOT_MODELLED.items()
+        if given.get(key) not in (None, 0, False)
+    )
+    return f"{next(reasons, '')}; supported: {', '.join(sorted(ARCHITECTURES))}"
+
+
 def _left_out(config: Mapping[str, object]) -> str:
     """Return what keys of a configuration ask for that changes no size and is not modelled."""
-    inner = config.get("text_config")
-    given = {**(inner if isinstance(inner, Mapping) else {}), **config}
+    given: dict[str, object] = {}
+    for outer in (config.get("text_config"), config):
+        if isinstance(outer, Mapping):
+            rotary = outer.get("rope_parameters")
+            given |= {**(rotary if isinstance(rotary, Mapping) else {}), **outer}
     return "; ".join(
         f"{key}={shorten(given[key])} {what}"
         for key, what in CHANGING_NO_SIZE.items()
-        if given.get(key)
+        if given.get(key) and given[key] != CHANGING_NOTHING.get(key)
     )

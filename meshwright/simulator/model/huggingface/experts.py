@@ -71,7 +71,6 @@ def _read_qwen3_moe(reader: Reader) -> Fields:
 
 def _read_glm4_moe(reader: Reader) -> Fields:
     """Return the fields of GLM-4.5's layers: experts after dense layers, heads turned in part."""
-    width = reader.size("moe_intermediate_size")
     return {
         **gated_decoder(reader),
         "num_kv_heads": reader.size("num_key_value_heads"),
@@ -80,17 +79,28 @@ def _read_glm4_moe(reader: Reader) -> Fields:
         "qk_norm": "head" if reader.switch("use_qk_norm", default=False) else "none",
         "rotary_fraction": reader.rotary_fraction(default=0.5),
         "spelling": "glm4_moe",
-        "experts": {
-            "num_experts": reader.size("n_routed_experts", "num_local_experts", "num_experts"),
-            "experts_per_token": reader.size("num_experts_per_tok"),
-            "hidden_size": width,
-            "shared_hidden_size": width * (reader.optional_size("n_shared_experts") or 0),
-            "scores": "sigmoid",
-            "routing_bias": True,
-            "num_groups": reader.optional_size("n_group") or 1,
-            "groups_per_token": reader.optional_size("topk_group") or 1,
-            "first_dense_layers": reader.count("first_k_dense_replace", default=1),
-        },
+        "experts": sigmoid_experts(reader, first_dense_layers=1),
+    }
+
+
+def sigmoid_experts(reader: Reader, *, first_dense_layers: int) -> Fields:
+    """Return experts scored by sigmoid with a bias in routing, as those of DeepSeek-V3.
+
+    Args:
+        reader: The configuration.
+        first_dense_layers: How many layers have an MLP where the configuration says nothing.
+    """
+    width = reader.size("moe_intermediate_size")
+    return {
+        "num_experts": reader.size("n_routed_experts", "num_local_experts", "num_experts"),
+        "experts_per_token": reader.size("num_experts_per_tok"),
+        "hidden_size": width,
+        "shared_hidden_size": width * (reader.optional_size("n_shared_experts") or 0),
+        "scores": "sigmoid",
+        "routing_bias": True,
+        "num_groups": reader.optional_size("n_group") or 1,
+        "groups_per_token": reader.optional_size("topk_group") or 1,
+        "first_dense_layers": reader.count("first_k_dense_replace", default=first_dense_layers),
     }
 
 
@@ -135,7 +145,7 @@ def _read_deepseek_v2(reader: Reader) -> Fields:
     }
 
 
-def _read_deepseek_v3(reader: Reader) -> Fields:
+def read_deepseek_v3(reader: Reader) -> Fields:
     """Return the fields of DeepSeek-V3's layers: scores by sigmoid, with a bias in routing."""
     if reader.text("scoring_func", default="sigmoid") != "sigmoid":
         reader.refuse("scoring_func", "is not supported; it must be 'sigmoid'")
@@ -147,28 +157,28 @@ def _read_deepseek_v3(reader: Reader) -> Fields:
     return {**fields, "experts": {**experts, "scores": "sigmoid", "routing_bias": True}}
 
 
-_ROUTING_KEYS = "norm_topk_prob num_experts_per_tok output_router_logits router_aux_loss_coef"
+ROUTING_KEYS = "norm_topk_prob num_experts_per_tok output_router_logits router_aux_loss_coef"
 _MIXTRAL_KEYS = (
-    f"{MISTRAL_KEYS} {_ROUTING_KEYS} num_experts num_local_experts router_jitter_noise rope_scaling"
+    f"{MISTRAL_KEYS} {ROUTING_KEYS} num_experts num_local_experts router_jitter_noise rope_scaling"
 )
 _QWEN2_MOE_KEYS = f"""
-    {QWEN2_KEYS} {_ROUTING_KEYS} decoder_sparse_step mlp_only_layers moe_intermediate_size
+    {QWEN2_KEYS} {ROUTING_KEYS} decoder_sparse_step mlp_only_layers moe_intermediate_size
     num_experts qkv_bias shared_expert_intermediate_size
     """
 _QWEN3_MOE_KEYS = f"""
-    {QWEN2_KEYS} {_ROUTING_KEYS} attention_bias decoder_sparse_step mlp_only_layers
+    {QWEN2_KEYS} {ROUTING_KEYS} attention_bias decoder_sparse_step mlp_only_layers
     moe_intermediate_size num_experts num_local_experts
     """
 _GLM4_MOE_KEYS = f"""
-    {_ROUTING_KEYS} attention_bias attention_dropout first_k_dense_replace head_dim hidden_act
+    {ROUTING_KEYS} attention_bias attention_dropout first_k_dense_replace head_dim hidden_act
     hidden_size intermediate_size max_position_embeddings moe_intermediate_size n_group
     n_routed_experts n_shared_experts num_attention_heads num_experts num_hidden_layers
     num_key_value_heads num_local_experts num_nextn_predict_layers partial_rotary_factor
     rope_parameters rope_scaling rope_theta routed_scaling_factor tie_word_embeddings topk_group
     use_qk_norm vocab_size
     """
-_DEEPSEEK_KEYS = f"""
-    {_ROUTING_KEYS} attention_bias attention_dropout aux_loss_alpha auto_map ep_size
+DEEPSEEK_KEYS = f"""
+    {ROUTING_KEYS} attention_bias attention_dropout aux_loss_alpha auto_map ep_size
     first_k_dense_replace head_dim hidden_act hidden_size intermediate_size kv_lora_rank
     max_position_embeddings mlp_bias moe_intermediate_size moe_layer_freq n_group n_routed_experts
     n_shared_experts num_attention_heads num_experts num_hidden_layers num_key_value_heads
@@ -179,10 +189,10 @@ _DEEPSEEK_KEYS = f"""
     """
 
 EXPERT_FAMILIES = {
-    "deepseek_v2": Architecture(_read_deepseek_v2, frozenset(_DEEPSEEK_KEYS.split())),
-    "deepseek_v3": Architecture(_read_deepseek_v3, frozenset(_DEEPSEEK_KEYS.split())),
+    "deepseek_v2": Architecture(_read_deepseek_v2, frozenset(DEEPSEEK_KEYS.split())),
+    "deepseek_v3": Architecture(read_deepseek_v3, frozenset(DEEPSEEK_KEYS.split())),
     "glm4_moe": Architecture(_read_glm4_moe, frozenset(_GLM4_MOE_KEYS.split())),
-    "kimi_k2": Architecture(_read_deepseek_v3, frozenset(_DEEPSEEK_KEYS.split())),
+    "kimi_k2": Architecture(read_deepseek_v3, frozenset(DEEPSEEK_KEYS.split())),
     "mixtral": Architecture(_read_mixtral, frozenset(_MIXTRAL_KEYS.split())),
     "qwen2_moe": Architecture(_read_qwen2_moe, frozenset(_QWEN2_MOE_KEYS.split())),
     "qwen3_moe": Architecture(_read_qwen3_moe, frozenset(_QWEN3_MOE_KEYS.split())),

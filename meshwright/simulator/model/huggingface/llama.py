@@ -6,7 +6,8 @@ from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 QWEN3_HEAD_DIM = GLM4_HEAD_DIM = 128
 
 
-def _read_llama(reader: Reader) -> dict[str, object]:
+def read_llama(reader: Reader) -> dict[str, object]:
+    """Return the fields of Llama's layers."""
     attention_bias = reader.switch("attention_bias", default=False)
     return {
         **gated_decoder(reader),
@@ -74,7 +75,8 @@ def windows(window: int | None, pattern: str) -> dict[str, object]:
     return {"window": window, "layer_pattern": pattern} if window and "W" in pattern else {}
 
 
-def _read_olmo2(reader: Reader) -> dict[str, object]:
+def read_olmo2(reader: Reader) -> dict[str, object]:
+    """Return the fields of OLMo 2's layers: norms after attention and MLP, and over all heads."""
     has_bias = reader.switch("attention_bias", default=False)
     return {
         **gated_decoder(reader),
@@ -136,7 +138,7 @@ def gated_decoder(reader: Reader) -> dict[str, object]:
     }
 
 
-_LLAMA_KEYS = """
+LLAMA_KEYS = """
     attention_bias attention_dropout head_dim hidden_act hidden_size intermediate_size
     max_position_embeddings mlp_bias num_attention_heads num_hidden_layers num_key_value_heads
     pretraining_tp rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size
@@ -150,12 +152,12 @@ MISTRAL_KEYS = """
 QWEN2_KEYS = f"""
     {MISTRAL_KEYS} layer_types max_window_layers rope_scaling use_sliding_window
     """
-_OLMO2_KEYS = """
+OLMO2_KEYS = """
     attention_bias attention_dropout hidden_act hidden_size intermediate_size
     max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
     rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size
     """
-_GLM4_KEYS = f"{_OLMO2_KEYS} head_dim partial_rotary_factor"
+_GLM4_KEYS = f"{OLMO2_KEYS} head_dim partial_rotary_factor"
 _PHI3_KEYS = """
     attention_bias attention_dropout auto_map embd_pdrop hidden_act hidden_size intermediate_size
     max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
@@ -165,9 +167,9 @@ _PHI3_KEYS = """
 
 LLAMA_FAMILIES = {
     "glm4": Architecture(_read_glm4, frozenset(_GLM4_KEYS.split())),
-    "llama": Architecture(_read_llama, frozenset(_LLAMA_KEYS.split())),
+    "llama": Architecture(read_llama, frozenset(LLAMA_KEYS.split())),
     "mistral": Architecture(read_mistral, frozenset(MISTRAL_KEYS.split())),
-    "olmo2": Architecture(_read_olmo2, frozenset(_OLMO2_KEYS.split())),
+    "olmo2": Architecture(read_olmo2, frozenset(OLMO2_KEYS.split())),
     "phi3": Architecture(_read_phi3, frozenset(_PHI3_KEYS.split())),
     "qwen2": Architecture(read_qwen2, frozenset(QWEN2_KEYS.split())),
     "qwen3": Architecture(read_qwen3, frozenset(f"{QWEN2_KEYS} attention_bias".split())),

@@ -24,9 +24,33 @@ PREDICTION_KEYS = ("num_mtp_layers", "num_nextn_predict_layers")
 # Keys that change no size, but what a step does: a warning says what of it is not modelled.
 CHANGING_NO_SIZE = {
     "attn_temperature_tuning": "scales queries by their position, which is not modelled",
-    **dict.fromkeys(PREDICTION_KEYS, "predict tokens beyond the next, which is left out"),
+    "llama_4_scaling_beta": "scales queries by their position, which is not modelled",
+    "logits_scaling": "divides the logits, which is not modelled",
+    **dict.fromkeys(
+        (*PREDICTION_KEYS, "num_mtp_modules"), "predict tokens beyond the next, which is left out"
+    ),
     "quantization_config": "is of released weights; training is in the precision of the job",
+    "residual_multiplier": "scales what each layer adds, which is not modelled",
     "router_jitter_noise": "moves tokens before they are routed, which is not modelled",
+}
+# Values of them that change nothing, beside zero and false.
+CHANGING_NOTHING = {"logits_scaling": 1, "residual_multiplier": 1}
+# Keys that tell of layers which no block here has, whatever the model_type: for refusals.
+NOT_MODELLED = {
+    **dict.fromkeys(
+        ("mamba_n_heads", "mamba_num_heads", "mamba_d_state", "ssm_cfg", "state_size"),
+        "state-space layers",
+    ),
+    **dict.fromkeys(
+        ("linear_num_key_heads", "linear_attn_config", "linear_attn_alpha_factor"),
+        "linear attention",
+    ),
+    "index_topk": "attention to tokens that an indexer chooses",
+    "conv_L_cache": "layers of short convolutions",
+    "zero_expert_num": "experts that do nothing",
+    "altup_num_inputs": "layers with several residual streams",
+    "logit_scale": "norms without a bias that subtract the mean",
+    "is_encoder_decoder": "an encoder beside a decoder",
 }
 
 
@@ -158,6 +182,8 @@ class Reader:
         """Return the positions a model was trained on before its rotary scaling, if it says so."""
         for key in ("rope_scaling", "rope_parameters"):
             inner = self.inside(key)
+            if inner.has("full_attention"):  # parameters of each kind of layers
+                inner = inner.inside("full_attention")
             if self.has(key):
                 return inner.optional_size("original_max_position_embeddings")
         return None
@@ -194,6 +220,16 @@ def numbers(reader: Reader, key: str) -> list[int]:
     if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
         reader.refuse(key, "must be a list of integers of at least 0")
     return [int(each) for each in value]
+
+
+def same_size(reader: Reader, key: str) -> int:
+    """Return a positive integer that must be there; in a list, one a layer, all are equal."""
+    value = reader.value(key)
+    if not isinstance(value, list):
+        return reader.size(key)
+    if not value or any(type(each) is not int or each < 1 or each != value[0] for each in value):
+        reader.refuse(key, "is not supported; it must be one integer of at least 1 in all layers")
+    return int(value[0])
 
 
 def period(reader: Reader, key: str, letters: list[str]) -> str:

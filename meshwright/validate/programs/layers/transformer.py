@@ -253,7 +253,7 @@ class SelfAttention(nn.Module):
             query, key = (TableRotary.apply(each, *angles) for each in (query, key))
         elif self.rotary:
             query, key = (self.turned(each, *self.place) for each in (query, key))
-        if is_last:
+        if is_last and self.rotary:  # norms go with positions there
             query, key = self.query_norm(query), self.key_norm(key)
         given = key, value  # names that live as long as attention runs
         if self.copies:
