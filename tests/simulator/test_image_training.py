@@ -164,3 +164,24 @@ def test_what_a_residual_network_cannot_have_is_refused(
 ) -> None:
     with pytest.raises(PlanError, match=said):
         run(load_model("resnet50"), stack, batch=64, **plan)
+
+
+def test_what_is_gone_of_kept_rows_is_no_buffer() -> None:
+    ended = run(chain(*[(256, 256)] * 4), "ddp", batch=4, microbatch_size=4).memory.by_stage[0]
+    # As fullest, behind two of four layers, casts of weights that wait are gone; bytes of it all:
+    static = ended.parameters_bytes + ended.gradients_bytes + ended.optimizer_states_bytes
+    assert (ended.buffers_bytes, ended.activations_bytes) == (0, 5_376_000 - static)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_weights"),
+    [(chain(*[(64, 64)] * 4), 64 * 64), (load_model("resnet50"), 2048_000)],
+)
+def test_linear_layers_of_each_kind_of_model_have_stand_ins(
+    model: AnyModel, num_weights: int
+) -> None:
+    old, new = (
+        run(model, f"megatron-core{later}", batch=8, microbatch_size=8).memory.peak_bytes
+        for later in ("", "-2026")
+    )
+    assert new - old == 2 * num_weights

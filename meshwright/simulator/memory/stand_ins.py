@@ -24,7 +24,7 @@ def stand_in_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
     adds = stack.fused_gradient_accumulation and stack.kernels is not Kernels.EAGER
     if not (stack.keeps_stand_ins and adds):
         return 0
-    rows = shape.local_vocab_size * shape.tp
-    known = linear_shapes(shape.trained, rows, shape.tp, shape.ep, shape.etp)
+    multiple = stack.vocabulary_multiple
+    known = linear_shapes(shape.trained, multiple, shape.tp, shape.ep, shape.etp)
     found = {size for kind, _ in blocks for size in known.get(kind, ())}
     return shape.element_bytes * sum(prod(size) for size in found)

@@ -287,7 +287,11 @@ def _events(
 def _event(
     time_ps: int, moment: str, level: LiveBytes, action: Action | None = None
 ) -> MemoryEvent:
-    return MemoryEvent(time_ps, moment, level.activations, level.buffers, action, level.absent)
+    # Behind blocks whose kept tensors are gone a pass may need less than they were: what is kept is
+    # less, no buffer.
+    less = min(0, level.buffers)
+    kept, buffers = level.activations + less, level.buffers - less
+    return MemoryEvent(time_ps, moment, kept, buffers, action, level.absent)
 
 
 def memory_peak(memory: RankMemory, events: Iterable[MemoryEvent]) -> MemoryPeak:

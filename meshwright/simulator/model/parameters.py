@@ -210,21 +210,24 @@ def _is_linear(tensor: ParameterTensor) -> bool:
 
 
 def linear_shapes(
-    model: AnyModel, vocab_size: int, tp: int, ep: int, etp: int | None
+    model: AnyModel, multiple: int, tp: int, ep: int, etp: int | None
 ) -> dict[BlockKind, frozenset[tuple[int, ...]]]:
     """Return what shapes the weights of linear layers have that one rank holds, each once.
 
-    By the kind of block that has use of them: of a head also the output matrix; of experts one's.
+    By the kind of block that has use of them: of a head also the output matrix, whose rows are
+    filled up to a *multiple* on each rank; of experts one's.
 
     >>> from meshwright.simulator.model.catalogue import load_model
-    >>> sorted(linear_shapes(load_model("gpt2"), 50304, 2, 1, None)["head"])
-    [(25152, 768)]
+    >>> sorted(linear_shapes(load_model("gpt2"), 128, 2, 1, None)["head"])
+    [(25216, 768)]
     """
     found: defaultdict[BlockKind, set[tuple[int, ...]]] = defaultdict(set)
     matrix = "word_embedding" if model.tied_embeddings else "output_embedding"
-    for tensor in parameter_tensors(model, vocab_size=vocab_size):
+    is_listed = not isinstance(model, ModelSpec)
+    for tensor in rank_tensors(model, tp, multiple):
         makes_logits = tensor.name == f"{matrix}.weight"
-        if makes_logits or _is_linear(tensor):
+        is_matrix = is_listed and len(tensor.shape) == 2
+        if makes_logits or is_matrix or _is_linear(tensor):
             kind = HEAD if makes_logits else tensor.block
             found[kind].add(local_shape(model, tensor, tp=tp, ep=ep, etp=etp)[-2:])
     return {kind: frozenset(shapes) for kind, shapes in found.items()}
