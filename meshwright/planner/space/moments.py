@@ -265,7 +265,8 @@ def _ends_of_steps(kept: NDArray[np.int64], alike: Column) -> Column:
     order = np.argsort(alike, kind="stable")
     steps, goes_on = np.diff(kept[order], axis=0), np.diff(alike[order]) == 0
     is_between = (steps[1:] == steps[:-1]).all(axis=1) & goes_on[1:] & goes_on[:-1]
-    return order[np.concatenate([[True], ~is_between, [True]])[: len(order)]]
+    is_end = np.concatenate([[True], ~is_between, [True]])[: len(order)]
+    return np.asarray(order[is_end], np.int64)
 
 
 def _by_order(moments: NDArray[np.int64], order: Column) -> NDArray[np.int64]:
