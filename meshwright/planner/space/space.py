@@ -160,8 +160,7 @@ class Space:
 
     def plan(self, index: int) -> ParallelPlan:
         """Return layout *index* as a plan."""
-        (plan,) = self.plans([index])
-        return plan
+        return self.plans([index])[0]
 
     def plans(self, indices: Sequence[int]) -> list[ParallelPlan]:
         """Return layouts as plans."""

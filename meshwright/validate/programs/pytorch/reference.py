@@ -36,13 +36,15 @@ def reference_losses(
         num_steps: How many steps.
         dropout: Probability, where the model has dropout.
         vocabulary_multiple: To which the table is padded.
-        of_transformers: Experts are chosen and weighed as transformers does it.
+        of_transformers: Experts are chosen and weighed, and heads normed, as transformers does it.
     """
     model = job.transformer
     parts = plain_parts(
         model, vocab_size=padded_vocab_size(model, 1, vocabulary_multiple), dropout=dropout
     )
     parts.of_transformers = of_transformers
+    # Others norm heads before positions turn them, and so those of layers without positions.
+    parts.turns_first = of_transformers
     options = LayerOptions(
         attention=Attention.FLASH,
         recompute=Recompute.NONE,
