@@ -92,7 +92,7 @@ def deepseek_layer(experts: Experts) -> Run:
     return lambda x: layer(x, angles, None)
 
 
-@pytest.mark.parametrize(
+of_each_layer = pytest.mark.parametrize(
     ("make", "model"),
     [
         (torchtitan_layer, SPEC),
@@ -102,6 +102,9 @@ def deepseek_layer(experts: Experts) -> Run:
     ],
     ids=["softmax", "sigmoid, shared", "qwen3", "latent attention"],
 )
+
+
+@of_each_layer
 def test_an_expert_layer_of_torchtitan_is_byte_exact(
     make: Callable[[Experts], Run], model: ModelSpec
 ) -> None:
@@ -117,16 +120,7 @@ def test_an_expert_layer_of_torchtitan_is_byte_exact(
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "model"),
-    [
-        (torchtitan_layer, SPEC),
-        (torchtitan_layer, SHARING),
-        (qwen3_layer, HEADS),
-        (deepseek_layer, LATENT),
-    ],
-    ids=["softmax", "sigmoid, shared", "qwen3", "latent attention"],
-)
+@of_each_layer
 def test_a_layer_of_torchtitan_with_experts_of_several_ranks_is_byte_exact(
     make: Callable[[Experts], Run], model: ModelSpec
 ) -> None:

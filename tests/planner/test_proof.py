@@ -756,6 +756,9 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
     assert found.feasible == len(fitting)
     assert found.simulated < found.feasible or found.feasible <= len(found.plans)
     assert found.plans[0].step_ps == min(fitting.values())
+    # The search knows the peaks of what it reports; a walk over the ranks finds the same.
+    for memory in (step.memory for step in found.plans):
+        assert memory.peak_bytes == memory.worst_stage.peak_bytes
     assert found.space_size == found.feasible + sum(found.rejections.values())
     for point in found.frontier:
         if point.proven:

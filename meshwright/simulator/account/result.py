@@ -46,7 +46,7 @@ class StageMemory:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryResult:
     """Memory of the fullest rank by three rules of counting, against what there is.
 
@@ -54,16 +54,30 @@ class MemoryResult:
     allocator holds beside, ``device_bytes`` context and communicators (`Overheads`); a plan fits
     when the last is at most ``usable_bytes``, and ``host_bytes``, what the fullest node keeps on
     its host, at most ``host_capacity_bytes``.  ``walk`` finds the memory of each pipeline rank when
-    that is read: a search knows the peaks of its layouts without, ``known_peak_bytes``.
+    that is read: a search knows the peaks of its layouts without, ``known_peak_bytes``.  Results
+    are equal if all that they tell is, wherever it is from.
     """
 
     known_peak_bytes: int | None = None
     overheads: Overheads
     capacity_bytes: int
     usable_bytes: int
-    walk: Callable[[], Iterable[StageMemory]] = field(repr=False, compare=False)
+    walk: Callable[[], Iterable[StageMemory]] = field(repr=False)
     host_bytes: int = 0
     host_capacity_bytes: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both tell the same."""
+        return isinstance(other, MemoryResult) and self._told == other._told
+
+    def __hash__(self) -> int:
+        """Return one number for all that tell the same."""
+        return hash(self._told)
+
+    @property
+    def _told(self) -> tuple[object, ...]:
+        limits = self.overheads, self.capacity_bytes, self.usable_bytes
+        return *limits, self.host_bytes, self.host_capacity_bytes, self.peak_bytes, self.by_stage
 
     @cached_property
     def peak_bytes(self) -> int:

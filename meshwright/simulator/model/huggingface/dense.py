@@ -15,6 +15,7 @@ from meshwright.simulator.model.huggingface.llama import (
     windows,
 )
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader, numbers, period
+from meshwright.simulator.model.spec import MAX_TOKENS
 
 Fields = dict[str, object]
 
@@ -24,8 +25,6 @@ SMOLLM3_INTERVAL = EXAONE4_INTERVAL = 4
 ERNIE_HEAD_DIM = SEED_HEAD_DIM = MINISTRAL_HEAD_DIM = 128
 SEED_DROPOUT = 0.1
 NEMOTRON_ROTARY_FRACTION = 0.5
-# No sequence of a model has more tokens.
-ANY_SEQUENCE = 134_217_728
 
 
 def _read_olmo3(reader: Reader) -> Fields:
@@ -64,7 +63,7 @@ def _read_smollm3(reader: Reader) -> Fields:
         pattern = period(reader, "no_rope_layers", ["FW"[each != 0] for each in turned])
     if reader.layer_pattern(usual="F") != "F":
         reader.refuse("layer_types", "is not supported; each must be 'full_attention'")
-    some = {**windows(ANY_SEQUENCE, pattern), "rotary_layers": "windowed"}
+    some = {**windows(MAX_TOKENS, pattern), "rotary_layers": "windowed"}
     if "W" not in pattern:
         reader.refuse("no_rope_layers", "is not supported; some layers must have positions")
     return {

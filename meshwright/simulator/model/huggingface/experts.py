@@ -19,15 +19,19 @@ Fields = dict[str, object]
 
 def _read_mixtral(reader: Reader) -> Fields:
     """Return the fields of Mixtral's layers: experts in the place of every MLP."""
-    width = reader.size("intermediate_size")
     return {
         **read_mistral(reader),
-        "ffn_hidden_size": width,
-        "experts": {
-            "num_experts": reader.size("num_local_experts", "num_experts"),
-            "experts_per_token": reader.size("num_experts_per_tok"),
-            "hidden_size": width,
-        },
+        "ffn_hidden_size": reader.size("intermediate_size"),
+        "experts": plain_experts(reader, "num_local_experts", "num_experts"),
+    }
+
+
+def plain_experts(reader: Reader, *number_keys: str) -> Fields:
+    """Return experts as wide as an MLP; one of *number_keys* says how many."""
+    return {
+        "num_experts": reader.size(*number_keys),
+        "experts_per_token": reader.size("num_experts_per_tok"),
+        "hidden_size": reader.size("intermediate_size"),
     }
 
 

@@ -12,6 +12,7 @@ from meshwright.simulator.model.huggingface.dense import (
 from meshwright.simulator.model.huggingface.experts import (
     DEEPSEEK_KEYS,
     ROUTING_KEYS,
+    plain_experts,
     read_deepseek_v3,
     sigmoid_experts,
 )
@@ -85,9 +86,7 @@ def _read_minimax_m2(reader: Reader) -> Fields:
         "qk_norm": "width",
         "rotary_fraction": turned / head_dim if turned else reader.rotary_fraction(),
         "experts": {
-            "num_experts": reader.size("num_local_experts", "num_experts"),
-            "experts_per_token": reader.size("num_experts_per_tok"),
-            "hidden_size": reader.size("intermediate_size"),
+            **plain_experts(reader, "num_local_experts", "num_experts"),
             "scores": "sigmoid",
             "routing_bias": True,
         },
@@ -105,9 +104,7 @@ def _read_olmoe(reader: Reader) -> Fields:
         "output_bias": has_bias,
         "qk_norm": "width",
         "experts": {
-            "num_experts": reader.size("num_experts", "num_local_experts"),
-            "experts_per_token": reader.size("num_experts_per_tok"),
-            "hidden_size": reader.size("intermediate_size"),
+            **plain_experts(reader, "num_experts", "num_local_experts"),
             "casts_shares": True,
         },
     }
@@ -117,9 +114,7 @@ def _read_granite_moe(reader: Reader) -> Fields:
     return {
         **read_granite(reader),
         "experts": {
-            "num_experts": reader.size("num_local_experts", "num_experts"),
-            "experts_per_token": reader.size("num_experts_per_tok"),
-            "hidden_size": reader.size("intermediate_size"),
+            **plain_experts(reader, "num_local_experts", "num_experts"),
             "scores": "softmax of chosen",
             "casts_shares": True,
         },
