@@ -13,10 +13,10 @@ from meshwright.hwprofiles import Attention, load_cluster, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob, simulate
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.catalogue import DATA_FOLDER, list_models, load_model, read_models
-from meshwright.simulator.model.huggingface import ARCHITECTURES
+from meshwright.simulator.model.huggingface import ARCHITECTURES, MAX_TOKENS
 from meshwright.simulator.model.kinds import WINDOWED_LAYER
 from meshwright.simulator.model.parameters import count_parameters
-from meshwright.simulator.model.spec import MAX_TOKENS, ModelSpec, parse_model
+from meshwright.simulator.model.spec import ModelSpec, parse_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -8,12 +8,12 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from meshwright.hwprofiles import LayerFact
 from meshwright.simulator.model.derived import FUSED_QKV, derived_sizes, mixed_runs
 from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, ProductSize, parse
+from meshwright.simulator.model.huggingface import MAX_TOKENS
 from meshwright.simulator.model.kinds import WINDOWED_LAYERS, BlockKind, BlockRun
 from meshwright.simulator.model.parts import Experts, LatentAttention
 
 MAX_FFN_WIDTH = 4_194_304
 MAX_VOCABULARY = 16_777_216
-MAX_TOKENS = 134_217_728
 MAX_PREDICTION_LAYERS = 64
 
 

@@ -18,13 +18,14 @@ from meshwright.simulator.model.huggingface.parallel import PARALLEL_FAMILIES
 from meshwright.simulator.model.huggingface.reader import (
     CHANGING_NO_SIZE,
     CHANGING_NOTHING,
+    MAX_TOKENS,
     NOT_MODELLED,
     PREDICTION_KEYS,
     Reader,
 )
 from meshwright.simulator.model.huggingface.routed import ROUTED_FAMILIES
 
-__all__ = ["ARCHITECTURES", "PREDICTION_KEYS", "read_config"]
+__all__ = ["ARCHITECTURES", "MAX_TOKENS", "PREDICTION_KEYS", "read_config"]
 
 ARCHITECTURES = {
     **GPT_FAMILIES,

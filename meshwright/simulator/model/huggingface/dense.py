@@ -14,8 +14,13 @@ from meshwright.simulator.model.huggingface.llama import (
     read_olmo2,
     windows,
 )
-from meshwright.simulator.model.huggingface.reader import Architecture, Reader, numbers, period
-from meshwright.simulator.model.spec import MAX_TOKENS
+from meshwright.simulator.model.huggingface.reader import (
+    MAX_TOKENS,
+    Architecture,
+    Reader,
+    numbers,
+    period,
+)
 
 Fields = dict[str, object]
 

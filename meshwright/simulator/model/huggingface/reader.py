@@ -19,6 +19,8 @@ _HARMLESS_KEYS = """
     torchscript transformers_version typical_p unk_token_id use_cache
     """
 HARMLESS_KEYS = frozenset(_HARMLESS_KEYS.split())
+# No sequence of a model, and no window, is longer.
+MAX_TOKENS = 134_217_728
 # Layers that predict further tokens: transformers trains none, so a job has to ask for them.
 PREDICTION_KEYS = ("num_mtp_layers", "num_nextn_predict_layers")
 # Keys that change no size, but what a step does: a warning says what of it is not modelled.
