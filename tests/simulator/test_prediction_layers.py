@@ -19,6 +19,7 @@ from meshwright.simulator.layout import Axis, head_cost_layers, resolve_stages, 
 from meshwright.simulator.model import (
     EMBEDDING,
     HEAD,
+    PREDICTIONS,
     ModelSpec,
     count_active_parameters,
     count_parameters,
@@ -56,15 +57,16 @@ def test_they_are_a_layer_of_the_last_kind_a_product_and_three_norms() -> None:
     assert passed + 2 * width * DEEPSEEK.vocab_size == pytest.approx(2.4e9, rel=0.06)
 
 
-def test_the_head_is_written_with_as_many_weights_as_it_has() -> None:
+@pytest.mark.parametrize("kind", [PREDICTIONS, HEAD])
+def test_they_and_the_head_are_written_with_as_many_weights_as_they_have(kind: str) -> None:
     shape = BlockShape.of(predicting(2), PLAN, STACK)
-    block = walk(shape, HEAD).tape.block
+    block = walk(shape, kind).tape.block
     rows = shape.local_vocab_size * shape.model.hidden_size
-    assert sum(int(each.numel) for each in block.weights) == shape.parameters[HEAD]
+    assert sum(int(each.numel) for each in block.weights) == shape.parameters[kind]
     assert shape.copied_parameters == rows
     tensors = parameter_tensors(shape.model, vocab_size=2 * shape.local_vocab_size)
-    of_head = [each for each in tensors if each.block == HEAD]
-    assert sum(prod(shape.local_shape(each)) for each in of_head) == shape.parameters[HEAD]
+    own = [each for each in tensors if each.block == kind]
+    assert sum(prod(shape.local_shape(each)) for each in own) == shape.parameters[kind]
 
 
 def test_model_flops_count_a_product_a_layer_and_logits_more() -> None:
@@ -97,7 +99,8 @@ def test_their_tensor_parallel_calls_are_those_of_a_layer_a_look_up_and_a_produc
     kind = job.transformer.layer_runs[-1].kind
     around_product, logits = 5, calls(plain, HEAD)
     layer, table_calls = calls(plain, kind), calls(plain, EMBEDDING)
-    assert calls(shape, HEAD) == 2 * logits + layer + table_calls + around_product
+    assert calls(shape, HEAD) == 2 * logits
+    assert calls(shape, PREDICTIONS) == layer + table_calls + around_product
 
 
 def test_both_ends_of_a_pipeline_share_the_table() -> None:
