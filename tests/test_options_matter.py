@@ -31,6 +31,8 @@ SPLIT = [*EXPERTS, "--tp", "2", "--sequence-parallel", "--ep", "2"]
 EXPERT_SEARCH = ["search", *ROUTED, "--micro-batch", "1", "--zero", "1", "--max-vpp", "1"]
 EXPERT_SEARCH += ["--recompute", "none"]
 
+PREDICTED = [*STEP, "--pp", "4", "--stages", "16,16,0,0", "--prediction-layers", "1"]
+
 STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "model": (["simulate", "llama2-7b", *BASE[1:], "--tp", "2", "--pp", "2"], []),
     "cluster": (STEP, ["--cluster", "dgx-a100"]),
@@ -66,6 +68,7 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "max": (STEP, ["--max", "seq-len"]),
     "attention": (STEP, ["--attention", "unfused"]),
     "stages": (STEP, ["--stages", "20,12"]),
+    "prediction_stage": (PREDICTED, ["--prediction-stage", "2"]),
     "dp_shard": (SHARDED, ["--dp-shard", "4"]),
     "reshard_after_forward": (SHARDED, ["--no-reshard-after-forward"]),
     "offload": (SHARDED, ["--offload", "parameters"]),

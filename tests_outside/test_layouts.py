@@ -7,7 +7,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from meshwright.simulator import PlanError
-from meshwright.simulator.layout import check_predictions, read_layout
+from meshwright.simulator.layout import check_predictions, prediction_place, read_layout
 
 # The first ones are of its own comments and of NVIDIA's recipes.
 LAYOUTS = [
@@ -45,17 +45,22 @@ def test_a_layout_is_read_as_megatron_core_does(text: str) -> None:
     assert (stages[0][0], stages[-1][-1]) == (LayerType.embedding, LayerType.loss)
 
 
-def test_layers_that_predict_further_tokens_are_with_the_loss() -> None:
-    """Elsewhere Megatron-Core calls them standalone, which is refused by name."""
-    text, number = "Et*4|(t*4|)*14tmL", 1
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("Et*4|(t*4|)*14tmL", None), ("Et*3|(tt|)*29m|L", 30), ("Et*4|(t*4|)*12t*9m||L", 13)],
+)
+def test_layers_that_predict_further_tokens_stand_where_megatron_core_has_them(
+    text: str, place: int | None
+) -> None:
+    """Elsewhere than with the loss it calls them standalone."""
     layout = PipelineParallelLayerLayout(text, 16)
-    assert layout.validate_layer_layout(61, number) is False
-    assert read_layout(text) == tuple(stage.count(LayerType.decoder) for stage in theirs(text))
-    check_predictions(text, number)
-    apart = "Et*3|(tt|)*29m|L"
-    assert PipelineParallelLayerLayout(apart, 16).validate_layer_layout(61, number) is True
-    with pytest.raises(PlanError, match="multi-token prediction"):
-        read_layout(apart)
+    assert layout.validate_layer_layout(61, 1) is (place is not None)
+    stages = theirs(text)
+    assert read_layout(text) == tuple(stage.count(LayerType.decoder) for stage in stages)
+    predicting = [index for index, stage in enumerate(stages) if LayerType.mtp in stage]
+    assert predicting == [len(stages) - 1 if place is None else place]
+    assert prediction_place(text) == place
+    check_predictions(text, 1)
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -67,10 +72,10 @@ def test_a_layout_has_as_many_of_them_as_the_model(number: int) -> None:
         check_predictions(text, number)
 
 
-@pytest.mark.parametrize("text", ["tE|L", "Et|t", "LtE", "Et|tLt", "Et|EtL"])
+@pytest.mark.parametrize("text", ["tE|L", "Et|t", "LtE", "Et|tLt", "Et|EtL", "Etm|t|L", "Et|tm|mL"])
 def test_what_its_validation_refuses_is_refused(text: str) -> None:
-    layout = PipelineParallelLayerLayout(text, 1)
+    layout = PipelineParallelLayerLayout(text, text.count("|") + 1)
     with pytest.raises(AssertionError):
-        layout.validate_layer_layout(text.count("t"), 0)
+        layout.validate_layer_layout(text.count("t"), text.count("m"))
     with pytest.raises(PlanError):
         read_layout(text)

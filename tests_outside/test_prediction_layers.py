@@ -15,7 +15,7 @@ from meshwright.hwprofiles import Attention
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.blocks.dense import LayerDims
-from meshwright.simulator.blocks.ends import final_norm, head
+from meshwright.simulator.blocks.ends import final_norm, head, predictions
 from meshwright.simulator.blocks.kinds import BLOCKS
 from meshwright.simulator.graph import Block, Memory
 from meshwright.simulator.graph import Tensor as Written
@@ -78,7 +78,7 @@ def counted_head(saved: SavedPlan, number: int = 0) -> Measured:
 def norm_and_head(block: Block, shape: BlockShape, dims: LayerDims) -> Written:
     """Write the final norm and what is behind it as one block."""
     x = dims.stream(block, shape)
-    head(block, final_norm(block, x, shape), shape, dims)
+    head(block, predictions(block, final_norm(block, x, shape), shape, dims), shape, dims)
     return x
 
 

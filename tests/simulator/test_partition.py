@@ -118,9 +118,8 @@ def test_stages_are_read_as_a_rule_or_as_counts() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("Et*3|(tt|)*29m|L", r"multi-token prediction \(m\) apart from the loss, which is not"),
-        ("Etm|m|mL", "apart from the loss"),
-        ("Et*3|mtL", "is no layout"),
+        ("Etm|m|mL", "has layers m that predict further tokens ahead of layers t or on several"),
+        ("Et*3|mtL", "allowed: all m on one stage, behind all t"),
         ("Et*4|t*4", "is no layout; allowed: E, layers t and stages [|] between them, layers m"),
         ("Et|EtL", "is no layout"),
         ("E(t*9999)*9999L", "more than 100,000 letters"),

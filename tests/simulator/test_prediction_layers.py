@@ -1,7 +1,9 @@
 """Layers that predict tokens beyond the next: their counts, their place, and what refuses them."""
 
+from collections import Counter
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 
@@ -14,11 +16,13 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, simulate
+from meshwright.simulator.account import message_traffic
 from meshwright.simulator.blocks import BlockShape, BlockTable, Collective, model_flops, walk
 from meshwright.simulator.layout import Axis, head_cost_layers, resolve_stages, stack_refusal
 from meshwright.simulator.model import (
     EMBEDDING,
     HEAD,
+    PREDICTIONS,
     ModelSpec,
     count_active_parameters,
     count_parameters,
@@ -56,15 +60,16 @@ def test_they_are_a_layer_of_the_last_kind_a_product_and_three_norms() -> None:
     assert passed + 2 * width * DEEPSEEK.vocab_size == pytest.approx(2.4e9, rel=0.06)
 
 
-def test_the_head_is_written_with_as_many_weights_as_it_has() -> None:
+@pytest.mark.parametrize("kind", [PREDICTIONS, HEAD])
+def test_they_and_the_head_are_written_with_as_many_weights_as_they_have(kind: str) -> None:
     shape = BlockShape.of(predicting(2), PLAN, STACK)
-    block = walk(shape, HEAD).tape.block
+    block = walk(shape, kind).tape.block
     rows = shape.local_vocab_size * shape.model.hidden_size
-    assert sum(int(each.numel) for each in block.weights) == shape.parameters[HEAD]
+    assert sum(int(each.numel) for each in block.weights) == shape.parameters[kind]
     assert shape.copied_parameters == rows
     tensors = parameter_tensors(shape.model, vocab_size=2 * shape.local_vocab_size)
-    of_head = [each for each in tensors if each.block == HEAD]
-    assert sum(prod(shape.local_shape(each)) for each in of_head) == shape.parameters[HEAD]
+    own = [each for each in tensors if each.block == kind]
+    assert sum(prod(shape.local_shape(each)) for each in own) == shape.parameters[kind]
 
 
 def test_model_flops_count_a_product_a_layer_and_logits_more() -> None:
@@ -97,7 +102,8 @@ def test_their_tensor_parallel_calls_are_those_of_a_layer_a_look_up_and_a_produc
     kind = job.transformer.layer_runs[-1].kind
     around_product, logits = 5, calls(plain, HEAD)
     layer, table_calls = calls(plain, kind), calls(plain, EMBEDDING)
-    assert calls(shape, HEAD) == 2 * logits + layer + table_calls + around_product
+    assert calls(shape, HEAD) == 2 * logits
+    assert calls(shape, PREDICTIONS) == layer + table_calls + around_product
 
 
 def test_both_ends_of_a_pipeline_share_the_table() -> None:
@@ -148,6 +154,37 @@ def test_plans_that_megatron_core_has_not_with_them_are_refused(
     plan = replace(PLAN, **changes)  # type: ignore[arg-type]  # fields of a plan
     assert said in (stack_refusal(predicting(), plan, STACK) or "")
     assert stack_refusal(replace(predicting(), model=GLM), plan, STACK) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"prediction_stage": 0}, "allowed: 1 to 2, leave it out"),
+        ({"stages": (31, 31, 30, 0), "prediction_stage": 1}, "allowed: 2 to 2, leave it out"),
+        ({"prediction_stage": 3}, "is not behind all layers"),
+        ({"num_virtual_stages": 2, "stages": (92, *[0] * 7), "prediction_stage": 4}, "5 to 6"),
+    ],
+)
+def test_they_stand_where_megatron_core_lets_them(changes: dict[str, Any], said: str) -> None:
+    """Not on the first rank, where it would leave their table at zero."""
+    usual = {"pp": 4, "dp": 4, "ep": 4, "stages": (46, 46, 0, 0), "prediction_stage": 2}
+    plan = replace(PLAN, **usual)
+    assert stack_refusal(predicting(), plan, STACK) is None
+    said_of_none = stack_refusal(replace(predicting(), model=GLM), plan, STACK) or ""
+    assert "prediction_stage=2 does not go with glm4.5, which predicts none" in said_of_none
+    assert said in (stack_refusal(predicting(), replace(plan, **changes), STACK) or "")
+
+
+def test_all_streams_travel_behind_them_with_their_sizes_ahead() -> None:
+    plan = replace(PLAN, pp=4, dp=4, ep=4, stages=(46, 46, 0, 0), prediction_stage=2)
+    job = predicting(2)
+    counts = job.global_batch_size // plan.dp
+    whole = job.seq_len * job.transformer.hidden_size * 2 // plan.tp
+    for pp_rank, sizes in enumerate(((whole,), (whole, whole), (3 * whole, whole), (3 * whole,))):
+        sent, received = message_traffic(job, plan, STACK, pp_rank)
+        found = Counter({each.size_bytes: each.num_calls for each in sent})
+        assert found == Counter(sizes * counts) + Counter({24: counts * len(sizes)})
+        assert received == sent
 
 
 @pytest.mark.parametrize(("number", "changes"), [(2, {}), (1, {"pp": 1, "stages": (92,)})])

@@ -415,7 +415,7 @@ def test_only_a_tied_table_on_two_ranks_is_reduced_between_them() -> None:
         shape = BlockShape.of(make_job(model, dp), plan, CORE)
         mesh = Mesh(tp=1, dp=dp, pp=pp, node_size=8)
         wire = WireBytes.of(CORE, shape.precision)
-        return price(costs, tied_table(shape, wire, mesh, plan.num_shards)).time_ps
+        return price(costs, tied_table(shape, wire, mesh, plan)).time_ps
 
     assert shared_ps(untied, 2, 2) == shared_ps(tied, 1, 2) == 0
     table_bytes = padded_vocab_size(tied, 1, 128) * 768 * 4

@@ -24,7 +24,7 @@ from meshwright.validate.programs.fused import (
     Context,
     accumulate_weight_gradient,
 )
-from meshwright.validate.programs.layers import LayerOptions, VirtualStage
+from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
 from meshwright.validate.programs.layers.transformer import DROPOUT
 from meshwright.validate.programs.megatron import (
     DTYPES,
@@ -198,7 +198,7 @@ def measure_stage(
         build = _megatron if shape.stack.megatron_layers else _plain
         dtype = torch.float32 if shape.casts_weights else DTYPES[shape.precision]
         with default_dtype(dtype):
-            stage, loss = build(shape, num_layers, has_embedding=has_embedding, has_head=has_head)
+            stage, loss = build(shape, num_layers, Ends(has_embedding, has_head))
         contexts.enter_context(set_checkpoint_early_stop(shape.stack.recompute_stops_early))
         if not shape.stack.megatron_layers:
             contexts.enter_context(loss_context(is_split=shape.tp > 1))
@@ -242,13 +242,13 @@ def _options(shape: BlockShape) -> LayerOptions:
     return LayerOptions(attention=shape.attention, recompute=shape.recompute, dropout=dropout)
 
 
-def _megatron(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Module, Run]:
+def _megatron(shape: BlockShape, num_layers: int, ends: Ends) -> tuple[nn.Module, Run]:
     group = dist.group.WORLD if shape.tp > 1 else None
     tp = TensorParallelGroup(group, 0, shape.tp, shape.sequence_parallel)
     sink, options = _Sink(fuses=shape.stack.fused_gradient_accumulation), _options(shape)
     rows = shape.tp * shape.local_vocab_size
     parts = MegatronParts(tp, sink, vocab_size=rows, dropout=options.dropout)
-    stage = VirtualStage(shape.model, range(num_layers), options, parts, **ends)
+    stage = VirtualStage(shape.model, range(num_layers), options, parts, ends)
     for each in stage.parameters():
         if each.dim() == 2:
             sink.buffers[each] = torch.zeros(each.shape, dtype=torch.float32)
@@ -261,7 +261,7 @@ def _megatron(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Modu
     return stage, loss
 
 
-def _plain(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Module, Run]:
+def _plain(shape: BlockShape, num_layers: int, ends: Ends) -> tuple[nn.Module, Run]:
     options = _options(shape)
     parts = plain_parts(
         shape.model,
@@ -269,7 +269,7 @@ def _plain(shape: BlockShape, num_layers: int, **ends: bool) -> tuple[nn.Module,
         dropout=options.dropout,
         fuses_qkv=fuses_qkv(shape),
     )
-    stage = VirtualStage(shape.model, range(num_layers), options, parts, **ends)
+    stage = VirtualStage(shape.model, range(num_layers), options, parts, ends)
     if shape.tp > 1:
         mesh = init_device_mesh("cpu", (shape.tp,))
         split_over_tensor_ranks(stage, mesh, sequence_parallel=shape.sequence_parallel)

@@ -196,6 +196,9 @@ CASES = {
     ),
     "zero 0": saved(GPT, "megatron-core", dp=2, zero_stage=0),
     "predicting": saved(PREDICTING, "megatron-core", tp=2, cp=2, pp=2, stages=(4, 0), **SP),
+    "predicting apart from the loss": saved(
+        PREDICTING, "megatron-core", dp=1, pp=3, stages=(4, 0, 0), prediction_stage=1
+    ),
     "split experts, gated": saved(QWEN, "megatron-core", tp=2, dp=2, ep=2, **SP),
     "biases": saved(OSS, "megatron-core", tp=2, dp=2, ep=2, etp=1, recompute=FULL, **SP),
     "weighed inputs": saved(WEIGHED, "megatron-core", tp=2, dp=2, ep=4, etp=1, **SP),

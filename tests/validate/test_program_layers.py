@@ -97,6 +97,15 @@ CASES = {
     "predictions and loss alone on a stage": wide(
         PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1, **FULL
     ),
+    "predictions behind a layer, apart from the loss": wide(
+        PREDICTING.model_copy(update={"prediction_layers": 1}),
+        "megatron-core",
+        pp=4,
+        dp=1,
+        stages=(3, 1, 0, 0),
+        prediction_stage=1,
+        zero_stage=1,
+    ),
     "predictions over cp": wide(
         PREDICTING.model_copy(update={"prediction_layers": 1}), "megatron-core", cp=4, dp=1
     ),

@@ -20,7 +20,7 @@ from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompu
 from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
 from meshwright.simulator.model import Experts, LatentAttention  # noqa: E402
 from meshwright.validate.programs.contract.weights import token_batch  # noqa: E402
-from meshwright.validate.programs.layers import LayerOptions, VirtualStage  # noqa: E402
+from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage  # noqa: E402
 from meshwright.validate.programs.pytorch.parts import (  # noqa: E402
     initialise_whole,
     plain_parts,
@@ -249,7 +249,7 @@ def reference_norms(model: str) -> dict[str, float]:
     kernel = UNFUSED if job.model.latent is None else FLASH
     options = LayerOptions(attention=kernel, recompute=Recompute.NONE, dropout=0.0)
     layers = range(job.model.num_layers)
-    stage = VirtualStage(job.model, layers, options, parts, has_embedding=True, has_head=True)
+    stage = VirtualStage(job.model, layers, options, parts, Ends(embedding=True, head=True))
     if job.model.tied_embeddings:
         tie_embeddings(stage)
     initialise_whole(stage, job.model)

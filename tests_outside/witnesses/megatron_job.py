@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.layout import repeated_modules
 from meshwright.simulator.model import ModelSpec, padded_vocab_size
+from meshwright.simulator.schedules import Phase
 from meshwright.validate.counting import fake_cluster
 from meshwright.validate.ranks import ByteKind
 from witnesses import apex
@@ -40,10 +42,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, get_mtp_ranks
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -95,6 +98,26 @@ def fused_adam(*args: object, adam_w_mode: bool, **kwargs: object) -> torch.opti
     return torch.optim.AdamW(*args, fused=True, **kwargs)
 
 
+def message_sizes(rank: "MegatronJob") -> AbstractContextManager[object]:
+    """Answer what sizes are told ahead of messages that are not all alike: they have no data.
+
+    Passes of a rank receive in the order in which they run.
+    """
+    told = P2PCommunicator._communicate_shapes
+    sizes = rank.message_sizes()
+
+    def answer(
+        communicator: P2PCommunicator, forward: object, back: object, *receives: bool
+    ) -> list[list[int]]:
+        told(communicator, forward, back, *receives)
+        return [
+            next(each) if is_received else []
+            for is_received, each in zip(receives, sizes, strict=True)
+        ]
+
+    return patch.object(P2PCommunicator, "_communicate_shapes", answer)
+
+
 def without_engine() -> Iterator[AbstractContextManager[object]]:
     """Yield what stands for Transformer Engine's fp8 where parts that give up outputs run again.
 
@@ -138,6 +161,8 @@ class MegatronJob:
         MTPLossLoggingHelper.tracker = {}  # of the job before
         job, plan = saved.job, saved.plan
         virtual = plan.num_virtual_stages
+        self._config = transformer_config(job, plan)
+        tied = job.transformer.tied_embeddings
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             plan.tp,
@@ -145,8 +170,8 @@ class MegatronJob:
             virtual if virtual > 1 else None,
             context_parallel_size=plan.cp,
             create_gloo_process_groups=False,
+            get_embedding_ranks=partial(embedding_ranks, config=self._config, tied=tied),
         )
-        self._config = transformer_config(job, plan)
         self._chunks = [self._chunk(index) for index in range(virtual)]
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -176,17 +201,35 @@ class MegatronJob:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=self._forward,
-            data_iterator=[None] * len(self._chunks),
-            model=self._chunks,
-            num_microbatches=plan.num_microbatches(job),
-            seq_length=job.seq_len,
-            micro_batch_size=plan.microbatch_size,
-            forward_only=False,
-        )
+        with message_sizes(self):
+            get_forward_backward_func()(
+                forward_step_func=self._forward,
+                data_iterator=[None] * len(self._chunks),
+                model=self._chunks,
+                num_microbatches=plan.num_microbatches(job),
+                seq_length=job.seq_len,
+                micro_batch_size=plan.microbatch_size,
+                forward_only=False,
+            )
         self._optimizer.step()
         return []
+
+    def message_sizes(self) -> list[Iterator[list[int]]]:
+        """Return the sizes of what a step receives from before, and from behind, in order."""
+        job, plan = self._saved.job, self._saved.plan
+        pp_rank, place = parallel_state.get_pipeline_model_parallel_rank(), plan.prediction_stage
+        number = 1 + job.transformer.prediction_layers
+        tokens = job.seq_len // (plan.tp if plan.sequence_parallel else 1)
+        schedule = plan.schedule_of(self._saved.stack.pipeline_runtime)
+        size = plan.pp, plan.num_microbatches(job), plan.num_virtual_stages
+        found: dict[Phase, list[list[int]]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+        for phase, virtual_stage, _ in schedule.rank_actions(pp_rank, *size):
+            border = virtual_stage * plan.pp + pp_rank + (phase is Phase.BACKWARD)
+            if 0 < border < plan.num_stages:
+                streams = number if place is not None and border > place else 1
+                sizes = [streams * tokens, plan.microbatch_size, job.transformer.hidden_size]
+                found[phase].append(sizes)
+        return [iter(each) for each in found.values()]
 
     def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield weights, gradient buffers and the optimizer's states."""
@@ -295,12 +338,19 @@ def recompute_settings(plan: ParallelPlan) -> dict[str, object]:
     }
 
 
+def embedding_ranks(ranks: list[int], *, config: TransformerConfig, tied: bool) -> list[int]:
+    """Return which of a pipeline's *ranks* share a table, as Megatron-LM's pretrain_gpt.py does."""
+    ends = [ranks[0], *([ranks[-1]] if tied else []), *get_mtp_ranks(ranks, config)]
+    return sorted({*ends})
+
+
 def layout_of(plan: ParallelPlan, num_predictions: int = 0) -> str | None:
     """Return what tells Megatron-Core of stages that are not equal."""
     if len({*plan.stages}) <= 1:
         return None
-    layers = "|".join("t" * count for count in plan.stages)
-    return f"E{layers}{'m' * num_predictions}L"
+    layers = ["t" * count for count in plan.stages]
+    layers[-1 if plan.prediction_stage is None else plan.prediction_stage] += "m" * num_predictions
+    return f"E{'|'.join(layers)}L"
 
 
 def activation_of(model: ModelSpec) -> Callable[[Tensor], Tensor]:

@@ -39,7 +39,7 @@ class Sharing(NamedTuple):
             int(space.pipeline_numbers[index]),
             shape,
             HostSide(costs, wire, state, replication_of(plan, stack, mesh)),
-            price(costs, tied_table(shape, wire, mesh, plan.num_shards)).time_ps,
+            price(costs, tied_table(shape, wire, mesh, plan)).time_ps,
         )
 
 

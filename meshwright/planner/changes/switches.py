@@ -87,11 +87,11 @@ def switched(job: TrainingJob, plan: ParallelPlan, fields: Fields) -> tuple[Para
             raise PlanError(f"{plan.world_size} devices are no multiple of {others}")
         values[rest.value] = plan.world_size // others
     same = {name: getattr(plan, name) for name in PLAN_FIELDS}
-    changed = ParallelPlan.of(same | values | {"stages": ()})
+    changed = ParallelPlan.of(same | values | {"stages": (), "prediction_stage": None})
     if rule is not None:
         wanted = StageSplit(str(rule))
         stages = resolve_stages(job.model, job.seq_len, changed.num_stages, wanted)
         return replace(changed, stages=stages), values | {"stages": rule}
     if changed.num_stages == plan.num_stages:
-        changed = replace(changed, stages=plan.stages)
+        changed = replace(changed, stages=plan.stages, prediction_stage=plan.prediction_stage)
     return changed, values

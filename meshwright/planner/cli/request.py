@@ -50,6 +50,8 @@ from meshwright.simulator.layout import (
     default_precision,
     model_refusal,
     near_multiples,
+    num_predictions,
+    prediction_place,
     usual_inner,
 )
 from meshwright.simulator.memory import usable_bytes
@@ -248,10 +250,9 @@ def _cp_inner(draft: Draft) -> int | None:
 
 def _free_hosts(draft: Draft) -> int | None:
     """Return the nodes that workers leave, None where the cluster has no end."""
-    cluster = draft.setting.cluster
-    if cluster.num_nodes is None:
-        return None
-    return cluster.num_nodes - -(-draft.number("dp") // cluster.devices_per_node)
+    cluster, dp = draft.setting.cluster, draft.number("dp")
+    num = cluster.num_nodes
+    return None if num is None else num - -(-dp // cluster.devices_per_node)
 
 
 def _schedule(draft: Draft) -> str:
@@ -279,13 +280,20 @@ def _stages(draft: Draft) -> tuple[int, ...]:
     given = cast("str | None", draft.given.get("stages"))
     num_stages = draft.number("pp") * draft.number("num_virtual_stages")
     if given is not None:
-        wanted = parse_stages(given)
         check_predictions(given, job.prediction_layers)
-    elif saved and len(saved.plan.stages) == num_stages and saved.job.model == job.model:
-        wanted = saved.plan.stages
-    else:
-        wanted = draft.setting.stack.stage_split
-    return resolve_stages(job.model, job.seq_len, num_stages, wanted)
+        return resolve_stages(job.model, job.seq_len, num_stages, parse_stages(given))
+    if saved and len(saved.plan.stages) == num_stages and saved.job.model == job.model:
+        return saved.plan.stages
+    return resolve_stages(job.model, job.seq_len, num_stages, draft.setting.stack.stage_split)
+
+
+def _prediction_stage(draft: Draft) -> object:
+    """Return the stage of layers that predict further tokens: a layout's, given, or a file's."""
+    name, told, saved = "prediction_stage", draft.given.get("stages", ""), draft.setting.saved
+    if num_predictions(str(told)):
+        return prediction_place(str(told), draft.given.get(name))
+    is_saved = not told and saved is not None and saved.plan.stages == _stages(draft)
+    return draft.value(name, None) if is_saved else draft.given.get(name)
 
 
 def _recompute(draft: Draft) -> object:
@@ -339,11 +347,6 @@ def read_modules(text: str) -> tuple[RecomputeModule, ...]:
     return tuple(each for each in RecomputeModule if each in words)
 
 
-def _attention(draft: Draft) -> object:
-    setting = draft.setting
-    return draft.value("attention", default_attention(setting.cluster.device, setting.stack))
-
-
 # Fields whose value is not simply the given one, that of the plan file or the field's default.
 RESOLVERS: dict[str, Callable[[Draft], object]] = {
     "dp": _dp,
@@ -353,9 +356,12 @@ RESOLVERS: dict[str, Callable[[Draft], object]] = {
     "recompute_modules": _recompute_modules,
     "recompute_layers": _of_layers("recompute_layers"),
     "recompute_method": _of_layers("recompute_method"),
-    "attention": _attention,
+    "attention": lambda draft: draft.value(
+        "attention", default_attention(draft.setting.cluster.device, draft.setting.stack)
+    ),
     "schedule": _schedule,
     "stages": _stages,
+    "prediction_stage": _prediction_stage,
     "parameter_server": lambda draft: resolve_servers(
         draft.given, draft.setting.stack, draft.saved, _free_hosts(draft)
     ),

@@ -22,7 +22,7 @@ from meshwright.hwprofiles import (
 from meshwright.planner.export.table import Facts, Keys, Row, Words
 from meshwright.planner.export.texts import layout_text
 from meshwright.simulator import ModelSpec, PlanError
-from meshwright.simulator.layout import check_predictions, read_layout
+from meshwright.simulator.layout import check_predictions, prediction_place, read_layout
 from meshwright.simulator.schedules import core_group
 
 FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
@@ -86,7 +86,7 @@ def _is_fully_sharded(facts: Facts) -> bool:
     return facts.number("zero_stage") == FULLY_SHARDED
 
 
-PREDICTIONS = "prediction_layers"
+PREDICTIONS, PLACE = "prediction_layers", "prediction_stage"
 
 
 def shared_rows(
@@ -303,9 +303,8 @@ def _recompute(words: Words, key: Callable[[str], str], *, is_written: bool) -> 
         for ours, each in RECOMPUTE.items():
             if each == theirs:
                 return {"recompute": ours}
-        found_layers = _layers(theirs)
-        if found_layers is not None:
-            return found_layers
+        if (layers := _layers(theirs)) is not None:
+            return layers
         given = ", ".join(f"{keys[name]}={value}" for name, value in theirs.items())
         raise PlanError(
             f"{given} of {words.framework} is in no plan; allowed: none, "
@@ -351,18 +350,18 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
     """
 
     def write(facts: Facts) -> Keys:
+        count, place = facts.number("num_virtual_stages"), facts.get(PLACE)
         stages = cast("tuple[int, ...]", facts.get("stages"))
-        count = facts.number("num_virtual_stages")
-        text = None if len(set(stages)) == 1 else layout_text(stages, facts.number(PREDICTIONS))
-        number = None if count == 1 or (text and not says_both) else count
-        found = {layout: text, virtual: number}
+        text = layout_text(stages, facts.number(PREDICTIONS), cast("int | None", place))
+        is_even = len(set(stages)) == 1 and place is None
+        number = None if count == 1 or not (is_even or says_both) else count
+        found = {layout: None if is_even else text, virtual: number}
         return {name: value for name, value in found.items() if says_both or value is not None}
 
     def read(keys: Keys, facts: Facts) -> Keys:
         pp = facts.number("pp")
         if keys.get(layout) is None:
-            given = {virtual: keys.get(virtual) or 1}
-            count = words.whole(given, virtual, 1)
+            count = words.whole({virtual: keys.get(virtual) or 1}, virtual, 1)
             return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
         text = words.word(keys, layout, "")
         try:
@@ -372,9 +371,10 @@ def stages_row(words: Words, layout: str, virtual: str, *, says_both: bool) -> R
             raise PlanError(f"{layout} of {words.framework}: {error}") from None
         if len(stages) % pp:
             raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
-        return {"stages": stages, "num_virtual_stages": len(stages) // pp}
+        place = {PLACE: prediction_place(text)}
+        return place | {"stages": stages, "num_virtual_stages": len(stages) // pp}
 
-    fields = ("stages", "num_virtual_stages")
+    fields = ("stages", "num_virtual_stages", PLACE)
     return Row(fields=fields, keys=(layout, virtual), write=write, read=read)
 
 

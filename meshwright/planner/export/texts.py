@@ -269,14 +269,17 @@ def _number(text: str) -> object:
     return text
 
 
-def layout_text(stages: tuple[int, ...], num_predictions: int = 0) -> str:
+def layout_text(
+    stages: tuple[int, ...], num_predictions: int = 0, prediction_stage: int | None = None
+) -> str:
     """Return stages as Megatron-Core's PipelineParallelLayerLayout has them.
 
-    >>> layout_text((3, 4, 0)), layout_text((3, 2), 1)
-    ('Et*3|t*4|L', 'Et*3|t*2mL')
+    >>> layout_text((3, 4, 0)), layout_text((3, 2), 1), layout_text((3, 2, 0, 0), 1, 2)
+    ('Et*3|t*4|L', 'Et*3|t*2mL', 'Et*3|t*2|m|L')
     """
     parts = [f"t*{count}" if count else "" for count in stages]
-    return f"E{'|'.join(parts)}{'m' * num_predictions}L"
+    parts[-1 if prediction_stage is None else prediction_stage] += "m" * num_predictions
+    return f"E{'|'.join(parts)}L"
 
 
 def layer_numbers(value: object, num_layers: int) -> list[int]:

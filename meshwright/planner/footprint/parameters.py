@@ -7,7 +7,7 @@ import numpy as np
 from meshwright.planner.footprint.units import BesideWeights
 from meshwright.planner.space import Column, ShapeTable, block_counts
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.layout import Stage, copies_table
 from meshwright.simulator.memory import stand_in_bytes
 from meshwright.simulator.model import BlockKind, model_blocks
 from meshwright.simulator.replication import blocks_of
@@ -40,7 +40,8 @@ class ParameterCounts:
 
     def of_rank(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the parameters of a rank that holds *stages*, for each of the layouts."""
-        copies = sum(stage.has_head and not stage.has_embedding for stage in stages)
+        model = self._table.shapes[0].trained
+        copies = sum(copies_table(model, stage) for stage in stages)
         weights = np.array([*block_counts(self._kinds, stages), copies], np.int64)
         return np.asarray(self._by_shape[shape_index] @ weights, np.int64)
 

@@ -15,10 +15,9 @@ from meshwright.simulator import RUNTIMES, Schedule, TrainingJob, resolve_stages
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import (
     ENDS,
-    FINAL_NORM,
     AnyModel,
     BlockKind,
-    has_norm_apart,
+    kinds_apart,
     layer_kinds,
 )
 
@@ -30,7 +29,7 @@ def block_kinds(model: AnyModel, stages: Iterable[Stage] = ()) -> tuple[BlockKin
     """
     own = layer_kinds(model)
     made = dict.fromkeys(kind for stage in stages for kind, _ in stage.passes)
-    own += [FINAL_NORM] * has_norm_apart(model)
+    own += kinds_apart(model)
     return (*own, *(kind for kind in made if kind not in {*own, *ENDS}), *ENDS)
 
 

@@ -107,9 +107,9 @@ def _with_rows(block: Block, x: Tensor, name: str, num_rows: int, stream: Tensor
 
 
 def head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Return the loss of the logits."""
+    """Return the loss of the logits, or the losses of all streams of what predicts further."""
     if shape.model.prediction_layers:
-        return _predicting_head(block, x, shape, dims)
+        return _losses(block, x, shape, dims)
     logits = output(block, x, shape, dims)
     others = [_pooled(block, x)] if shape.model.mlm_head else []
     return loss_of(block, logits, *others)
@@ -137,18 +137,33 @@ def final_norm(block: Block, x: Tensor, shape: BlockShape) -> Tensor:
     return normed(block, x, "final norm", shape)
 
 
-def _predicting_head(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Return the losses of the next token and of those that further layers predict, of a norm's.
+def predictions(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return all streams of tokens behind each other: that of a norm, and of each layer behind it.
 
-    All streams of tokens are put behind each other and cut apart again before the logits, which
-    are made of the further ones first (MultiTokenPredictionBlock of
-    megatron/core/transformer/multi_token_prediction.py, GPTModel._postprocess, core 0.16).
+    So a head has them, and a stage sends them to it (MultiTokenPredictionBlock of
+    megatron/core/transformer/multi_token_prediction.py, core 0.16).
     """
-    number = shape.model.prediction_layers
     streams = [x]
-    for index in range(number):
+    for index in range(shape.model.prediction_layers):
         streams.append(_prediction_layer(block, streams[-1], shape, dims, f"layer:{index}"))
-    main, *further = _restacked(block, streams)
+    slopes = [Gradient(each, hands_on=True) for each in streams]
+    made = streams_like(x, shape)
+    return block.add(streams, [made], slopes, block.traffic(made, made))
+
+
+def streams_like(x: Tensor, shape: BlockShape) -> Tensor:
+    """Return as many streams as *x* is one of: its own, and one a layer that predicts further."""
+    number = Dim("streams", 1 + shape.model.prediction_layers)
+    return x.like("streams", dims=(number, *x.dims))
+
+
+def _losses(block: Block, streams: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
+    """Return the losses of the next token and of those that further layers predict.
+
+    Streams are cut apart again, and the logits are made of the further ones first
+    (GPTModel._postprocess of core 0.16).
+    """
+    main, *further = _unstacked(block, streams)
     vocabulary, named = dims.vocabulary, list[Tensor]()
     for each in further:
         _rolled(block, main, shape, dims)  # the labels
@@ -210,16 +225,15 @@ def _gathered(block: Block, y: Tensor, like: Tensor) -> Tensor:
     return block.add([y], [own], [Gradient(y, (), (gathers,), at={})])
 
 
-def _restacked(block: Block, streams: list[Tensor]) -> list[Tensor]:
+def _unstacked(block: Block, streams: Tensor) -> list[Tensor]:
     """Return views of all *streams*, each behind the one before."""
-    first = streams[0]
-    dims = (Dim("streams", len(streams)), *first.dims)
-    slopes = [Gradient(each, hands_on=True) for each in streams]
-    made = first.like("streams", dims=dims)
-    stacked = block.add(streams, [made], slopes, block.traffic(made, made))
-    views = [first.like(each.name, base=stacked.storage) for each in streams]
-    moved = (block.traffic(made, made),)
-    block.add([stacked], views, [Gradient(stacked, (), moved, at=first.at)])
+    number, *dims = streams.dims
+    views = [
+        streams.like(f"stream {index}", dims=tuple(dims), base=streams.storage)
+        for index in range(int(number.size))
+    ]
+    moved = (block.traffic(streams, streams),)
+    block.add([streams], views, [Gradient(streams, (), moved, at=streams.at)])
     return views
 
 

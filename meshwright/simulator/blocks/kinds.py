@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Dispatcher, Kernels, Recompute, RecomputeModule
 from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
-from meshwright.simulator.blocks.ends import embedding, final_norm, head, output
+from meshwright.simulator.blocks.ends import (
+    embedding,
+    final_norm,
+    head,
+    output,
+    predictions,
+    streams_like,
+)
 from meshwright.simulator.blocks.listed import bottleneck, classifier, end, linear_layer, stem
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
@@ -29,11 +36,13 @@ from meshwright.simulator.graph import (
 from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
 from meshwright.simulator.model import (
     COPY,
+    COPY_OF_STREAMS,
     EMBEDDING,
     ENDS,
     EXPERT_LAYER,
     FINAL_NORM,
     HEAD,
+    PREDICTIONS,
     TRANSFORMER_LAYER,
     WINDOWED_EXPERT_LAYER,
     WINDOWED_LAYER,
@@ -93,19 +102,29 @@ def _final_norm(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     return x
 
 
+def _predictions(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+    x = dims.stream(block, shape)
+    predictions(block, x, shape, dims)
+    return x
+
+
 def _head(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
     x = dims.stream(block, shape)
+    if shape.model.prediction_layers:
+        x = streams_like(x, shape)
     head(block, x, shape, dims)
     return x
 
 
-def _copy(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
+def _copy(block: Block, shape: BlockShape, dims: LayerDims, kind: BlockKind = COPY) -> Tensor:
     """Write what a stage without layers does; its backward hands the gradient on.
 
     Megatron-Core keeps the inputs of passes in flight, whatever reads them (``input_tensors`` of
     pipeline_parallel/schedules.py, core 0.16).
     """
     x = dims.stream(block, shape)
+    if kind == COPY_OF_STREAMS:
+        x = streams_like(x, shape)
     made = x.like("copied input")
     block.add([x], [made], [Gradient(x, (x,), hands_on=True)], block.traffic(x, made))
     return x
@@ -127,8 +146,10 @@ BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
     EXPERT_LAYER: partial(_layer, kind=EXPERT_LAYER),
     WINDOWED_EXPERT_LAYER: partial(_layer, kind=WINDOWED_EXPERT_LAYER),
     FINAL_NORM: _final_norm,
+    PREDICTIONS: _predictions,
     HEAD: _head,
     COPY: _copy,
+    COPY_OF_STREAMS: partial(_copy, kind=COPY_OF_STREAMS),
     OUTPUT: _output,
 }
 

@@ -4,11 +4,20 @@ from typing import Literal, NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.layout import ExpertAxis, MeshAxis
-from meshwright.simulator.model import COPY, EMBEDDING, FINAL_NORM
+from meshwright.simulator.model import (
+    COPY,
+    COPY_OF_STREAMS,
+    EMBEDDING,
+    FINAL_NORM,
+    LAYERS,
+    PREDICTIONS,
+    BlockKind,
+    ModelSpec,
+)
 
 # Kernels forward and backward: of an embedding index, add, dropout; of a copy that alone; a norm
 # ahead of a head is among those of the head.
-KERNELS = {EMBEDDING: (3, 3), COPY: (1, 0), FINAL_NORM: (0, 0)}
+KERNELS = {EMBEDDING: (3, 3), COPY: (1, 0), COPY_OF_STREAMS: (1, 0), FINAL_NORM: (0, 0)}
 # Kernels of a head beside its products: norm, cast, maximum, subtract, exponent, sum, divide and
 # their gradients; BERT's has a dense layer, activation, pooler, tanh and classifier more.
 HEAD_KERNELS = 8
@@ -160,16 +169,18 @@ class KernelLaunches(NamedTuple):
     num_kernels: int
 
 
-def head_launches(num_predictions: int, *, has_mlm: bool) -> tuple[KernelLaunches, ...]:
-    """Return the starts of a head's kernels, forward or backward.
+def end_launches(kind: BlockKind, model: ModelSpec) -> tuple[KernelLaunches, ...]:
+    """Return the starts of a head's kernels, forward or backward, or of those ahead of layers.
 
-    Args:
-        num_predictions: Layers that predict a further token each, whose own products are apart.
-        has_mlm: It is BERT's.
+    A head has a loss of the next token, and of each further one that is predicted.
     """
-    starts = [KernelLaunches("head", HEAD_KERNELS)] * (1 + num_predictions)
-    starts += [KernelLaunches("mlm", MLM_KERNELS)] * has_mlm
-    return (*starts, *[KernelLaunches("prediction", PREDICTION_KERNELS)] * num_predictions)
+    number = model.prediction_layers
+    if kind == PREDICTIONS:
+        return (KernelLaunches("prediction", PREDICTION_KERNELS),) * number
+    if kind in LAYERS:
+        return ()
+    mlm = (KernelLaunches("mlm", MLM_KERNELS),) * model.mlm_head
+    return (*(KernelLaunches("head", HEAD_KERNELS),) * (1 + number), *mlm)
 
 
 class HostPasses(NamedTuple):

@@ -20,7 +20,7 @@ from meshwright.simulator.blocks.operators import (
     MemoryBound,
     Operator,
     RingMessages,
-    head_launches,
+    end_launches,
 )
 from meshwright.simulator.blocks.parts import chunk_tokens
 from meshwright.simulator.blocks.shape import BlockShape
@@ -41,7 +41,14 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.graph import Operator as Written
 from meshwright.simulator.layout import Axis, ExpertAxis
-from meshwright.simulator.model import EMBEDDING, EXPERT_LAYERS, LAYERS, BlockKind, ModelSpec
+from meshwright.simulator.model import (
+    EMBEDDING,
+    EXPERT_LAYERS,
+    LAYERS,
+    PREDICTIONS,
+    BlockKind,
+    ModelSpec,
+)
 
 # Kernels of each further step of a ring, forward and backward.  Transformer Engine's: attention,
 # corrections of its output and its numbers; sums of the gradients of queries, keys and values.
@@ -124,7 +131,7 @@ class PricedBlock(NamedTuple):
         stack = self.shape.stack
         if self.kind in KERNELS:
             return (KernelLaunches(self.kind, KERNELS[self.kind][backward]),)
-        layers, ends = _num_layers(self), _end_launches(self)
+        layers, ends = _num_layers(self), end_launches(self.kind, self.shape.model)
         if not layers:
             return ends
         usual = stack.backward_kernels_per_layer if backward else stack.forward_kernels_per_layer
@@ -197,14 +204,10 @@ class PricedBlock(NamedTuple):
         )
 
 
-def _end_launches(block: PricedBlock) -> tuple[KernelLaunches, ...]:
-    is_layer, layers = block.kind in LAYERS, _num_layers(block)
-    return () if is_layer else head_launches(layers, has_mlm=block.shape.model.mlm_head)
-
-
 def _num_layers(block: PricedBlock) -> int:
-    """Return the layers of a block: one, or those of a head that predict further tokens."""
-    return 1 if block.kind in LAYERS else block.shape.model.prediction_layers
+    """Return the layers of a block: one, those that predict further tokens, or none."""
+    predicts = block.kind == PREDICTIONS
+    return block.shape.model.prediction_layers if predicts else int(block.kind in LAYERS)
 
 
 def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses:
@@ -213,11 +216,10 @@ def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses
     kind = block.kind if block.kind in LAYERS else shape.model.layer_runs[-1].kind
     experts = shape.model.experts if kind in EXPERT_LAYERS else None
     layers = _num_layers(block)
-    passes = (1 + backward) * layers
     if experts is None:
-        return HostPasses(name, passes)
+        return HostPasses(name, (1 + backward) * layers)
     own = _number(experts.num_experts // block.sizes.ep)
-    return HostPasses(name, passes, own, own * layers * expert_casts(shape))
+    return HostPasses(name, (1 + backward) * layers, own, own * layers * expert_casts(shape))
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:

@@ -113,8 +113,8 @@ class BlockShape(WeightShape):
     microbatch stay unsummed until the last one, as those that are whole until then do.
     ``is_unwrapped`` says that the stack does not run fully_shard.
     ``modules`` are the parts of a layer that selective recomputation runs again.
-    ``cp`` ranks have equal parts of each sequence, and attend to it by ``cp_type``; of a ring of
-    swaps, groups of ``cp_inner`` swap.
+    ``cp`` ranks share a sequence by ``cp_type``; of a ring of swaps, groups of ``cp_inner`` swap.
+    ``announces_messages`` says that sizes go ahead of messages between stages, which differ.
     ``accumulated_bytes`` is the traffic of adding a parameter's gradient to what is kept of it
     within the product that makes it.
     """
@@ -127,6 +127,7 @@ class BlockShape(WeightShape):
     attention: Attention
     stack: StackProfile = field(hash=False)
     in_pipeline: bool = False
+    announces_messages: bool = False
     defers_sums: bool = False
     is_unwrapped: bool = False
     cp: int = 1
@@ -162,6 +163,7 @@ class BlockShape(WeightShape):
             whole_ends=stack.tp_plan,
             expert_parameters=of_experts,
             in_pipeline=plan.pp > 1,
+            announces_messages=plan.prediction_stage is not None,
             defers_sums=stack.sums_norms_each_microbatch
             and (reduces_once(job, plan, stack) or bool(is_unwrapped(stack, plan.dp_cp))),
             is_unwrapped=bool(is_unwrapped(stack, plan.dp_cp)),

@@ -33,6 +33,7 @@ from meshwright.simulator.model import (
     KeptLayer,
     LayerGroup,
     ModelSpec,
+    predicts_further,
 )
 
 Phases = TypeVar("Phases", BlockOperators, ExpertOperators)
@@ -270,10 +271,11 @@ def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> 
 
 
 def _has_layers(shape: BlockShape, kind: BlockKind) -> bool:
-    """Return whether a block is of layers, or ends with some: such a head predicts with them."""
-    model = shape.trained
-    predicts = isinstance(model, ModelSpec) and model.prediction_layers > 0
-    return kind not in ENDS or (kind == HEAD and predicts)
+    """Return whether a block is of layers, or sends tokens to other ranks of a sequence as they do.
+
+    So does a head that has the losses of further tokens.
+    """
+    return kind not in ENDS or (kind == HEAD and predicts_further(shape.trained))
 
 
 def _has_experts(kind: BlockKind) -> bool:

@@ -61,7 +61,6 @@ from meshwright.simulator.layout.plan import (
     EXPERT_SHARDS,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
-    SERVER_FIELDS,
     SHARDS,
     ParallelPlan,
 )
@@ -78,24 +77,28 @@ from meshwright.simulator.layout.refusals import (
     sums_microbatches,
     syncs_by_default,
 )
-from meshwright.simulator.layout.servers import ParameterServer
+from meshwright.simulator.layout.servers import SERVER_FIELDS, ParameterServer
 from meshwright.simulator.layout.splits import (
     check_predictions,
     num_predictions,
     parse_stages,
+    prediction_place,
     read_layout,
 )
 from meshwright.simulator.layout.stages import (
     ALL_ALONE,
     Stage,
+    copies_table,
     head_cost_layers,
     join_stages,
     model_stages,
     plan_stages,
     rank_stages,
+    reads_table,
     repeated_layers,
     resolve_stages,
     stages_rule,
+    table_rank,
     whole_model,
     with_stages,
 )
@@ -141,6 +144,7 @@ __all__ = [
     "check_sharding",
     "chosen_formats",
     "context_way",
+    "copies_table",
     "default_attention",
     "default_precision",
     "divides",
@@ -164,8 +168,10 @@ __all__ = [
     "pair_span",
     "parse_stages",
     "plan_stages",
+    "prediction_place",
     "rank_stages",
     "read_layout",
+    "reads_table",
     "redistribute",
     "reduces_once",
     "repeated_layers",
@@ -179,6 +185,7 @@ __all__ = [
     "strided_span",
     "sums_microbatches",
     "syncs_by_default",
+    "table_rank",
     "usual_inner",
     "usual_zero_stages",
     "whole_model",

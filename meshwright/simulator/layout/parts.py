@@ -20,7 +20,7 @@ from meshwright.simulator.layout.axes import DP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, SHARDS, ParallelPlan
-from meshwright.simulator.layout.stages import empty_refusal
+from meshwright.simulator.layout.stages import empty_refusal, prediction_refusal
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     EXPERT_LAYERS,
@@ -248,7 +248,7 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
-    of_layers = of_layers or empty_refusal(job, plan, stack)
+    of_layers = of_layers or prediction_refusal(job, plan, stack) or empty_refusal(job, plan, stack)
     beside = group_refusal(plan, stack) or overlap_refusal(job, plan, stack)
     return of_layers or beside
 

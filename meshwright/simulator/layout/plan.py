@@ -215,8 +215,13 @@ class PlanFields(Recomputation):
         choices=lambda: tuple(StageSplit),
         is_basic=True,
     ).field(())
-    """Layers of each virtual stage in model order, ``pp * num_virtual_stages`` numbers; none where
-    the stack's rule is to split them when the plan is simulated."""
+    """Layers of each virtual stage in model order; none where the stack's rule splits them."""
+
+    prediction_stage: int | None = Declaration(
+        help="Virtual stage of layers that predict further tokens, from 0 [the loss's].",
+        group="replication",
+        is_rare=True,
+    ).field(None)
 
     parameter_server: ParameterServer | None = Declaration(
         group="replication", after="offload"
@@ -226,14 +231,12 @@ class PlanFields(Recomputation):
     dp_shard: int | None = Declaration(
         help="Ranks that share one set of shards [--dp].", heading="shard", group="replication"
     ).field(None)
-    """Data-parallel ranks that share one set of shards; by default all of them. Fewer make replicas
-    of the shards (hybrid sharding)."""
+    """Fewer than all data-parallel ranks make replicas of the shards (hybrid sharding)."""
 
     reshard_after_forward: bool | None = Declaration(
         help="Gather again for backward [the stack's].", heading="reshard", group="replication"
     ).field(None)
-    """With sharded parameters, free a unit's after its forward pass and gather them again for its
-    backward; if not, they are kept until then; None is the stack's habit."""
+    """Free a unit's sharded parameters after its forward pass; if not, they are kept until then."""
 
     gradient_precision: Precision | None = Declaration(
         help="Format of kept gradients [the stack's].",
@@ -250,8 +253,7 @@ class PlanFields(Recomputation):
         group="replication",
         acts_on=DP_CP,
     ).field(None)
-    """Number format in which they are reduced; None is the stack's, or what goes with the gradient
-    precision."""
+    """None is the stack's, or what goes with the gradient precision."""
 
     moment_precision: Precision | None = Declaration(
         help="Format of Adam's moments, in a precision-aware optimizer [the stack's].",
@@ -285,8 +287,7 @@ class PlanFields(Recomputation):
         group="replication",
         after="sync_each_microbatch",
     ).field(False)
-    """Look in each step for weights that the loss did not use, whose gradients the reduction would
-    otherwise wait for, and tell the other data-parallel ranks which they are."""
+    """Look in each step for weights that the loss did not use, and tell the other replicas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -395,6 +396,5 @@ class ParallelPlan(PlanFields):
 
 
 PLAN_FIELDS = {each.name: each for each in fields_of(ParallelPlan)}
-SERVER_FIELDS = {each.name: each for each in fields_of(ParameterServer)}
 # What a search varies: a column of its space each, in this order.
 SEARCHED_FIELDS = tuple(each for each in PLAN_FIELDS.values() if each.declaration.heading)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.fields import Declaration
+from meshwright.simulator.layout.fields import Declaration, fields_of
 
 MAX_SERVERS = 1024
 MAX_SLOWDOWN = 1000.0
@@ -37,3 +37,6 @@ class ParameterServer:
             raise PlanError(
                 f"slow_worker={self.slow_worker:g} is out of range; allowed 1 to {MAX_SLOWDOWN:g}"
             )
+
+
+SERVER_FIELDS = {each.name: each for each in fields_of(ParameterServer)}

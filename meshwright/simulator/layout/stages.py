@@ -12,19 +12,23 @@ from meshwright.simulator.layout.plan import ParallelPlan
 from meshwright.simulator.layout.splits import split_layers
 from meshwright.simulator.model import (
     COPY,
+    COPY_OF_STREAMS,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    PREDICTIONS,
     AnyModel,
+    BlockKind,
     BlockRun,
     KeptLayer,
     LayerGroup,
     ModelSpec,
     cut_runs,
-    has_norm_apart,
     join_runs,
     layer_flops,
     prediction_flops,
+    predicts_further,
+    shares_table,
 )
 
 
@@ -105,17 +109,20 @@ ALL_ALONE = Checkpoints()
 class Stage(NamedTuple):
     """Layers of one virtual stage by kind, and whether it holds an end of the model.
 
-    ``has_norm`` is whether it holds the final norm apart from the head.
-    One without layers and a norm ``copies`` what it has received: Megatron-Core's block gives
-    another tensor (`TransformerBlock.forward` of transformer_block.py, core 0.16).
+    ``has_norm`` is whether it holds the final norm apart from the head, ``has_predictions`` whether
+    it holds the layers that predict further tokens.
+    One without layers and a norm ``copies`` what it has received, of which that is the kind of
+    block: Megatron-Core's block gives another tensor (`TransformerBlock.forward` of
+    transformer_block.py, core 0.16).
     """
 
     layers: tuple[BlockRun, ...]
     has_embedding: bool
     has_head: bool
     checkpoints: Checkpoints = ALL_ALONE
-    copies: bool = False
+    copies: BlockKind | None = None
     has_norm: bool = False
+    has_predictions: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -135,14 +142,14 @@ class Stage(NamedTuple):
     @property
     def passes(self) -> tuple[BlockRun, ...]:
         """The same as a pass goes through them: by what backward computes again."""
-        copy = (BlockRun(COPY, 1),) if self.copies else ()
+        copy = () if self.copies is None else (BlockRun(self.copies, 1),)
         return (*copy, *self._between_ends(self.checkpoints.passes(self.layers)))
 
     def _between_ends(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
         first = (BlockRun(EMBEDDING, 1),) if self.has_embedding else ()
-        norm = (BlockRun(FINAL_NORM, 1),) if self.has_norm else ()
-        last = (BlockRun(HEAD, 1),) if self.has_head else ()
-        return (*first, *layers, *norm, *last)
+        behind = {FINAL_NORM: self.has_norm, PREDICTIONS: self.has_predictions, HEAD: self.has_head}
+        last = (BlockRun(kind, 1) for kind, is_held in behind.items() if is_held)
+        return (*first, *layers, *last)
 
     def num_kept(self, first: int = 0) -> int:
         """Return the layers from the place *first* on that are not recomputed where others are."""
@@ -153,25 +160,35 @@ class Stage(NamedTuple):
     @property
     def num_blocks(self) -> int:
         """Layers and ends."""
-        return self.num_layers + self.has_embedding + self.has_norm + self.has_head
+        ends = self.has_embedding + self.has_norm + self.has_predictions + self.has_head
+        return self.num_layers + ends
 
     def part(self, first: int, end: int) -> "Stage":
         """Return the blocks from the place *first* up to *end*, both counted from 0."""
         offset = int(self.has_embedding)
+        behind = offset + self.num_layers
+        further = behind + self.has_norm
         return Stage(
             cut_runs(self.layers, max(0, first - offset), end - offset),
             has_embedding=self.has_embedding and first == 0,
             has_head=self.has_head and first < end == self.num_blocks,
             checkpoints=self.checkpoints.behind(max(0, first - offset)),
-            copies=self.copies and first == 0,
-            has_norm=self.has_norm and first <= offset + self.num_layers < end,
+            copies=self.copies if first == 0 else None,
+            has_norm=self.has_norm and first <= behind < end,
+            has_predictions=self.has_predictions and first <= further < end,
         )
 
 
 def whole_model(model: AnyModel) -> Stage:
     """Return all of *model* as one stage."""
-    apart = has_norm_apart(model)
-    return Stage(model.layer_runs, has_embedding=True, has_head=True, has_norm=apart)
+    apart = predicts_further(model)
+    return Stage(
+        model.layer_runs,
+        has_embedding=True,
+        has_head=True,
+        has_norm=apart,
+        has_predictions=apart,
+    )
 
 
 def repeated_layers(model: AnyModel, plan: ParallelPlan) -> tuple[BlockRun, ...]:
@@ -194,11 +211,16 @@ def join_stages(stages: Sequence[Stage]) -> Stage:
         has_embedding=any(stage.has_embedding for stage in stages),
         has_head=any(stage.has_head for stage in stages),
         has_norm=any(stage.has_norm for stage in stages),
+        has_predictions=any(stage.has_predictions for stage in stages),
     )
 
 
-def model_stages(model: AnyModel, layers: Sequence[int]) -> tuple[Stage, ...]:
+def model_stages(
+    model: AnyModel, layers: Sequence[int], prediction_stage: int | None = None
+) -> tuple[Stage, ...]:
     """Return *model* cut into stages with so many *layers* each, in model order.
+
+    Layers that predict further tokens are on the stage of that number, or with the head.
 
     >>> from meshwright.simulator.model import load_model
     >>> model_stages(load_model("gpt2"), (5, 7))[0].blocks
@@ -206,24 +228,47 @@ def model_stages(model: AnyModel, layers: Sequence[int]) -> tuple[Stage, ...]:
     """
     last = len(layers) - 1
     with_layers = max((index for index, count in enumerate(layers) if count), default=last)
-    apart = has_norm_apart(model)
+    apart = predicts_further(model)
+    predicting = last if prediction_stage is None else prediction_stage
     return tuple(
         Stage(
             cut_runs(model.layer_runs, end - count, end),
             has_embedding=index == 0,
             has_head=index == last,
-            copies=count == 0 and 0 < index < last + apart,
+            copies=(COPY if index <= predicting else COPY_OF_STREAMS)
+            if count == 0 and 0 < index < last + apart
+            else None,
             has_norm=apart and index == with_layers,
+            has_predictions=apart and index == predicting,
         )
         for index, (count, end) in enumerate(zip(layers, accumulate(layers), strict=True))
     )
+
+
+def reads_table(model: AnyModel, stage: Stage) -> bool:
+    """Return whether *stage* has use of the table of tokens beside that of the embedding.
+
+    On another stage than the embedding's that is a copy.
+    """
+    reads = stage.has_predictions if predicts_further(model) else stage.has_head
+    return reads and shares_table(model)
+
+
+def table_rank(plan: ParallelPlan) -> int:
+    """Return which pipeline rank has the other copy of a shared table: the head's, if no other."""
+    return plan.pp - 1 if plan.prediction_stage is None else plan.prediction_stage % plan.pp
+
+
+def copies_table(model: AnyModel, stage: Stage) -> bool:
+    """Return whether *stage* has a copy of the table of tokens."""
+    return reads_table(model, stage) and not stage.has_embedding
 
 
 def plan_stages(model: AnyModel, plan: ParallelPlan) -> tuple[Stage, ...]:
     """Return the virtual stages of *plan*, in model order, with what it recomputes of each."""
     return tuple(
         stage._replace(checkpoints=Checkpoints.of(plan, index))
-        for index, stage in enumerate(model_stages(model, plan.stages))
+        for index, stage in enumerate(model_stages(model, plan.stages, plan.prediction_stage))
     )
 
 
@@ -286,6 +331,37 @@ def stages_rule(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> St
     )
     rule = next(rules, own)
     return None if rule is own else rule
+
+
+def prediction_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+    """Return why layers that predict further tokens are not on the stage of *plan*, or None.
+
+    Megatron-Core takes any but of the first rank, behind all layers, of a rank's virtual stages the
+    last (`validate_layer_layout` of megatron/core/transformer/pipeline_parallel_layer_layout.py,
+    core 0.16).  What it does not see there is the first rank's last one, whose copy of the table it
+    would leave at zero (`setup_embeddings_and_output_layer` of language_module.py).
+    """
+    stage = plan.prediction_stage
+    if stage is None:
+        return None
+    said, usual = f"prediction_stage={stage}", "leave it out, for that of the loss"
+    if not predicts_further(job.model):
+        return (
+            f"{said} does not go with {job.model.name}, which predicts none; allowed: leave it out"
+        )
+    if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
+        return f"{said} is not offered by stack {stack.name}; allowed: {usual}"
+    first = max(index for index, count in enumerate(plan.stages) if count)
+    places = range(max(first, plan.num_stages - plan.pp + 1), plan.num_stages - 1)
+    if stage not in places:
+        known = [f"{places[0]} to {places[-1]}"] if places else []
+        return (
+            f"{said} of {plan.num_stages} stages is not behind all layers, on the last virtual "
+            f"stage of a rank between the first and the last; allowed: {', '.join([*known, usual])}"
+        )
+    if plan.expert_overlap is not None:  # what such a pass is beside another was not counted
+        return f"expert_overlap={plan.expert_overlap} does not go with {said}; allowed: {usual}"
+    return None
 
 
 def empty_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:

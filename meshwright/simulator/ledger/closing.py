@@ -22,9 +22,11 @@ from meshwright.simulator.layout import (
     GroupSpan,
     Mesh,
     MeshAxis,
+    ParallelPlan,
     Stage,
     pair_span,
     strided_span,
+    table_rank,
 )
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.memory import StateBytes
@@ -110,22 +112,22 @@ def _tensor_sums(
 
 
 def tied_table(
-    shape: BlockShape, wire: WireBytes, mesh: Mesh, num_shards: int
+    shape: BlockShape, wire: WireBytes, mesh: Mesh, plan: ParallelPlan
 ) -> list[StepCollective]:
-    """Return what first and last stage sum of the gradient of a table that both hold.
+    """Return what two stages sum of the gradient of a table that both hold.
 
     Units of fully_shard are reduced first: each rank has its shard of the sum, in the format of
     the shards.
     """
-    last = mesh.degree(Axis.PP) - 1
-    if last == 0 or not shape.copied_parameters:
+    other = table_rank(plan)
+    if other == 0 or not shape.copied_parameters:
         return []
     rows, width_bytes = shape.local_vocab_size, wire.reduce_bytes
     if shape.stack.is_fully_sharded:
-        rows = -(-rows // num_shards)  # equal shards on both ends, so that each meets its own
+        rows = -(-rows // plan.num_shards)  # equal shards on both ends, so that each meets its own
         width_bytes = StateBytes.of(shape.stack, shape.precision).sharded_parameter
     table_bytes = rows * shape.model.hidden_size * width_bytes
-    span = pair_span(crosses_nodes=mesh.crosses_nodes(0, last))
+    span = pair_span(crosses_nodes=mesh.crosses_nodes(0, other))
     # Two ranks that meet after the pipeline has drained reach what a benchmark does: the times of
     # Zero Bubble (arXiv 2401.10241, 14.6B over two nodes) leave no room for the in-step share.
     return [StepCollective(Axis.PP, CollectiveOp.ALL_REDUCE, table_bytes, span)]
@@ -178,7 +180,7 @@ def expert_tokens(shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh) -> l
         return []
     runs = [run for stage in stages for run in stage.layers if run.kind in EXPERT_LAYERS]
     num_layers = sum(run.num_blocks for run in runs)
-    if stages[-1].has_head and model.layer_runs[-1].kind in EXPERT_LAYERS:
+    if stages[-1].has_predictions and model.layer_runs[-1].kind in EXPERT_LAYERS:
         num_layers += model.prediction_layers
     size_bytes = COUNT_BYTES * model.experts.num_experts * num_layers
     ranks = mesh.span(Axis.TP, *REPLICATED)

@@ -5,6 +5,8 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Axis, GroupSpan, pair_span
 from meshwright.simulator.ledger.collectives import StepCollective
 
+SIZES_BYTES = 24  # of a tensor's three sizes, int64
+
 
 def message_collectives(
     shape: BlockShape, size_bytes: int, tp_span: GroupSpan, *, crosses_nodes: bool
@@ -13,11 +15,15 @@ def message_collectives(
 
     With scatter/gather each rank of a tensor-parallel group sends its part, which the
     receiving group gathers inside the node (Narayanan et al. 2021, section 4.1).
+    Where messages are not all alike their sizes go ahead of each (`_communicate_shapes` of
+    megatron/core/pipeline_parallel/p2p_communication.py, core 0.16).
     """
     in_parts = shape.stack.scatter_gather_p2p and shape.tp > 1 and not shape.sequence_parallel
     sent_bytes = -(-size_bytes // shape.tp) if in_parts else size_bytes
-    sent = StepCollective(
-        Axis.PP, CollectiveOp.P2P, sent_bytes, pair_span(crosses_nodes=crosses_nodes)
-    )
-    gather = StepCollective(Axis.TP, CollectiveOp.ALL_GATHER, size_bytes, tp_span)
-    return (sent, gather) if in_parts else (sent,)
+    span = pair_span(crosses_nodes=crosses_nodes)
+    sent = StepCollective(Axis.PP, CollectiveOp.P2P, sent_bytes, span)
+    if in_parts:
+        return sent, StepCollective(Axis.TP, CollectiveOp.ALL_GATHER, size_bytes, tp_span)
+    if shape.announces_messages:
+        return sent, StepCollective(Axis.PP, CollectiveOp.P2P, SIZES_BYTES, span)
+    return (sent,)

@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockTable, Collective, RingMessages
-from meshwright.simulator.layout import IN_STEP, Axis, ContextAxis, ExpertAxis, Stage, join_stages
+from meshwright.simulator.layout import (
+    IN_STEP,
+    Axis,
+    ContextAxis,
+    ExpertAxis,
+    Stage,
+    join_stages,
+    reads_table,
+)
 from meshwright.simulator.ledger.closing import (
     batch_calls,
     expert_tokens,
@@ -141,8 +149,8 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         # After all buckets (DDP's reducer), so that nothing hides it.
         used = CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), replication.span
         closing[Moment.PASSES_DONE].append(StepCollective(Axis.DP, *used))
-    if stages[0].has_embedding or stages[-1].has_head:
-        closing[Moment.TIED_TABLE] = tied_table(shape, wire, setting.mesh, setting.plan.num_shards)
+    if any(each.has_embedding or reads_table(shape.trained, each) for each in stages):
+        closing[Moment.TIED_TABLE] = tied_table(shape, wire, setting.mesh, setting.plan)
     if not (shape.stack.overlap_parameter_gather or replication.gathers_units):
         closing[Moment.UPDATED] = held_exchanges(parameter_gathers, held, wire, replication)
     part = StagePart(join_stages(stages), (sum(held),))

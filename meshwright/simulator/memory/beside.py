@@ -5,7 +5,7 @@ from itertools import zip_longest
 
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.block_bytes import BlockBytes, Size
-from meshwright.simulator.model import EMBEDDING, FINAL_NORM, HEAD, BlockKind
+from meshwright.simulator.model import EMBEDDING, FINAL_NORM, HEAD, PREDICTIONS, BlockKind
 
 
 def pair_bytes(
@@ -51,6 +51,8 @@ def _turns(
         yield (EMBEDDING,), ()
     if backward.has_head:
         yield (), (HEAD,)
+    if backward.has_predictions:
+        yield (), (PREDICTIONS,)
     if backward.has_norm:
         yield (), (FINAL_NORM,)
     stages = forward, backward
@@ -59,6 +61,8 @@ def _turns(
         yield tuple(filter(None, (made,))), tuple(filter(None, (gone,)))
     if forward.has_norm:
         yield (FINAL_NORM,), ()
+    if forward.has_predictions:
+        yield (PREDICTIONS,), ()
     if forward.has_head:
         yield (HEAD,), ()
     if backward.has_embedding:

@@ -14,7 +14,7 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
-from meshwright.simulator.model import HEAD, BlockKind
+from meshwright.simulator.model import HEAD, PREDICTIONS, BlockKind, predicts_further
 
 
 class Addable(Protocol):
@@ -79,11 +79,9 @@ def block_bytes(
     kinds = dict.fromkeys((*shape.parameters, *others))
     blocks = {kind: _bytes_of(table.memory(shape, kind, ending)) for kind in kinds}
     head, logits = blocks[HEAD], kept_logits_bytes(shape)
-    blocks[HEAD] = head._replace(
-        saved=head.saved + logits,
-        waiting=waiting_table_bytes(shape),
-        forward=head.forward - logits,
-    )
+    blocks[HEAD] = head._replace(saved=head.saved + logits, forward=head.forward - logits)
+    reader = PREDICTIONS if predicts_further(shape.trained) else HEAD
+    blocks[reader] = blocks[reader]._replace(waiting=waiting_table_bytes(shape))
     return blocks
 
 
@@ -111,7 +109,7 @@ def stage_messages(blocks: Mapping[BlockKind, BlockBytes[int]], stage: Stage) ->
 
 
 def waiting_table_bytes(shape: BlockShape) -> int:
-    """Return a shared table's gradient from the head, which waits for that from the embedding.
+    """Return a shared table's gradient from another block, which waits for that from the embedding.
 
     Autograd adds both up, in place, before it adds them to the gradient that is kept.  That of
     rows that the head looks up is a tensor, whatever products make of theirs.
@@ -143,17 +141,17 @@ def pass_workspace_bytes(
         Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
         wait for backward; 0 where those are the most.
     """
-    passes, last = stage.passes, stage.contents[-1]
-    nothing = blocks[last.kind].saved * 0
+    passes = stage.passes
+    last = passes[-1].kind
+    nothing = blocks[last].saved * 0
     holds_gradient &= not stage.has_head
     forward = backward = kept_behind = waiting = cached = nothing
     for kind, count in passes:
         cached = cached + blocks[kind].cached * count
-    for run in reversed(passes):
-        kind, count = run
+    for place, (kind, count) in enumerate(reversed(passes)):
         block, needed = blocks[kind], blocks[kind].backward
         if holds_gradient:
-            needed = block.holding if run is last else needed + blocks[last.kind].sent
+            needed = block.holding if place == 0 else needed + blocks[last].sent
         # Of equal blocks the last one's pass is the fullest; its own casts are in what it needs.
         forward = most(forward, block.forward + cached - block.cached - kept_behind)
         backward = most(backward, needed + waiting - kept_behind)

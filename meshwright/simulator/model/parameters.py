@@ -6,13 +6,14 @@ from math import prod
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.described import ParameterTensor
 from meshwright.simulator.model.kinds import (
+    APART,
     EMBEDDING,
     ENDS,
     EXPERT_LAYER,
     EXPERT_LAYERS,
-    FINAL_NORM,
     HEAD,
     LAYERS,
+    PREDICTIONS,
     BlockKind,
     BlockRun,
 )
@@ -23,7 +24,6 @@ from meshwright.simulator.model.tensors import (
     ROUTED,
     embedding_tensors,
     head_tensors,
-    predicts,
 )
 
 FP32_BYTES = 4
@@ -72,7 +72,7 @@ def count_parameters(model: AnyModel) -> int:
     124439808
     """
     counts = parameters_by_kind(model)
-    ends = counts[EMBEDDING] + counts.get(FINAL_NORM, 0) + counts[HEAD]
+    ends = sum(counts.get(kind, 0) for kind in (EMBEDDING, *APART, HEAD))
     layers = sum(count * counts[kind] for kind, count in model.layer_runs)
     return ends + layers + _count_routing_biases(model)
 
@@ -160,8 +160,7 @@ def parameters_by_kind(
     >>> parameters_by_kind(gpt3)["layer"], parameters_by_kind(gpt3, tp=8)["layer"]
     (1812099072, 226576896)
     """
-    norm = [FINAL_NORM] * has_norm_apart(model)
-    counts = dict.fromkeys([EMBEDDING, *layer_kinds(model), *norm, HEAD], 0)
+    counts = dict.fromkeys([EMBEDDING, *layer_kinds(model), *kinds_apart(model), HEAD], 0)
     for tensor in parameter_tensors(model, vocab_size=vocab_size):
         ranks = tp if ends_tp is None or tensor.block not in ENDS else ends_tp
         counts[tensor.block] += prod(local_shape(model, tensor, tp=ranks, ep=ep, etp=etp))
@@ -205,7 +204,7 @@ def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counte
 def _is_linear(tensor: ParameterTensor) -> bool:
     """Return whether a tensor is the weight of a linear layer within a layer, or of its experts."""
     chooses = tensor.name in {"router.weight", "shared_gate.weight"}
-    is_inside = tensor.block in LAYERS or predicts(tensor)
+    is_inside = tensor.block in {*LAYERS, PREDICTIONS}
     return is_inside and len(tensor.shape) > 1 and not (chooses or is_bias(tensor))
 
 
@@ -233,21 +232,28 @@ def linear_shapes(
     return {kind: frozenset(shapes) for kind, shapes in found.items()}
 
 
-def has_norm_apart(model: AnyModel) -> bool:
-    """Return whether the final norm goes with the last layer, wherever the head is.
+def predicts_further(model: AnyModel) -> bool:
+    """Return whether layers behind the last predict further tokens.
 
-    So it does where the head predicts further tokens (`has_final_layernorm_in_this_stage` of
-    megatron/core/transformer/transformer_block.py, core 0.16).
+    The final norm then goes with the last layer, wherever the head is
+    (`has_final_layernorm_in_this_stage` of megatron/core/transformer/transformer_block.py, core
+    0.16).
     """
     return isinstance(model, ModelSpec) and model.prediction_layers > 0
 
 
-def shares_table(model: AnyModel) -> bool:
-    """Return whether the head has use of the table of tokens: as its matrix, or to predict on.
+def kinds_apart(model: AnyModel) -> tuple[BlockKind, ...]:
+    """Return the kinds of blocks between the layers of *model* and its head, in model order."""
+    return APART if predicts_further(model) else ()
 
-    First and last stage of a pipeline then have a copy each, and sum its gradients.
+
+def shares_table(model: AnyModel) -> bool:
+    """Return whether another block than the embedding has use of the table of tokens.
+
+    The head does as of its matrix, layers that predict further tokens look these up. Both stages
+    of a pipeline then have a copy each, and sum its gradients.
     """
-    return model.tied_embeddings or has_norm_apart(model)
+    return model.tied_embeddings or predicts_further(model)
 
 
 def is_expert(tensor: ParameterTensor) -> bool:
@@ -295,7 +301,7 @@ def local_shape(
         _check_divisible("num_heads", model.num_heads, tp)
     elif tensor.name.startswith("mlp_"):
         _check_divisible("ffn_hidden_size", model.ffn_hidden_size, tp)
-    elif tensor.block in LAYERS or predicts(tensor):
+    elif tensor.block in {*LAYERS, PREDICTIONS}:
         _check_divisible(tensor.name, tensor.shape[tensor.tp_dim], tp)
     shape = list(tensor.shape)
     shape[tensor.tp_dim] = -(-shape[tensor.tp_dim] // tp)

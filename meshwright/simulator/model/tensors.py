@@ -10,6 +10,7 @@ from meshwright.simulator.model.kinds import (
     EXPERT_LAYER,
     FINAL_NORM,
     HEAD,
+    PREDICTIONS,
     TRANSFORMER_LAYER,
     WINDOWED_EXPERT_LAYER,
     WINDOWED_LAYER,
@@ -19,11 +20,6 @@ from meshwright.simulator.model.parts import LatentAttention
 from meshwright.simulator.model.spec import ModelSpec
 
 NEXT_SENTENCE_CLASSES = 2
-# Modules of heads but for what predicts tokens beyond the next.
-HEADS_OWN = {
-    *("final_norm", "output_embedding", "pooler", "next_sentence"),
-    *("mlm_dense", "mlm_norm", "output", "logits"),
-}
 ROUTED = "experts_"  # what the names of tensors begin with that hold a part of each expert
 
 # Modules of attention, and those of them that Megatron-Core makes first.
@@ -233,19 +229,14 @@ def prediction_tensors(model: ModelSpec) -> list[ParameterTensor]:
     (MultiTokenPredictionLayer of core 0.16).
     """
     width, kind = model.hidden_size, model.layer_runs[-1].kind
-    layer = (each._replace(block=HEAD) for each in LAYER_TENSORS[kind](model))
+    layer = (each._replace(block=PREDICTIONS) for each in LAYER_TENSORS[kind](model))
     return [
-        *_norm_tensors(model, "enorm", HEAD),
-        *_norm_tensors(model, "hnorm", HEAD),
-        ParameterTensor("eh_proj.weight", (width, 2 * width), HEAD, 0),
+        *_norm_tensors(model, "enorm", PREDICTIONS),
+        *_norm_tensors(model, "hnorm", PREDICTIONS),
+        ParameterTensor("eh_proj.weight", (width, 2 * width), PREDICTIONS, 0),
         *layer,
-        *_norm_tensors(model, "prediction_norm", HEAD),
+        *_norm_tensors(model, "prediction_norm", PREDICTIONS),
     ]
-
-
-def predicts(tensor: ParameterTensor) -> bool:
-    """Return whether a tensor is of a layer that predicts further tokens."""
-    return tensor.block == HEAD and tensor.name.partition(".")[0] not in HEADS_OWN
 
 
 def _mlm_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:

@@ -17,14 +17,16 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Kernels, StackProfile, Units
 from meshwright.simulator.blocks import BlockShape, fuses_qkv, spelling_of
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.layout import Stage, copies_table, reads_table
 from meshwright.simulator.model import (
     HEAD,
+    PREDICTIONS,
     BlockKind,
     ParameterTensor,
     in_engine_order,
     is_expert,
     rank_tensors,
+    shares_table,
 )
 from meshwright.simulator.replication.data_parallel import stage_parameters
 from meshwright.simulator.replication.parts import GradientBucket, StagePart, cut_at
@@ -81,10 +83,10 @@ def gradient_buckets(
             # A bucket of its own begins and ends with the table: close the one before.
             buckets.append(GradientBucket(num_filled, last))
             num_filled = 0
-        last = place
+        last = place if num_filled == 0 else min(last, place)
         num_filled += size
         if num_filled >= limit or index == apart:
-            buckets.append(GradientBucket(num_filled, place))
+            buckets.append(GradientBucket(num_filled, last))
             num_filled, limit = 0, usual
     return (*buckets, GradientBucket(num_filled, last)) if num_filled else tuple(buckets)
 
@@ -120,26 +122,34 @@ def _shared_table(shape: BlockShape, stage: Stage, num_tensors: int) -> int | No
 
     With a sharded optimizer it has a bucket of its own, so that both copies are sharded alike
     (`_does_param_require_new_bucket`, megatron/core/distributed/param_and_grad_buffer.py).  It is
-    the first weight of the embedding; tied, it is the last of the head, and what layers look up
-    that predict further tokens is there as early.
+    the first weight of the embedding, wherever layers look it up; tied, it is the last of the head.
     """
-    if not shape.copied_parameters or stage.has_embedding == stage.has_head:
+    model = shape.trained
+    if not shares_table(model) or stage.has_embedding == reads_table(model, stage):
         return None
-    return 0 if stage.has_head else num_tensors - 1
+    return 0 if stage.has_head and model.tied_embeddings else num_tensors - 1
 
 
 def _backward_blocks(
     shape: BlockShape, stage: Stage, *, experts: bool = False
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield the places of the blocks of *stage*, last first, and their tensors' sizes, likewise."""
+    """Yield the places of the blocks of *stage*, last first, and their tensors' sizes, likewise.
+
+    A copy of the table that layers look up lies ahead of all, as a GPTModel of Megatron-Core has
+    its embedding; its gradient comes when these are through.
+    """
     sizes = _arriving_sizes(shape, experts=experts)
-    if shape.copied_parameters and not stage.has_embedding and not experts:
-        sizes = {**sizes, HEAD: [shape.copied_parameters, *sizes[HEAD]]}
-    place = stage.num_blocks
+    copied = [shape.copied_parameters] * (copies_table(shape.trained, stage) and not experts)
+    if copied and not stage.has_predictions:
+        sizes = {**sizes, HEAD: [*copied, *sizes[HEAD]]}
+    place = looked_up = stage.num_blocks
     for kind, count in reversed(stage.blocks):
         for _ in range(count):
             place -= 1
+            looked_up = place if kind == PREDICTIONS else looked_up
             yield place, sizes[kind]
+    if copied and stage.has_predictions:
+        yield looked_up, copied
 
 
 def _listed_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
@@ -376,6 +386,5 @@ def _unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool) -> Iterat
         if _module_of(tensor) == "experts_in" and not shape.stack.transformers_layers:
             weights = [(rows, prod(rest) // 2)] * 2  # torchtitan's gate and value are apart
         yield from weights * num_blocks[tensor.block]
-    is_copied = unit.has_head and not unit.has_embedding and not of_experts
-    if is_copied and shape.copied_parameters:
+    if copies_table(shape.trained, unit) and not of_experts:
         yield shape.local_vocab_size, shape.model.hidden_size

@@ -25,6 +25,7 @@ from meshwright.simulator.layout import (
     ParallelPlan,
     Stage,
     casts_of,
+    copies_table,
     gradient_bytes,
     is_unwrapped,
     main_gradient_bytes,
@@ -246,7 +247,7 @@ def stage_parameters(shape: BlockShape, stage: Stage) -> int:
     A table that the head has use of, away from the embedding, is a copy.
     """
     total = sum(count * shape.parameters[kind] for kind, count in stage.blocks)
-    if stage.has_head and not stage.has_embedding:
+    if copies_table(shape.trained, stage):
         total += shape.copied_parameters
     return total
 

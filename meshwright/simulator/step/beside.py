@@ -60,13 +60,13 @@ def exchange_source(costs: CostModel, setting: StepSetting) -> Source:
 def _layers(
     setting: StepSetting, costs: CostModel, stage: Stage, *, delays: bool
 ) -> list[LayerNodes]:
-    """Return the layers of a virtual stage, those of its head that predict further tokens, too.
+    """Return the layers of a virtual stage, those that predict further tokens, too.
 
     So Megatron-Core takes these beside others (`TransformerModelChunkSchedulePlan` of
     megatron/core/models/common/model_chunk_schedule_plan.py, core 0.16).
     """
     runs, model = [*stage.layers], setting.shape.model
-    if stage.has_head and model.prediction_layers:
+    if stage.has_predictions:
         runs.append(BlockRun(model.layer_runs[-1].kind, model.prediction_layers))
     return [
         nodes

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Source
+from meshwright.hwprofiles import CollectiveOp, Source
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import Message, PassSegment, RankWork, UnitWork, VirtualStageWork
@@ -74,12 +74,22 @@ def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> Vir
 def message_between(
     costs: CostModel, shape: BlockShape, size_bytes: int, *, crosses_nodes: bool
 ) -> Message:
-    """Return the message of one microbatch between two stages, gathered by the receivers."""
+    """Return the message of one microbatch between two stages, gathered by the receivers.
+
+    Its sizes, where they go ahead, have arrived when it is sent; what a host does meanwhile is not
+    modelled.
+    """
     span = costs.spans.of_block(Axis.TP, shape)
-    sent, *gathers = message_collectives(shape, size_bytes, span, crosses_nodes=crosses_nodes)
-    cost = costs.message(sent.size_bytes, crosses_nodes=sent.span.crosses_nodes)
-    delay_ps = cost.latency.time_ps + price(costs, gathers).time_ps
-    return Message(cost.transfer.time_ps, delay_ps)
+    calls = message_collectives(shape, size_bytes, span, crosses_nodes=crosses_nodes)
+    gathers = [each for each in calls if each.op is not CollectiveOp.P2P]
+    sent, *announced = (
+        costs.message(each.size_bytes, crosses_nodes=crosses_nodes)
+        for each in calls
+        if each.op is CollectiveOp.P2P
+    )
+    ahead_ps = sum(each.transfer.time_ps + each.latency.time_ps for each in announced)
+    delay_ps = sent.latency.time_ps + price(costs, gathers).time_ps + ahead_ps
+    return Message(sent.transfer.time_ps, delay_ps)
 
 
 def price_ranks(

@@ -27,7 +27,7 @@ from meshwright.simulator import (
     parse_stages,
     resolve_stages,
 )
-from meshwright.simulator.layout import num_predictions
+from meshwright.simulator.layout import num_predictions, prediction_place
 from meshwright.simulator.model import parse_model
 from meshwright.validate.published.families import ROUTING, SWITCHES, Family
 from meshwright.validate.published.rows import (
@@ -226,6 +226,7 @@ class PublishedRun(_ModelRow):
             "reduce_precision": kept,
             "moment_precision": moments,
             "stages": resolve_stages(self.model, self.seq_len, self.pp * self.vpp, wanted),
+            "prediction_stage": prediction_place(self.stages),
         }
         return ParallelPlan.of({**self.plan_columns, **own})
 

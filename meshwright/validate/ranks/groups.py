@@ -1,7 +1,7 @@
 """The process groups that a rank of a plan is in, by the axes of its mesh."""
 
 from meshwright.simulator import ParallelPlan
-from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, Mesh
+from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, Mesh, table_rank
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 _AXES = ("pp", "replica", "dp", "tp")  # of these dims, as measurements name them
@@ -22,7 +22,7 @@ def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
     Args:
         plan: The layout.
         rank: Which one.
-        is_tied: Whether first and last pipeline rank hold copies of one table.
+        is_tied: Whether two pipeline ranks hold copies of one table.
 
     >>> plan_groups(ParallelPlan(tp=2, dp=2, stages=(1,)), 1, is_tied=False)
     {(0, 1, 2, 3): 'world', (0, 1): 'tp', (1, 3): 'dp'}
@@ -100,9 +100,9 @@ def stage_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
 
 
 def table_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
-    """Return the first and the last rank of a pipeline, if *rank* is one of them."""
+    """Return the ranks of a pipeline that may share a table, if *rank* is one of them."""
     pipeline = _along(rank, mesh_shape(plan), 0)
-    ends = (pipeline[0], pipeline[-1])
+    ends = (pipeline[0], pipeline[table_rank(plan)])
     return ends if len(pipeline) > 1 and rank in ends else ()
 
 

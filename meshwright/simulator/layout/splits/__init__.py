@@ -5,7 +5,15 @@ from meshwright.simulator.layout.splits.texts import (
     check_predictions,
     num_predictions,
     parse_stages,
+    prediction_place,
     read_layout,
 )
 
-__all__ = ["check_predictions", "num_predictions", "parse_stages", "read_layout", "split_layers"]
+__all__ = [
+    "check_predictions",
+    "num_predictions",
+    "parse_stages",
+    "prediction_place",
+    "read_layout",
+    "split_layers",
+]

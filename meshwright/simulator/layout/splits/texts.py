@@ -41,21 +41,22 @@ def read_layout(text: str) -> tuple[int, ...]:
     It has a letter for the embedding (E), each layer (t), each that predicts a further token (m)
     and the loss (L) with stages between borders (|), and repeats letters and groups, as ``t*4`` and
     ``(t|)*4``; commas say nothing (`PipelineParallelLayerLayout` of megatron/core/transformer, core
-    0.16).  How many m there are is checked by `check_predictions`.
+    0.16).  How many m there are is checked by `check_predictions`, on which stage they are is told
+    by `prediction_place`.
 
     Raises:
-        PlanError: If it is no such text, or has an m that is not on the stage of the loss.
+        PlanError: If it is no such text, or has m ahead of layers or on several stages.
 
     >>> read_layout("E|(t|)*2,t*3L")
     (0, 1, 1, 3)
     """
     plain = _spelled_out(text)
-    if re.fullmatch(r"E[t|]*m[m|]*\|m*L", plain):
+    if re.fullmatch(r"E[tm|]*L", plain) and not re.fullmatch(r"E[t|]*m*\|*L", plain):
         raise PlanError(
-            f"stages={shown(text)} has multi-token prediction (m) apart from the loss, which is "
-            "not modelled; allowed: m before L, on its stage"
+            f"stages={shown(text)} has layers m that predict further tokens ahead of layers t or "
+            "on several stages; allowed: all m on one stage, behind all t"
         )
-    if not re.fullmatch(r"Et*(\|t*)*m*L", plain):
+    if not re.fullmatch(r"E[t|]*m*\|*L", plain):
         raise PlanError(
             f"stages={shown(text)} is no layout; allowed: E, layers t and stages | between them, "
             "layers m that predict further tokens, L"
@@ -84,6 +85,24 @@ def num_predictions(text: str) -> int:
     (1, 0)
     """
     return _spelled_out(text).count("m") if LAYOUT_TEXT.fullmatch(text) else 0
+
+
+def prediction_place(text: str, told: object = None) -> int | None:
+    """Return the virtual stage of the m of a layout, in model order; None if that is the loss's.
+
+    Raises:
+        PlanError: If another one is *told* beside it.
+
+    >>> prediction_place("Et*3|t*2|m|L"), prediction_place("Et*3|t*2mL")
+    (2, None)
+    """
+    is_layout = LAYOUT_TEXT.fullmatch(text) is not None
+    ahead, m, behind = _spelled_out(text).partition("m") if is_layout else ("", "", "")
+    found = ahead.count("|") if m and "|" in behind else None
+    if told not in {None, found}:
+        usual = "leave it out" if found is None else found
+        raise PlanError(f"prediction_stage={told} is not that of stages={text}; allowed: {usual}")
+    return found
 
 
 def _spelled_out(text: str) -> str:

@@ -1,7 +1,7 @@
 """The layers of a transformer, made of the parts of a stack."""
 
 from meshwright.validate.programs.layers.pointwise import NORM_EPSILON, GatedSilu, SquaredRelu
-from meshwright.validate.programs.layers.stage import VirtualStage
+from meshwright.validate.programs.layers.stage import Ends, VirtualStage
 from meshwright.validate.programs.layers.transformer import (
     AttentionCore,
     LayerOptions,
@@ -13,6 +13,7 @@ from meshwright.validate.programs.layers.transformer import (
 __all__ = [
     "NORM_EPSILON",
     "AttentionCore",
+    "Ends",
     "GatedSilu",
     "LayerOptions",
     "Mlp",

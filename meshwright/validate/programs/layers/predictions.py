@@ -54,7 +54,7 @@ class PredictionLayer(nn.Module):
 
 
 class Predictions(nn.Module):
-    """All such layers, and their losses.
+    """All such layers.
 
     Args:
         model: Whose.
@@ -67,33 +67,25 @@ class Predictions(nn.Module):
         self, model: ModelSpec, options: LayerOptions, parts: Parts, embedding: nn.Module | None
     ) -> None:
         super().__init__()
-        number = model.prediction_layers
         self.embedding = parts.embedding(model) if embedding is None else embedding
-        self.layers = nn.ModuleList(PredictionLayer(model, options, parts) for _ in range(number))
-        self.weight = LOSS_SCALE / number / options.num_microbatches
-        # In Megatron-Core a local name beside those that the loss of the next tokens is made of.
-        self.last_logits: Tensor | None = None
-        self.loss, self.shifted = parts.leading_loss, parts.shifted
+        number = range(model.prediction_layers)
+        self.layers = nn.ModuleList(PredictionLayer(model, options, parts) for _ in number)
+        self.shifted = parts.shifted
         self.recomputes, self.is_reentrant = (
             options.recompute is Recompute.FULL,
             parts.is_reentrant,
         )
 
-    def forward(
-        self, hidden: Tensor, ids: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Return what came in, with the losses of further tokens behind it.
+    def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Return normalised activations, with what each layer makes of those before behind them.
 
         Args:
             hidden: Normalised activations.
             ids: ``[batch, tokens]`` that they were made of.
-            targets: The tokens that follow them.
-            logits_of: The output matrix.
         """
         # Shifted as in Megatron-Core, which sends them between ranks that share sequences; nothing
-        # reads them: angles do not depend on them, and which tokens are scored is known.
-        places, mask = torch.zeros_like(ids), torch.ones_like(targets, dtype=torch.float32)
-        streams = [hidden]
+        # reads them: angles do not depend on them.
+        places, streams = torch.zeros_like(ids), [hidden]
         for layer in self.layers:
             ids, places = self.shifted(ids), self.shifted(places)
             embedded = self.embedding(ids)
@@ -103,9 +95,38 @@ class Predictions(nn.Module):
                 made = layer(streams[-1], embedded)
             del embedded
             streams.append(made)
-        del made
-        main, *further = torch.cat(streams).chunk(len(streams))
-        del streams, hidden
+        return torch.cat(streams)
+
+
+class FurtherLosses(nn.Module):
+    """The losses of what such layers predict.
+
+    Args:
+        model: Whose.
+        options: Switches of every layer.
+        parts: What the stack makes losses of.
+    """
+
+    def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
+        super().__init__()
+        self.number = model.prediction_layers
+        self.weight = LOSS_SCALE / self.number / options.num_microbatches
+        # In Megatron-Core a local name beside those that the loss of the next tokens is made of.
+        self.last_logits: Tensor | None = None
+        self.loss, self.shifted = parts.leading_loss, parts.shifted
+
+    def forward(
+        self, streams: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return the first of *streams*, with the losses of further tokens behind it.
+
+        Args:
+            streams: Of `Predictions`.
+            targets: The tokens that follow those of the first stream.
+            logits_of: The output matrix.
+        """
+        mask = torch.ones_like(targets, dtype=torch.float32)  # which are scored is known
+        main, *further = streams.chunk(1 + self.number)
         for number, each in enumerate(further, 1):
             targets, mask = self.shifted(targets), self.shifted(mask)
             logits = logits_of(each)

@@ -1,12 +1,14 @@
 """One virtual stage of a transformer: its layers, and the ends of the model that it holds."""
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.hwprofiles import Recompute
 from meshwright.simulator import ModelSpec
 from meshwright.validate.programs.fused import angle_table
-from meshwright.validate.programs.layers.predictions import Predictions
+from meshwright.validate.programs.layers.predictions import FurtherLosses, Predictions
 from meshwright.validate.programs.layers.transformer import (
     ROTARY_BASE,
     LayerOptions,
@@ -15,32 +17,33 @@ from meshwright.validate.programs.layers.transformer import (
 )
 
 
+class Ends(NamedTuple):
+    """What a stage holds beside layers; ``predictions`` are ahead of the head, or of its stage."""
+
+    embedding: bool
+    head: bool
+    predictions: bool = False
+
+
 class VirtualStage(nn.Module):
     """Consecutive layers, with the embedding before the first and the head after the last.
 
-    The final norm is behind the last layer, wherever the head is, if that predicts further tokens.
+    The final norm is behind the last layer, wherever the head is, if others behind it predict
+    further tokens.
 
     Args:
         model: Whose layers.
         layers: Which, counted from 0 in the whole model.
         options: Switches of every layer.
         parts: What the stack makes layers of.
+        ends: What it holds beside them.
     """
 
-    predictions: Predictions | None
-
     def __init__(
-        self,
-        model: ModelSpec,
-        layers: range,
-        options: LayerOptions,
-        parts: Parts,
-        *,
-        has_embedding: bool,
-        has_head: bool,
+        self, model: ModelSpec, layers: range, options: LayerOptions, parts: Parts, ends: Ends
     ) -> None:
         super().__init__()
-        self.embedding = parts.embedding(model) if has_embedding else None
+        self.embedding = parts.embedding(model) if ends.embedding else None
         kinds = [run.kind for run in model.layer_runs for _ in range(run.num_blocks)]
         self.layers = nn.ModuleDict(
             {str(index): TransformerLayer(model, options, parts, kinds[index]) for index in layers}
@@ -48,11 +51,13 @@ class VirtualStage(nn.Module):
         predicts = model.prediction_layers > 0
         has_norm = predicts and model.num_layers - 1 in layers
         self.norm = parts.norm(model, model.hidden_size) if has_norm else None
-        predictions = None
-        if has_head and predicts:
-            predictions = Predictions(model, options, parts, self.embedding)
-        self.head = parts.head(model, predictions) if has_head else None
-        self.__dict__["predictions"] = predictions  # a module of the head, not of the stage
+        self.predictions = (
+            Predictions(model, options, parts, self.embedding) if ends.predictions else None
+        )
+        losses = FurtherLosses(model, options, parts) if predicts and ends.head else None
+        self.head = parts.head(model, losses) if ends.head else None
+        self.losses = losses
+        self.copies = not (layers or ends.embedding) and (predicts or not ends.head)
         self.recomputes = options.recompute is Recompute.FULL
         self.is_reentrant = parts.is_reentrant
         self.place = (parts.starts, model.head_dim, ROTARY_BASE) if parts.casts_angles else None
@@ -61,11 +66,11 @@ class VirtualStage(nn.Module):
     def forward(self, inputs: Tensor, *read: Tensor) -> Tensor:
         """Return activations of token ids or activations; logits where the head is.
 
-        A head that predicts further tokens has *read* ids and targets.
+        What predicts further tokens has *read* ids, the losses of these targets.
         """
         hidden = inputs if self.embedding is None else self.embedding(inputs)
-        if not self.layers and self.embedding is None and (self.head is None or self.predictions):
-            hidden = hidden.clone()  # what a block gives is another tensor than what it received
+        if self.copies:  # what a block gives is another tensor than what it received
+            hidden = hidden.clone()
         for layer in self.layers.values():
             given = (hidden, *self._angles(hidden))
             if self.recomputes and self.training:
@@ -75,9 +80,11 @@ class VirtualStage(nn.Module):
             del given
         if self.norm is not None:
             hidden = self.norm(hidden)
+        if self.predictions is not None:
+            hidden = self.predictions(hidden, read[0])
         if self.head is None:
             return hidden
-        out: Tensor = self.head(hidden, *(() if self.predictions is None else read))
+        out: Tensor = self.head(hidden, *(() if self.losses is None else read[1:]))
         return out
 
     def _angles(self, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -90,5 +97,5 @@ class VirtualStage(nn.Module):
 
     def loss_is_made(self) -> None:
         """Let go what was held beside the logits."""
-        if self.predictions is not None:
-            self.predictions.last_logits = None
+        if self.losses is not None:
+            self.losses.last_logits = None

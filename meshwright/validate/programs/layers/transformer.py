@@ -80,10 +80,10 @@ class Parts(Protocol):
     def embedding(self, model: ModelSpec) -> nn.Module:
         """Return the module from token ids to activations."""
 
-    def head(self, model: ModelSpec, predictions: nn.Module | None) -> nn.Module:
+    def head(self, model: ModelSpec, losses: nn.Module | None) -> nn.Module:
         """Return the module from activations to logits, final norm included.
 
-        *predictions*, if there are some, run ahead of the output matrix in the place of the norm.
+        *losses* of further tokens, if there are some, come first in the place of the norm.
         """
 
     def gathered_columns(self, values: Tensor) -> Tensor:

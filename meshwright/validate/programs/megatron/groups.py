@@ -7,7 +7,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.simulator import ParallelPlan
-from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, Mesh, MeshAxis, context_way
+from meshwright.simulator.layout import (
+    Axis,
+    ContextAxis,
+    ExpertAxis,
+    Mesh,
+    MeshAxis,
+    context_way,
+    table_rank,
+)
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.experts import ExpertGroup
@@ -28,7 +36,7 @@ class MegatronGroups:
         experts: Ranks that share the experts of a layer.
         edp: Ranks with the same experts; None where these are those of *dp*.
         pipeline: Pipeline ranks.
-        ends: First and last pipeline rank, on these; None elsewhere.
+        ends: The pipeline ranks that may share a table, on these; None elsewhere.
         stage: All ranks of a stage; None where there is one.
         norm: Ranks that hold different gradients, over which the norm is summed: all of them with
             the distributed optimizer, those of one replica without; None where there is one.
@@ -56,10 +64,10 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     stride = plan.dp_cp * plan.tp
     columns = [tuple(range(first, plan.world_size, stride)) for first in range(stride)]
     own = columns[rank % stride]
-    ends = None
+    ends, other = None, table_rank(plan)
     messages = {}
     if plan.pp > 1:
-        ends = _own_group([(ranks[0], ranks[-1]) for ranks in columns], (own[0], own[-1]))
+        ends = _own_group([(ranks[0], ranks[other]) for ranks in columns], (own[0], own[other]))
         returns = (False, True)[: 1 + (plan.num_virtual_stages > 1)]
         messages = {(way, back): _own_group(columns, own) for way in (1, -1) for back in returns}
     groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
@@ -71,7 +79,7 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     stages = [tuple(range(first, first + stride)) for first in range(0, plan.world_size, stride)]
     names: dict[tuple[int, ...], str] = {stages[index]: "stage", summed: "parts"}
     names[tuple(range(plan.world_size))] = "world"
-    names[own[0], own[-1]] = "pp"
+    names[own[0], own[other]] = "pp"
     for name, group in (expert_groups | groups).items():
         names[tuple(dist.get_process_group_ranks(group))] = name
     if plan.cp > 1:  # replicas that share no sequences, and that only share them
@@ -84,7 +92,7 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
         experts=_expert_group(plan, rank, expert_groups, groups["tp"]),
         edp=_expert_replicas(plan, rank, expert_groups),
         pipeline=Neighbours(ranks=own, index=index, groups=messages),
-        ends=ends if index in (0, plan.pp - 1) else None,
+        ends=ends if index in (0, other) else None,
         stage=_own_group(stages, stages[index]) if stride > 1 else None,
         norm=norm,
         names=names,

@@ -1,12 +1,14 @@
 """Messages between the stages of a pipeline."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.simulator.schedules import Phase
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
 
@@ -71,12 +73,20 @@ class PipelineMessages:
         self._leaving.clear()
 
 
+class Streams(NamedTuple):
+    """Of how many streams of tokens a virtual stage's inputs and outputs are."""
+
+    received: int
+    sent: int
+
+
 class ActivationMessages:
-    """Activations and gradients of equal shape, whole or in parts.
+    """Activations and gradients, whole or in parts.
 
     Args:
         messages: Where messages go.
-        shape: Of the activation that one rank holds.
+        shape: Of one stream of an activation that one rank holds.
+        streams: Of each virtual stage; sizes go ahead of messages where they are not all alike.
         like: A tensor with the messages' precision and device.
         tp: Who shares the activation, where each rank sends a part of it and the receivers
             gather it (Narayanan et al. 2021, section 4.1); None to send it whole.
@@ -86,25 +96,33 @@ class ActivationMessages:
         self,
         messages: PipelineMessages,
         shape: tuple[int, ...],
+        streams: Sequence[Streams] | None,
         like: Tensor,
         tp: TensorParallelGroup | None,
     ) -> None:
-        self.messages, self.shape, self.tp = messages, shape, tp
+        self.messages, self.shape, self.streams, self.tp = messages, shape, streams, tp
         self.dtype, self.device = like.dtype, like.device
 
     def send(self, value: Tensor, distance: int) -> None:
         """Send *value* to the rank *distance* places on."""
         if self.tp is not None:
             value = self.tp.own_tokens(value)
+        if self.streams is not None:
+            self.messages.send(torch.tensor(value.shape, device=self.device), distance)
         self.messages.send(value.contiguous(), distance)
 
-    def buffer(self) -> Tensor:
-        """Return what a message is received into."""
+    def buffer(self, phase: Phase, virtual_stage: int) -> Tensor:
+        """Return what the message of a pass through a virtual stage is received into."""
         parts = 1 if self.tp is None else self.tp.size
-        shape = (self.shape[0] // parts, *self.shape[1:])
+        streams = Streams(1, 1) if self.streams is None else self.streams[virtual_stage]
+        number = streams.received if phase is Phase.FORWARD else streams.sent
+        shape = (number * self.shape[0] // parts, *self.shape[1:])
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def receive(self, distance: int, buffer: Tensor | None = None) -> Tensor:
-        """Return the next message of the rank *distance* places on, in *buffer* if one is given."""
-        value = self.messages.receive(self.buffer() if buffer is None else buffer, distance)
+    def receive(self, distance: int, buffer: Tensor) -> Tensor:
+        """Return the next message of the rank *distance* places on, in *buffer*."""
+        if self.streams is not None:
+            sizes = torch.empty(buffer.dim(), dtype=torch.long, device=self.device)
+            self.messages.receive(sizes, distance)
+        value = self.messages.receive(buffer, distance)
         return value if self.tp is None else self.tp.gather_tokens(value)

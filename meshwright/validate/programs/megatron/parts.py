@@ -142,7 +142,7 @@ class OutputMatrix(nn.Module):
 class VocabularyHead(nn.Module):
     """Final norm and output matrix, tied or not; the matrix comes last, as in Megatron-Core.
 
-    Ahead of predictions it has no norm.
+    Where further tokens are predicted it has no norm.
     """
 
     def __init__(
@@ -151,20 +151,20 @@ class VocabularyHead(nn.Module):
         tp: TensorParallelGroup,
         sink: GradientSink,
         table: nn.Parameter,
-        predictions: nn.Module | None,
+        losses: nn.Module | None,
     ) -> None:
         super().__init__()
-        own = predictions is None
+        own = losses is None
         self.norm = megatron_norm(model, model.hidden_size) if own else nn.Identity()
-        self.predictions = predictions
+        self.losses = losses
         self.tp, self.sink = tp, sink
         self.output = OutputMatrix(table)
 
     def forward(self, hidden: Tensor, *read: Tensor) -> Tensor:
         """Return this rank's logits of all tokens."""
         hidden = self.norm(hidden)
-        if self.predictions is not None:
-            hidden = self.predictions(hidden, *read, self._logits)
+        if self.losses is not None:
+            hidden = self.losses(hidden, *read, self._logits)
         return self._logits(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -324,9 +324,9 @@ class MegatronParts:
         """Return the number of the token after each of ``[batch, tokens]``; 0 after the last."""
         return shifted(numbers, self.cp)
 
-    def head(self, model: ModelSpec, predictions: nn.Module | None) -> nn.Module:
+    def head(self, model: ModelSpec, losses: nn.Module | None) -> nn.Module:
         """Return the head."""
         table = self.table if model.tied_embeddings else None
         if table is None:
             table = nn.Parameter(torch.empty(self.num_rows, model.hidden_size))
-        return VocabularyHead(model, self.tp, self.sink, table, predictions)
+        return VocabularyHead(model, self.tp, self.sink, table, losses)

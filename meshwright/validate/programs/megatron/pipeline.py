@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from meshwright.simulator.layout import Stage
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.fused import AutogradFunction, Context
 from meshwright.validate.programs.megatron.messages import ActivationMessages
@@ -45,7 +46,7 @@ class PipelineRank:
     Args:
         actions: What the rank does, in order.
         stages: Its virtual stages, in model order.
-        first_and_last: For each, whether it is the model's first, and its last.
+        shares: What each of them holds of the model.
         messages: Sends to the next (1) or the previous (-1) rank, and receives from there.
         loss: From logits and targets.
         variables: What the schedule keeps of messages; None if nothing but what passes wait for.
@@ -55,13 +56,14 @@ class PipelineRank:
         self,
         actions: Sequence[Action],
         stages: Sequence[nn.Module],
-        first_and_last: Sequence[tuple[bool, bool]],
+        shares: Sequence[Stage],
         messages: ActivationMessages,
         loss: Callable[[Tensor, Tensor], Tensor],
         variables: ScheduleVariables | None = None,
     ) -> None:
-        self.actions, self.stages, self.first_and_last = actions, stages, first_and_last
-        self.send, self.receive, self.loss = messages.send, messages.receive, loss
+        self.actions, self.stages, self.shares = actions, stages, shares
+        self.send, self.receive, self.buffer = messages.send, messages.receive, messages.buffer
+        self.loss = loss
         self.variables = variables
         self._open: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._losses: dict[int, Tensor] = {}
@@ -85,16 +87,17 @@ class PipelineRank:
         return [self._losses[index] for index in sorted(self._losses)]
 
     def _forward(self, action: Action, batch: Callable[[int], StageInput]) -> None:
-        is_first, is_last = self.first_and_last[action.virtual_stage]
-        read = batch(action.microbatch) if is_first or is_last else None
-        if is_first:
+        share = self.shares[action.virtual_stage]
+        is_last, reads = share.has_head, share.has_embedding or share.has_predictions
+        read = batch(action.microbatch) if reads or is_last else None
+        if share.has_embedding:
             assert read is not None
             inputs = read.tokens
         else:
             inputs = self._received(action, -1).requires_grad_()
         if self.variables is not None:
             self.variables.begin_forward(action[1:], inputs)
-        further = (read.tokens, read.targets) if is_last and read is not None else ()
+        further = () if read is None else (read.tokens, read.targets)
         # Megatron recomputes all of what it does not keep, also an operator that ends it.
         with set_checkpoint_early_stop(False):
             output = self.stages[action.virtual_stage](inputs, *further)
@@ -122,7 +125,7 @@ class PipelineRank:
         root.backward()
         if self.variables is not None:
             self.variables.end_backward(action[1:], inputs.grad)
-        if not self.first_and_last[action.virtual_stage][0]:
+        if not self.shares[action.virtual_stage].has_embedding:
             gradient = inputs.grad
             assert gradient is not None
             self.send(gradient, -1)
@@ -130,8 +133,10 @@ class PipelineRank:
     def _received(self, action: Action, distance: int) -> Tensor:
         """Return the message with which a pass begins."""
         if self.variables is None:
-            return self.receive(distance)
-        value = self.receive(distance, self.variables.take(action.phase, action[1:]))
-        if action.phase is Phase.BACKWARD:
+            buffer = self.buffer(action.phase, action.virtual_stage)
+        else:
+            buffer = self.variables.take(action.phase, action[1:])
+        value = self.receive(distance, buffer)
+        if action.phase is Phase.BACKWARD and self.variables is not None:
             self.variables.receive_gradient(value)
         return value

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.hwprofiles import Precision, StackProfile
-from meshwright.simulator import PlanError
+from meshwright.simulator import ParallelPlan, PlanError
 from meshwright.simulator.layout import gradient_bytes, rank_stages
 from meshwright.simulator.model import in_engine_order, shares_table
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import move_biases, refuse_routing
-from meshwright.validate.programs.layers import LayerOptions, VirtualStage
+from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
 from meshwright.validate.programs.megatron.buffers import (
     BucketRule,
     DataParallelGroup,
@@ -24,7 +24,11 @@ from meshwright.validate.programs.megatron.buffers import (
 )
 from meshwright.validate.programs.megatron.groups import MegatronGroups, megatron_groups
 from meshwright.validate.programs.megatron.loss import vocabulary_loss
-from meshwright.validate.programs.megatron.messages import ActivationMessages, PipelineMessages
+from meshwright.validate.programs.megatron.messages import (
+    ActivationMessages,
+    PipelineMessages,
+    Streams,
+)
 from meshwright.validate.programs.megatron.optimizer import ShardedAdam
 from meshwright.validate.programs.megatron.parts import ExpertSetting, MegatronParts
 from meshwright.validate.programs.megatron.pipeline import PipelineRank, StageInput
@@ -91,7 +95,7 @@ class MegatronProgram:
         self.pipeline = PipelineRank(
             actions,
             self.stages,
-            [(each.has_embedding, each.has_head) for each in shares],
+            shares,
             stage_messages,
             self._loss,
             _variables(request, actions, index, stage_messages),
@@ -252,14 +256,9 @@ def _virtual_stages(
         )
         parts.loss, parts.copies_operands = stack.loss, stack.transformer_engine
         with default_dtype(DTYPES[precision]), request.device:
-            stage = VirtualStage(
-                model,
-                range(first, first + share.num_layers),
-                options,
-                parts,
-                has_embedding=share.has_embedding,
-                has_head=share.has_head,
-            )
+            layers = range(first, first + share.num_layers)
+            ends = Ends(share.has_embedding, share.has_head, share.has_predictions)
+            stage = VirtualStage(model, layers, options, parts, ends)
         if request.initialise:
             fill_weights(stage, model, groups.tp, size, groups.experts)
         buffers = _stage_buffers(stage, stack, request, groups)
@@ -304,9 +303,9 @@ def _stage_buffers(
     if stage.predictions is not None:  # a GPTModel has its table ahead of all
         others = list(dict.fromkeys([*_tables(stage, request), *others]))
     buffers = [buffers_of(others, groups.dp, far)]
-    if stage.head is not None and model.tied_embeddings and (has_embedding or stage.predictions):
+    if stage.head is not None and model.tied_embeddings and has_embedding:
         buffers[0].shared.update(_tables(stage, request))
-    elif stage.predictions is not None:
+    elif stage.losses is not None:
         (matrix,) = _weights_named("output_embedding.weight", stage, request)
         buffers[0].num_products[matrix] = 1 + model.prediction_layers
     if groups.edp is not None:
@@ -349,7 +348,7 @@ def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> lis
 
 
 def _tied_table(stages: list[VirtualStage], request: ProgramRequest) -> nn.Parameter | None:
-    """Return the table that first and last stage share, on these."""
+    """Return the table that two stages share, on these."""
     if request.plan.pp == 1 or not shares_table(request.job.model):
         return None
     tables = [table for stage in stages for table in _tables(stage, request)]
@@ -379,4 +378,19 @@ def _stage_messages(
     in_parts = request.stack.scatter_gather_p2p and plan.tp > 1 and not splits
     like = torch.empty(0, dtype=DTYPES[job.precision], device=request.device)
     shape = (tokens, plan.microbatch_size, job.transformer.hidden_size)
-    return ActivationMessages(messages, shape, like, groups.tp if in_parts else None)
+    streams = _streams(plan, groups.pipeline.index, 1 + job.transformer.prediction_layers)
+    return ActivationMessages(messages, shape, streams, like, groups.tp if in_parts else None)
+
+
+def _streams(plan: ParallelPlan, index: int, number: int) -> list[Streams] | None:
+    """Return how many streams of tokens each virtual stage receives and sends, if not one always.
+
+    There are that *number* behind what predicts further tokens, where that is not with the head.
+    """
+    place = plan.prediction_stage
+    if place is None:
+        return None
+    return [
+        Streams(number if stage > place else 1, number if stage >= place else 1)
+        for stage in range(index, plan.num_stages, plan.pp)
+    ]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from meshwright.simulator.schedules import Action, Phase
 
-Buffer = Callable[[], Tensor]
+Buffer = Callable[[Phase, int], Tensor]
+"""Of a virtual stage."""
 
 Pass = tuple[int, int]
 """A virtual stage and a microbatch."""
@@ -26,9 +27,9 @@ class ScheduleVariables:
         self.buffer = buffer
         self.kept: dict[object, object] = {}
 
-    def take(self, _phase: Phase, _one: Pass) -> Tensor:
+    def take(self, phase: Phase, one: Pass) -> Tensor:
         """Return the buffer of a message that a pass begins with."""
-        return self.buffer()
+        return self.buffer(phase, one[0])
 
     def begin_forward(self, one: Pass, inputs: Tensor) -> None:
         """Keep a pass's input in its module, until the next one's."""
@@ -89,7 +90,7 @@ class InterleavedVariables(ScheduleVariables):
     def take(self, phase: Phase, one: Pass) -> Tensor:
         """Return the buffer of a message that a pass begins with; most were made before."""
         known = self._waiting.pop((phase, one), None)
-        return self.buffer() if known is None else known
+        return self.buffer(phase, one[0]) if known is None else known
 
     def begin_forward(self, one: Pass, inputs: Tensor) -> None:
         """Let the last output go, which has been sent."""
@@ -139,7 +140,7 @@ class InterleavedVariables(ScheduleVariables):
         if one is None:
             return None
         if (phase, one) not in self._waiting:
-            self._waiting[phase, one] = self.buffer()
+            self._waiting[phase, one] = self.buffer(phase, one[0])
         return self._waiting[phase, one]
 
 

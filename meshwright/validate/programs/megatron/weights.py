@@ -15,7 +15,7 @@ from meshwright.validate.programs.experts import ExpertGroup
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
 _PLACES = (
-    (r"(head\.predictions\.)?embedding\.weight", "word_embedding.weight"),
+    (r"(predictions\.)?embedding\.weight", "word_embedding.weight"),
     (r"embedding\.positions", "position_embedding.weight"),
     (r"embedding\.norm\.", "embedding_norm."),
     (r"attention\.qkv\.", "qkv."),
@@ -34,9 +34,7 @@ _PLACES = (
     (r"head\.output\.weight", "output_embedding.weight"),
 )
 ALL_EXPERTS = ExpertGroup()
-_LAYER = re.compile(
-    r"(?:head\.(?=predictions))?(layers|predictions)\.(?:layers\.)?(\d+)\.(?:layer\.)?(.*)"
-)
+_LAYER = re.compile(r"(layers|predictions)\.(?:layers\.)?(\d+)\.(?:layer\.)?(.*)")
 
 
 class WeightPart(NamedTuple):

@@ -12,7 +12,7 @@ from meshwright.simulator.layout import Axis, Mesh, context_way
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.experts import ExpertGroup
-from meshwright.validate.programs.layers import LayerOptions, VirtualStage
+from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.parts import PlainParts, initialise_whole
 from meshwright.validate.ranks import (
     MESH_DIMS,
@@ -169,9 +169,8 @@ def build_stage(
     layers = range(first[index], first[index + 1])
     is_last = index == plan.num_stages - 1
     with device:
-        stage = VirtualStage(
-            model, layers, options, parts, has_embedding=index == 0, has_head=is_last
-        )
+        ends = Ends(embedding=index == 0, head=is_last)
+        stage = VirtualStage(model, layers, options, parts, ends)
     if request.initialise:
         initialise_whole(stage, model, parts.of_experts)
     return stage

@@ -105,18 +105,18 @@ class Head(nn.Module):
         norm: nn.Module,
         model: ModelSpec,
         vocab_size: int,
-        predictions: nn.Module | None = None,
+        losses: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.norm, self.predictions = norm, predictions
+        self.norm, self.losses = norm, losses
         self.output = nn.Linear(model.hidden_size, vocab_size, bias=False)
         self.cap = model.logit_softcap
 
     def forward(self, hidden: Tensor, *read: Tensor) -> Tensor:
         """Return the logits."""
         hidden = self.norm(hidden)
-        if self.predictions is not None:
-            hidden = self.predictions(hidden, *read, self.output)
+        if self.losses is not None:
+            hidden = self.losses(hidden, *read, self.output)
         if self.cap:
             return torch.tanh(self.output(hidden) / self.cap) * self.cap
         logits: Tensor = self.output(hidden)
@@ -219,11 +219,11 @@ class PlainParts:
         """Return the module from token ids to activations."""
         return Embedding(model, self.vocab_size, self.dropout, self.starts)
 
-    def head(self, model: ModelSpec, predictions: nn.Module | None = None) -> nn.Module:
+    def head(self, model: ModelSpec, losses: nn.Module | None = None) -> nn.Module:
         """Return the module from activations to logits, with the final norm if nothing predicts."""
-        own = predictions is None
+        own = losses is None
         norm = self.norm(model, model.hidden_size) if own else nn.Identity()
-        return Head(norm, model, self.vocab_size, predictions)
+        return Head(norm, model, self.vocab_size, losses)
 
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return *values*, which are whole."""
@@ -385,7 +385,7 @@ def _split_name(name: str) -> tuple[str, str, str]:
     >>> _split_name("layers.3.attention.query.weight")
     ('layers.3.', 'query', 'weight')
     """
-    layer = re.match(r"(?:head\.(?=predictions))?(layers|predictions)\.(?:layers\.)?(\d+)\.", name)
+    layer = re.match(r"(layers|predictions)\.(?:layers\.)?(\d+)\.", name)
     *_, module, tensor = name.split(".")
     return f"{layer[1]}.{layer[2]}." if layer else "", module, tensor
 

@@ -4,10 +4,10 @@ from torch.optim import Optimizer
 
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import TrainingJob
-from meshwright.simulator.model import padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size, predicts_further
 from meshwright.validate.programs.contract import token_batch
 from meshwright.validate.programs.experts import move_biases
-from meshwright.validate.programs.layers import LayerOptions, VirtualStage
+from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.loss import token_loss
 from meshwright.validate.programs.pytorch.optimizer import (
     clip_gradients,
@@ -52,7 +52,13 @@ def reference_losses(
         num_microbatches=job.global_batch_size,
     )
     layers = range(model.num_layers)
-    stage = VirtualStage(model, layers, options, parts, has_embedding=True, has_head=True)
+    stage = VirtualStage(
+        model,
+        layers,
+        options,
+        parts,
+        Ends(embedding=True, head=True, predictions=predicts_further(model)),
+    )
     if model.tied_embeddings:
         tie_embeddings(stage)
     initialise_whole(stage, model)

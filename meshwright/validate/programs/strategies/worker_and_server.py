@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.validate.programs.contract import CLIP_NORM, ProgramRequest, token_batch
-from meshwright.validate.programs.layers import LayerOptions, VirtualStage
+from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
 from meshwright.validate.programs.megatron import (
     DTYPES,
     MegatronParts,
@@ -47,7 +47,7 @@ def whole_model(request: ProgramRequest) -> VirtualStage:
     )
     layers = range(model.num_layers)
     with default_dtype(DTYPES[request.job.precision]), request.device:
-        stage = VirtualStage(model, layers, options, parts, has_embedding=True, has_head=True)
+        stage = VirtualStage(model, layers, options, parts, Ends(embedding=True, head=True))
     if request.initialise:
         fill_weights(stage, model, ALONE, request.vocab_size)
     return stage
