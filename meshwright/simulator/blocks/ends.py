@@ -146,7 +146,7 @@ def predictions(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> 
     streams = [x]
     for index in range(shape.model.prediction_layers):
         streams.append(_prediction_layer(block, streams[-1], shape, dims, f"layer:{index}"))
-    slopes = [Gradient(each, hands_on=True) for each in streams]
+    slopes = [Gradient(each, hands_on=True, is_part=True) for each in streams]
     made = streams_like(x, shape)
     return block.add(streams, [made], slopes, block.traffic(made, made))
 

@@ -1,5 +1,6 @@
 """The backward pass of a block, node by node, as PyTorch's autograd runs and frees."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,10 +25,14 @@ from meshwright.simulator.layout import MeshAxis
 
 
 class Arrived(NamedTuple):
-    """The gradient of a tensor, which the storage *token* stands for, and where it lies."""
+    """The gradient of a tensor, which the storage *token* stands for, and where it lies.
+
+    It may be a part of that storage.
+    """
 
     token: Tensor
     at: Placement
+    is_part: bool = False
 
 
 @dataclass(slots=True)
@@ -56,12 +61,17 @@ class Backward:
     _named: set[Tensor] = field(default_factory=set)
     _apart: list[Tensor] = field(default_factory=list)
     _remade: dict[Region, list[Tensor]] = field(default_factory=dict)
+    _uses: Counter[tuple[Region, Tensor]] = field(default_factory=Counter)
+    _waiting: dict[tuple[Region, Tensor], Tensor] = field(default_factory=dict)
     _redistributed: frozenset[Tensor] = field(init=False)
     _adds_to_arriving: bool = False
 
     def __post_init__(self) -> None:
-        places = (op for op in self.tape.block.operators if op.kind is Kind.PLACE)
+        operators, region = self.tape.block.operators, self.tape.repetition.region
+        places = (op for op in operators if op.kind is Kind.PLACE)
         self._redistributed = frozenset(op.outputs[0] for op in places)
+        gradients = ((region(op), each.of) for op in operators for each in op.gradients)
+        self._uses.update((where, of) for where, of in gradients if of.is_weight)
 
     def run(self, arriving: Tensor | None = None) -> None:
         """Run the backward of all nodes, the last one first.
@@ -144,18 +154,19 @@ class Backward:
             token = _token(self.tape, of, width)
             self.tape.copy_tokens(arrived.token, token, work)
             self._summed += _unconverted(self.tape, op, gradient)
-        self._arrive(of, Arrived(token, at))
+        self._arrive(of, Arrived(token, at, gradient.is_part))
 
     def _arrive(self, of: Tensor, arrived: Arrived) -> None:
         """Take a gradient; a second one is added to the first, in place, once its node is done.
 
-        Gradients of a DTensor are summed into a third tensor, and so is one that has a name.
+        Gradients of a DTensor are summed into a third tensor, and so is one that has a name, or is
+        a part of a storage (`can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp).
         """
         if of in self._arrived:
             self._summed.append(arrived.token)
             first = self._arrived[of]
-            self._adds_to_arriving |= first.token is self.arriving
-            if first.token in self._named:
+            self._adds_to_arriving |= first.token is self.arriving and not first.is_part
+            if first.token in self._named or first.is_part:
                 self._summed.append(first.token)
                 self._apart.append(of.like(f"sum of {of.name} gradients", width=first.token.width))
                 self._arrived[of] = Arrived(self._apart[-1], first.at)
@@ -165,7 +176,11 @@ class Backward:
             self._arrived[of] = arrived
 
     def _weight(self, op: Operator, gradient: Gradient) -> list[Tensor]:
-        """Make a weight's gradient; return it if it goes once it is added."""
+        """Make a weight's gradient; return it if it goes once it is added.
+
+        Where a weight has several uses, the first gradient waits for those of all others, which are
+        added to it in place, before all is added to what is kept: autograd's buffer of a leaf.
+        """
         of, policy = gradient.of, self.weight_gradients
         self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in gradient.work]
         self.places[of] = gradient.at or {}
@@ -173,7 +188,13 @@ class Backward:
         if fused and _is_product(gradient):
             return []
         token = _token(self.tape, of if gradient.makes is None else gradient.makes)
-        return [] if policy is WeightGradients.KEPT else [token]
+        use = self.tape.repetition.region(op), of
+        self._uses[use] -= 1
+        first = self._waiting.setdefault(use, token)
+        added = [] if first is token else [token]
+        if self._uses[use] or policy is WeightGradients.KEPT:
+            return added
+        return [*added, first]
 
 
 def _run_again(

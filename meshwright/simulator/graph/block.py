@@ -74,6 +74,7 @@ class Block:
     _nodes: _Nodes = field(default_factory=_Nodes)
     _prices: _Nodes = field(default_factory=_Nodes)
     _arguments: list[Tensor] = field(default_factory=list)
+    _shared: dict[str, Tensor] = field(default_factory=dict)
 
     def tensor(self, name: str, *dims: Dim, at: Placement | None = None, width: int = 0) -> Tensor:
         """Return a tensor; axes that the mesh lacks do not count in *at*."""
@@ -82,10 +83,15 @@ class Block:
     def weight(
         self, name: str, *dims: Dim, at: Placement | None = None, shared: bool = False
     ) -> Tensor:
-        """Return a new weight; one that is *shared* is a parameter of another block."""
+        """Return a new weight; one that is *shared* has other uses, here or in another block.
+
+        It is a parameter of the block in which one use does not share it.
+        """
         width = 4 if self.lowering.casts else self.width
         placed = self.placed(at or {})
         made = Tensor(name, dims, placed, self.mesh, width, is_weight=True)
+        if shared or name in self._shared:
+            made = self._shared.setdefault(name, made)
         if not shared:
             self.weights.append(made)
         return made

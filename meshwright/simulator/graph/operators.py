@@ -138,6 +138,7 @@ class Gradient:
         work: Its kernels.
         at: Where it lies; None where the gradient of the output lies.
         hands_on: It is the gradient of the output itself, or a view of it.
+        is_part: It is a view of a part of that, which lives on with the others.
         overwrites: A tensor of the forward pass in whose storage it is made.
         makes: What backward makes of a weight's gradient where it is more than this rank's part,
             or of an input's before it is converted.
@@ -148,6 +149,7 @@ class Gradient:
     work: tuple[Work, ...] = ()
     at: Placement | None = None
     hands_on: bool = False
+    is_part: bool = False
     overwrites: Tensor | None = None
     makes: Tensor | None = None
 
