@@ -161,21 +161,23 @@ def _losses(block: Block, streams: Tensor, shape: BlockShape, dims: LayerDims) -
     """Return the losses of the next token and of those that further layers predict.
 
     Streams are cut apart again, and the logits are made of the further ones first
-    (GPTModel._postprocess of core 0.16).
+    (GPTModel._postprocess of core 0.16).  With sequence parallelism tokens are gathered for them
+    into a buffer that stays (`get_global_memory_buffer` in tensor_parallel/layers.py).
     """
     main, *further = _unstacked(block, streams)
     vocabulary, named = dims.vocabulary, list[Tensor]()
+    linear = OUTSIDE._replace(buffered=True)
     for each in further:
         _rolled(block, main, shape, dims)  # the labels
         _rolled(block, main, shape, dims, MASK_BYTES)
-        (logits,) = columns(block, each, vocabulary, linear=OUTSIDE._replace(shared=True))
+        (logits,) = columns(block, each, vocabulary, linear=linear._replace(shared=True))
         block.hold(*named)  # a local name has the logits before until now
         named = [logits]
         loss = loss_of(block, logits)
         slopes = [Gradient(main, hands_on=True), Gradient(loss, at=loss.at)]
         main = block.add([main, loss], [main.like(main.name, base=main.storage)], slopes)
     with block.module(main):
-        (logits,) = columns(block, main, vocabulary, linear=OUTSIDE)
+        (logits,) = columns(block, main, vocabulary, linear=linear)
     loss = loss_of(block, logits)
     block.hold(*named)
     return loss

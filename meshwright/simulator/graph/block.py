@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -94,6 +94,12 @@ class Block:
             made = self._shared.setdefault(name, made)
         if not shared:
             self.weights.append(made)
+        return made
+
+    def buffer(self, like: Tensor) -> Tensor:
+        """Return a buffer of this size, which a pass finds there as it does weights."""
+        made = replace(like, is_weight=True)
+        self.buffers.append(made)
         return made
 
     def placed(self, at: Placement) -> Placement:

@@ -36,6 +36,7 @@ class Linear(NamedTuple):
         counts_bias: The traffic of its bias's gradient is not counted elsewhere.
         fuses: Products of one input are one, whatever the stack does.
         wide: Its operands are in fp32, and so is what it makes.
+        buffered: Ranks gather its input into a buffer that other products share, and that stays.
     """
 
     bias: bool = False
@@ -44,13 +45,21 @@ class Linear(NamedTuple):
     counts_bias: bool = True
     fuses: bool = False
     wide: bool = False
+    buffered: bool = False
 
 
 PLAIN = Linear()
 OUTSIDE = Linear(in_layer=False)
 
 
-def place(block: Block, x: Tensor, at: Placement, *, eight_bits: bool = False) -> Tensor:
+def place(
+    block: Block,
+    x: Tensor,
+    at: Placement,
+    *,
+    eight_bits: bool = False,
+    buffered: bool = False,
+) -> Tensor:
     """Move *x*; its gradient moves back.  Even where *x* lies there, its gradient may not.
 
     Args:
@@ -58,12 +67,16 @@ def place(block: Block, x: Tensor, at: Placement, *, eight_bits: bool = False) -
         x: What moves.
         at: Where to.
         eight_bits: Whether it is gathered in fp8, and its gradient.
+        buffered: Whether it moves into a buffer of the block's.
     """
     at = block.placed(at)
     if not block.mesh:
         return x
     stays = at == dict(x.at) or (at == gradient_place(x.at) and block.lowering.fuses_places)
-    out = x.like(f"{x.name} placed", at=at, base=x.storage if stays else None)
+    base = x.storage if stays else None
+    if buffered and not stays:
+        base = block.buffer(x.like("buffer of tokens", at=at))
+    out = x.like(f"{x.name} placed", at=at, base=base)
     width = block.width if eight_bits else None
     work = place_work(changes(x.at, at), x, out, cast_from=width, scaled=block.lowering.scaled)
     gradient = Gradient(x, at=gradient_place(x.at))
@@ -168,7 +181,7 @@ def columns(
             return [
                 _column(block, place(block, x, whole), out, linear, again=False) for out in outs
             ]
-        gathered = place(block, x, whole, eight_bits=in_fp8)
+        gathered = place(block, x, whole, eight_bits=in_fp8, buffered=linear.buffered)
         if not lowering.fuses_places:
             block.argument(gathered)
         again = in_fp8 and gathered.storage is not x.storage and lowering.fuses_places

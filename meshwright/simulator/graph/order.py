@@ -98,4 +98,5 @@ def placed_again(node: Node) -> list[Operator]:
         return []
     read = {each for op in node for each in op.reads}
     places = (op for op in node if op.kind is Kind.PLACE)
-    return [op for op in places if op.outputs[0] in read and op.outputs[0].base is None]
+    found = (op for op in places if op.outputs[0] in read)
+    return [op for op in found if op.outputs[0].storage is not op.inputs[0].storage]

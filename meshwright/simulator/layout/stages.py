@@ -259,6 +259,12 @@ def table_rank(plan: ParallelPlan) -> int:
     return plan.pp - 1 if plan.prediction_stage is None else plan.prediction_stage % plan.pp
 
 
+def receives_streams(model: AnyModel, stage: Stage) -> bool:
+    """Return whether *stage* is behind the one that predicts further tokens."""
+    has_losses = predicts_further(model) and stage.has_head and not stage.has_predictions
+    return has_losses or stage.copies == COPY_OF_STREAMS
+
+
 def copies_table(model: AnyModel, stage: Stage) -> bool:
     """Return whether *stage* has a copy of the table of tokens."""
     return reads_table(model, stage) and not stage.has_embedding

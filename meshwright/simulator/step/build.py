@@ -23,6 +23,7 @@ from meshwright.simulator.memory import (
     rank_memory,
     stage_messages,
     stand_in_bytes,
+    stream_angle_bytes,
     virtual_stage_memory,
     with_copies,
     with_states,
@@ -236,7 +237,8 @@ def _memory_of_stages(
         memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
     own = blocks_of(stages)
-    memory = replace(memory, buffers_bytes=memory.buffers_bytes + stand_in_bytes(shape, own))
+    beside = stand_in_bytes(shape, own) + stream_angle_bytes(shape, stages)
+    memory = replace(memory, buffers_bytes=memory.buffers_bytes + beside)
     memory = with_copies(memory, beside_weights_bytes(shape, own))
     if context.setting.plan.expert_overlap is not None:
         memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))
