@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,11 +19,15 @@ from meshwright.validate.programs.layers.transformer import (
 
 
 class Ends(NamedTuple):
-    """What a stage holds beside layers; ``predictions`` are ahead of the head, or of its stage."""
+    """What a stage holds beside layers; ``predictions`` are ahead of the head, or of its stage.
+
+    Behind these a stage caches so many ``idle_angles``, which nothing reads.
+    """
 
     embedding: bool
     head: bool
     predictions: bool = False
+    idle_angles: int = 0
 
 
 class VirtualStage(nn.Module):
@@ -62,12 +67,16 @@ class VirtualStage(nn.Module):
         self.is_reentrant = parts.is_reentrant
         self.place = (parts.starts, model.head_dim, ROTARY_BASE) if parts.casts_angles else None
         self.table: Tensor | None = None
+        self.num_idle_angles = ends.idle_angles
+        self.idle_angles: Tensor | None = None
 
     def forward(self, inputs: Tensor, *read: Tensor) -> Tensor:
         """Return activations of token ids or activations; logits where the head is.
 
         What predicts further tokens has *read* ids, the losses of these targets.
         """
+        if self.num_idle_angles and self.idle_angles is None:
+            self.idle_angles = inputs.new_empty(self.num_idle_angles, dtype=torch.float32)
         hidden = inputs if self.embedding is None else self.embedding(inputs)
         if self.copies:  # what a block gives is another tensor than what it received
             hidden = hidden.clone()

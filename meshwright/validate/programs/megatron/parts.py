@@ -37,6 +37,7 @@ from meshwright.validate.programs.megatron.experts import MegatronExperts
 from meshwright.validate.programs.megatron.loss import vocabulary_loss
 from meshwright.validate.programs.megatron.tensor_parallel import (
     ALONE,
+    BufferedGroup,
     ColumnLinear,
     RowLinear,
     TensorParallelGroup,
@@ -157,7 +158,8 @@ class VocabularyHead(nn.Module):
         own = losses is None
         self.norm = megatron_norm(model, model.hidden_size) if own else nn.Identity()
         self.losses = losses
-        self.tp, self.sink = tp, sink
+        shares = BufferedGroup(tp.group, tp.rank, tp.size, tp.sequence_parallel)
+        self.tp, self.sink = tp if own else shares, sink
         self.output = OutputMatrix(table)
 
     def forward(self, hidden: Tensor, *read: Tensor) -> Tensor:

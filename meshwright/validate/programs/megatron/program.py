@@ -14,7 +14,7 @@ from meshwright.simulator.model import in_engine_order, shares_table
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import move_biases, refuse_routing
-from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
+from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage, idle_angles
 from meshwright.validate.programs.megatron.buffers import (
     BucketRule,
     DataParallelGroup,
@@ -257,7 +257,8 @@ def _virtual_stages(
         parts.loss, parts.copies_operands = stack.loss, stack.transformer_engine
         with default_dtype(DTYPES[precision]), request.device:
             layers = range(first, first + share.num_layers)
-            ends = Ends(share.has_embedding, share.has_head, share.has_predictions)
+            angles = idle_angles(model, share, request.job.seq_len // plan.cp)
+            ends = Ends(share.has_embedding, share.has_head, share.has_predictions, angles)
             stage = VirtualStage(model, layers, options, parts, ends)
         if request.initialise:
             fill_weights(stage, model, groups.tp, size, groups.experts)

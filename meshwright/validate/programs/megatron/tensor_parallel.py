@@ -5,7 +5,7 @@ layer keeps only its own tokens of the input and gathers the rest again in backw
 Activations are ``[tokens, batch, width]``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,25 @@ class TensorParallelGroup:
     def own_tokens(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's tokens; a view would keep the others alive."""
         return whole.chunk(self.size)[self.rank].clone()
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedGroup(TensorParallelGroup):
+    """Ranks that gather tokens into one buffer, which stays.
+
+    So Megatron-Core does ahead of its output matrix (`get_global_memory_buffer` in
+    tensor_parallel/layers.py, core 0.16).
+    """
+
+    buffers: list[Tensor] = field(default_factory=list)
+
+    def gather_tokens(self, local: Tensor) -> Tensor:
+        """Return the tokens of all ranks, until the next are gathered."""
+        if not self.buffers:
+            shape = local.shape[0] * self.size, *local.shape[1:]
+            self.buffers.append(local.new_empty(shape))
+        all_gather(self.buffers[0], local.contiguous(), self.group)
+        return self.buffers[0]
 
 
 ALONE = TensorParallelGroup(None, 0, 1, sequence_parallel=False)
