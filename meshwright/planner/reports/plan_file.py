@@ -54,7 +54,7 @@ PLAN_FILE = FileKind(title="plan file", most_bytes=4_000_000, error=PlanError)
 # Enough for the largest layout; the text of a longer number would be refused by Python itself.
 Degree = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 # The first stage may have the embedding alone, the last one the loss.
-NumLayers = Annotated[int, Field(strict=True, ge=0, le=10**9)]
+Number = Annotated[int, Field(strict=True, ge=0, le=10**9)]
 T = TypeVar("T", AnyModel, Cluster, StackProfile)
 P = TypeVar("P", Cluster, StackProfile)
 
@@ -86,10 +86,12 @@ def _entry_type(field: PlanField) -> object:
         int: Degree,
         bool: Annotated[bool, Field(strict=True)],
         float: Annotated[float, Field(strict=True, allow_inf_nan=False)],
-        tuple: tuple[NumLayers, ...],
+        tuple: tuple[Number, ...],
     }.get(field.kind, field.kind)
     if field.name == "zero_stage":
         kind = Annotated[int, Field(strict=True, ge=0, le=MAX_ZERO_STAGE)]
+    if field.name == "prediction_stage":
+        kind = Number  # counted from the first one on
     if field.name == "recompute_modules":
         kind = tuple[RecomputeModule, ...]
     if field.name == "servers":

@@ -255,7 +255,10 @@ def reads_table(model: AnyModel, stage: Stage) -> bool:
 
 
 def table_rank(plan: ParallelPlan) -> int:
-    """Return which pipeline rank has the other copy of a shared table: the head's, if no other."""
+    """Return which pipeline rank has the other copy of a shared table: the head's, if no other.
+
+    That is 0 where the first rank has all use of it.
+    """
     return plan.pp - 1 if plan.prediction_stage is None else plan.prediction_stage % plan.pp
 
 
@@ -342,10 +345,11 @@ def stages_rule(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> St
 def prediction_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why layers that predict further tokens are not on the stage of *plan*, or None.
 
-    Megatron-Core takes any but of the first rank, behind all layers, of a rank's virtual stages the
-    last (`validate_layer_layout` of megatron/core/transformer/pipeline_parallel_layer_layout.py,
-    core 0.16).  What it does not see there is the first rank's last one, whose copy of the table it
-    would leave at zero (`setup_embeddings_and_output_layer` of language_module.py).
+    Megatron-Core takes any behind all layers, of a rank's virtual stages the last, but of the first
+    rank's several none (`validate_layer_layout` of
+    megatron/core/transformer/pipeline_parallel_layer_layout.py, core 0.16).  What it does not see
+    of these is the last, whose copy of the table it would leave at zero
+    (`setup_embeddings_and_output_layer` of language_module.py).
     """
     stage = plan.prediction_stage
     if stage is None:
@@ -358,12 +362,14 @@ def prediction_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile
     if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
         return f"{said} is not offered by stack {stack.name}; allowed: {usual}"
     first = max(index for index, count in enumerate(plan.stages) if count)
-    places = range(max(first, plan.num_stages - plan.pp + 1), plan.num_stages - 1)
+    is_several = plan.num_virtual_stages > 1
+    places = range(max(first, plan.num_stages - plan.pp + is_several), plan.num_stages - 1)
     if stage not in places:
         known = [f"{places[0]} to {places[-1]}"] if places else []
+        ranks = "between the first and the last" if is_several else "ahead of the last"
         return (
             f"{said} of {plan.num_stages} stages is not behind all layers, on the last virtual "
-            f"stage of a rank between the first and the last; allowed: {', '.join([*known, usual])}"
+            f"stage of a rank {ranks}; allowed: {', '.join([*known, usual])}"
         )
     if plan.expert_overlap is not None:  # what such a pass is beside another was not counted
         return f"expert_overlap={plan.expert_overlap} does not go with {said}; allowed: {usual}"

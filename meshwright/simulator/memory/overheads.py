@@ -13,6 +13,7 @@ from meshwright.simulator.layout import (
     Mesh,
     ParallelPlan,
     TrainingJob,
+    table_rank,
 )
 from meshwright.simulator.model import AnyModel, ModelSpec, shares_table
 
@@ -50,7 +51,8 @@ class Overheads(NamedTuple):
         cls, job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile
     ) -> Self:
         """Return those of a rank of *plan*."""
-        count = num_communicators(Mesh.of(plan), is_tied=shares_table(job.model))
+        is_tied = shares_table(job.model) and table_rank(plan) > 0
+        count = num_communicators(Mesh.of(plan), is_tied=is_tied)
         return cls.of(cluster.device, stack, job.model, count)
 
     def reserved_bytes(self, live_bytes: int) -> int:

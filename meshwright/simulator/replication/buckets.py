@@ -118,14 +118,16 @@ def listed_buckets(shape: BlockShape, stage: Stage) -> tuple[GradientBucket, ...
 
 
 def _shared_table(shape: BlockShape, stage: Stage, num_tensors: int) -> int | None:
-    """Return which of a stage's tensors, as they arrive, is a table that two stages hold.
+    """Return which of a stage's tensors, as they arrive, is a table that two stages may hold.
 
     With a sharded optimizer it has a bucket of its own, so that both copies are sharded alike
     (`_does_param_require_new_bucket`, megatron/core/distributed/param_and_grad_buffer.py).  It is
     the first weight of the embedding, wherever layers look it up; tied, it is the last of the head.
     """
     model = shape.trained
-    if not shares_table(model) or stage.has_embedding == reads_table(model, stage):
+    is_whole = stage.has_embedding and stage.has_head
+    has_table = stage.has_embedding or reads_table(model, stage)
+    if is_whole or not (has_table and shares_table(model)):
         return None
     return 0 if stage.has_head and model.tied_embeddings else num_tensors - 1
 

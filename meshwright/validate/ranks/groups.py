@@ -103,7 +103,7 @@ def table_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
     """Return the ranks of a pipeline that may share a table, if *rank* is one of them."""
     pipeline = _along(rank, mesh_shape(plan), 0)
     ends = (pipeline[0], pipeline[table_rank(plan)])
-    return ends if len(pipeline) > 1 and rank in ends else ()
+    return ends if ends[0] != ends[1] and rank in ends else ()
 
 
 def _along(rank: int, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
