@@ -47,7 +47,12 @@ def test_a_layout_is_read_as_megatron_core_does(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [("Et*4|(t*4|)*14tmL", None), ("Et*3|(tt|)*29m|L", 30), ("Et*4|(t*4|)*12t*9m||L", 13)],
+    [
+        ("Et*4|(t*4|)*14tmL", None),
+        ("Et*3|(tt|)*29m|L", 30),
+        ("Et*4|(t*4|)*12t*9m||L", 13),
+        (f"Et*61m{'|' * 15}L", 0),
+    ],
 )
 def test_layers_that_predict_further_tokens_stand_where_megatron_core_has_them(
     text: str, place: int | None

@@ -11,7 +11,7 @@ from block_witness import Given, Measured, count_pass
 from torch import Tensor
 from witnesses import megatron_job
 
-from meshwright.hwprofiles import Attention
+from meshwright.hwprofiles import Attention, Recompute
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.blocks.dense import LayerDims
@@ -37,6 +37,7 @@ WAYS = "send", "recv"
 SHIFTED = {(way, size): number for way in WAYS for size, number in ((8, 3), (4, 1))}
 # Losses, masks and labels of a token that live for a moment beside logits.
 MOMENT_BYTES = 64
+SHIFTED_BYTES = 3  # of a token's numbers that a layer's pass still has while it runs again
 
 
 def predicting(name: str, number: int) -> SavedPlan:
@@ -96,9 +97,7 @@ def test_a_head_that_predicts_further_is_byte_exact(
     walked = walk(shape, HEAD, ending=Ending(keeps_gradients=False))
     found, buffer = as_measured(walked), Memory.of(walked).buffer
     tokens = saved.plan.microbatch_size * saved.job.seq_len
-    of_further = LOSS_BYTES + MASKED_BYTES + LOOKED_UP_BYTES * (saved.plan.tp > 1)
-    kept = tokens * (LOSS_BYTES + number * of_further) + number * SCALAR_BYTES
-    lasting = buffer + kept
+    lasting = buffer + kept_of_losses(saved, number)
     moment = counted.forward_peak_bytes - found.forward_peak_bytes - lasting
     assert 0 <= moment < MOMENT_BYTES * tokens
     assert found == replace(
@@ -110,6 +109,33 @@ def test_a_head_that_predicts_further_is_byte_exact(
         forward_calls=tuple(each for each in counted.forward_calls if each.axis == "tp"),
         backward_calls=tuple(each for each in counted.backward_calls if each.axis == "tp"),
     )
+
+
+def kept_of_losses(saved: SavedPlan, number: int) -> int:
+    """Return the bytes of numbers that all losses keep of tokens."""
+    tokens = saved.plan.microbatch_size * saved.job.seq_len
+    of_further = LOSS_BYTES + MASKED_BYTES + LOOKED_UP_BYTES * (saved.plan.tp > 1)
+    return tokens * (LOSS_BYTES + number * of_further) + number * SCALAR_BYTES
+
+
+@pytest.mark.parametrize(("name", "number"), [("", 2), (" tp sp", 2), (" tp sp", 3)])
+def test_layers_that_run_again_one_by_one_need_as_many_bytes(
+    name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of the table that they share is there from the last layer's backward on."""
+    monkeypatch.setitem(BLOCKS, HEAD, norm_and_head)
+    saved = predicting(f"megatron predicting{name}", number)
+    saved = replace(saved, plan=replace(saved.plan, recompute=Recompute.FULL))
+    counted = counted_head(saved)
+    shape = BlockShape.of(saved.job, saved.plan, saved.stack)
+    walked = walk(shape, HEAD, ending=Ending(keeps_gradients=False))
+    found, buffer = as_measured(walked), Memory.of(walked).buffer
+    # The scale of a softmax is made again, too.
+    kept = kept_of_losses(saved, number) - number * SCALE_BYTES
+    assert counted.saved_bytes == found.saved_bytes + buffer + kept
+    tokens = saved.plan.microbatch_size * saved.job.seq_len
+    beyond = counted.backward_peak_bytes - found.backward_peak_bytes - buffer
+    assert 0 <= beyond < SHIFTED_BYTES * tokens
 
 
 @pytest.mark.parametrize(("cp", "rank"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 3)])

@@ -18,7 +18,14 @@ from meshwright.hwprofiles import (
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, simulate
 from meshwright.simulator.account import message_traffic
 from meshwright.simulator.blocks import BlockShape, BlockTable, Collective, model_flops, walk
-from meshwright.simulator.layout import Axis, head_cost_layers, resolve_stages, stack_refusal
+from meshwright.simulator.layout import (
+    Axis,
+    head_cost_layers,
+    model_stages,
+    resolve_stages,
+    stack_refusal,
+)
+from meshwright.simulator.memory import stream_angle_bytes
 from meshwright.simulator.model import (
     EMBEDDING,
     HEAD,
@@ -106,6 +113,41 @@ def test_their_tensor_parallel_calls_are_those_of_a_layer_a_look_up_and_a_produc
     assert calls(shape, PREDICTIONS) == layer + table_calls + around_product
 
 
+@pytest.mark.parametrize(("number", "num_tables"), [(1, 0), (2, 1)])
+def test_the_gradient_of_their_table_waits_for_its_last_use(number: int, num_tables: int) -> None:
+    """While another of them runs again; of one alone it is made when that is over."""
+
+    def backward(vocab_size: int) -> int:
+        job = predicting(number)
+        model = job.transformer.model_copy(update={"vocab_size": vocab_size})
+        plan = replace(PLAN, recompute=Recompute.FULL)
+        shape = BlockShape.of(replace(job, model=model), plan, STACK)
+        return BlockTable().memory(shape, PREDICTIONS).backward
+
+    rows = (151_552 - 75_776) // PLAN.tp
+    assert backward(151_552) - backward(75_776) == num_tables * 2 * rows * GLM.hidden_size
+
+
+def test_stages_behind_them_keep_angles_of_all_streams() -> None:
+    """Of a half of a head's numbers; with latent attention none."""
+    shape = BlockShape.of(predicting(2), PLAN, STACK)
+    stages = model_stages(shape.model, (92, 0, 0, 0), 1)
+    found = [stream_angle_bytes(shape, [each]) for each in stages]
+    assert found == [0, 0, *[3 * 4096 * 64 * 4] * 2]
+    latent = with_predictions(DEEPSEEK, 2)
+    job = TrainingJob(model=latent, global_batch_size=64, seq_len=4096)
+    behind = model_stages(latent, (61, 0, 0), 1)
+    assert stream_angle_bytes(BlockShape.of(job, PLAN, STACK), behind) == 0
+
+
+def test_a_head_of_all_streams_keeps_the_buffer_that_tokens_are_gathered_into() -> None:
+    whole, split = (
+        BlockTable().memory(BlockShape.of(predicting(), plan, STACK), HEAD)
+        for plan in (replace(PLAN, sequence_parallel=False), PLAN)
+    )
+    assert (whole.buffer, split.buffer) == (0, 2 * 4096 * GLM.hidden_size)
+
+
 def test_both_ends_of_a_pipeline_share_the_table() -> None:
     assert shares_table(predicting().model)
     assert not shares_table(GLM)
@@ -166,10 +208,12 @@ def test_plans_that_megatron_core_has_not_with_them_are_refused(
     ],
 )
 def test_they_stand_where_megatron_core_lets_them(changes: dict[str, Any], said: str) -> None:
-    """Not on the first rank, where it would leave their table at zero."""
+    """Of several stages of the first rank on none, where it would leave their table at zero."""
     usual = {"pp": 4, "dp": 4, "ep": 4, "stages": (46, 46, 0, 0), "prediction_stage": 2}
     plan = replace(PLAN, **usual)
     assert stack_refusal(predicting(), plan, STACK) is None
+    first = replace(plan, stages=(92, 0, 0, 0), prediction_stage=0)
+    assert stack_refusal(predicting(), first, STACK) is None
     said_of_none = stack_refusal(replace(predicting(), model=GLM), plan, STACK) or ""
     assert "prediction_stage=2 does not go with glm4.5, which predicts none" in said_of_none
     assert said in (stack_refusal(predicting(), replace(plan, **changes), STACK) or "")

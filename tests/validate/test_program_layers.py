@@ -106,6 +106,9 @@ CASES = {
         prediction_stage=1,
         zero_stage=1,
     ),
+    "predictions on the first stage": wide(
+        PREDICTING, "megatron-core", pp=2, stages=(4, 0), prediction_stage=0, zero_stage=1, **FULL
+    ),
     "predictions over cp": wide(
         PREDICTING.model_copy(update={"prediction_layers": 1}), "megatron-core", cp=4, dp=1
     ),
