@@ -61,17 +61,14 @@ class Backward:
     _named: set[Tensor] = field(default_factory=set)
     _apart: list[Tensor] = field(default_factory=list)
     _remade: dict[Region, list[Tensor]] = field(default_factory=dict)
-    _uses: Counter[tuple[Region, Tensor]] = field(default_factory=Counter)
-    _waiting: dict[tuple[Region, Tensor], Tensor] = field(default_factory=dict)
+    _uses: "_Uses" = field(init=False)
     _redistributed: frozenset[Tensor] = field(init=False)
     _adds_to_arriving: bool = False
 
     def __post_init__(self) -> None:
-        operators, region = self.tape.block.operators, self.tape.repetition.region
-        places = (op for op in operators if op.kind is Kind.PLACE)
+        places = (op for op in self.tape.block.operators if op.kind is Kind.PLACE)
         self._redistributed = frozenset(op.outputs[0] for op in places)
-        gradients = ((region(op), each.of) for op in operators for each in op.gradients)
-        self._uses.update((where, of) for where, of in gradients if of.is_weight)
+        self._uses = _Uses(self.tape)
 
     def run(self, arriving: Tensor | None = None) -> None:
         """Run the backward of all nodes, the last one first.
@@ -176,11 +173,7 @@ class Backward:
             self._arrived[of] = arrived
 
     def _weight(self, op: Operator, gradient: Gradient) -> list[Tensor]:
-        """Make a weight's gradient; return it if it goes once it is added.
-
-        Where a weight has several uses, the first gradient waits for those of all others, which are
-        added to it in place, before all is added to what is kept: autograd's buffer of a leaf.
-        """
+        """Make a weight's gradient; return what goes once it is added."""
         of, policy = gradient.of, self.weight_gradients
         self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in gradient.work]
         self.places[of] = gradient.at or {}
@@ -188,13 +181,30 @@ class Backward:
         if fused and _is_product(gradient):
             return []
         token = _token(self.tape, of if gradient.makes is None else gradient.makes)
-        use = self.tape.repetition.region(op), of
-        self._uses[use] -= 1
-        first = self._waiting.setdefault(use, token)
-        added = [] if first is token else [token]
-        if self._uses[use] or policy is WeightGradients.KEPT:
-            return added
-        return [*added, first]
+        return self._uses.add(op, of, token, stays=policy is WeightGradients.KEPT)
+
+
+class _Uses:
+    """The uses of weights, whose gradients autograd adds up before it adds them to what is kept.
+
+    The first waits for those of all other uses, which are added to it in place.  Those of a part
+    that runs again are apart, since a checkpoint runs autograd by itself.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._region = tape.repetition.region
+        operators = tape.block.operators
+        found = ((self._region(op), each.of) for op in operators for each in op.gradients)
+        self._left = Counter(use for use in found if use[1].is_weight)
+        self._first: dict[tuple[Region, Tensor], Tensor] = {}
+
+    def add(self, op: Operator, of: Tensor, token: Tensor, *, stays: bool) -> list[Tensor]:
+        """Take the gradient of a use; return what goes: with the last the sum, unless it stays."""
+        use = self._region(op), of
+        self._left[use] -= 1
+        first = self._first.setdefault(use, token)
+        gone = [] if first is token else [token]
+        return gone if self._left[use] or stays else [*gone, first]
 
 
 def _run_again(

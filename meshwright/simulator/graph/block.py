@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
 from meshwright.simulator.graph.lowering import Lowering
 from meshwright.simulator.graph.operators import Gradient, Kind, Operator, Traffic, Work
-from meshwright.simulator.graph.tensors import Dim, Mesh, Placement, Size, Tensor
+from meshwright.simulator.graph.tensors import Dim, Mesh, Placement, Size, Tensor, sum_of
 
 
 class GivenUp(NamedTuple):
@@ -83,23 +83,13 @@ class Block:
     def weight(
         self, name: str, *dims: Dim, at: Placement | None = None, shared: bool = False
     ) -> Tensor:
-        """Return a new weight; one that is *shared* has other uses, here or in another block.
-
-        It is a parameter of the block in which one use does not share it.
-        """
+        """Return a new weight, or a *shared* one: a parameter of another use, here or elsewhere."""
         width = 4 if self.lowering.casts else self.width
-        placed = self.placed(at or {})
-        made = Tensor(name, dims, placed, self.mesh, width, is_weight=True)
+        made = Tensor(name, dims, self.placed(at or {}), self.mesh, width, is_weight=True)
         if shared or name in self._shared:
             made = self._shared.setdefault(name, made)
         if not shared:
             self.weights.append(made)
-        return made
-
-    def buffer(self, like: Tensor) -> Tensor:
-        """Return a buffer of this size, which a pass finds there as it does weights."""
-        made = replace(like, is_weight=True)
-        self.buffers.append(made)
         return made
 
     def placed(self, at: Placement) -> Placement:
@@ -113,10 +103,7 @@ class Block:
     @staticmethod
     def count(*tensors: Tensor) -> Size:
         """Return the elements of *tensors*."""
-        total: Size = 0
-        for each in tensors:
-            total = total + each.numel
-        return total
+        return sum_of(each.numel for each in tensors)
 
     @contextmanager
     def module(self, *arguments: Tensor) -> Iterator[None]:

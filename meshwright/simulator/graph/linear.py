@@ -1,5 +1,6 @@
 """Matrix products with weights, what they cast, and changes of place around them."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.simulator.graph.block import Block
@@ -75,7 +76,9 @@ def place(
     stays = at == dict(x.at) or (at == gradient_place(x.at) and block.lowering.fuses_places)
     base = x.storage if stays else None
     if buffered and not stays:
-        base = block.buffer(x.like("buffer of tokens", at=at))
+        # A pass finds it there, as it does weights.
+        base = replace(x.like("buffer of tokens", at=at), is_weight=True)
+        block.buffers.append(base)
     out = x.like(f"{x.name} placed", at=at, base=base)
     width = block.width if eight_bits else None
     work = place_work(changes(x.at, at), x, out, cast_from=width, scaled=block.lowering.scaled)

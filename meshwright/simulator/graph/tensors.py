@@ -169,6 +169,14 @@ def several(size: Size) -> Size:
     return min(size - 1, 1) if isinstance(size, int) else np.minimum(size - 1, 1)
 
 
+def sum_of(sizes: Iterable[Size]) -> Size:
+    """Return the sum of *sizes*."""
+    result: Size = 0
+    for each in sizes:
+        result = result + each
+    return result
+
+
 def product_of(sizes: Iterable[Size]) -> Size:
     """Return the product of *sizes*."""
     result: Size = 1

@@ -64,11 +64,10 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     stride = plan.dp_cp * plan.tp
     columns = [tuple(range(first, plan.world_size, stride)) for first in range(stride)]
     own = columns[rank % stride]
-    ends, other = None, table_rank(plan)
-    messages = {}
+    other, messages = table_rank(plan), {}
+    pairs: list[tuple[int, ...]] = [(ranks[0], ranks[other]) for ranks in columns]
+    ends = _own_group(pairs, (own[0], own[other])) if other else None
     if plan.pp > 1:
-        if other > 0:
-            ends = _own_group([(ranks[0], ranks[other]) for ranks in columns], (own[0], own[other]))
         returns = (False, True)[: 1 + (plan.num_virtual_stages > 1)]
         messages = {(way, back): _own_group(columns, own) for way in (1, -1) for back in returns}
     groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
@@ -80,8 +79,7 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     stages = [tuple(range(first, first + stride)) for first in range(0, plan.world_size, stride)]
     names: dict[tuple[int, ...], str] = {stages[index]: "stage", summed: "parts"}
     names[tuple(range(plan.world_size))] = "world"
-    if ends is not None:
-        names[own[0], own[other]] = "pp"
+    names[own[0], own[other]] = "pp"
     for name, group in (expert_groups | groups).items():
         names[tuple(dist.get_process_group_ranks(group))] = name
     if plan.cp > 1:  # replicas that share no sequences, and that only share them
