@@ -245,7 +245,7 @@ def table_row(cells: Iterable[str]) -> str:
     >>> table_row(["plan", "rank"])
     '| plan | rank |'
     """
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def table_head(names: Sequence[str]) -> str:

@@ -1,8 +1,11 @@
 """Tables in Markdown: set, and read back where only a row or a column is made anew."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 Table = list[list[str]]
+ESCAPED = r"\|"
+BORDER = re.compile(r"(?<!\\)\|")
 
 
 def block(text: str) -> str:
@@ -14,12 +17,12 @@ def block(text: str) -> str:
 
 
 def row(cells: Iterable[object]) -> str:
-    """Return a line of a table.
+    r"""Return a line of a table; a border within a cell is none of the table's.
 
-    >>> row(["fsdp", 3])
-    '| fsdp | 3 |'
+    >>> row(["fsdp", 3, "Et|tL"])
+    '| fsdp | 3 | Et\\|tL |'
     """
-    return f"| {' | '.join(map(str, cells))} |"
+    return f"| {' | '.join(str(cell).replace('|', ESCAPED) for cell in cells)} |"
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[object]], *, rule: str = "---") -> str:
@@ -41,7 +44,7 @@ def cells_of(text: str) -> Table:
     [['a', 'b']]
     """
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [[cell.strip() for cell in BORDER.split(line)[1:-1]] for line in lines]
 
 
 def with_cells(text: str, changes: dict[tuple[int, int], str]) -> str:
@@ -52,7 +55,7 @@ def with_cells(text: str, changes: dict[tuple[int, int], str]) -> str:
     """
     lines = text.strip("\n").splitlines()
     for (line, column), value in changes.items():
-        first, *cells, last = lines[line].split("|")
+        first, *cells, last = BORDER.split(lines[line])
         cells[column] = f" {value} "
         lines[line] = "|".join([first, *cells, last])
     return block("\n".join(lines))

@@ -23,6 +23,7 @@ Turns = Callable[[ParallelPlan, TrainingJob], Iterable[Fields]]
 LEFT_OUT: dict[str, str] = {
     **{str(axis): "takes what others leave" for axis in AXES if AXES[axis].takes_rest},
     "recompute_method": "with each number of recompute_layers",
+    "prediction_stage": "behind all layers, where no rule for stages leaves room",
     "parameter_server": "of stacks whose ranks are no mesh",
 }
 FORMATS = (None, *Precision)

@@ -30,6 +30,7 @@ from meshwright.simulator.layout import (
     known_values,
     usual_zero_stages,
 )
+from meshwright.simulator.model import predicts_further
 
 # Fields that are of some stacks alone, with the trait of those that have them.
 OF_STACKS = {
@@ -38,6 +39,7 @@ OF_STACKS = {
     "expert_overlap": "expert_overlaps",
     "moment_precision": "moment_precisions",
 }
+PREDICTION_STAGE = "prediction_stage"
 UNEQUAL = "unequal"  # layers of virtual stages
 ONLY_ONE = "only one offered"
 
@@ -98,6 +100,14 @@ def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
     return "ask by value" if field.name in PASSES else ONLY_ONE
 
 
+def _reason_without_column(field: PlanField, space: Space) -> str:
+    """Return why a field that no search varies has its default."""
+    if field.name == PREDICTION_STAGE:
+        return "simulate another with --stages"
+    offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
+    return "it can only cost" if offered else ONLY_ONE
+
+
 def _is_of_others(field: PlanField, space: Space) -> bool:
     """Return whether *field* is of an axis that few stacks have, and that of *space* is not one.
 
@@ -107,8 +117,11 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
     if field.name in OF_STACKS:
         is_known = not field.declaration.of_experts or known_values(field, space.job.model) is None
         return not (is_known and getattr(stack, OF_STACKS[field.name]))
+    has_core = stack.pipeline_runtime is PipelineRuntime.MEGATRON_CORE
     if field.name == "microbatch_group_size":
-        return stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE
+        return not has_core
+    if field.name == PREDICTION_STAGE:
+        return not (has_core and predicts_further(space.job.model))
     # Of a number of layers, and of a ring of swaps, which are searched where they are asked for.
     if field.name in {"recompute_method", "cp_inner"}:
         return not space.column(field.name).any()
@@ -151,9 +164,7 @@ def _held(
     for field in fields:
         name = field.name
         if name not in codes:
-            offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
-            why = "it can only cost" if offered else ONLY_ONE
-            yield Held(name, field.default, why)
+            yield Held(name, field.default, _reason_without_column(field, space))
         elif len(codes[name]) == 1:
             pins = limits.values(name)
             value = field.value(codes[name][0]) if pins is None else pins[0]
