@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -22,9 +24,12 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils import flop_counter  # noqa: E402
 
+from meshwright.simulator import TrainingJob, load_model  # noqa: E402
 from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle, StorageGroup  # noqa: E402
+from meshwright.validate.programs.contract import Routing  # noqa: E402
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount  # noqa: E402
+from meshwright.validate.runs.measure import _count, _Steps  # noqa: E402
 
 WORLD = {(0, 1, 2, 3): "world"}
 WIDTH = 8
@@ -447,3 +452,30 @@ def test_a_mesh_of_unknown_ranks_is_refused() -> None:
         assert DeviceMesh("cpu", [[0, 2], [1, 3]]).size() == 4
         with pytest.raises(ValueError, match="as a list"):
             DeviceMesh("cpu", torch.arange(4).view(2, 2))
+
+
+def test_what_steps_before_those_that_are_counted_left_counts() -> None:
+    """FSDP gives tensors of gathered weights back between uses, and takes them again."""
+
+    class Gathering:
+        groups: ClassVar[dict[tuple[int, ...], str]] = {}
+
+        def __init__(self) -> None:
+            self.kept: list[torch.Tensor] = []
+
+        def persistent_tensors(self) -> Iterable[tuple[torch.Tensor, ByteKind]]:
+            return ()
+
+        def run_step(self, step: int) -> list[torch.Tensor]:
+            if not self.kept:
+                self.kept.append(torch.empty(WIDTH))
+            storage = self.kept[0].untyped_storage()
+            storage.resize_(FP32 * WIDTH)
+            storage.resize_(0)
+            return []
+
+    job = TrainingJob(model=load_model("mixtral-8x7b"), global_batch_size=1, seq_len=8)
+    request = SimpleNamespace(job=job, routing=Routing())
+    counts = _count(_Steps(Gathering(), torch.device("cpu")), request)  # type: ignore[arg-type]
+    assert counts.peak_bytes == FP32 * WIDTH
+    assert request.routing.is_balanced

@@ -54,6 +54,8 @@ MIXED = SHARING.model_copy(
 WIDE = MIXTRAL.model_copy(update={"experts": EXPERTS.model_copy(update={"hidden_size": 3072})})
 SPLIT: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 FULL: dict[str, Any] = {"recompute": Recompute.FULL}
+KEPT: dict[str, Any] = {"reshard_after_forward": False}
+SUMMED: dict[str, Any] = {"count": 2, "sync_each_microbatch": False}
 
 
 def having(experts: dict[str, Any], **fields: Any) -> ModelSpec:
@@ -149,6 +151,12 @@ CASES = {
     "fsdp, biases, ep": saved(WIDE_OSS, "fsdp", count=2, dp=4, ep=2),
     "fsdp, biases, hsdp": saved(OSS, "fsdp", dp=4, dp_shard=2),
     "fsdp, reductions of few ranks": saved(WIDE, "fsdp", dp=2),
+    "fsdp, kept from forward": saved(WIDE, "fsdp", dp=4, **KEPT),
+    "fsdp, ep of all ranks, kept from forward": saved(WIDE, "fsdp", dp=2, ep=2, **KEPT),
+    "fsdp, ep, hsdp, sums": saved(WIDE, "fsdp", dp=4, dp_shard=2, ep=2, **SUMMED),
+    "fsdp, ep, hsdp, sums, kept from forward": saved(
+        WIDE, "fsdp", dp=4, dp_shard=2, ep=2, **SUMMED, **KEPT
+    ),
     "fsdp, shares of a unit": saved(having({"experts_per_token": 4}), "fsdp", dp=4, ep=4, **FULL),
     "weighed inputs, etp, pp": saved(SCOUT, pp=2, dp=2, ep=2, **SPLIT),
     "weighed inputs, split tokens, full": saved(SCOUT, dp=2, ep=4, etp=1, **SPLIT, **FULL),

@@ -40,6 +40,7 @@ class LayerBytes(NamedTuple):
         sent: Of a backward whose gradient lies in a message's buffer.
         adding: Of a backward whose weights' gradients are added to sums at once.
         nested: What lives around its experts, where they are a unit of their own.
+        nested_adding: The same where weights' gradients are added to sums at once.
     """
 
     saved: Size
@@ -47,6 +48,7 @@ class LayerBytes(NamedTuple):
     sent: Size
     adding: Size
     nested: NestedMemory
+    nested_adding: NestedMemory
 
 
 class PassBytes(NamedTuple):
@@ -130,6 +132,7 @@ def _layer_bytes(table: BlockTable, shape: BlockShape, kind: BlockKind) -> Layer
         sent=sent.backward,
         adding=adding.backward,
         nested=table.nested_memory(shape, kind, ENDINGS[1]),
+        nested_adding=table.nested_memory(shape, kind, ENDINGS[0]),
     )
 
 

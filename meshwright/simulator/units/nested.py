@@ -21,11 +21,13 @@ class NestedUnit(NamedTuple):
         nested: What passes need around them.
         layer: Units of the layer.
         units: Of the stage.
+        stays: Whether they stay from forward to backward, which gathers nothing then.
     """
 
     nested: NestedMemory
     layer: LayerUnit
     units: UnitBytes
+    stays: bool
 
     def forward(self, behind: Size, *, is_first: bool) -> Iterator[Size]:
         """Yield what lives forward, beside what is kept and other layers' weights.
@@ -34,7 +36,7 @@ class NestedUnit(NamedTuple):
             behind: Buffer of what is gathered behind the layer.
             is_first: Nothing was gathered ahead of it.
         """
-        nested, layer, units = self
+        nested, layer, units, _ = self
         dense, experts = layer.dense.weights, layer.experts.weights
         ahead = behind if units.prefetches else 0
         own = layer.dense_buffer + ahead
@@ -42,44 +44,73 @@ class NestedUnit(NamedTuple):
             own = own + layer.expert_buffer
         yield nested.before + dense + own
         whole = dense + experts + layer.expert_buffer + ahead
-        yield nested.entry + whole + units.cuts_experts * experts
+        # Until they are copied out `wait_for_unshard` has a name for the buffer before theirs.
+        yield nested.entry + whole + layer.dense_buffer + units.cuts_experts * experts
         yield nested.inside + whole
         yield nested.behind + dense + layer.expert_buffer + ahead
 
     def backward(
-        self, message: Size, left: Size, behind: Size, *, is_first: bool, kept: Size
+        self, message: Size, left: Size, behind: Size, *, is_first: bool
     ) -> Iterator[Size]:
-        """Yield the same backward, until the layer's own gradients are reduced.
+        """Yield the same backward, until the experts have run.
 
         Args:
             message: Gradient of the layer's output.
             left: Input of the last reduction.
             behind: Buffer of what is gathered behind the layer.
             is_first: Nothing was gathered ahead of its experts.
-            kept: What stays of the experts' reduced gradients.
         """
-        nested, layer, units = self
-        dense, experts, buffer = layer.dense.weights, layer.experts, layer.expert_buffer
+        nested, layer, units, stays = self
+        dense: Size = layer.dense.weights
+        experts: Size = layer.experts.weights
         # Experts that run again are gathered as they are forward, and stay; the buffer goes as they
         # return, as the outermost unit that runs then (`_post_forward` of FSDPState).
         is_again = nested.is_repeated == 1
+        buffer: Size = 0 if stays else layer.expert_buffer
         early: Size = behind if units.prefetches else 0
         waits: Size = 0 if units.prefetches and is_first else buffer
         ready: Size = waits if units.prefetches else 0
-        beside: Size = left + dense
-        yield message + layer.dense_buffer + ready + beside
+        beside: Size = left + dense + stays * experts
+        yield message + (not stays) * layer.dense_buffer + ready + beside
         beside = beside + early
         yield chosen(is_again, nested.again_before + waits + beside, 0)
-        whole: Size = beside + experts.weights
+        whole: Size = beside + (not stays) * experts
         yield chosen(is_again, nested.again + whole + buffer, 0)
         yield chosen(is_again, nested.again_behind + whole, 0)
         yield nested.back_behind + chosen(is_again, whole, beside + waits)
-        shuffled: Size = units.cuts_experts * experts.weights
+        shuffled: Size = (not stays) * units.cuts_experts * experts
         yield nested.back_entry + whole + shuffled + buffer
-        beside = dense + behind
-        yield nested.back_inside + experts.weights + beside + left
+        yield nested.back_inside + experts + dense + behind + left
+
+    def reducing(self, behind: Size, *, kept: Size) -> Iterator[Size]:
+        """Yield what lives from when experts have run until the layer's others are reduced.
+
+        Args:
+            behind: Buffer of what is gathered behind the layer.
+            kept: What stays of the experts' reduced gradients.
+        """
+        nested, layer, units, _ = self
+        experts = layer.experts
+        beside: Size = layer.dense.weights + behind
         yield from reduced(nested.back_done + beside, experts, cuts=units.cuts_experts)
         yield nested.back_before - experts.weights + kept + beside + experts.wire
+
+    def reducing_sums(self, behind: Size, *, shard: Size, made: Size, scale: int) -> Iterator[Size]:
+        """Yield the same of a pass that reduces sums, beside those of all the layer.
+
+        Args:
+            behind: Buffer of what is gathered behind the layer.
+            shard: What this rank keeps of the experts' sums.
+            made: Their gradients of this pass that are not added to the sums as they are made.
+            scale: Bytes of a sum for each of a gradient as a pass makes it.
+        """
+        nested, layer, units, _ = self
+        experts = layer.experts
+        beside: Size = layer.dense.weights + behind - made
+        sums = experts._replace(weights=experts.wire, last=experts.last * scale)
+        yield from reduced(nested.back_done + beside, sums, cuts=units.cuts_experts)
+        # The buffer of the wire is as large as the sums that have gone.
+        yield nested.back_before + beside + shard
 
 
 def reduced(here: Size, unit: Unit, *, cuts: Size) -> Iterator[Size]:

@@ -104,8 +104,8 @@ class StagePass(NamedTuple):
             there = absent - first * self.held.total(kept_of, place + 1)
             here = self._layer_backward(place, first=first, whole=whole)
             moments.append(PassPeak(here, there))
-            if not (sharding.keeps_units or (self.held.is_nested(place) and not whole)):
-                here = _layer_reduction(self, place, first=first, whole=whole)
+            if not sharding.keeps_units:
+                here = _layer_reduction(self, place, first=first)
                 moments.append(PassPeak(here, there))
         freed = passes.saved_layers(stage) + self.freed_head
         last = self._root_bytes(first=first, whole=whole) - freed
@@ -174,29 +174,54 @@ class StagePass(NamedTuple):
         return largest(moments) + self.held.replica_bytes(stage.num_layers, first=first)
 
 
-def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool, whole: bool) -> Size:
+def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool) -> Size:
     """Return the fullest moment of the reduction of a layer's gradients, when it has run.
 
     Its weights are freed before that.
     """
     passes, stage, _, units = stage_pass
-    unit, done = stage_pass.held.at(place).whole, stage.num_layers - 1 - place
-    others: Size = units.root + units.head_gradient - stage_pass.freed_head + passes.message
+    layer, done = stage_pass.held.at(place), stage.num_layers - 1 - place
+    # Experts that are a unit of their own are reduced by then.
+    kept = first * layer.experts.kept * stage_pass.held.is_nested(place)
+    unit, others = (
+        layer.dense,
+        kept + units.root + units.head_gradient - stage_pass.freed_head + passes.message,
+    )
     others = others - passes.saved_layers(stage, place)
-    others = others + stage_pass.held.gathered(place, whole=whole) - unit.weights
+    others = others + stage_pass.held.stay(place) + stage_pass.held.on_the_way(place)
     others = others + stage_pass.held.replica_bytes(done, first=first)
     return others + unit.wire + larger(unit.weights, unit.share)
+
+
+def nested_unit(stage_pass: StagePass, place: int, *, adds: bool = False) -> NestedUnit:
+    """Return the experts of the layer at a *place*, a unit of their own.
+
+    Args:
+        stage_pass: Whose passes.
+        place: Of the layer.
+        adds: Whether gradients are added to sums as they are made.
+    """
+    passes, stage, sharding, units = stage_pass
+    layer = passes.layer(stage, place)
+    nested = layer.nested_adding if adds else layer.nested
+    return NestedUnit(nested, stage_pass.held.at(place), units, not sharding.reshards)
 
 
 def _nested_backward(stage_pass: StagePass, place: int, *, first: bool) -> Size:
     """Return what a layer's backward needs whose experts are a unit of their own."""
     passes, stage, _, units = stage_pass
-    layer, done = stage_pass.held.at(place), stage.num_layers - 1 - place
-    behind, left = stage_pass.held.on_the_way(place), stage_pass.held.left(place)
-    unit, experts = NestedUnit(passes.layer(stage, place).nested, layer, units), layer.experts
+    held, done = stage_pass.held, stage.num_layers - 1 - place
+    behind, unit, experts = (
+        held.on_the_way(place),
+        nested_unit(stage_pass, place),
+        held.at(place).experts,
+    )
     kept = first * experts.kept + is_apart(units, first=first) * experts.replicas
-    moments = unit.backward(passes.message, left, behind, is_first=not done, kept=kept)
-    return largest(moments) + stage_pass.held.replica_bytes(done, first=first)
+    moments = [
+        *unit.backward(passes.message, held.left(place), behind, is_first=not done),
+        *unit.reducing(behind, kept=kept),
+    ]
+    return largest(moments) + held.stay(place) + held.replica_bytes(done, first=first)
 
 
 def _forward_bytes(stage_pass: StagePass, *, whole: bool) -> Size:
@@ -233,15 +258,17 @@ def _fullest_forward(stage_pass: StagePass, *, whole: bool) -> list[int]:
 def _layer_forward(stage_pass: StagePass, place: int, *, whole: bool) -> Iterator[Size]:
     """Yield what is live while the layer at *place* runs forward."""
     passes, stage, sharding, units = stage_pass
-    own, behind = stage_pass.held.at(place), stage.num_layers - 1 - place
+    behind = stage.num_layers - 1 - place
     # The output counts as kept, and is what the last layer makes.
     counted: Size = passes.saved_head * stage.has_head + passes.message * stage_pass.sends_output
     others = units.root - counted - passes.saved_layers(stage, place + 1)
+    if place and not whole:
+        yield _before_layer(stage_pass, place) + others
     if stage_pass.held.is_nested(place) and not whole:
-        nested = NestedUnit(passes.layer(stage, place).nested, own, units)
         ahead = units.head.weights * units.gathers
         if behind:
             ahead = stage_pass.held.at(place + 1).ahead
+        others, nested = others + stage_pass.held.stay(place), nested_unit(stage_pass, place)
         yield from (others + each for each in nested.forward(ahead, is_first=not place))
         return
     here = others + passes.layer(stage, place).work[0] + whole * units.head.weights
@@ -253,6 +280,21 @@ def _layer_forward(stage_pass: StagePass, place: int, *, whole: bool) -> Iterato
         yield here
     else:
         yield from _with_buffers(stage_pass, here, place)
+
+
+def _before_layer(stage_pass: StagePass, place: int) -> Size:
+    """Return what lives when a layer's weights are copied out, beside what its passes share.
+
+    The buffer that was gathered before theirs is there until then (`wait_for_unshard`).
+    """
+    passes, stage, _, units = stage_pass
+    own, before = stage_pass.held.at(place), stage_pass.held.at(place - 1)
+    unit, buffer = own.whole, own.buffer
+    if stage_pass.held.is_nested(place):
+        unit, buffer = own.dense, own.buffer if units.prefetches else own.dense_buffer
+    left = before.expert_buffer if stage_pass.held.is_nested(place - 1) else before.buffer
+    here = passes.message - passes.layer(stage, place).saved + stage_pass.held.stay(place)
+    return here + left + buffer + unit.weights
 
 
 def _with_buffers(stage_pass: StagePass, here: Size, place: int) -> Iterator[Size]:
@@ -298,6 +340,8 @@ def _gathering(stage_pass: StagePass) -> Iterator[Size]:
         held = held + copies * units.head.weights
         yield held + buffer + passes.message - passes.saved_head
         yield held + passes.products[0]
+    elif stage.has_head:
+        yield held + buffer + passes.products[0]
 
 
 def _after_head(

@@ -87,6 +87,11 @@ class Sharding(NamedTuple):
         shards = chosen(whole, 1, self.num_ranks)
         return -(-num_parameters // shards) * chosen(whole, reduce_bytes, state.gradient)
 
+    def cast_bytes(self, gathered: Size) -> Size:
+        """Return the copy of a rank's part of what is *gathered* as passes read it, if another."""
+        state = self.parameter.state
+        return (state.gathered_parameter != state.sharded_parameter) * gathered // self.num_ranks
+
     def shard_bytes(self, num_parameters: Size, num_experts: Size) -> Size:
         """Return what a rank keeps of reduced gradients on its device; see `shares`."""
         kept = 0 if self.on_host else self.parameter.state.sharded_parameter

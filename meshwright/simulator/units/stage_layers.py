@@ -47,7 +47,7 @@ class StageLayers(NamedTuple):
         """Whether experts of a layer are gathered, freed and reduced by themselves within it."""
         sharding, have = self.sharding, experts_by_place(self.stage)
         is_unit = sharding.divides_experts and bool(have) and have[place]
-        return is_unit and sharding.reshards and not sharding.keeps_units
+        return is_unit and not sharding.keeps_units
 
     def replica_bytes(self, done: int, *, first: bool) -> Size:
         """Return what reductions over replicas have left when *done* layers have run backward."""
@@ -59,6 +59,12 @@ class StageLayers(NamedTuple):
         """Return the input of the last reduction before the backward of the layer at a *place*."""
         is_first = place + 1 == self.stage.num_layers
         return self.units.head.wire if is_first else self.at(place + 1).dense.wire
+
+    def stay(self, place: int) -> Size:
+        """Return the weights before the layer at a *place* that are not freed after forward."""
+        if self.sharding.reshards:
+            return 0
+        return self.units.table.weights + self.total(weights_of, 0, place)
 
     def gathered(self, place: int, *, whole: bool) -> Size:
         """Return the gathered weights of layers while the one at a *place* runs backward.
@@ -73,6 +79,8 @@ class StageLayers(NamedTuple):
 
     def on_the_way(self, place: int) -> Size:
         """Return the buffer of what is gathered while the layer at a *place* runs backward."""
+        if not self.sharding.reshards:
+            return 0
         if not place:
             return self.units.table.weights * self.units.gathers
         before = self.at(place - 1)

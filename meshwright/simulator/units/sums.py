@@ -13,8 +13,16 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import Size, larger, largest
 from meshwright.simulator.memory import PassPeak
 from meshwright.simulator.replication import is_tied
-from meshwright.simulator.units.layers import ByFamily, alike, extreme_places, member
-from meshwright.simulator.units.passes import StagePass, fullest
+from meshwright.simulator.units.bytes import Unit
+from meshwright.simulator.units.layers import (
+    ByFamily,
+    alike,
+    experts_by_place,
+    extreme_places,
+    member,
+)
+from meshwright.simulator.units.nested import is_apart
+from meshwright.simulator.units.passes import StagePass, fullest, nested_unit
 from meshwright.simulator.units.stage_layers import kept_of
 from meshwright.simulator.units.weights import StageWeights
 
@@ -27,6 +35,7 @@ class SumBytes:
         apart: Whether sums have another format than the gradients of a pass.
         scale: Bytes of a sum for each of a gradient as a pass makes it.
         layer_shards: What this rank keeps of a layer's gradients once they are reduced.
+        expert_shards: Of that, of experts that are a unit of their own.
         head_shard: The same of the head's unit.
         shard: What it keeps of all gradients then.
         copying: The last units' gradients and their first copies as sums, at most, while they are
@@ -41,6 +50,7 @@ class SumBytes:
     apart: bool
     scale: int
     layer_shards: ByFamily[Size]
+    expert_shards: ByFamily[Size]
     head_shard: Size
     shard: Size
     copying: Size
@@ -66,6 +76,7 @@ class SumBytes:
             apart=apart,
             scale=wire_bytes // made_bytes,
             layer_shards=tuple(shard(e.whole.wire, e.experts.wire) for e in units.layers),
+            expert_shards=tuple(shard(e.experts.wire, e.experts.wire) for e in units.layers),
             head_shard=shard(units.head.wire),
             shard=shard(units.gradients, stage_pass.held.total(lambda layer: layer.experts.kept)),
             copying=_copying(shape, stage_pass, weights.matrix),
@@ -157,7 +168,7 @@ class _SummingPass(NamedTuple):
             return
         yield PassPeak(passes.head[1] + units.root + head.weights + stay, self._late)
         here = units.root + self.stage_pass.stays(
-            whole=False, otherwise=self.stage_pass.held.at(-1).buffer
+            whole=False, otherwise=self.stage_pass.held.at(-1).dense_buffer
         )
         yield PassPeak(here + head.weights + passes.products[1], self._late)
         here = here + passes.message - self.stage_pass.freed_head
@@ -169,23 +180,70 @@ class _SummingPass(NamedTuple):
             yield PassPeak(here + head.weights, self._absent(stage.num_layers))
 
     def _layer_moments(self) -> Iterator[PassPeak[Size]]:
-        passes, stage, sharding, units = self.stage_pass
+        passes, stage, _, units = self.stage_pass
         others = units.root + (self.sums.waits if self.adds else units.head_gradient)
-        table = 0 if sharding.reshards else units.table.weights
-        others = others + table - self.stage_pass.freed_head
+        others = others - self.stage_pass.freed_head
         for place in extreme_places(stage):
-            done, unit = stage.num_layers - 1 - place, self.stage_pass.held.at(place)
-            layer = passes.layer(stage, place)
-            work = layer.adding if self.adds else layer.work[1]
-            here: Size = work + self.stage_pass.held.gathered(place, whole=False)
-            if self.stage_pass.sends_output and not done:
-                here = here - layer.work[1] + layer.sent
-            if sharding.reshards and (done or not units.keeps_last):
-                # Before the layer runs: its gathered buffer, and the weights copied out of it.
-                here = larger(here, passes.message + unit.weights + unit.buffer)
-            here = here + (self.stage_pass.held.left(place) if self.is_last else 0)
-            here = here - passes.saved_layers(stage, place + 1)
-            yield PassPeak(others + here, self._absent(place + 1))
+            here = others - passes.saved_layers(stage, place + 1)
+            here = here + self._replicas(stage.num_layers - 1 - place)
+            for each in self._in_layer(place):
+                yield PassPeak(here + each, self._absent(place + 1))
+
+    def _in_layer(self, place: int) -> Iterator[Size]:
+        """Yield what lives in the backward of the layer at a *place*, beside all sums of it."""
+        passes, stage, sharding, units = self.stage_pass
+        held, done = self.stage_pass.held, stage.num_layers - 1 - place
+        if held.is_nested(place):
+            yield from self._in_nested(place)
+            return
+        unit, layer, left = held.at(place), passes.layer(stage, place), self._left(place)
+        work = layer.adding if self.adds else layer.work[1]
+        behind = held.on_the_way(place)
+        here: Size = work + unit.weights + held.stay(place) + behind
+        if self.stage_pass.sends_output and not done:
+            here = here - layer.work[1] + layer.sent
+        if sharding.reshards and (done or not units.keeps_last):
+            # Before the layer runs: its gathered buffer, and the weights copied out of it; then
+            # these and the next one's buffer, beside shards that are cast to be copied into it.
+            behind = larger(unit.buffer, behind + sharding.cast_bytes(behind))
+            here = larger(here, passes.message + unit.weights + behind)
+        yield here + left
+        if self.is_last:
+            yield self._reduced(place, unit.whole)
+
+    def _in_nested(self, place: int) -> Iterator[Size]:
+        """Yield the same of a layer whose experts are a unit of their own."""
+        passes, stage, _, units = self.stage_pass
+        held, is_first = self.stage_pass.held, place + 1 == stage.num_layers
+        layer, behind = held.at(place), held.on_the_way(place)
+        nested, stay = nested_unit(self.stage_pass, place, adds=self.adds), held.stay(place)
+        before = nested.backward(passes.message, self._left(place), behind, is_first=is_first)
+        yield from (each + stay for each in before)
+        if not self.is_last:
+            yield nested.nested.back_before + layer.dense.weights + behind + stay
+            return
+        have = experts_by_place(stage)[place]
+        shard = member(self.sums.expert_shards, has_experts=have)
+        shard = shard + is_apart(units, first=True) * layer.experts.replicas
+        made = 0 if self.adds else layer.experts.weights
+        last = nested.reducing_sums(behind, shard=shard, made=made, scale=self.sums.scale)
+        yield from (each + stay for each in last)
+        yield self._reduced(place, layer.dense) + shard - layer.experts.wire
+
+    def _replicas(self, done: int) -> Size:
+        """Return what reductions over replicas have left when *done* layers have run."""
+        return self.stage_pass.held.replica_bytes(done, first=True) if self.is_last else 0
+
+    def _left(self, place: int) -> Size:
+        return self.stage_pass.held.left(place) if self.is_last else 0
+
+    def _reduced(self, place: int, unit: Unit) -> Size:
+        """Return what lives as a *unit* of the layer at a *place* is reduced, its weights freed."""
+        passes, stage, _, _ = self.stage_pass
+        held, layer = self.stage_pass.held, passes.layer(stage, place)
+        here = passes.message - layer.saved
+        here = here + held.stay(place) + held.on_the_way(place)
+        return here + larger(unit.wire, unit.share)
 
     def _root_moments(self) -> Iterator[PassPeak[Size]]:
         """Yield the fullest moments after the layers: the table's gradient, then the last units'.
@@ -196,8 +254,9 @@ class _SummingPass(NamedTuple):
         passes, stage, _, units = self.stage_pass
         sums, absent = self.sums, self._absent(0)
         freed: Size = passes.saved_layers(stage) + self.stage_pass.freed_head
+        freed = freed - self._replicas(stage.num_layers)
         made: Size = sums.waits if self.adds else units.head_gradient + sums.positions
-        wire = self.stage_pass.held.at(0).whole.wire if self.is_last else 0
+        wire = self.stage_pass.held.at(0).dense.wire if self.is_last else 0
         weights: Size = units.root + units.table.weights
         table = larger(passes.table * stage.has_embedding, sums.cut_table)
         yield PassPeak(table + made + wire + weights - freed, absent)

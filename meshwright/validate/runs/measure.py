@@ -69,8 +69,7 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     program = build_program(request)
     enter_phase(spec, rank, RunPhase.WARM_UP)
     steps = _Steps(program, device)
-    steps.run_by_scores(request)
-    counts = _count(steps)
+    counts = _count(steps, request)
     memory.give_back()
     memory.forget_peaks()
     for _ in range(spec.warmup_steps):
@@ -144,20 +143,23 @@ def _device(spec: RunSpec) -> torch.device:
     return torch.device("cpu")
 
 
-def _count(steps: _Steps) -> _Counts:
-    """Run the first steps under the oracle; keep what the last show, and their smallest peak."""
+def _count(steps: _Steps, request: ProgramRequest) -> _Counts:
+    """Run the first steps under the oracle; keep what the last show, and their smallest peak.
+
+    All of them: what a step leaves for the next, as FSDP its tensors of gathered weights, counts.
+    """
     program, number = steps.program, NUM_STEPS - 1 + COUNTED_STEPS
     oracle = RankOracle(program.groups, steps.device)
     peaks = []
     with ExitStack() as counting:
-        if isinstance(
-            program, DataParallelModuleProgram
-        ):  # device 0 has all that one device can have
+        if isinstance(program, DataParallelModuleProgram):
+            # Device 0 has all that one device can have.
             oracles = [oracle, *(RankOracle({}) for _ in program.devices.others)]
             runs = devices_counted(program, oracles, number)
         else:
             counting.enter_context(oracle)
             runs = run_counted(program, oracle, number)
+        steps.run_by_scores(request)
         for losses in runs:
             steps.note(losses)
             peaks.append((oracle.peak_bytes, oracle.bytes_at_peak))

@@ -39,9 +39,8 @@ def reference_losses(
         of_transformers: Experts are chosen and weighed, and heads normed, as transformers does it.
     """
     model = job.transformer
-    parts = plain_parts(
-        model, vocab_size=padded_vocab_size(model, 1, vocabulary_multiple), dropout=dropout
-    )
+    num_rows = padded_vocab_size(model, 1, vocabulary_multiple)
+    parts = plain_parts(model, vocab_size=num_rows, dropout=dropout)
     parts.of_transformers = of_transformers
     # Others norm heads before positions turn them, and so those of layers without positions.
     parts.turns_first = of_transformers
@@ -61,7 +60,8 @@ def reference_losses(
     )
     if model.tied_embeddings:
         tie_embeddings(stage)
-    initialise_whole(stage, model)
+    # Rows that no token has are weights as others are, in Megatron's tables, too: they have logits.
+    initialise_whole(stage, model.model_copy(update={"vocab_size": num_rows}))
     optimizer = make_optimizer(stage.parameters())
     return [_step(stage, optimizer, job, step) for step in range(num_steps)]
 
