@@ -162,8 +162,9 @@ class Backward:
         if of in self._arrived:
             self._summed.append(arrived.token)
             first = self._arrived[of]
-            self._adds_to_arriving |= first.token is self.arriving and not first.is_part
-            if first.token in self._named or first.is_part:
+            is_in_place = not (first.is_part or first.token in self._named)
+            self._adds_to_arriving |= first.token is self.arriving and is_in_place
+            if not is_in_place:
                 self._summed.append(first.token)
                 self._apart.append(of.like(f"sum of {of.name} gradients", width=first.token.width))
                 self._arrived[of] = Arrived(self._apart[-1], first.at)
