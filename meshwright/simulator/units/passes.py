@@ -183,10 +183,8 @@ def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool) -> Size:
     layer, done = stage_pass.held.at(place), stage.num_layers - 1 - place
     # Experts that are a unit of their own are reduced by then.
     kept = first * layer.experts.kept * stage_pass.held.is_nested(place)
-    unit, others = (
-        layer.dense,
-        kept + units.root + units.head_gradient - stage_pass.freed_head + passes.message,
-    )
+    unit = layer.dense
+    others = kept + units.root + units.head_gradient - stage_pass.freed_head + passes.message
     others = others - passes.saved_layers(stage, place)
     others = others + stage_pass.held.stay(place) + stage_pass.held.on_the_way(place)
     others = others + stage_pass.held.replica_bytes(done, first=first)
@@ -211,11 +209,8 @@ def _nested_backward(stage_pass: StagePass, place: int, *, first: bool) -> Size:
     """Return what a layer's backward needs whose experts are a unit of their own."""
     passes, stage, _, units = stage_pass
     held, done = stage_pass.held, stage.num_layers - 1 - place
-    behind, unit, experts = (
-        held.on_the_way(place),
-        nested_unit(stage_pass, place),
-        held.at(place).experts,
-    )
+    behind, experts = held.on_the_way(place), held.at(place).experts
+    unit = nested_unit(stage_pass, place)
     kept = first * experts.kept + is_apart(units, first=first) * experts.replicas
     moments = [
         *unit.backward(passes.message, held.left(place), behind, is_first=not done),
