@@ -20,6 +20,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _received: list[int] = []
 
 
+class Ended(KeyboardInterrupt):
+    """A signal that ends the command as Ctrl-C does.
+
+    Of a plain KeyboardInterrupt that passes through code run from a text, as that of dataclasses
+    is, Python keeps in mind that nothing caught it: `python -m` would die of SIGINT at its end,
+    whatever its status (`unhandled_keyboard_interrupt` of Python/pythonrun.c, 3.11).
+    """
+
+
 def begin() -> bool:
     """Make streams and signals of this process what the rest takes for granted.
 
@@ -51,7 +60,7 @@ def _end_once(number: int, _frame: FrameType | None) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     _received.append(number)
-    raise KeyboardInterrupt
+    raise Ended
 
 
 def interrupted() -> int:

@@ -1,5 +1,6 @@
 """However a command ends: its status, one line, and nothing left behind."""
 
+import os
 import resource
 import signal
 import subprocess
@@ -79,6 +80,27 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(tmp_path: Path) ->
     assert done.returncode == 2
     assert done.stderr == f"error: {tmp_path / 'x.json'} cannot be written: File too large\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_within_code_made_of_text_ends_with_its_own_status(tmp_path: Path) -> None:
+    """Python runs the text of a dataclass's methods, and imports make many."""
+    text = """
+import sys
+from meshwright import ending
+
+ending.begin()
+try:
+    exec("import os, signal; os.kill(os.getpid(), signal.SIGTERM); [None for _ in range(99)]")
+except KeyboardInterrupt:
+    sys.exit(ending.interrupted())
+"""
+    (tmp_path / "ended.py").write_text(text)
+    words = [sys.executable, "-m", "ended"]
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, b"error: ended by SIGTERM\n")
 
 
 def test_a_writer_keeps_others_out_and_leaves_nothing_when_it_is_ended(
