@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.offload_config import (
 )
 from torch.distributed.run import get_args_parser
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
-from witnesses import megatron_job, torchtitan_job
+from witnesses import megatron_config, torchtitan_job
 
 from meshwright.planner.export import deepspeed, export_plan, get_framework
 from meshwright.planner.export.registry import facts_of
@@ -154,7 +154,7 @@ def test_megatron_core_is_told_the_plan(words: str) -> None:
     own = {**parts["model."]}
     layout = own.pop("pipeline_model_parallel_layout")
     own.pop("attention_backend")
-    told = megatron_job.transformer_config(saved.job, plan)
+    told = megatron_config.transformer_config(saved.job, plan)
     assert own == {name: getattr(told, name) for name in own} | {
         "recompute_num_layers": own["recompute_num_layers"]
     }

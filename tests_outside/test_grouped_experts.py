@@ -14,7 +14,7 @@ import torch
 from block_graph import as_measured
 from block_witness import Given, Measured, count_pass
 from torch import Tensor, nn
-from witnesses import megatron_job
+from witnesses import megatron_config, megatron_job
 from witnesses.boundary import modules_converted, values_answered
 from witnesses.expert_layers import LLAMA4, OSS, SPEC
 from witnesses.strided import StridedElements
@@ -126,7 +126,7 @@ def counted(experts: Experts, modules: tuple[RecomputeModule, ...], shares: Prec
     """Return what Megatron-Core's module does with rows that are sorted by expert."""
     with fake_cluster(0, 1), values_answered(), modules_converted(), megatron_job.answers():
         config = replace(
-            megatron_job.transformer_config(JOB, plan_of(())),
+            megatron_config.transformer_config(JOB, plan_of(())),
             num_moe_experts=experts.num_experts,
             moe_ffn_hidden_size=experts.hidden_size,
             moe_router_topk=experts.experts_per_token,
@@ -135,7 +135,7 @@ def counted(experts: Experts, modules: tuple[RecomputeModule, ...], shares: Prec
             moe_grouped_gemm=True,
             bias_activation_fusion=True,
             **(OSS_SETTINGS if experts.bias else {}),
-            **megatron_job.recompute_settings(plan_of(modules)),
+            **megatron_config.recompute_settings(plan_of(modules)),
         )
         own = SimpleNamespace(ep=None, expt_tp=None)
         parts = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)

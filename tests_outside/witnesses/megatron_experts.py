@@ -14,7 +14,7 @@ from torch.nn import functional
 from meshwright.hwprofiles import RecomputeModule
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.model import Experts, ModelSpec
-from witnesses import megatron_job
+from witnesses import megatron_config, megatron_job
 from witnesses.boundary import modules_converted, values_answered
 from witnesses.expert_layers import NUM_SEQUENCES, TOKENS, Run
 
@@ -131,7 +131,7 @@ def megatron_module(
     )
     job = TrainingJob(model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS)
     plan = ParallelPlan(tp=tp, sequence_parallel=tp > 1, stages=(2,))
-    config = megatron_job.transformer_config(job, plan)
+    config = megatron_config.transformer_config(job, plan)
     config = replace(
         config,
         expert_model_parallel_size=ep,

@@ -1,8 +1,7 @@
 """Megatron-Core's own GPT, buckets, optimizer and schedules, one rank of them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -10,13 +9,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
-from meshwright.hwprofiles import Precision, Recompute, RecomputeMethod
+from meshwright.hwprofiles import Precision
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, TrainingJob
-from meshwright.simulator.layout import repeated_modules
-from meshwright.simulator.model import ModelSpec, padded_vocab_size
+from meshwright.simulator.model import padded_vocab_size
 from meshwright.simulator.schedules import Phase
 from meshwright.validate.counting import fake_cluster
 from meshwright.validate.ranks import ByteKind
@@ -27,7 +23,6 @@ from witnesses.groups import groups_of
 apex.install()  # before Megatron-Core, which looks for it
 
 from megatron.core import optimizer, parallel_state
-from megatron.core.activations import squared_relu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -35,23 +30,20 @@ from megatron.core.distributed import (
 )
 from megatron.core.models import backends
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_decoder_layer_specs,
-    get_gpt_mtp_block_spec,
-)
 from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, get_mtp_ranks
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from witnesses import megatron_fsdp  # isort: skip  (after what stands for Apex)
+from witnesses.megatron_config import (  # isort: skip
+    block_spec,
+    embedding_ranks,
+    prediction_spec,
+    transformer_config,
+)
 
 
 class NoTracker(random.CudaRNGStatesTracker):
@@ -98,7 +90,7 @@ def fused_adam(*args: object, adam_w_mode: bool, **kwargs: object) -> torch.opti
     return torch.optim.AdamW(*args, fused=True, **kwargs)
 
 
-def message_sizes(rank: "MegatronJob") -> AbstractContextManager[object]:
+def sizes_answered(rank: "MegatronJob") -> AbstractContextManager[object]:
     """Answer what sizes are told ahead of messages that are not all alike: they have no data.
 
     Passes of a rank receive in the order in which they run.
@@ -201,7 +193,7 @@ class MegatronJob:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        with message_sizes(self):
+        with sizes_answered(self):
             get_forward_backward_func()(
                 forward_step_func=self._forward,
                 data_iterator=[None] * len(self._chunks),
@@ -295,112 +287,6 @@ class MegatronJob:
         positions = torch.arange(job.seq_len).expand_as(ids)
         losses = chunk(ids, positions, None, labels=ids)
         return losses, lambda output: (output.float().mean(), {})
-
-
-def block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """Return what Megatron-Core builds a stage's layers of without Transformer Engine."""
-    kind = config.normalization
-    spec = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=kind, vp_stage=stage
-    )
-    # The norm after the last layer would be Apex's, which has no RMSNorm.
-    return replace(spec, layer_norm=WrappedTorchNorm) if kind == "RMSNorm" else spec
-
-
-def prediction_spec(config: TransformerConfig, stage: int | None) -> ModuleSpec | None:
-    """Return what Megatron-Core builds layers of that predict further tokens, where it has some.
-
-    They are as the model's last layer, which may be on another stage.
-    """
-    if not config.mtp_num_layers:
-        return None
-    layers = get_gpt_decoder_layer_specs(
-        config, use_transformer_engine=False, normalization=config.normalization
-    )
-    return get_gpt_mtp_block_spec(config, layers[-1], use_transformer_engine=False, vp_stage=stage)
-
-
-def recompute_settings(plan: ParallelPlan) -> dict[str, object]:
-    """Return what of a plan's layers runs again, and of a layer."""
-    if plan.recompute is Recompute.NONE:
-        return {}
-    if plan.recompute is Recompute.SELECTIVE:
-        modules = repeated_modules(plan.recompute, plan.recompute_modules)
-        return {
-            "recompute_granularity": "selective",
-            "recompute_modules": [*map(str, modules)],
-        }
-    usual = RecomputeMethod.BLOCK if plan.recompute_layers else RecomputeMethod.UNIFORM
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": str(plan.recompute_method or usual),
-        "recompute_num_layers": plan.recompute_layers or 1,
-    }
-
-
-def embedding_ranks(ranks: list[int], *, config: TransformerConfig, tied: bool) -> list[int]:
-    """Return which of a pipeline's *ranks* share a table, as Megatron-LM's pretrain_gpt.py does."""
-    ends = [ranks[0], *([ranks[-1]] if tied else []), *get_mtp_ranks(ranks, config)]
-    return sorted({*ends})
-
-
-def layout_of(plan: ParallelPlan, num_predictions: int = 0) -> str | None:
-    """Return what tells Megatron-Core of stages that are not equal."""
-    if len({*plan.stages}) <= 1:
-        return None
-    layers = ["t" * count for count in plan.stages]
-    layers[-1 if plan.prediction_stage is None else plan.prediction_stage] += "m" * num_predictions
-    return f"E{'|'.join(layers)}L"
-
-
-def activation_of(model: ModelSpec) -> Callable[[Tensor], Tensor]:
-    """Return what Megatron-Core's MLP of a model is given."""
-    if model.activation == "squared relu":
-        return squared_relu
-    return functional.silu if model.gated_mlp else functional.gelu
-
-
-def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfig:
-    """Return Megatron-Core's configuration of a plan."""
-    model = job.transformer
-    is_bf16 = job.precision is Precision.BF16
-    dtype = torch.bfloat16 if is_bf16 else torch.float32
-    dropout = 0.1 if model.dropout else 0.0
-    return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_heads,
-        num_query_groups=model.num_kv_heads,
-        kv_channels=model.head_dim,
-        qk_layernorm=model.qk_norm == "head",
-        ffn_hidden_size=model.ffn_hidden_size,
-        add_bias_linear=model.mlp_bias,
-        add_qkv_bias=model.attention_bias,
-        gated_linear_unit=model.gated_mlp,
-        activation_func=activation_of(model),
-        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
-        bf16=is_bf16,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        tensor_model_parallel_size=plan.tp,
-        pipeline_model_parallel_size=plan.pp,
-        virtual_pipeline_model_parallel_size=(
-            plan.num_virtual_stages if plan.num_virtual_stages > 1 else None
-        ),
-        pipeline_model_parallel_layout=layout_of(plan, model.prediction_layers),
-        mtp_num_layers=model.prediction_layers or None,
-        sequence_parallel=plan.sequence_parallel,
-        perform_initialization=False,
-        masked_softmax_fusion=True,
-        gradient_accumulation_fusion=True,
-        overlap_p2p_comm=plan.num_virtual_stages > 1,
-        microbatch_group_size_per_vp_stage=plan.microbatch_group_size,
-        batch_p2p_comm=plan.num_virtual_stages == 1,
-        deallocate_pipeline_outputs=True,
-        **recompute_settings(plan),
-    )
 
 
 @contextmanager
