@@ -74,7 +74,7 @@ def run_search(
 
         return search_report(result, budget, largest)
 
-    show(output.json, search_document(result, budget, largest), report, SEARCH_WIDTH)
+    show(output.json, lambda: search_document(result, budget, largest), report, SEARCH_WIDTH)
     say_written(output, written)
     return 0 if result.plans else NOTHING_FITS
 
@@ -119,7 +119,7 @@ def run_simulate(
 
         return step_report(*parts)
 
-    show(output.json, step_document(*parts), report, STEP_WIDTH)
+    show(output.json, lambda: step_document(*parts), report, STEP_WIDTH)
     say_written(output, written, files.trace)
     return NOTHING_FITS if largest is not None and largest.value is None else 0
 
@@ -131,7 +131,7 @@ def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
     study = read_study(options)
     check_outputs(output)
     written = () if output.out is None else write_matmul(study, Path(output.out))
-    show(output.json, matmul_document(study), lambda: matmul_report(study), MATMUL_WIDTH)
+    show(output.json, lambda: matmul_document(study), lambda: matmul_report(study), MATMUL_WIDTH)
     say_written(output, written)
     return 0
 
@@ -192,18 +192,21 @@ def check_json(output: "JsonOptions") -> None:
 
 def show(
     target: str | None,
-    document: "Mapping[str, Json]",
+    document: "Callable[[], Mapping[str, Json]]",
     report: "Callable[[], RenderableType]",
     width: int,
 ) -> None:
-    """Write the document where ``--json`` says, and the report unless standard output is taken."""
+    """Write the document where ``--json`` says, and the report unless standard output is taken.
+
+    Neither is made unasked: a document tells more of a search's plans than its table does.
+    """
     from meshwright.planner.reports import json_text, write_whole
 
     if target == "-":
-        write_text(sys.stdout, json_text(document))
+        write_text(sys.stdout, json_text(document()))
         return
     if target is not None:
-        write_whole(Path(target), json_text(document))
+        write_whole(Path(target), json_text(document()))
     print_report(report(), width)
 
 

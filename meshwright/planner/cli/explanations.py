@@ -66,8 +66,12 @@ def run_explain(
             memory_limit_bytes=setting.memory_limit_bytes,
             progress=progress,
         )
-    document = explanation_document(explanation)
-    show(output.json, document, lambda: explanation_report(explanation), STEP_WIDTH)
+    show(
+        output.json,
+        lambda: explanation_document(explanation),
+        lambda: explanation_report(explanation),
+        STEP_WIDTH,
+    )
     say_written(output)
     return 0
 
@@ -104,8 +108,12 @@ def run_compare(
         if folder is not None:
             tell(progress, "drawing the picture")
             written = write_comparison(comparison, folder)
-    document = comparison_document(comparison)
-    show(output.json, document, lambda: comparison_report(comparison), STEP_WIDTH)
+    show(
+        output.json,
+        lambda: comparison_document(comparison),
+        lambda: comparison_report(comparison),
+        STEP_WIDTH,
+    )
     say_written(output, written)
     return 0
 

@@ -66,7 +66,7 @@ def run_sweep(
         if folder is not None:
             tell(progress, "drawing pictures")
             written = write_sweep(result, folder)
-    show(output.json, sweep_document(result), lambda: sweep_report(result), STEP_WIDTH)
+    show(output.json, lambda: sweep_document(result), lambda: sweep_report(result), STEP_WIDTH)
     say_written(output, written)
     return 0 if result.num_found else NOTHING_FITS
 

@@ -215,7 +215,7 @@ def _probe(
     result = ProbeResult(saved=saved, probe=probed, on_cpu=device == "cpu")
     if folder is not None:
         write_probe(result, folder)
-    show(output.json, probe_document(result), lambda: probe_report(result), STEP_WIDTH)
+    show(output.json, lambda: probe_document(result), lambda: probe_report(result), STEP_WIDTH)
     say_written(output)
     return 0 if result.agrees else DISAGREES
 
@@ -230,8 +230,8 @@ def _finish(validation: "Validation", output: ValidateOutput, folder: Path | Non
 
     if folder is not None:
         write_validation(validation, folder)
-    document, report = validation_document(validation), validation_report(validation)
-    show(output.json, document, lambda: report, STEP_WIDTH)
+    report = validation_report(validation)
+    show(output.json, lambda: validation_document(validation), lambda: report, STEP_WIDTH)
     say_written(output)
     return 0 if validation.agrees else DISAGREES
 
@@ -242,5 +242,10 @@ def _fail(failure: "RunFailure", output: ValidateOutput) -> int:
 
     from meshwright.validate.comparison import failure_document
 
-    show(output.json, failure_document(failure), lambda: Text(failure.report()), STEP_WIDTH)
+    show(
+        output.json,
+        lambda: failure_document(failure),
+        lambda: Text(failure.report()),
+        STEP_WIDTH,
+    )
     return DISAGREES

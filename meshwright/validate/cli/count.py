@@ -102,7 +102,7 @@ def _show(count: "ScriptCount", saved: "SavedPlan | None", output: ValidateOutpu
     from meshwright.validate.scripts import count_document, count_report
 
     if saved is None:
-        show(output.json, count_document(count), lambda: count_report(count), STEP_WIDTH)
+        show(output.json, lambda: count_document(count), lambda: count_report(count), STEP_WIDTH)
         return 0
     measurements = {count.run.rank: count.measurement}
     validation = Validation(
@@ -114,7 +114,7 @@ def _show(count: "ScriptCount", saved: "SavedPlan | None", output: ValidateOutpu
     )
     document = {**count_document(count), "comparison": validation_document(validation)}
     report = Group(count_report(count), "", validation_report(validation))
-    show(output.json, document, lambda: report, STEP_WIDTH)
+    show(output.json, lambda: document, lambda: report, STEP_WIDTH)
     return 0 if validation.agrees else DISAGREES
 
 
