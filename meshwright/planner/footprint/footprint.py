@@ -109,21 +109,28 @@ def _group_peaks(
     most_bytes: int,
 ) -> Column:
     """Return the peaks of layouts with one pipeline."""
-    states = _States(space, group.indices, own, kinds)
+    states = _States(space, group.indices, own, kinds, sizes)
     used, devices = own.shapes[distinct([own.shapes])[0]], space.num_gpus // group.pipeline.pp
+    # Passes know little of how states are shared: many layouts share them.
+    ways = [None, *(kind for kind in kinds if kind.adds_to_passes)]
+    places = [ways.index(kind if kind.adds_to_passes else None) for kind in kinds]
+    all_alike = own._replace(sharing=np.array(places)[own.sharing])
+    first, member = distinct([*all_alike])
+    alike = all_alike.chosen(first)
     peaks, ranks = np.zeros(len(group.indices), np.int64), []
     for role in group.pipeline.roles:
         static, at_end = states.of_role(role, sizes)
-        workspaces = sizes.workspaces(role, kinds, used, devices)
-        passes = RolePasses(group.pipeline, role, sizes, workspaces)
+        passes = RolePasses(
+            group.pipeline, role, sizes, sizes.workspaces(role, ways, used, devices)
+        )
         # The update comes when all activations are gone: of both only the larger counts.
         peaks = np.maximum(peaks, static + at_end + passes.held_between_steps[own.shapes])
-        ranks.append((static, passes, static + passes.most_bytes(own)))
+        ranks.append((static, passes, static + passes.most_bytes(alike)[member]))
     # Most ranks need less than the fullest however their passes are ordered: that is not walked.
     for static, passes, most in sorted(ranks, key=lambda rank: rank[2].sum(), reverse=True):
         left = np.flatnonzero((most > peaks) & (peaks <= most_bytes))
         if len(left):
-            found = static[left] + passes.bytes(own.chosen(left))
+            found = static[left] + passes.bytes(all_alike.chosen(left))
             peaks[left] = np.maximum(peaks[left], found)
     return peaks
 
@@ -131,22 +138,27 @@ def _group_peaks(
 class _States:
     """What lives throughout a step in layouts with one pipeline, and at its end."""
 
-    def __init__(self, space: Space, indices: Column, own: Layouts, kinds: list[Kind]) -> None:
-        self._own, self._kinds = own, kinds
-        num_shards = space.num_shards[indices]
-        is_split = np.array([kind.replication.shards for kind in kinds])[own.sharing] > 1
-        self._shards = np.where(is_split, num_shards[:, None], 1).T
-        self._expert_shards = space.expert_shards[indices]
-        known = np.array([astuple(kind.state) for kind in kinds], np.int64)[own.sharing]
+    def __init__(
+        self, space: Space, indices: Column, own: Layouts, kinds: list[Kind], sizes: Sizes
+    ) -> None:
+        degrees = sizes.counts.degrees[own.shapes]
+        num_shards, expert_shards = space.num_shards[indices], space.expert_shards[indices]
+        # States know nothing of microbatches, and little of shapes.
+        first, self._member = distinct([degrees, own.sharing, num_shards, expert_shards])
+        self._shapes, self._kinds, self._sharing = own.shapes, kinds, own.sharing[first]
+        self._degrees, self._expert_shards = degrees[first], expert_shards[first]
+        is_split = np.array([kind.replication.shards for kind in kinds])[self._sharing] > 1
+        self._shards = np.where(is_split, num_shards[first, None], 1).T
+        known = np.array([astuple(kind.state) for kind in kinds], np.int64)[self._sharing]
         self._state = StateBytes(*known.T)
-        moved = np.array([kind.moved for kind in kinds], np.int64)[own.sharing]
+        moved = np.array([kind.moved for kind in kinds], np.int64)[self._sharing]
         self._optimizer_stays, self._gradients_stay = 1 - moved.T
 
     def of_role(self, role: Role, sizes: Sizes) -> tuple[Column, Column]:
         """Return what lives throughout a step on a rank of a role, and what its end adds."""
-        shapes, state = self._own.shapes, self._state
-        parameters = sizes.counts.of_rank(shapes, role.stages)
-        experts = sizes.counts.of_experts(shapes, role.stages)
+        state = self._state
+        parameters = sizes.counts.of_rank(self._degrees, role.stages)
+        experts = sizes.counts.of_experts(self._degrees, role.stages)
         others, shards = parameters - experts, self._expert_shards
         of_weights, of_gradients, of_optimizer = self._shards
         weight = np.where(of_weights > 1, state.sharded_parameter, state.parameter)
@@ -158,11 +170,11 @@ class _States:
             * (state.gradient + state.bucket)
             * self._gradients_stay
             + updated * state.optimizer
-            + sizes.counts.beside_bytes(shapes, role.stages)
-            + sizes.shared_buffers(role)[shapes]
-        )
-        cast = _cast_last(self._kinds, self._own.sharing, parameters)
-        return static, np.maximum(updated * state.update_temporary, cast)
+        )[self._member]
+        static += sizes.counts.beside_bytes(self._shapes, role.stages)
+        static += sizes.shared_buffers(role)[self._shapes]
+        cast = _cast_last(self._kinds, self._sharing, parameters)
+        return static, np.maximum(updated * state.update_temporary, cast)[self._member]
 
 
 def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:

@@ -14,43 +14,40 @@ from meshwright.simulator.replication import blocks_of
 
 
 class ParameterCounts:
-    """Parameters of one rank's blocks for each tensor-parallel degree of a space."""
+    """Parameters of one rank's blocks for each choice of the degrees that divide them.
+
+    ``degrees`` are the numbers of these choices, one a shape.
+    """
 
     def __init__(self, table: ShapeTable) -> None:
         self._kinds = table.kinds
         by_degrees = {_degrees(shape): shape for shape in table.shapes}
-        counts = {
-            degrees: (
-                *(_total(shape.parameters, kind) for kind in table.kinds),
-                shape.copied_parameters,
-            )
-            for degrees, shape in by_degrees.items()
-        }
-        rows = [counts[_degrees(shape)] for shape in table.shapes]
-        self._by_shape = np.array(rows, np.int64).reshape(len(rows), len(table.kinds) + 1)
-        self._experts = None
-        if any(shape.expert_parameters for shape in table.shapes):
-            experts = [
-                [_total(shape.expert_parameters, kind) for kind in table.kinds]
-                for shape in table.shapes
-            ]
-            self._experts = np.array(experts, np.int64)
+        places = {degrees: place for place, degrees in enumerate(by_degrees)}
+        self.degrees = np.array([places[_degrees(shape)] for shape in table.shapes], np.int64)
+        counts = [
+            [*(_total(shape.parameters, kind) for kind in table.kinds), shape.copied_parameters]
+            for shape in by_degrees.values()
+        ]
+        self._counts = np.array(counts, np.int64).reshape(-1, len(table.kinds) + 1)
+        experts = [
+            [_total(shape.expert_parameters, kind) for kind in table.kinds]
+            for shape in by_degrees.values()
+        ]
+        self._experts = np.array(experts, np.int64).reshape(-1, len(table.kinds))
         self._beside = BesideWeights(table)
         self._table = table
 
-    def of_rank(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
-        """Return the parameters of a rank that holds *stages*, for each of the layouts."""
+    def of_rank(self, degrees: Column, stages: tuple[Stage, ...]) -> Column:
+        """Return the parameters of a rank that holds *stages*, of each of some `degrees`."""
         model = self._table.shapes[0].trained
         copies = sum(copies_table(model, stage) for stage in stages)
         weights = np.array([*block_counts(self._kinds, stages), copies], np.int64)
-        return np.asarray(self._by_shape[shape_index] @ weights, np.int64)
+        return np.asarray((self._counts @ weights)[degrees], np.int64)
 
-    def of_experts(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column | int:
+    def of_experts(self, degrees: Column, stages: tuple[Stage, ...]) -> Column:
         """Return those of experts that other ranks than those of a replica hold."""
-        if self._experts is None:
-            return 0
         weights = np.array(block_counts(self._kinds, stages), np.int64)
-        return np.asarray(self._experts[shape_index] @ weights, np.int64)
+        return np.asarray((self._experts @ weights)[degrees], np.int64)
 
     def beside_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return what layers of such a rank hold beside their weights, for each of the layouts."""

@@ -1,5 +1,6 @@
 """What passes of a pipeline's ranks keep, need and hold of messages, in columns over layouts."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from meshwright.planner.space import (
     Pipeline,
     Role,
     ShapeTable,
+    block_counts,
     distinct,
     few_rows,
     fullest_moments,
@@ -104,13 +106,13 @@ class Sizes(NamedTuple):
         return np.asarray(self.buffers[:, own].max(axis=1), np.int64)
 
     def workspaces(
-        self, role: Role, sharing: list[Kind], used: Column, devices: int
+        self, role: Role, sharing: Sequence[Kind | None], used: Column, devices: int
     ) -> NDArray[np.int64]:
         """Return what passes need for a moment, by sharing, stage that differs, phase and shape.
 
         Args:
             role: Whose passes.
-            sharing: The ways in which states are shared.
+            sharing: The ways in which states are shared, as far as passes know of it.
             used: Shapes that are asked for.
             devices: Of a stage: data- times tensor-parallel ranks.
         """
@@ -146,7 +148,7 @@ def _block_columns(known: list[BlockBytes[int]]) -> BlockBytes[Column]:
 
 
 class Layouts(NamedTuple):
-    """Layouts with one pipeline: number of shape, microbatches, and number of kind of sharing."""
+    """Layouts with one pipeline: number of shape, microbatches, and number of way of sharing."""
 
     shapes: Column
     microbatches: Column
@@ -194,9 +196,11 @@ class RolePasses:
         first, member = distinct([microbatches])
         most = np.array([self._most(each) for each in microbatches[first].tolist()], np.int64)
         passes, last, messages = most[member].T
-        blocks = self._pipeline.own_blocks(self._role)  # the head's column is the last one
+        each = [block_counts(self._pipeline.kinds, [stage]) for stage in self._stages]
+        blocks = np.array(each, np.int64)  # the head's column is the last one
         saved = (sizes.saved[:, :-1] @ blocks[:, :-1].T).max(axis=1)
-        kept = passes * saved[shapes] + last * (sizes.saved[:, -1] * blocks[-1, -1])[shapes]
+        heads = blocks[self._stages.index(self._role.stages[-1]), -1]
+        kept = passes * saved[shapes] + last * (sizes.saved[:, -1] * heads)[shapes]
         kept += messages * sizes.messages.max(axis=1)[shapes]
         needed = self._workspaces.max(axis=(1, 2))[sharing, shapes]
         pairs = 0 if self._pairs is None else self._pairs.max(axis=0)[shapes]

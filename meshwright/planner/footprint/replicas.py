@@ -76,6 +76,11 @@ class Kind(NamedTuple):
             bool(makes_gradients_once(space, np.array([index]))[0]),
         )
 
+    @property
+    def adds_to_passes(self) -> bool:
+        """Whether passes hold more, or gradients later, than with no replicas."""
+        return self.replication.in_units or self.cast_bytes(1) > 0 or self.is_late
+
     def cast_bytes(self, num_parameters: int) -> int:
         """Return what holds gradients that are reduced together in another format than theirs."""
         casts, replication = self.wire.casts, self.replication
@@ -125,18 +130,18 @@ class ReplicaWorkspaces:
         self._parts: dict[tuple[int, int, Replication, Stage], tuple[StagePart, ...]] = {}
 
     def added_to(
-        self, passes: NDArray[np.int64], kind: Kind, stage: Stage, used: Column, devices: int
+        self, passes: NDArray[np.int64], kind: Kind | None, stage: Stage, used: Column, devices: int
     ) -> NDArray[np.int64]:
         """Return *passes*, the bytes of forward and backward, with what replicas add to them.
 
         Args:
             passes: One column a shape.
-            kind: How states are shared.
+            kind: How states are shared, if that adds anything.
             stage: Whose passes.
             used: Shapes that are asked for.
             devices: Of a stage: data- times tensor-parallel ranks.
         """
-        if not (kind.replication.in_units or kind.cast_bytes(1) or kind.is_late):
+        if kind is None:
             return passes
         whole = passes.copy()
         for index in used.tolist():

@@ -129,7 +129,7 @@ class BesideWeights:
     def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
         """Return those of a rank that holds *stages*, for each of the layouts."""
         counts = np.array(block_counts(self._kinds, stages), np.int64)
-        return np.asarray(self._bytes[shape_index] @ counts, np.int64)
+        return np.asarray((self._bytes @ counts)[shape_index], np.int64)
 
 
 class UnitPeaks:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 from meshwright.hwprofiles import PipelineRuntime, RecomputeMethod, StackProfile, StageSplit
@@ -104,6 +104,8 @@ class Checkpoints(NamedTuple):
 
 
 ALL_ALONE = Checkpoints()
+ONE_EMBEDDING = (BlockRun(EMBEDDING, 1),)
+BEHIND_LAYERS = tuple(BlockRun(kind, 1) for kind in (FINAL_NORM, PREDICTIONS, HEAD))
 
 
 class Stage(NamedTuple):
@@ -143,13 +145,12 @@ class Stage(NamedTuple):
     def passes(self) -> tuple[BlockRun, ...]:
         """The same as a pass goes through them: by what backward computes again."""
         copy = () if self.copies is None else (BlockRun(self.copies, 1),)
-        return (*copy, *self._between_ends(self.checkpoints.passes(self.layers)))
+        return copy + self._between_ends(self.checkpoints.passes(self.layers))
 
     def _between_ends(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        first = (BlockRun(EMBEDDING, 1),) if self.has_embedding else ()
-        behind = {FINAL_NORM: self.has_norm, PREDICTIONS: self.has_predictions, HEAD: self.has_head}
-        last = (BlockRun(kind, 1) for kind, is_held in behind.items() if is_held)
-        return (*first, *layers, *last)
+        first = ONE_EMBEDDING if self.has_embedding else ()
+        held = self.has_norm, self.has_predictions, self.has_head
+        return first + layers + tuple(compress(BEHIND_LAYERS, held))
 
     def num_kept(self, first: int = 0) -> int:
         """Return the layers from the place *first* on that are not recomputed where others are."""
