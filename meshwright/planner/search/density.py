@@ -57,4 +57,5 @@ def layout_density(device_bytes: Column, bounds_ps: Column) -> Density | None:
 def _edges(values: Column, num_cells: int) -> NDArray[np.int64]:
     """Return edges in equal ratios around *values*, in whole numbers."""
     edges = np.geomspace(int(values.min()), int(values.max()) + 1, num_cells + 1).round()
-    return np.unique(edges.astype(np.int64))
+    edges = edges.astype(np.int64)
+    return np.asarray(edges[np.append(True, edges[1:] > edges[:-1])], np.int64)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from meshwright.planner.space.columns import Column, distinct
 from meshwright.planner.space.pipelines import Pipeline, Role, block_counts
 from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import PipelinePlace, held_spans
+from meshwright.simulator.memory import HeldSpans, PipelinePlace, held_spans
 from meshwright.simulator.model import BlockKind
 
 # An interleaved order repeats itself with every group of g microbatches once its warm-up is over;
@@ -210,11 +211,13 @@ def _order(
     phases, virtual_stages, _ = zip(*actions, strict=True)
     backward = Phase.BACKWARD  # looked up once
     is_backward = np.array([phase is backward for phase in phases])
-    held = held_spans(actions, PipelinePlace(pp_rank, pp)) if holds else ()
-    spans = [np.array([*each[:-1], [each.times] * len(each.starts)], np.int64) for each in held]
-    found = np.concatenate([*spans, np.empty((4, 0), np.int64)], axis=1)
+    held = [*held_spans(actions, PipelinePlace(pp_rank, pp))] if holds else []
+    *columns, times = zip(*held, strict=True) if held else [()] * len(HeldSpans._fields)
+    found = np.array([[*chain.from_iterable(each)] for each in columns], np.int64)
+    each = np.repeat(np.array(times, np.int64), [len(span.starts) for span in held])
     lasts = found[1] > found[0]
-    return _Order(is_backward, np.array(virtual_stages, np.int64), found[:, lasts])
+    spans = np.concatenate([found, each[None]])[:, lasts]
+    return _Order(is_backward, np.array(virtual_stages, np.int64), spans)
 
 
 def _held(
