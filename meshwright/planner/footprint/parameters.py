@@ -9,7 +9,7 @@ from meshwright.planner.space import Column, ShapeTable, block_counts
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage, copies_table
 from meshwright.simulator.memory import stand_in_bytes
-from meshwright.simulator.model import BlockKind, model_blocks
+from meshwright.simulator.model import BlockKind, BlockRun, model_blocks
 from meshwright.simulator.replication import blocks_of
 
 
@@ -34,7 +34,9 @@ class ParameterCounts:
             for shape in by_degrees.values()
         ]
         self._experts = np.array(experts, np.int64).reshape(-1, len(table.kinds))
+        self._shapes = [*by_degrees.values()]
         self._beside = BesideWeights(table)
+        self._stand_ins: dict[tuple[BlockKind, ...], Column] = {}
         self._table = table
 
     def of_rank(self, degrees: Column, stages: tuple[Stage, ...]) -> Column:
@@ -54,9 +56,16 @@ class ParameterCounts:
         own = self._beside.of_rank(shape_index, stages)
         if not self._table.shapes[0].stack.keeps_stand_ins:
             return own
-        blocks = blocks_of(stages)
-        once = [stand_in_bytes(shape, blocks) for shape in self._table.shapes]
-        return np.asarray(own + np.array(once, np.int64)[shape_index], np.int64)
+        return np.asarray(own + self._stand_in_bytes(stages)[self.degrees[shape_index]], np.int64)
+
+    def _stand_in_bytes(self, stages: tuple[Stage, ...]) -> Column:
+        """Return what stand-ins of a rank hold, of each of `degrees`: one for all alike."""
+        kinds = tuple(dict.fromkeys(kind for kind, _ in blocks_of(stages)))
+        if kinds not in self._stand_ins:
+            blocks = [BlockRun(kind, 1) for kind in kinds]
+            each = [stand_in_bytes(shape, blocks) for shape in self._shapes]
+            self._stand_ins[kinds] = np.array(each, np.int64)
+        return self._stand_ins[kinds]
 
 
 def _total(parameters: Mapping[BlockKind, int], kind: BlockKind) -> int:

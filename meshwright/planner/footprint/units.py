@@ -21,7 +21,7 @@ from meshwright.planner.footprint.pass_table import (
 )
 from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.space import Column, Role, ShapeTable, Space, block_counts, distinct
-from meshwright.simulator.blocks import BlockTable, beside_weights_bytes
+from meshwright.simulator.blocks import BlockTable, beside_weights_bytes, layer_table_bytes
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import batch_bytes
 from meshwright.simulator.model import ENDS, BlockRun, KeptLayer, model_blocks
@@ -117,13 +117,17 @@ class BesideWeights:
 
     def __init__(self, table: ShapeTable) -> None:
         self._kinds = table.kinds
-        of_blocks = [
-            [
-                beside_weights_bytes(shape, [BlockRun(each, 1) for each in model_blocks(kind)])
-                for kind in table.kinds
-            ]
+        runs = [[BlockRun(each, 1) for each in model_blocks(kind)] for kind in table.kinds]
+        keys = [
+            (shape.tp, shape.ep, shape.expert_tp, layer_table_bytes(shape))
             for shape in table.shapes
         ]
+        alike = dict(zip(keys, table.shapes, strict=True))
+        known = {
+            key: [beside_weights_bytes(shape, blocks) for blocks in runs]
+            for key, shape in alike.items()
+        }
+        of_blocks = [known[key] for key in keys]
         self._bytes = np.array(of_blocks, np.int64).reshape(-1, len(table.kinds))
 
     def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:

@@ -24,7 +24,7 @@ from meshwright.simulator.blocks.operators import (
     sum_flops,
 )
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv, plan_parameters
-from meshwright.simulator.blocks.spelling import spelling_of
+from meshwright.simulator.blocks.spelling import layer_table_bytes, spelling_of
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "fuses_qkv",
     "hardware_flops",
     "is_exchange",
+    "layer_table_bytes",
     "makes_gradients",
     "model_flops",
     "plan_parameters",
