@@ -17,7 +17,6 @@ from meshwright.planner.space import (
     Pipeline,
     Role,
     ShapeTable,
-    block_counts,
     distinct,
     few_rows,
     fullest_moments,
@@ -45,7 +44,9 @@ class PassWorkspaces:
     ) -> None:
         self._blocks = blocks
         self._holds_messages = holds_messages
+        self._nothing = next(iter(blocks.values())).saved * 0
         self._known: dict[Stage, NDArray[np.int64]] = {}
+        self._saved: dict[Stage, Column] = {}
         self._pairs: dict[tuple[Stage, Stage], Column] = {}
 
     def of(self, stage: Stage) -> NDArray[np.int64]:
@@ -56,6 +57,15 @@ class PassWorkspaces:
             )
             self._known[stage] = np.stack(pair)
         return self._known[stage]
+
+    def saved_ahead(self, stage: Stage) -> Column:
+        """Return what a pass through a stage keeps of all but the head, of each shape."""
+        if stage not in self._saved:
+            runs = [
+                (self._blocks[kind].saved, count) for kind, count in stage.passes if kind != HEAD
+            ]
+            self._saved[stage] = sum((saved * count for saved, count in runs), start=self._nothing)
+        return self._saved[stage]
 
     def of_pair(self, forward: Stage, backward: Stage) -> Column:
         """Return what two passes beside each other add, of each shape."""
@@ -196,11 +206,10 @@ class RolePasses:
         first, member = distinct([microbatches])
         most = np.array([self._most(each) for each in microbatches[first].tolist()], np.int64)
         passes, last, messages = most[member].T
-        each = [block_counts(self._pipeline.kinds, [stage]) for stage in self._stages]
-        blocks = np.array(each, np.int64)  # the head's column is the last one
-        saved = (sizes.saved[:, :-1] @ blocks[:, :-1].T).max(axis=1)
-        heads = blocks[self._stages.index(self._role.stages[-1]), -1]
-        kept = passes * saved[shapes] + last * (sizes.saved[:, -1] * heads)[shapes]
+        saved = np.max([sizes.passes.saved_ahead(stage) for stage in self._stages], axis=0)
+        kept = passes * saved[shapes]
+        if self._role.stages[-1].has_head:
+            kept += last * sizes.saved[:, -1][shapes]  # the head's column is the last one
         kept += messages * sizes.messages.max(axis=1)[shapes]
         needed = self._workspaces.max(axis=(1, 2))[sharing, shapes]
         pairs = 0 if self._pairs is None else self._pairs.max(axis=0)[shapes]

@@ -1,8 +1,9 @@
 """The sizes that decide what one rank computes and keeps in a block."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import ceil
+from operator import attrgetter
 from typing import NamedTuple
 
 from meshwright.hwprofiles import (
@@ -137,6 +138,16 @@ class BlockShape(WeightShape):
     accumulated_bytes: int = 0
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     imbalance: float = 1.0
+    # Found once: tables look shapes up again and again.
+    known_hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Find the hash of what is compared, but for records that a table's shapes share."""
+        object.__setattr__(self, "known_hash", hash(HASHED(self)))
+
+    def __hash__(self) -> int:
+        """Return one number for all that are equal."""
+        return self.known_hash
 
     @classmethod
     def of(
@@ -256,6 +267,11 @@ class BlockShape(WeightShape):
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes
+
+
+HASHED = attrgetter(
+    *(each.name for each in fields(BlockShape) if each.hash is not False and each.compare)
+)
 
 
 class PlanParameters(NamedTuple):
