@@ -43,6 +43,7 @@ from meshwright.hwprofiles.loader import (
     load_link,
     load_stack,
     nearest_names,
+    stacks_with,
 )
 from meshwright.hwprofiles.reading import FileKind, Line
 from meshwright.hwprofiles.schema import (
@@ -151,6 +152,7 @@ __all__ = [
     "profile_toml",
     "shown",
     "shown_path",
+    "stacks_with",
     "suggestion",
     "to_ps",
     "with_facts",

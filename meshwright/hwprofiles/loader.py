@@ -1,6 +1,6 @@
 """Read profiles: the built-in ones by name, a user's by path."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from meshwright.hwprofiles.base import FROM_FILE, Profile
 from meshwright.hwprofiles.complaints import nearest_names, one_line, shown, shown_path, suggestion
 from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.kinds import LayerFact
 from meshwright.hwprofiles.reading import FileKind
 from meshwright.hwprofiles.schema import Cluster, Device, Link
 from meshwright.hwprofiles.stack_schema import StackProfile
@@ -25,6 +26,7 @@ __all__ = [
     "load_link",
     "load_stack",
     "nearest_names",
+    "stacks_with",
 ]
 
 P = TypeVar("P", bound=Profile)
@@ -119,6 +121,16 @@ def load_stack(name: str | Path) -> StackProfile:
     if _is_path(name):
         return _checked_stack(_stack_data(name, ()), shown_path(name))
     return _built_in_stack(_known_name("stacks", str(name)))
+
+
+def stacks_with(facts: Iterable[LayerFact]) -> tuple[str, ...]:
+    """Return the names of the built-in stacks whose layers may have all of *facts*, sorted.
+
+    >>> stacks_with([LayerFact.NORM_PLACES])
+    ('ddp', 'fsdp')
+    """
+    wanted = frozenset(facts)
+    return tuple(each for each in list_stacks() if wanted <= {*load_stack(each).layer_facts})
 
 
 def load_cluster(name: str | Path) -> Cluster:

@@ -15,6 +15,7 @@ from meshwright.hwprofiles import (
     RecomputeModule,
     StackProfile,
     Units,
+    stacks_with,
 )
 from meshwright.simulator.layout.axes import DP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap
@@ -130,13 +131,11 @@ def layer_refusal(
     model: ModelSpec, seq_len: int, plan: ParallelPlan, stack: StackProfile
 ) -> str | None:
     """Return which fact of its layers *stack* does not offer, or None when it offers all."""
-    for fact in model.layer_facts(seq_len):
+    facts = model.layer_facts(seq_len)
+    for fact in facts:
         if fact not in stack.layer_facts:
-            known = ", ".join(stack.layer_facts) or "none"
-            return (
-                f"{fact} of {model.name} is not offered by stack {stack.name}; "
-                f"allowed of layer_facts: {known}"
-            )
+            name, known = model.name, ", ".join(stacks_with(facts)) or "none"
+            return f"{fact} of {name} is not offered by stack {stack.name}; stacks with it: {known}"
     if plan.attention in stack.attention_kernels and plan.attention not in attention_kernels(
         model, stack
     ):
