@@ -10,7 +10,15 @@ from meshwright.hwprofiles import StackProfile
 from meshwright.planner.space.columns import Column, chosen_rows, distinct
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.pipelines import stage_layers
-from meshwright.planner.space.switches import BASIC, SWITCHES, Place, Setting, Wanted, settings
+from meshwright.planner.space.switches import (
+    BASIC,
+    SWITCHES,
+    USUAL,
+    Place,
+    Setting,
+    Wanted,
+    settings,
+)
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import JOINT_AXES, PLAN_FIELDS, stack_gaps
 
@@ -78,7 +86,8 @@ def _places(
             lacks |= gap.lacks(columns.__getitem__)
     names = ("pp", "cp", "dp", "zero_stage")
     places = [*(columns[name] for name in names), count > 1, lacks]
-    if wanted.keys() & OF_PASSES:
+    # At their habits they have an effect everywhere, or nowhere.
+    if any(wanted.get(name, (USUAL[name],)) != (USUAL[name],) for name in OF_PASSES):
         stages = _of_stages(job, columns, max), _of_stages(job, columns, gcd)
         places += [columns["recompute"], columns["schedule"], count, *stages, columns["ep"]]
     return [np.asarray(each, np.int64) for each in places]
