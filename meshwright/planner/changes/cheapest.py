@@ -11,7 +11,7 @@ from meshwright.hwprofiles import Recompute, RecomputeMethod, Strategy
 from meshwright.planner.bounds import StepBounds
 from meshwright.planner.changes.change import Change
 from meshwright.planner.changes.switches import Fields, switched, switches
-from meshwright.planner.footprint import device_bytes_column, peak_bytes
+from meshwright.planner.footprint import device_bytes_column, least_state_bytes, peak_bytes
 from meshwright.planner.space import (
     COLUMNS,
     SWITCHES,
@@ -192,6 +192,9 @@ def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
     nodes = -(-num_gpus // cluster.devices_per_node)
     if cluster.num_nodes is not None and nodes > cluster.num_nodes:
         return
+    limit_bytes = usable_bytes(cluster, trials.memory_limit_bytes)
+    if least_state_bytes(before.job, stack, plan, num_gpus) > limit_bytes:
+        return
     names = ("attention", *SWITCHES) if isinstance(before.job.model, ModelSpec) else SWITCHES
     kept = {name: (getattr(plan, name),) for name in names}
     kept["stages"] = (stages_rule(before.job, plan, stack) or stack.stage_split,)
@@ -199,7 +202,7 @@ def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
     chosen = [each for each in SEARCHED_FIELDS if each.name not in {*REST, *kept}]
     codes = {each.name: each.code(getattr(plan, each.name)) for each in chosen}
     differences = sum(space.column(name) != code for name, code in codes.items())
-    for index in _nearest(trials, space, np.asarray(differences, np.int64)):
+    for index in _nearest(trials, space, np.asarray(differences, np.int64), limit_bytes):
         changed = space.plan(index)
         fields: dict[str, object] = {} if num_gpus == plan.world_size else {"gpus": num_gpus}
         for name in COLUMNS:
@@ -210,10 +213,9 @@ def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
             yield change
 
 
-def _nearest(trials: Trials, space: Space, differences: Column) -> list[int]:
+def _nearest(trials: Trials, space: Space, differences: Column, limit_bytes: int) -> list[int]:
     """Return the layouts that fit with the fewest *differences*, the lowest bound first."""
     cluster, stack = trials.before.cluster, space.stack
-    limit_bytes = usable_bytes(cluster, trials.memory_limit_bytes)
     offered = np.flatnonzero(~lacks(space))
     table, costs = ShapeTable.of(space, offered), CostModel(cluster, stack, space.num_gpus)
     fitting = np.zeros(0, np.int64)
