@@ -82,8 +82,9 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[RankPlace]:
     streams = {}
     places = []
     ties = work.pp > 1 and work.ranks[0].shared_embedding_ps > 0
+    stride = mesh.stride(Axis.PP)
     for rank in range(mesh.world_size):
-        pp_rank = mesh.coordinates(rank)[Axis.PP]
+        pp_rank = rank // stride % work.pp
         together = mesh.group(rank, *IN_STEP)
         tp_first, pp_first = together[0], mesh.group(rank, Axis.PP)[0]
         replicas = mesh.group(rank, *REPLICATED)
@@ -102,7 +103,7 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[RankPlace]:
             RankPlace(
                 index=rank,
                 pp_rank=pp_rank,
-                stride=mesh.stride(Axis.PP),
+                stride=stride,
                 tp_group=meetings.get((Axis.TP, tp_first)),
                 dp_group=streams[dp_first][1],
                 dp_stream=streams[dp_first][0],
