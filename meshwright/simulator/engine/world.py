@@ -20,6 +20,9 @@ from meshwright.simulator.engine.work import StepWork, with_overhead
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import IN_STEP, REPLICATED, Axis, Mesh
 
+WOKEN = cast("EventCallbacks", None)
+"""What `Environment.step` leaves of the callbacks of an event."""
+
 
 class StandingClock(Environment):
     """Events in the order in which they come, with no time between: ranks keep their own clocks."""
@@ -36,7 +39,7 @@ class StandingClock(Environment):
         """Wake who waits for an event, until none is left."""
         while self._triggered:
             event = self._triggered.popleft()
-            callbacks, event.callbacks = event.callbacks, cast("EventCallbacks", None)  # as `step`
+            callbacks, event.callbacks = event.callbacks, WOKEN
             for wake in callbacks:
                 wake(event)
             if not event.ok:
