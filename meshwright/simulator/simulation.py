@@ -1,6 +1,7 @@
 """The public function of this package: simulate one step of a plan and account for it."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 from meshwright.hwprofiles import Cluster, Source, StackProfile, Strategy
@@ -26,10 +27,12 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.memory import (
     MemoryEvent,
+    MemoryPeak,
     Overheads,
     fullest_moments,
     memory_peak,
     memory_timeline,
+    most_bytes,
     usable_bytes,
 )
 from meshwright.simulator.model import HEAD
@@ -143,14 +146,15 @@ def _memory(
     memory_limit_bytes: int | None,
     peak_bytes: int | None,
 ) -> MemoryResult:
+    peaks = RankPeaks(built, times)
     return MemoryResult(
-        known_peak_bytes=peak_bytes,
+        known_peak_bytes=peaks.most_bytes() if peak_bytes is None else peak_bytes,
         overheads=Overheads.of_plan(
             built.setting.job, built.setting.plan, costs.cluster, costs.stack
         ),
         capacity_bytes=costs.cluster.device.memory_capacity_bytes,
         usable_bytes=usable_bytes(costs.cluster, memory_limit_bytes),
-        walk=partial(_stages, built, times, costs),
+        walk=partial(_stages, built, peaks, costs),
         host_bytes=node_host_bytes(
             built.setting.mesh, [memory.host_bytes for memory in built.memory]
         ),
@@ -158,12 +162,50 @@ def _memory(
     )
 
 
-def _stages(built: BuiltStep, times: StepTimes, costs: CostModel) -> Iterator[StageMemory]:
+@dataclass(frozen=True, slots=True)
+class RankPeaks:
+    """The fullest instants of simulated ranks, each walked once, when it is asked for."""
+
+    built: BuiltStep
+    times: StepTimes
+    _known: dict[int, MemoryPeak] = field(default_factory=dict)
+
+    def of(self, pp_rank: int) -> MemoryPeak:
+        """Return the fullest instant of a rank."""
+        if pp_rank not in self._known:
+            memory, rank = self.built.memory[pp_rank], self.times.ranks[pp_rank]
+            ran = rank.actions, rank.ran, rank.update_start_ps
+            self._known[pp_rank] = memory_peak(memory, fullest_moments(memory, *ran, rank.pairs))
+        return self._known[pp_rank]
+
+    def most_bytes(self) -> int | None:
+        """Return the live bytes of the fullest rank: those that cannot be it are not walked.
+
+        Returns:
+            None where it takes a walk to know what a rank needs at most.
+        """
+        setting = self.built.setting
+        pp, vpp, count = setting.plan.pp, setting.plan.num_virtual_stages, setting.num_microbatches
+        schedule = setting.plan.schedule_of(setting.shape.stack.pipeline_runtime)
+        larger = schedule.group(pp, count) - pp
+        most: dict[int, int] = {}
+        for pp_rank, memory in enumerate(self.built.memory):
+            num_passes = schedule.in_flight(pp_rank, pp, count, vpp)
+            bound = most_bytes(memory, num_passes, larger)
+            if bound is None:
+                return None
+            most[pp_rank] = bound
+        peak = 0
+        for pp_rank in sorted(most, key=most.__getitem__, reverse=True):
+            if most[pp_rank] <= peak:
+                break
+            peak = max(peak, self.of(pp_rank).total_bytes)
+        return peak
+
+
+def _stages(built: BuiltStep, peaks: RankPeaks, costs: CostModel) -> Iterator[StageMemory]:
     for pp_rank, memory in enumerate(built.memory):
-        rank = times.ranks[pp_rank]
-        ran = rank.actions, rank.ran, rank.update_start_ps
-        moments = fullest_moments(memory, *ran, rank.pairs)
-        peak = memory_peak(memory, moments)
+        peak = peaks.of(pp_rank)
         tensor = largest_tensor(
             costs.blocks, built.setting.shape, built.setting.rank_stages(pp_rank), peak.action
         )

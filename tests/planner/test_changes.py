@@ -4,13 +4,17 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from words_said import said_once
 
 from meshwright import main
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack
 from meshwright.planner import Change, SpaceLimits, cheapest_changes, enumerate_space
+from meshwright.planner.bounds import StepBounds
+from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.search import search
+from meshwright.planner.space import SWITCHES, ShapeTable, lacks
 from meshwright.simulator import (
     CostModel,
     ParallelPlan,
@@ -120,6 +124,23 @@ def test_moments_are_narrowed_no_more_than_is_needed() -> None:
         {Precision.BF16},
         {Precision.FP8},
     ]
+
+
+def test_layouts_that_are_named_are_those_with_the_fewest_differences_of_all_that_fit() -> None:
+    step = too_large(ParallelPlan(dp=64, zero_stage=1, attention=Attention.FLASH))
+    plan = step.plan
+    kept = {name: (getattr(plan, name),) for name in ("attention", *SWITCHES)}
+    space = enumerate_space(JOB, STACK, 64, SpaceLimits(**kept, stages=(STACK.stage_split,)))
+    table, costs = ShapeTable.of(space), CostModel(CLUSTER, STACK, 64)
+    needed = device_bytes_column(space, CLUSTER, peak_bytes(space, table, costs.blocks))
+    fitting = np.flatnonzero(~lacks(space) & (needed <= step.memory.usable_bytes))
+    bounds = StepBounds(space, table, costs).lower_bounds_ps(fitting).tolist()
+    names = {each.name for each in SEARCHED_FIELDS} - {"dp", "stages", *kept}
+    layouts = [space.plan(index) for index in fitting.tolist()]
+    differing = [sum(getattr(each, n) != getattr(plan, n) for n in names) for each in layouts]
+    nearest = sorted(range(len(layouts)), key=lambda place: (differing[place], bounds[place]))
+    named = {change.plan for change in cheapest_changes(step)}
+    assert named == {layouts[place] for place in nearest[:4]}
 
 
 def test_a_plan_that_fits_needs_no_change() -> None:

@@ -26,7 +26,12 @@ from meshwright.hwprofiles import (
 )
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.bounds.bounds import StepBounds
-from meshwright.planner.footprint import device_bytes_column, host_bytes_column, peak_bytes
+from meshwright.planner.footprint import (
+    device_bytes_column,
+    host_bytes_column,
+    least_state_bytes,
+    peak_bytes,
+)
 from meshwright.planner.footprint.least import least_bytes
 from meshwright.planner.footprint.pass_table import _most
 from meshwright.planner.search import search
@@ -669,7 +674,7 @@ class Brute(NamedTuple):
     bounds_ps: dict[int, int]
     evaluated_bytes: dict[int, int]
     spare_bytes: dict[int, int]
-    """What the live bytes are above the least that the search looks at first."""
+    """What the live bytes are above the least that passes keep, or states take."""
     host_bytes: dict[int, int]
     evaluated_host_bytes: dict[int, int]
 
@@ -685,7 +690,7 @@ def brute_force_of(case: Case) -> Brute:
     table = ShapeTable.of(space)
     costs = CostModel(cluster, stack, case.num_gpus)
     needs = device_bytes_column(space, cluster, peak_bytes(space, table, BlockTable()))
-    least = least_bytes(space, table, BlockTable(), np.arange(len(space)))
+    passes = least_bytes(space, table, BlockTable(), np.arange(len(space)))
     runnable = [index for index in range(len(space)) if _runs(space.plan(index), job, stack)]
     hosts = host_bytes_column(space, table, cluster, np.array(runnable, np.int64))
     bounds = StepBounds(space, table, costs).lower_bounds_ps(np.array(runnable, np.int64))
@@ -697,7 +702,11 @@ def brute_force_of(case: Case) -> Brute:
         {index: result.step_ps for index, result in results.items()},
         dict(zip(runnable, bounds.tolist(), strict=True)),
         {index: int(needs[index]) for index in runnable},
-        {index: each.memory.peak_bytes - int(least[index]) for index, each in results.items()},
+        {
+            index: each.memory.peak_bytes
+            - max(int(passes[index]), least_state_bytes(job, stack, each.plan, case.num_gpus))
+            for index, each in results.items()
+        },
         {index: each.memory.host_bytes for index, each in results.items()},
         {index: int(hosts[index]) for index in runnable},
     )
@@ -718,7 +727,7 @@ def test_the_evaluator_knows_every_layouts_memory_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_layout_needs_less_than_its_passes_in_flight_keep(name: str) -> None:
+def test_no_layout_needs_less_than_its_passes_in_flight_keep_or_its_states_take(name: str) -> None:
     brute = brute_force(name)
     assert all(0 <= spare < brute.device_bytes[i] for i, spare in brute.spare_bytes.items())
 

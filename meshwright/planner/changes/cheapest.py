@@ -11,19 +11,21 @@ from meshwright.hwprofiles import Recompute, RecomputeMethod, Strategy
 from meshwright.planner.bounds import StepBounds
 from meshwright.planner.changes.change import Change
 from meshwright.planner.changes.switches import Fields, switched, switches
-from meshwright.planner.footprint import device_bytes_column, peak_bytes
+from meshwright.planner.footprint import device_bytes_column, least_state_bytes, peak_bytes
 from meshwright.planner.space import (
     COLUMNS,
     SWITCHES,
-    Candidates,
+    Column,
     ShapeTable,
+    Space,
     SpaceLimits,
-    apply_rules,
     askable_values,
     enumerate_space,
+    lacks,
 )
 from meshwright.simulator import CostModel, ModelSpec, ParallelPlan, PlanError, StepResult, simulate
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, SEARCHED_FIELDS, stages_rule
+from meshwright.simulator.memory import usable_bytes
 
 Progress = Callable[[str, int, int], None]
 MOST_CHANGES = 4
@@ -190,19 +192,17 @@ def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
     nodes = -(-num_gpus // cluster.devices_per_node)
     if cluster.num_nodes is not None and nodes > cluster.num_nodes:
         return
+    limit_bytes = usable_bytes(cluster, trials.memory_limit_bytes)
+    if least_state_bytes(before.job, stack, plan, num_gpus) > limit_bytes:
+        return
     names = ("attention", *SWITCHES) if isinstance(before.job.model, ModelSpec) else SWITCHES
     kept = {name: (getattr(plan, name),) for name in names}
     kept["stages"] = (stages_rule(before.job, plan, stack) or stack.stage_split,)
     space = enumerate_space(before.job, stack, num_gpus, SpaceLimits(**kept))
-    table, costs = ShapeTable.of(space), CostModel(cluster, stack, num_gpus)
-    needed = device_bytes_column(space, cluster, peak_bytes(space, table, costs.blocks))
-    left, _ = apply_rules(Candidates(space, cluster, needed, trials.memory_limit_bytes))
-    fitting = np.flatnonzero(left)
-    bounds_ps = StepBounds(space, table, costs).lower_bounds_ps(fitting)
     chosen = [each for each in SEARCHED_FIELDS if each.name not in {*REST, *kept}]
     codes = {each.name: each.code(getattr(plan, each.name)) for each in chosen}
-    differences = sum(space.column(name)[fitting] != code for name, code in codes.items())
-    for index in fitting[np.lexsort((bounds_ps, differences))][:MOST_CHANGES].tolist():
+    differences = sum(space.column(name) != code for name, code in codes.items())
+    for index in _nearest(trials, space, np.asarray(differences, np.int64), limit_bytes):
         changed = space.plan(index)
         fields: dict[str, object] = {} if num_gpus == plan.world_size else {"gpus": num_gpus}
         for name in COLUMNS:
@@ -211,3 +211,22 @@ def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
         change = trials.change(changed, fields)
         if change is not None:
             yield change
+
+
+def _nearest(trials: Trials, space: Space, differences: Column, limit_bytes: int) -> list[int]:
+    """Return the layouts that fit with the fewest *differences*, the lowest bound first."""
+    cluster, stack = trials.before.cluster, space.stack
+    offered = np.flatnonzero(~lacks(space))
+    table, costs = ShapeTable.of(space, offered), CostModel(cluster, stack, space.num_gpus)
+    fitting = np.zeros(0, np.int64)
+    # Layouts with more differences are not looked at where enough fit with fewer.
+    for number in np.unique(differences[offered]).tolist():
+        alike = offered[differences[offered] == number]
+        live = peak_bytes(space, table, trials.costs.blocks, alike, most_bytes=limit_bytes)
+        needed = device_bytes_column(space, cluster, live, alike)
+        fitting = np.concatenate([fitting, alike[needed <= limit_bytes]])
+        if len(fitting) >= MOST_CHANGES:
+            break
+    bounds_ps = StepBounds(space, table.of_layouts(fitting), costs).lower_bounds_ps(fitting)
+    order = np.lexsort((bounds_ps, differences[fitting]))[:MOST_CHANGES]
+    return [int(index) for index in fitting[order]]

@@ -3,12 +3,14 @@
 from meshwright.planner.footprint.footprint import Footprint, device_bytes_column, peak_bytes
 from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
 from meshwright.planner.footprint.hosts import host_bytes_column
+from meshwright.planner.footprint.states import least_state_bytes
 
 __all__ = [
     "Footprint",
     "PipelineGroup",
     "device_bytes_column",
     "host_bytes_column",
+    "least_state_bytes",
     "peak_bytes",
     "pipeline_groups",
 ]

@@ -22,7 +22,7 @@ def least_bytes(space: Space, table: ShapeTable, blocks: BlockTable, indices: Co
         blocks: Where what blocks hold is kept.
         indices: Which layouts.
     """
-    blocks.prepare(table.shapes)
+    blocks.prepare(table.shapes, table.kinds)
     saved = [[blocks.memory(shape, kind).saved for kind in table.kinds] for shape in table.shapes]
     by_shape = np.array(saved, np.int64).reshape(len(table.shapes), len(table.kinds))
     numbers, microbatches = space.pipeline_numbers[indices], space.num_microbatches[indices]

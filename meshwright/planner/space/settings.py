@@ -10,13 +10,29 @@ from meshwright.hwprofiles import StackProfile
 from meshwright.planner.space.columns import Column, chosen_rows, distinct
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.pipelines import stage_layers
-from meshwright.planner.space.switches import BASIC, SWITCHES, Place, Setting, Wanted, settings
+from meshwright.planner.space.switches import (
+    BASIC,
+    SWITCHES,
+    USUAL,
+    Place,
+    Setting,
+    Wanted,
+    settings,
+)
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import JOINT_AXES, PLAN_FIELDS, stack_gaps
 
 PASSES = ("recompute_modules", "recompute_layers", "recompute_method", "microbatch_group_size")
 """Switches of what passes run, which are searched where they are asked for."""
-OF_PASSES = {*PASSES, "expert_overlap"}
+READ_BY = {
+    "recompute": {"recompute_modules", "recompute_layers", "expert_overlap"},
+    "schedule": {"microbatch_group_size", "expert_overlap"},
+    "num_microbatches": {"microbatch_group_size"},
+    "most_layers": {"recompute_layers"},
+    "common_layers": {"recompute_layers"},
+    "ep": {"expert_overlap"},
+}
+"""Of some numbers of a `Place`, the switches whose settings depend on them."""
 
 
 def with_switches(
@@ -78,9 +94,14 @@ def _places(
             lacks |= gap.lacks(columns.__getitem__)
     names = ("pp", "cp", "dp", "zero_stage")
     places = [*(columns[name] for name in names), count > 1, lacks]
-    if wanted.keys() & OF_PASSES:
-        stages = _of_stages(job, columns, max), _of_stages(job, columns, gcd)
-        places += [columns["recompute"], columns["schedule"], count, *stages, columns["ep"]]
+    # At its habit a switch has an effect everywhere, or nowhere.
+    asked = {name for name in SWITCHES if wanted.get(name, (USUAL[name],)) != (USUAL[name],)}
+    known = columns | {"num_microbatches": count}
+    if "recompute_layers" in asked:
+        known["most_layers"] = _of_stages(job, columns, max)
+        known["common_layers"] = _of_stages(job, columns, gcd)
+    nothing = np.broadcast_to(np.int64(0), count.shape)
+    places += [known[name] if asked & reading else nothing for name, reading in READ_BY.items()]
     return [np.asarray(each, np.int64) for each in places]
 
 

@@ -54,8 +54,8 @@ class MemoryResult:
     allocator holds beside, ``device_bytes`` context and communicators (`Overheads`); a plan fits
     when the last is at most ``usable_bytes``, and ``host_bytes``, what the fullest node keeps on
     its host, at most ``host_capacity_bytes``.  ``walk`` finds the memory of each pipeline rank when
-    that is read: a search knows the peaks of its layouts without, ``known_peak_bytes``.  Results
-    are equal if all that they tell is, wherever it is from.
+    that is read: ``known_peak_bytes`` is known of a search's layouts without, and of most pipelines
+    from few ranks.  Results are equal if all that they tell is, wherever it is from.
     """
 
     known_peak_bytes: int | None = None

@@ -20,6 +20,9 @@ from meshwright.simulator.engine.work import StepWork, with_overhead
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import IN_STEP, REPLICATED, Axis, Mesh
 
+WOKEN = cast("EventCallbacks", None)
+"""What `Environment.step` leaves of the callbacks of an event."""
+
 
 class StandingClock(Environment):
     """Events in the order in which they come, with no time between: ranks keep their own clocks."""
@@ -36,7 +39,7 @@ class StandingClock(Environment):
         """Wake who waits for an event, until none is left."""
         while self._triggered:
             event = self._triggered.popleft()
-            callbacks, event.callbacks = event.callbacks, cast("EventCallbacks", None)  # as `step`
+            callbacks, event.callbacks = event.callbacks, WOKEN
             for wake in callbacks:
                 wake(event)
             if not event.ok:
@@ -82,8 +85,9 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[RankPlace]:
     streams = {}
     places = []
     ties = work.pp > 1 and work.ranks[0].shared_embedding_ps > 0
+    stride = mesh.stride(Axis.PP)
     for rank in range(mesh.world_size):
-        pp_rank = mesh.coordinates(rank)[Axis.PP]
+        pp_rank = rank // stride % work.pp
         together = mesh.group(rank, *IN_STEP)
         tp_first, pp_first = together[0], mesh.group(rank, Axis.PP)[0]
         replicas = mesh.group(rank, *REPLICATED)
@@ -102,7 +106,7 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[RankPlace]:
             RankPlace(
                 index=rank,
                 pp_rank=pp_rank,
-                stride=mesh.stride(Axis.PP),
+                stride=stride,
                 tp_group=meetings.get((Axis.TP, tp_first)),
                 dp_group=streams[dp_first][1],
                 dp_stream=streams[dp_first][0],

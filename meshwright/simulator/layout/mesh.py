@@ -4,9 +4,9 @@ Ranks are numbered in the order of `Axis`, and nodes are filled in rank order.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise, takewhile
+from itertools import accumulate, pairwise
 from math import gcd, prod
-from operator import eq, gt
+from operator import eq, gt, mul
 from typing import NamedTuple
 
 from meshwright.hwprofiles import ContextParallel, LayerFact, StackProfile
@@ -86,7 +86,7 @@ class Mesh:
     3072
     """
 
-    __slots__ = ("_cp_inner", "_degrees", "_experts", "node_size")
+    __slots__ = ("_cp_inner", "_degrees", "_experts", "_strides", "node_size")
 
     def __init__(
         self,
@@ -99,6 +99,9 @@ class Mesh:
         assert degrees.keys() <= set(Axis), "each degree is that of an axis"
         self.node_size = node_size
         self._degrees = {axis: degrees.get(axis, 1) for axis in Axis}
+        self._strides = dict(
+            zip(Axis, accumulate(self._degrees.values(), mul, initial=1), strict=False)
+        )
         self._experts = experts
         self._cp_inner = cp_inner
 
@@ -130,8 +133,7 @@ class Mesh:
         if isinstance(axis, ContextAxis):
             between = self._cp_inner if axis is ContextAxis.OUTER else 1
             return self.stride(Axis.CP) * between
-        faster = takewhile(lambda other: other is not axis, Axis)
-        return prod(self._degrees[each] for each in faster)
+        return self._strides[axis]
 
     def degree(self, axis: MeshAxis) -> int:
         """Return the number of ranks along *axis*."""

@@ -106,8 +106,10 @@ def stage_entries(
         count = setting.num_microbatches
         gathered = [(part, part_gathers(part, replication, count, refetches)) for part in parts]
     elif setting.gathers_in_pass:
-        # Gathered are shards alone, and what is reduced is cut likewise.
-        gathered = [(part, 1) for part in bucket_parts(setting.shape, stage, replication.dp_cp)]
+        # Gathered are shards alone, and what is reduced in buckets is cut likewise.
+        shape, is_cut = setting.shape, setting.shape.stack.overlap_gradient_reduce
+        own = parts if is_cut else bucket_parts(shape, stage, replication.dp_cp)
+        gathered = [(part, 1) for part in own]
     unused = [
         (part._replace(buckets=part.unused[0], expert_buckets=part.unused[1]), count)
         for count in (setting.num_microbatches,)

@@ -49,9 +49,11 @@ from meshwright.simulator.memory.stage_outputs import (
 from meshwright.simulator.memory.stand_ins import stand_in_bytes
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
+    MemoryPeak,
     fullest_moments,
     memory_peak,
     memory_timeline,
+    most_bytes,
     pass_levels,
 )
 
@@ -62,6 +64,7 @@ __all__ = [
     "KeptUnits",
     "LateGradients",
     "MemoryEvent",
+    "MemoryPeak",
     "Overheads",
     "PassPeak",
     "PassPeaks",
@@ -81,6 +84,7 @@ __all__ = [
     "memory_peak",
     "memory_timeline",
     "message_buffer_bytes",
+    "most_bytes",
     "most_messages",
     "num_communicators",
     "pair_bytes",

@@ -4,7 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.simulator.memory.held_messages import held_between_steps, held_messages
+from meshwright.simulator.memory.held_messages import (
+    held_between_steps,
+    held_messages,
+    most_messages,
+)
 from meshwright.simulator.memory.pass_states import LiveBytes, PassState, kept_levels, pass_states
 from meshwright.simulator.memory.rank import PassPeak, RankMemory
 from meshwright.simulator.schedules import Action, Phase
@@ -225,6 +229,32 @@ def _fullest_levels(
     for live, position, left, one in sorted(most.values(), key=lambda found: found[1]):
         during = one.during._replace(activations=live)
         yield position, (during, one.after._replace(activations=left + held[position + 1]))
+
+
+def most_bytes(memory: RankMemory, num_passes: int, larger: int) -> int | None:
+    """Return no fewer bytes than a rank's fullest instant has, in whatever order its passes run.
+
+    Args:
+        memory: The rank's sizes.
+        num_passes: The most of its passes that are in flight.
+        larger: By how many microbatches groups are larger than the pipeline.
+
+    Returns:
+        None where gathered units are kept between passes, or passes run beside each other.
+    """
+    stages = memory.virtual_stages
+    if stages[0].kept_units is not None or memory.pairs_bytes:
+        return None
+    needed = [0]
+    for stage in stages:
+        needed += stage.forward_workspace_bytes, stage.backward_workspace_bytes
+        apart = stage.first_backward, stage.last_backward
+        needed += [peak.total_bytes for peak in apart if peak is not None]
+    passes = num_passes * max(stage.saved_bytes for stage in stages) + max(needed)
+    gathered = sum(max(each.after_forward_bytes, each.after_backward_bytes) for each in stages)
+    messages = 0 if memory.held_at is None else most_messages(len(stages), larger)
+    held = memory.buffers_bytes + gathered + messages * max(map(max, memory.sent))
+    return memory.static_bytes + held + max(passes, memory.update_temporary_bytes)
 
 
 def update_level(memory: RankMemory) -> LiveBytes:

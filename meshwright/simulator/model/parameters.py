@@ -71,10 +71,20 @@ def count_parameters(model: AnyModel) -> int:
     >>> count_parameters(load_model("gpt2"))
     124439808
     """
+    return count_trained_parameters(model) + _count_routing_biases(model)
+
+
+def count_trained_parameters(model: AnyModel) -> int:
+    """Return how many of the parameters have gradients: all but biases of routing.
+
+    >>> from meshwright.simulator.model.catalogue import load_model
+    >>> model = load_model("deepseek-v3")
+    >>> count_parameters(model) - count_trained_parameters(model)  # 58 layers of 256 experts
+    14848
+    """
     counts = parameters_by_kind(model)
     ends = sum(counts.get(kind, 0) for kind in (EMBEDDING, *APART, HEAD))
-    layers = sum(count * counts[kind] for kind, count in model.layer_runs)
-    return ends + layers + _count_routing_biases(model)
+    return ends + sum(count * counts[kind] for kind, count in model.layer_runs)
 
 
 def count_active_parameters(model: AnyModel) -> int:

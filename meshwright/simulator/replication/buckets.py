@@ -7,7 +7,6 @@ PyTorch's DistributedDataParallel does so in bytes (arXiv 2006.15704, section 3.
 limit of its own for the first), Megatron-Core in elements (`param_and_grad_buffer.py`, core r0.8).
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -376,9 +375,19 @@ def unit_shards(
 
 def _unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool) -> Iterator[tuple[int, int]]:
     """Yield rows and the elements of a row of each weight of *unit*."""
-    num_blocks: Counter[BlockKind] = Counter()
-    for kind, count in unit.blocks:
-        num_blocks[kind] += count
+    blocks = unit.blocks
+    for kind, weights in _module_weights(shape, of_experts=of_experts):
+        yield from weights * sum(count for each, count in blocks if each == kind)
+    if copies_table(shape.trained, unit) and not of_experts:
+        yield shape.local_vocab_size, shape.model.hidden_size
+
+
+@lru_cache  # as of `_arriving_sizes`
+def _module_weights(
+    shape: BlockShape, *, of_experts: bool
+) -> list[tuple[BlockKind, list[tuple[int, int]]]]:
+    """Return rows and the elements of a row of each tensor's weights, with its kind of block."""
+    known: list[tuple[BlockKind, list[tuple[int, int]]]] = []
     for tensor in rank_tensors(shape.trained, shape.ends_tp, shape.stack.vocabulary_multiple):
         if (bool(shape.expert_parameters) and is_expert(tensor)) is not of_experts:
             continue
@@ -387,6 +396,5 @@ def _unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool) -> Iterat
         weights = [(part, prod(rest)) for part in parts]
         if _module_of(tensor) == "experts_in" and not shape.stack.transformers_layers:
             weights = [(rows, prod(rest) // 2)] * 2  # torchtitan's gate and value are apart
-        yield from weights * num_blocks[tensor.block]
-    if copies_table(shape.trained, unit) and not of_experts:
-        yield shape.local_vocab_size, shape.model.hidden_size
+        known.append((tensor.block, weights))
+    return known

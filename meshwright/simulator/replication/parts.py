@@ -1,5 +1,7 @@
 """Parts of a stage: whole blocks with what is reduced and gathered for them."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from meshwright.simulator.costs import CostModel
@@ -60,16 +62,22 @@ def cut_at(
     of_experts: tuple[GradientBucket, ...] = (),
 ) -> tuple[StagePart, ...]:
     """Return *stage* cut where *buckets*, or those *of_experts*, are complete, in model order."""
+    completed, experts = map(_by_place, (buckets, of_experts))
     parts: list[StagePart] = []
     end = stage.num_blocks
-    for first in sorted({each.place for each in (*buckets, *of_experts)}, reverse=True):
-        completed, experts = (
-            tuple(each.num_parameters for each in found if each.place == first)
-            for found in (buckets, of_experts)
-        )
-        parts.append(StagePart(stage.part(first, end), completed, expert_buckets=experts))
+    for first in sorted({*completed, *experts}, reverse=True):
+        own, of_others = (tuple(sizes.get(first, ())) for sizes in (completed, experts))
+        parts.append(StagePart(stage.part(first, end), own, expert_buckets=of_others))
         end = first
     return tuple(reversed(parts))
+
+
+def _by_place(buckets: Iterable[GradientBucket]) -> Mapping[int, list[int]]:
+    """Return the parameters of *buckets* by the block that completes them."""
+    sizes: defaultdict[int, list[int]] = defaultdict(list)
+    for num_parameters, place in buckets:
+        sizes[place].append(num_parameters)
+    return sizes
 
 
 def buffer_copies(
