@@ -26,6 +26,7 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.model import (
     ENDS,
+    LAYERS,
     AnyModel,
     BlockKind,
     ModelSpec,
@@ -256,6 +257,17 @@ class BlockShape(WeightShape):
     def message_bytes(self) -> int:
         """Bytes of the activation between two stages that one rank holds."""
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes
+
+
+def moves_in_pieces(shape: BlockShape, kind: BlockKind, product: str) -> bool:
+    """Return whether tokens of a layer move piece by piece beside one of its products.
+
+    Transformer Engine has buffers for four: of attention and of a dense MLP. Megatron-Core does
+    without them where there are others, as latent attention has (`TELinear`), and in shared
+    experts (transformer/moe/shared_experts.py).
+    """
+    is_split = shape.stack.tp_in_pieces and shape.sequence_parallel and kind in LAYERS
+    return is_split and shape.model.latent is None and not product.startswith("shared ")
 
 
 class PlanParameters(NamedTuple):
