@@ -79,6 +79,8 @@ class StackTraits(Profile):
         tp_plan: Tensor parallelism is the tp_plan of transformers, a module at a time: ends stay
             whole on each rank, and every product whose outputs are split sums the gradient of its
             input over the ranks by itself.
+        tp_in_pieces: With sequence parallelism gathers and scattered sums around linear layers go
+            piece by piece beside their products, of which ``tp_overlap_fraction`` hides.
         latent_context_parallel: How ranks that share sequences may attend to each other's tokens
             where keys are wider than values, of all ways in ``context_parallel``.
         layer_facts: What its layers and ends may have beyond those of GPT and Llama.
@@ -126,6 +128,7 @@ class StackTraits(Profile):
         default=0.0, alias="fitted.host_issue_cast", exclude_if=operator.not_
     )
     tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
+    tp_in_pieces: Flag = Field(default=False, exclude_if=operator.not_)
     latent_context_parallel: tuple[ContextParallel, ...] = Field((), exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
 

@@ -119,7 +119,7 @@ def test_a_fastest_plan_that_is_folded_is_named(capsys: pytest.CaptureFixture[st
     assert main(EXAMPLE) == 0
     text = capsys.readouterr().out
     assert "\n 2   4   4   8   10 " in text
-    assert "fastest   plan 1: plan 2 with vpp=20, 0.09% faster" in text
+    assert "fastest   plan 1: plan 2 with vpp=20, 0.08% faster" in text
     assert main([*EXAMPLE, "--json", "-"]) == 0
     fastest, simpler, *_ = json.loads(capsys.readouterr().out)["plans"]
     assert (fastest["plan"]["num_virtual_stages"], fastest["like"]) == (20, [])

@@ -128,12 +128,12 @@ def test_steps_are_shorter_by_what_is_hidden(plan: ParallelPlan) -> None:
 
 def test_nothing_hides_what_the_host_takes_to_start_two_passes() -> None:
     plan = replace(PIPELINE, expert_overlap=MICROBATCHES)
-    alone, beside = ran(replace(plan, expert_overlap=None), BUSY_HOST), ran(plan, BUSY_HOST)
-    costs = CostModel(CLUSTER, BUSY_HOST, 16)
-    shape = BlockShape.of(JOB, plan, BUSY_HOST)
-    nodes = layer_nodes(costs, shape, EXPERT_LAYER, delays=False)
-    # 16 experts a rank: three passes of 1.2 ms, and 0.13 ms for each expert.
-    assert nodes.forward_issue + nodes.backward_issue == 3 * (1200 + 16 * 130) * 10**6
+    busy = BUSY_HOST.model_copy(update={"host_issue_expert_s": 0.2e-3})
+    alone, beside = ran(replace(plan, expert_overlap=None), busy), ran(plan, busy)
+    shape = BlockShape.of(JOB, plan, busy)
+    nodes = layer_nodes(CostModel(CLUSTER, busy, 16), shape, EXPERT_LAYER, delays=False)
+    # 16 experts a rank: three passes of 1.2 ms, and 0.2 ms for each expert.
+    assert nodes.forward_issue + nodes.backward_issue == 3 * (1200 + 16 * 200) * 10**6
     assert hideable_ps([nodes], [nodes]) < hidden_exchange_ps([nodes], [nodes])
     # Nothing is left to win, and a pass more runs ahead.
     assert beside.step_ps >= alone.step_ps > ran(plan).step_ps

@@ -246,8 +246,8 @@ def test_weights_of_8_bits_are_those_of_products_in_8_bits(
 @pytest.mark.parametrize(
     ("stack", "waits_us"),
     [
-        ("megatron-core", 300 + 2 * 40),
-        ("megatron-core-capacity", 300),
+        ("megatron-core", 150 + 2 * 50),
+        ("megatron-core-capacity", 150),
         ("megatron-core-capacity-graphs", 0),
         ("megatron-core-fused", 0),
         ("megatron-core-graphs", 0),

@@ -26,7 +26,7 @@ from meshwright.simulator.account.traffic import rank_traffic, sent_bytes
 from meshwright.simulator.blocks import BlockTable, Collective
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import BlockRun
+from meshwright.simulator.model import BlockKind, BlockRun
 from meshwright.simulator.replication.data_parallel import stage_parameters
 
 MODEL = ModelSpec(
@@ -81,9 +81,12 @@ def test_backward_gathers_beside_the_gradient_of_an_input_and_sums_beside_that_o
 ):
     """Megatron-Core's ``LinearWithGradAccumulationAndAsyncCommunication``."""
     plan = ParallelPlan(tp=2, sequence_parallel=True, stages=(4,))
-    shape = BlockShape.of(job_of(1), plan, load_stack("megatron-core"))
-    operators = BlockTable().operators(shape, "layer").backward
-    calls = [each for each in operators if isinstance(each, Collective) and each.hides_under]
+    stack = load_stack("megatron-core").model_copy(update={"tp_in_pieces": False})
+    shape = BlockShape.of(job_of(1), plan, stack)
+    operators = BlockTable().operators(shape, "layer")
+    assert not any(getattr(each, "hides_under", None) for each in operators.forward)
+    calls = [each for each in operators.backward if isinstance(each, Collective)]
+    calls = [each for each in calls if each.hides_under]
     contracted = [
         each.hides_under.k
         for each in calls
@@ -96,6 +99,41 @@ def test_backward_gathers_beside_the_gradient_of_an_input_and_sums_beside_that_o
     ]
     assert sorted(contracted) == [3 * 256 // 2, 4 * 256 // 2]  # outputs of a rank
     assert tokens == [MODEL.seq_len] * 2
+
+
+def covers(model: ModelSpec, kind: BlockKind, phase: str) -> list[tuple[str, str | None]]:
+    """Return a block's collectives over tensor ranks, with the products that hide them."""
+    job = TrainingJob(model=model, global_batch_size=1, seq_len=128, precision=Precision.BF16)
+    plan = ParallelPlan(tp=2, sequence_parallel=True, stages=(model.num_layers,))
+    operators = BlockTable().operators(BlockShape.of(job, plan, load_stack("megatron-core")), kind)
+    calls = (each for each in getattr(operators, phase) if isinstance(each, Collective))
+    return [
+        (each.op.value, each.hides_under and each.hides_under.name)
+        for each in calls
+        if each.axis is Axis.TP
+    ]
+
+
+def test_in_pieces_tokens_move_beside_the_products_that_have_buffers() -> None:
+    """Transformer Engine's of attention and of MLPs: not the output matrix, not shared experts.
+
+    Latent attention has linear layers without buffers, and then Megatron-Core has none at all.
+    """
+    gather, scatter = "all_gather", "reduce_scatter"
+    attention = [(gather, "queries, keys, values"), (scatter, "attention output")]
+    assert covers(MODEL, "layer", "forward") == [
+        *attention,
+        (gather, "mlp in"),
+        (scatter, "mlp out"),
+    ]
+    backward = covers(MODEL, "layer", "backward")
+    assert len(backward) == 6
+    assert all(cover for _, cover in backward)
+    assert {cover for _, cover in covers(MODEL, "head", "forward")} == {None}
+    shared = covers(load_model("glm4.5"), "expert layer", "forward")
+    assert shared[:2] == attention
+    assert {cover for _, cover in shared[2:]} == {None}
+    assert {cover for _, cover in covers(load_model("deepseek-v3"), "layer", "forward")} == {None}
 
 
 def test_tensor_parallelism_sends_four_all_reduces_of_the_activations_a_layer() -> None:

@@ -23,7 +23,7 @@ from meshwright.simulator.blocks.operators import (
     end_launches,
 )
 from meshwright.simulator.blocks.parts import chunk_tokens
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape, moves_in_pieces
 from meshwright.simulator.graph import (
     PARTIAL,
     Backward,
@@ -112,7 +112,7 @@ class PricedBlock(NamedTuple):
         steps = [step for step in self.found.tape.steps if step.phase is phase]
         merges = phase is not Phase.RECOMPUTE or self.shape.recompute is not Recompute.SELECTIVE_OP
         products = _products(self, steps, merges=merges)
-        calls = _collectives(self.found, steps, products)
+        calls = _collectives(self, steps, products)
         flash = [
             _flash(self.shape, self.kind, step.work, phase)
             for step in steps
@@ -379,22 +379,22 @@ def _num_kernels(found: Backward, phase: Phase) -> int:
 
 
 def _collectives(
-    found: Backward, steps: Sequence[Step], products: dict[tuple[int, int], Gemm]
-) -> list[Collective]:
-    """Return the collectives of a phase, with the products that they may run beside.
+    block: PricedBlock, steps: Sequence[Step], products: dict[tuple[int, int], Gemm]
+) -> Iterator[Collective]:
+    """Yield the collectives of a phase, with the products that they may run beside.
 
     A column-parallel layer's input may be gathered again under the product of its gradient, the
-    sum of that gradient under the product of the weight's (Megatron-LM's asynchronous layer).
+    sum of that gradient under the product of the weight's (Megatron-LM's asynchronous layer). Piece
+    by piece, each gather goes beside the product it is for, each scattered sum beside its own.
     """
-    first: dict[int, Kind] = {}
-    for each in found.tape.block.operators:
-        first.setdefault(each.price, each.kind)
-    calls = []
+    first = {each.price: each.kind for each in reversed(block.found.tape.block.operators)}
     for phase, op, work in steps:
         if not isinstance(work, Transfer):
             continue
-        number = 0 if work.op is CollectiveOp.ALL_GATHER else 1
-        is_column = first[op.price] is Kind.PLACE and phase is Phase.BACKWARD
-        cover = products.get((op.price, number)) if is_column else None
-        calls.append(Collective(work.axis.value, work.op, _number(work.nbytes), work.axis, cover))
-    return calls
+        is_backward = phase is Phase.BACKWARD
+        number = int(is_backward and work.op is not CollectiveOp.ALL_GATHER)
+        cover = products.get((op.price, number)) if op.kind is Kind.PLACE else None
+        is_column = is_backward and first[op.price] is Kind.PLACE
+        if cover and not (is_column or moves_in_pieces(block.shape, block.kind, cover.name)):
+            cover = None
+        yield Collective(work.axis.value, work.op, _number(work.nbytes), work.axis, cover)

@@ -27,6 +27,7 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.model import (
     ENDS,
+    LAYERS,
     AnyModel,
     BlockKind,
     ModelSpec,
@@ -272,6 +273,17 @@ class BlockShape(WeightShape):
 HASHED = attrgetter(
     *(each.name for each in fields(BlockShape) if each.hash is not False and each.compare)
 )
+
+
+def moves_in_pieces(shape: BlockShape, kind: BlockKind, product: str) -> bool:
+    """Return whether tokens of a layer move piece by piece beside one of its products.
+
+    Transformer Engine has buffers for four: of attention and of a dense MLP. Megatron-Core does
+    without them where there are others, as latent attention has (`TELinear`), and in shared
+    experts (transformer/moe/shared_experts.py).
+    """
+    is_split = shape.stack.tp_in_pieces and shape.sequence_parallel and kind in LAYERS
+    return is_split and shape.model.latent is None and not product.startswith("shared ")
 
 
 class PlanParameters(NamedTuple):
