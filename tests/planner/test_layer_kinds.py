@@ -128,7 +128,7 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockTable, "operators", repeated)
     monkeypatch.setattr(BlockTable, "columns", apart)
     monkeypatch.setattr(BlockTable, "memory", kept)
-    monkeypatch.setattr(BlockTable, "prepare", lambda table, shapes: None)
+    monkeypatch.setattr(BlockTable, "prepare", lambda *of_table: None)
     monkeypatch.setattr(BlockTable, "saved_tensors", lambda *args, repeats=True: ())
     for kind in MADE:
         monkeypatch.setitem(LAYER_TENSORS, kind, tensors_of(kind))

@@ -58,6 +58,16 @@ class WeightShape:
     ep: int = 1
     etp: int | None = None
     whole_ends: bool = False
+    # Found once: tables look shapes up again and again.
+    known_hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Find the hash of what is compared, but for records that a table's shapes share."""
+        object.__setattr__(self, "known_hash", hash(HASHED(self)))
+
+    def __hash__(self) -> int:
+        """Return one number for all that are equal."""
+        return self.known_hash
 
     @property
     def model(self) -> ModelSpec:
@@ -139,16 +149,7 @@ class BlockShape(WeightShape):
     accumulated_bytes: int = 0
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     imbalance: float = 1.0
-    # Found once: tables look shapes up again and again.
-    known_hash: int = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Find the hash of what is compared, but for records that a table's shapes share."""
-        object.__setattr__(self, "known_hash", hash(HASHED(self)))
-
-    def __hash__(self) -> int:
-        """Return one number for all that are equal."""
-        return self.known_hash
+    __hash__ = WeightShape.__hash__  # a dataclass would have one of its own
 
     @classmethod
     def of(
