@@ -127,10 +127,10 @@ class BlockShape(WeightShape):
     ``modules`` are the parts of a layer that selective recomputation runs again.
     ``cp`` ranks share a sequence by ``cp_type``; of a ring of swaps, groups of ``cp_inner`` swap.
     ``announces_messages`` says that sizes go ahead of messages between stages, which differ.
-    ``accumulated_bytes`` is the traffic of adding a parameter's gradient to what is kept of it
-    within the product that makes it.
+    ``accumulated_bytes`` are those that a product moves to add a gradient to what is kept of it.
     """
 
+    __hash__ = WeightShape.__hash__  # a dataclass would have one of its own
     seq_len: int
     precision: Precision
     microbatch_size: int
@@ -149,7 +149,6 @@ class BlockShape(WeightShape):
     accumulated_bytes: int = 0
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     imbalance: float = 1.0
-    __hash__ = WeightShape.__hash__  # a dataclass would have one of its own
 
     @classmethod
     def of(
