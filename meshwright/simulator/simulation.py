@@ -148,7 +148,7 @@ def _memory(
 ) -> MemoryResult:
     peaks = RankPeaks(built, times)
     return MemoryResult(
-        known_peak_bytes=peaks.most_bytes() if peak_bytes is None else peak_bytes,
+        known_peak_bytes=peaks.peak_bytes() if peak_bytes is None else peak_bytes,
         overheads=Overheads.of_plan(
             built.setting.job, built.setting.plan, costs.cluster, costs.stack
         ),
@@ -178,7 +178,7 @@ class RankPeaks:
             self._known[pp_rank] = memory_peak(memory, fullest_moments(memory, *ran, rank.pairs))
         return self._known[pp_rank]
 
-    def most_bytes(self) -> int | None:
+    def peak_bytes(self) -> int | None:
         """Return the live bytes of the fullest rank: those that cannot be it are not walked.
 
         Returns:

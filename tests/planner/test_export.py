@@ -387,6 +387,18 @@ def test_sizes_that_a_deepspeed_file_leaves_out_are_filled_in_as_deepspeed_does(
     assert plan["plan"]["dp"] == 8
 
 
+@pytest.mark.parametrize(
+    ("fact", "overlaps"), [((), True), (("--set", "tp_in_pieces=false"), False)]
+)
+def test_megatron_lm_is_told_to_overlap_where_the_stack_moves_tokens_in_pieces(
+    tmp_path: Path, fact: tuple[str, ...], *, overlaps: bool
+) -> None:
+    words = [*LLAMA, "--gpus", "16", "--tp", "2", "--sequence-parallel", *fact]
+    plan, out = plan_file(words, tmp_path), tmp_path / "out"
+    assert main(["export", str(plan), "--to", "megatron-lm", "--out", str(out)]) == 0
+    assert ("--tp-comm-overlap" in out.read_text()) == overlaps
+
+
 def test_flash_attention_with_sinks_is_that_of_transformers_models_with_sinks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,13 +199,15 @@ def _tensor_overlap() -> Row:
 
     def write(facts: Facts) -> Keys:
         is_split = facts.number("tp") > 1 and facts.get("sequence_parallel")
-        return {key: True} if is_split and facts.get("stack.tp_overlap_fraction") else {}
+        overlaps = facts.get("stack.tp_overlap_fraction") and facts.get("stack.tp_in_pieces")
+        return {key: True} if is_split and overlaps else {}
 
     def read(keys: Keys, facts: Facts) -> Keys:
         is_split = facts.number("tp") > 1 and facts.get("sequence_parallel")
         return {"stack.tp_overlap_fraction": 0.0} if is_split and key not in keys else {}
 
-    return Row(fields=("stack.tp_overlap_fraction",), keys=(key,), write=write, read=read)
+    fields = ("stack.tp_overlap_fraction", "stack.tp_in_pieces")
+    return Row(fields=fields, keys=(key,), write=write, read=read)
 
 
 def _model() -> Row:

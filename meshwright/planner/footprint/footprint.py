@@ -111,12 +111,12 @@ def _group_peaks(
     """Return the peaks of layouts with one pipeline."""
     states = _States(space, group.indices, own, kinds, sizes)
     used, devices = own.shapes[distinct([own.shapes])[0]], space.num_gpus // group.pipeline.pp
-    # Passes know little of how states are shared: many layouts share them.
+    # Passes know little of how states are shared: many layouts are one to them.
     ways = [None, *(kind for kind in kinds if kind.adds_to_passes)]
     places = [ways.index(kind if kind.adds_to_passes else None) for kind in kinds]
-    all_alike = own._replace(sharing=np.array(places)[own.sharing])
-    first, member = distinct([*all_alike])
-    alike = all_alike.chosen(first)
+    to_passes = own._replace(sharing=np.array(places)[own.sharing])
+    first, member = distinct([*to_passes])
+    apart = to_passes.chosen(first)
     peaks, ranks = np.zeros(len(group.indices), np.int64), []
     for role in group.pipeline.roles:
         static, at_end = states.of_role(role, sizes)
@@ -125,12 +125,12 @@ def _group_peaks(
         )
         # The update comes when all activations are gone: of both only the larger counts.
         peaks = np.maximum(peaks, static + at_end + passes.held_between_steps[own.shapes])
-        ranks.append((static, passes, static + passes.most_bytes(alike)[member]))
+        ranks.append((static, passes, static + passes.most_bytes(apart)[member]))
     # Most ranks need less than the fullest however their passes are ordered: that is not walked.
     for static, passes, most in sorted(ranks, key=lambda rank: rank[2].sum(), reverse=True):
         left = np.flatnonzero((most > peaks) & (peaks <= most_bytes))
         if len(left):
-            found = static[left] + passes.bytes(all_alike.chosen(left))
+            found = static[left] + passes.bytes(to_passes.chosen(left))
             peaks[left] = np.maximum(peaks[left], found)
     return peaks
 

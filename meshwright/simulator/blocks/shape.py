@@ -1,6 +1,6 @@
 """The sizes that decide what one rank computes and keeps in a block."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import ceil
 from operator import attrgetter
@@ -275,15 +275,16 @@ HASHED = attrgetter(
 )
 
 
-def moves_in_pieces(shape: BlockShape, kind: BlockKind, product: str) -> bool:
-    """Return whether tokens of a layer move piece by piece beside one of its products.
+def moves_in_pieces(shape: BlockShape, kind: BlockKind, region: Sequence[str]) -> bool:
+    """Return whether tokens of a layer move piece by piece beside products of a *region* of it.
 
     Transformer Engine has buffers for four: of attention and of a dense MLP. Megatron-Core does
     without them where there are others, as latent attention has (`TELinear`), and in shared
     experts (transformer/moe/shared_experts.py).
     """
     is_split = shape.stack.tp_in_pieces and shape.sequence_parallel and kind in LAYERS
-    return is_split and shape.model.latent is None and not product.startswith("shared ")
+    is_shared = RecomputeModule.SHARED_EXPERTS in region
+    return is_split and shape.model.latent is None and not is_shared
 
 
 class PlanParameters(NamedTuple):

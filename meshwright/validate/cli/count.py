@@ -112,9 +112,13 @@ def _show(count: "ScriptCount", saved: "SavedPlan | None", output: ValidateOutpu
         measurements=measurements,
         kinds=rank_kinds(saved, measurements),
     )
-    document = {**count_document(count), "comparison": validation_document(validation)}
     report = Group(count_report(count), "", validation_report(validation))
-    show(output.json, lambda: document, lambda: report, STEP_WIDTH)
+    show(
+        output.json,
+        lambda: {**count_document(count), "comparison": validation_document(validation)},
+        lambda: report,
+        STEP_WIDTH,
+    )
     return 0 if validation.agrees else DISAGREES
 
 
