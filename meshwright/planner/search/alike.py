@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from meshwright.hwprofiles import StackProfile
-from meshwright.planner.search.finalists import Finalists
+from meshwright.planner.search.finalists import NEVER_PS, Finalists
 from meshwright.simulator import ParallelPlan, TrainingJob
 from meshwright.simulator.layout import SEARCHED_FIELDS, stages_rule
 
@@ -14,6 +14,8 @@ LONGER_FRACTION = 0.01
 LARGER_FRACTION = 0.02
 # Layouts that are simulated for the rows below the best: of some spaces thousands are alike.
 MOST_RUNS = 200
+# Layouts for each row that get sharp bounds at once: of some spaces ten are alike.
+BOUNDS_A_ROW = 10
 
 
 def complexity(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> tuple[int, ...]:
@@ -71,8 +73,12 @@ class Rows:
         runs = self.finalists.runs
         rows: dict[int, list[int]] = {}
         most_runs = len(runs.step_ps) + MOST_RUNS
-        for index, bound_ps in self.finalists.in_order():
-            if len(rows) >= top and bound_ps >= runs.step_ps[list(rows)[top - 1]]:
+
+        def until_ps() -> int:
+            return runs.step_ps[list(rows)[top - 1]] if len(rows) >= top else NEVER_PS
+
+        for index, bound_ps in self.finalists.in_order(until_ps, BOUNDS_A_ROW * top):
+            if bound_ps >= until_ps():
                 break
             if index not in runs.step_ps and (
                 runs.num_passes >= max_passes or len(runs.step_ps) >= most_runs

@@ -22,8 +22,9 @@ from meshwright.simulator import (
     simulate_folded,
 )
 
-# So many layouts, and then twice as many, get sharp bounds at a time.
+# So many layouts, and then twice as many, get sharp bounds at a time where one is looked for.
 FIRST_BOUNDS = 4
+NEVER_PS = 2**63 - 1
 
 Progress = Callable[[str, int, int], None]
 
@@ -204,13 +205,20 @@ class Finalists:
         chosen = self.runs.device_bytes[self.indices] <= most_bytes
         return Finalists(self.indices[chosen], self.bounds, self.runs)
 
-    def in_order(self) -> Iterator[tuple[int, int]]:
-        """Yield layouts with their bounds, the least first; bounds are sharpened before that."""
-        left, bounds_ps, count = self.indices, self.bounds.bounds_ps, FIRST_BOUNDS
+    def in_order(
+        self, until_ps: Callable[[], int], count: int = FIRST_BOUNDS
+    ) -> Iterator[tuple[int, int]]:
+        """Yield layouts with their bounds, the least first; bounds are sharpened before that.
+
+        Args:
+            until_ps: Bounds from which on layouts are not asked for, as is known by then.
+            count: Layouts whose bounds are sharpened at once, and then twice as many.
+        """
+        left, bounds_ps = self.indices, self.bounds.bounds_ps
         while len(left):
             rough = bounds_ps[left]
             most = np.partition(rough, count)[count] if count < len(left) else rough.max()
-            near = left[rough <= most]
+            near = left[rough <= min(most, max(until_ps(), rough.min()))]
             self.bounds.sharpen(near)
             near = near[bounds_ps[near] <= most]
             order = np.lexsort((near, self.runs.device_bytes[near], bounds_ps[near]))
@@ -231,7 +239,11 @@ class Finalists:
         """
         best: list[int] = []
         left_out_ps: list[int] = []
-        for position, (index, bound_ps) in enumerate(self.in_order(), 1):
+
+        def until_ps() -> int:
+            return self.runs.step_ps[best[-1]] if len(best) == count else NEVER_PS
+
+        for position, (index, bound_ps) in enumerate(self.in_order(until_ps), 1):
             if len(best) == count and bound_ps >= self.runs.step_ps[best[-1]]:
                 return self._proof(best, [*left_out_ps, bound_ps])
             if self.runs.is_too_long(index):
