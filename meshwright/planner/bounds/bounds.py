@@ -48,7 +48,7 @@ class StepBounds:
         self._space = space
         self._table = table
         self._costs = costs
-        self._times = ShapeTimes.empty(table)
+        self._times = ShapeTimes.empty(table, costs)
         self._data_parallel = DataParallelCosts(costs)
         self._left_sums = np.array([left_sums(shape) for shape in table.shapes], np.int64)
         self._hidden, self._ways = HiddenTimes(table, costs), WayTable.of(space.pipelines)
@@ -69,7 +69,7 @@ class StepBounds:
         if not len(indices):
             return np.zeros(0, np.int64)
         shapes = self._table.index[indices]
-        self._times.price(self._table, shapes[distinct([shapes])[0]], self._costs)
+        self._times.price(self._table, shapes[distinct([shapes])[0]])
         nothing: tuple[list[Sharing], Column] = [], np.zeros(len(indices), np.int64)
         sharing, member = nothing if is_rough else self._sharing(indices)
         bounds = [

@@ -17,26 +17,47 @@ from meshwright.simulator.blocks import (
     RingMessages,
 )
 from meshwright.simulator.costs import issue_ps
-from meshwright.simulator.layout import MeshAxis
+from meshwright.simulator.layout import GroupSpan, MeshAxis
 from meshwright.simulator.model import BlockKind, LayerGroup
 
 
-def block_times(
-    shapes: Sequence[BlockShape], kind: BlockKind, costs: CostModel
-) -> NDArray[np.int64]:
-    """Return picoseconds forward and backward, with what runs again, of blocks of *shapes*.
+class Prices:
+    """What operators of walks take, each priced once for what decides its time."""
 
-    They are those of `CostModel.block_cost`: one row a shape.
-    """
-    if isinstance(kind, LayerGroup):
-        each = [block_times(shapes, layer, costs) for layer in kind.layers]
-        return np.asarray(np.sum(each, axis=0), np.int64)
-    times = np.zeros((len(shapes), 2), np.int64)
-    for operators, rows, places in costs.blocks.columns(shapes, kind):
-        # Of shapes with one row all but what decides how groups lie is the same.
-        found = _Rows(np.array(rows, np.int64), [shapes[place] for place in places], costs)
-        times[places] = found.times(operators)
-    return times
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+        self._times_ps: dict[tuple[object, ...], dict[tuple[int, ...], int]] = {}
+        self._spans: dict[GroupSpan, int] = {}
+
+    def block_times(self, shapes: Sequence[BlockShape], kind: BlockKind) -> NDArray[np.int64]:
+        """Return picoseconds forward and backward, with what runs again, of blocks of *shapes*.
+
+        They are those of `CostModel.block_cost`: one row a shape.
+        """
+        if isinstance(kind, LayerGroup):
+            each = [self.block_times(shapes, layer) for layer in kind.layers]
+            return np.asarray(np.sum(each, axis=0), np.int64)
+        times = np.zeros((len(shapes), 2), np.int64)
+        for operators, rows, places in self.costs.blocks.columns(shapes, kind):
+            # Of shapes with one row all but what decides how groups lie is the same.
+            numbers = np.array(rows, np.int64)
+            found = _Rows(numbers, [shapes[place] for place in places], self)
+            times[places] = found.times(operators)
+        return times
+
+    def known(self, operator: Operator, shape: BlockShape) -> dict[tuple[int, ...], int]:
+        """Return the picoseconds of operators that are *operator* but for sizes, by these.
+
+        Walks of other structure have many in common.
+        """
+        key = (type(operator), _alike(operator), shape.precision, shape.dispatcher)
+        return self._times_ps.setdefault(key, {})
+
+    def span_numbers(self, axis: MeshAxis, shapes: Sequence[BlockShape]) -> Column:
+        """Return the number of the span that groups of an axis have, for each of *shapes*."""
+        spans, of = self._spans, self.costs.spans.of_block
+        each = [spans.setdefault(of(axis, shape), len(spans)) for shape in shapes]
+        return np.array(each, np.int64)
 
 
 class _Rows(NamedTuple):
@@ -44,7 +65,7 @@ class _Rows(NamedTuple):
 
     numbers: Column
     shapes: list[BlockShape]
-    costs: CostModel
+    prices: Prices
 
     def times(self, operators: BlockOperators) -> NDArray[np.int64]:
         """Return the picoseconds forward and backward of each row."""
@@ -64,28 +85,28 @@ class _Rows(NamedTuple):
         columns = [column[self.numbers] for column in _columns(operator)]
         if isinstance(operator, Collective | RingMessages):
             if operator.axis not in spans:
-                spans[operator.axis] = self._spans(operator.axis)
+                spans[operator.axis] = self.prices.span_numbers(operator.axis, self.shapes)
             columns.append(spans[operator.axis])
-        first, member = distinct(columns or [np.zeros(len(self.numbers), np.int64)])
-        costs, shapes = self.costs, self.shapes
-        rows = zip(first.tolist(), self.numbers[first].tolist(), strict=True)
-        known = [costs.operator_cost(_in_row(operator, n), shapes[i])[1].time_ps for i, n in rows]
-        return np.array(known, np.int64)[member]
-
-    def _spans(self, axis: MeshAxis) -> Column:
-        """Return the number of the span that groups of an axis have, in each row."""
-        each = [self.costs.spans.of_block(axis, shape) for shape in self.shapes]
-        numbers = {span: number for number, span in enumerate(dict.fromkeys(each))}
-        return np.array([numbers[span] for span in each], np.int64)
+        columns = columns or [np.zeros(len(self.numbers), np.int64)]
+        first, member = distinct(columns)
+        sizes = np.stack(columns)[:, first].T.tolist()
+        known, found = self.prices.known(operator, self.shapes[0]), []
+        for place, each in zip(first.tolist(), map(tuple, sizes), strict=True):
+            if each not in known:
+                one = _in_row(operator, int(self.numbers[place]))
+                _, cost = self.prices.costs.operator_cost(one, self.shapes[place])
+                known[each] = cost.time_ps
+            found.append(known[each])
+        return np.array(found, np.int64)[member]
 
     def _issue(self, passes: Sequence[Operator]) -> Column:
         """Return the picoseconds in which the host starts a phase with such *passes*."""
         nothing = np.zeros(len(self.numbers), np.int64)
         columns = [column[self.numbers] for each in passes for column in _columns(each)]
         first, member = distinct(columns or [nothing])
-        rows = self.numbers[first].tolist()
+        rows, costs = self.numbers[first].tolist(), self.prices.costs
         known = [
-            issue_ps([_in_row(each, row) for each in passes], self.costs.stack, self.costs.cluster)
+            issue_ps([_in_row(each, row) for each in passes], costs.stack, costs.cluster)
             for row in rows
         ]
         return np.array(known, np.int64)[member]
@@ -93,6 +114,18 @@ class _Rows(NamedTuple):
 
 def _is_host(operator: Operator) -> bool:
     return isinstance(operator, HostPasses)
+
+
+def _alike(operator: tuple[object, ...]) -> tuple[object, ...]:
+    """Return *operator* without its columns, and without those of what runs beside it."""
+    return tuple(
+        None
+        if isinstance(each, np.ndarray)
+        else (type(each), _alike(each))
+        if isinstance(each, tuple)
+        else each
+        for each in operator
+    )
 
 
 def _columns(operator: tuple[object, ...]) -> Iterator[Column]:

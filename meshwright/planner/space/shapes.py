@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.space.columns import Column, distinct
 from meshwright.planner.space.pipelines import block_kinds
-from meshwright.planner.space.prices import block_times
+from meshwright.planner.space.prices import Prices
 from meshwright.planner.space.space import Space
 from meshwright.simulator import CostModel, ParallelPlan
 from meshwright.simulator.blocks import BlockShape, plan_parameters
@@ -104,19 +104,22 @@ class ShapeTimes:
     messages: NDArray[np.int64]
     known: dict[tuple[int | None, ...], list[list[int]]]
     priced: set[int]
+    prices: Prices
 
     @classmethod
-    def empty(cls, table: ShapeTable) -> "ShapeTimes":
+    def empty(cls, table: ShapeTable, costs: CostModel) -> "ShapeTimes":
         """Return the times of no shape yet: zeros."""
         blocks = np.zeros((len(table.shapes), 2 * len(table.kinds)), np.int64)
-        return cls(blocks, np.zeros((len(table.shapes), len(table.kinds), 4), np.int64), {}, set())
+        messages = np.zeros((len(table.shapes), len(table.kinds), 4), np.int64)
+        return cls(blocks, messages, {}, set(), Prices(costs))
 
-    def price(self, table: ShapeTable, used: Column, costs: CostModel) -> None:
+    def price(self, table: ShapeTable, used: Column) -> None:
         """Find the times of the shapes that *used* indexes."""
+        costs = self.prices.costs
         new = [index for index in dict.fromkeys(used.tolist()) if index not in self.priced]
         self.priced.update(new)
         shapes = [table.shapes[index] for index in new]
-        times = [block_times(shapes, kind, costs) for kind in table.kinds]
+        times = [self.prices.block_times(shapes, kind) for kind in table.kinds]
         self.blocks[new] = np.concatenate(times, axis=1)
         for index, shape in zip(new, shapes, strict=True):
             # Recomputation is of layers: shapes that differ in it share the messages.
