@@ -43,7 +43,7 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.blocks.fp8_casts import num_linear_weights, weight_copy_bytes
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
-from meshwright.simulator.graph import Transfer
+from meshwright.simulator.graph import PARTIAL, Transfer
 from meshwright.simulator.layout import stack_refusal
 from meshwright.simulator.layout.formats import Formats, casts_of, formats_refusal, gradient_bytes
 from meshwright.simulator.model import TRANSFORMER_LAYER, BlockRun
@@ -225,16 +225,22 @@ def test_mxfp8_keeps_a_scale_for_every_32_elements() -> None:
         copies += is_copy
         assert other.nbytes == one.nbytes + is_copy * (one.numel // 32)
     assert copies == 6  # of the inputs of four linear layers, and of the two that are gathered
-    gathered = [
+    gathers = [
         [
-            step.work.nbytes
+            (step, step.work.nbytes)
             for step in tape.steps
             if isinstance(step.work, Transfer) and step.work.op is CollectiveOp.ALL_GATHER
         ]
         for tape in tapes
     ]
-    assert len(gathered[0]) == 6
-    assert gathered[1] == [count + count // 32 for count in gathered[0]]
+    # Of an output's gradient both copies go, along rows and along columns (`_all_gather_mxfp8` of
+    # pytorch/distributed.py; the gradient's quantizer has both usages in pytorch/module/base.py).
+    of_rows = [PARTIAL in step.operator.inputs[0].at.values() for step, _ in gathers[0]]
+    assert (len(of_rows), sum(of_rows)) == (6, 2)
+    assert [count for _, count in gathers[1]] == [
+        (1 + is_row) * (count + count // 32)
+        for is_row, (_, count) in zip(of_rows, gathers[0], strict=True)
+    ]
     of_copies = [
         weight_copy_bytes(block_shape(precision=each), LAYERS) for each in (FP8, Precision.MXFP8)
     ]
