@@ -235,6 +235,11 @@ class BlockShape(WeightShape):
         return self.stack.recipes.get(self.precision)
 
     @property
+    def narrows_head(self) -> bool:
+        """Whether the output matrix multiplies in 8 bits, as linear layers do."""
+        return self.recipe is not None and self.recipe.multiplies_head
+
+    @property
     def linear_input_bytes(self) -> int:
         """Bytes of an element that a linear layer keeps of its input for backward."""
         return self.recipe.saved_input_bytes if self.recipe else self.element_bytes

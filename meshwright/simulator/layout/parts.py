@@ -233,6 +233,13 @@ def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
     recipe = stack.recipes.get(job.precision)
     if recipe is None or not recipe.scaled_elements:
         return None
+    # TELMHeadColumnParallelLinear of megatron/core/extensions/transformer_engine.py takes no weight
+    # of another module.
+    if recipe.multiplies_head and job.transformer.tied_embeddings:
+        return (
+            f"precision={job.precision} with an output matrix in 8 bits (stack {stack.name}) does "
+            f"not go with tied_embeddings=true of {job.transformer.name}; allowed: false"
+        )
     linear = (each for each in job.model.product_sizes(1) if each.is_linear)
     sizes = [(each.name.removesuffix(" / tp"), each.size) for each in linear]
     for name, size in (*sizes, ("seq_len", job.seq_len)):
