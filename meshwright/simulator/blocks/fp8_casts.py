@@ -20,7 +20,7 @@ from math import prod
 
 from meshwright.hwprofiles import Precision, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape, narrows_head
 from meshwright.simulator.blocks.spelling import layer_table_bytes
 from meshwright.simulator.model import (
     ENDS,
@@ -131,7 +131,7 @@ def num_linear_weights(shape: BlockShape) -> Counter[BlockKind]:
     Those of a head where its output matrix is one of them.
     """
     counts = linear_weights(shape.trained, shape.tp, shape.ep, shape.etp)
-    if shape.narrows_head:
+    if narrows_head(shape):
         degrees, multiple = (shape.tp, shape.ep, shape.etp), shape.stack.vocabulary_multiple
         matrices = linear_shapes(shape.trained, multiple, *degrees)[HEAD]
         counts[HEAD] += sum(prod(each) for each in matrices)

@@ -235,11 +235,6 @@ class BlockShape(WeightShape):
         return self.stack.recipes.get(self.precision)
 
     @property
-    def narrows_head(self) -> bool:
-        """Whether the output matrix multiplies in 8 bits, as linear layers do."""
-        return self.recipe is not None and self.recipe.multiplies_head
-
-    @property
     def linear_input_bytes(self) -> int:
         """Bytes of an element that a linear layer keeps of its input for backward."""
         return self.recipe.saved_input_bytes if self.recipe else self.element_bytes
@@ -290,6 +285,11 @@ def moves_in_pieces(shape: BlockShape, kind: BlockKind, region: Sequence[str]) -
     is_split = shape.stack.tp_in_pieces and shape.sequence_parallel and kind in LAYERS
     is_shared = RecomputeModule.SHARED_EXPERTS in region
     return is_split and shape.model.latent is None and not is_shared
+
+
+def narrows_head(shape: BlockShape) -> bool:
+    """Return whether the output matrix multiplies in 8 bits, as linear layers do."""
+    return shape.recipe is not None and shape.recipe.multiplies_head
 
 
 class PlanParameters(NamedTuple):
