@@ -69,7 +69,7 @@ class EightBitRecipe(Profile):
     the rows of each expert are copied to fill up what a product takes, and what it makes is copied
     back; ``expert_cast_kernels`` how many kernels cast the rows of an expert, 0 where one casts
     those of all; ``fuses_experts`` whether the kernel of a grouped product opens what it makes, and
-    casts it for the product that reads it.
+    casts it for the product that reads it; ``multiplies_head`` whether the head is one of these.
     """
 
     saved_input_bytes: SavedBytes
@@ -81,6 +81,7 @@ class EightBitRecipe(Profile):
     pads_expert_rows: Flag = Field(default=False, exclude_if=operator.not_)
     expert_cast_kernels: Size = Field(default=0, exclude_if=operator.not_)
     fuses_experts: Flag = Field(default=False, exclude_if=operator.not_)
+    multiplies_head: Flag = Field(default=False, exclude_if=operator.not_)
     source: Text
 
     @model_validator(mode="after")

@@ -397,6 +397,11 @@ def test_megatron_lm_is_told_to_overlap_where_the_stack_moves_tokens_in_pieces(
     plan, out = plan_file(words, tmp_path), tmp_path / "out"
     assert main(["export", str(plan), "--to", "megatron-lm", "--out", str(out)]) == 0
     assert ("--tp-comm-overlap" in out.read_text()) == overlaps
+    again = tmp_path / "again.json"
+    source = ["--from", "megatron-lm", *WHERE, *CORE]
+    assert main(["import", str(out), *source, "--out", str(again)]) == 0
+    # What Transformer Engine moves beside backward products without the flag stays overlapped.
+    assert json.loads(again.read_text()) == json.loads(plan.read_text())
 
 
 def test_flash_attention_with_sinks_is_that_of_transformers_models_with_sinks(

@@ -43,10 +43,10 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.blocks.fp8_casts import num_linear_weights, weight_copy_bytes
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.costs.compute import gemm_cost, memory_rate_bytes_per_s
-from meshwright.simulator.graph import Transfer
+from meshwright.simulator.graph import PARTIAL, Transfer
 from meshwright.simulator.layout import stack_refusal
 from meshwright.simulator.layout.formats import Formats, casts_of, formats_refusal, gradient_bytes
-from meshwright.simulator.model import TRANSFORMER_LAYER, BlockRun
+from meshwright.simulator.model import HEAD, TRANSFORMER_LAYER, BlockRun
 from meshwright.simulator.model.parameters import count_parameters
 from meshwright.simulator.step.build import build_step
 
@@ -63,10 +63,12 @@ DATED = (
     "megatron-core-capacity-graphs",
     "megatron-core-fused",
     "megatron-core-fused-attention",
+    "megatron-core-fused-head",
     "megatron-core-graphs",
     "megatron-core-serial",
     "torchtitan-2026-08",
 )
+FUSED = ("fused", "fused-attention", "fused-head")
 TABLE = BlockTable()
 SIZES = st.integers(1, 200).map(lambda count: 16 * count)
 
@@ -225,21 +227,51 @@ def test_mxfp8_keeps_a_scale_for_every_32_elements() -> None:
         copies += is_copy
         assert other.nbytes == one.nbytes + is_copy * (one.numel // 32)
     assert copies == 6  # of the inputs of four linear layers, and of the two that are gathered
-    gathered = [
+    gathers = [
         [
-            step.work.nbytes
+            (step, step.work.nbytes)
             for step in tape.steps
             if isinstance(step.work, Transfer) and step.work.op is CollectiveOp.ALL_GATHER
         ]
         for tape in tapes
     ]
-    assert len(gathered[0]) == 6
-    assert gathered[1] == [count + count // 32 for count in gathered[0]]
+    # Of an output's gradient both copies go, along rows and along columns (`_all_gather_mxfp8` of
+    # pytorch/distributed.py; the gradient's quantizer has both usages in pytorch/module/base.py).
+    of_rows = [PARTIAL in step.operator.inputs[0].at.values() for step, _ in gathers[0]]
+    assert (len(of_rows), sum(of_rows)) == (6, 2)
+    assert [count for _, count in gathers[1]] == [
+        (1 + is_row) * (count + count // 32)
+        for is_row, (_, count) in zip(of_rows, gathers[0], strict=True)
+    ]
     of_copies = [
         weight_copy_bytes(block_shape(precision=each), LAYERS) for each in (FP8, Precision.MXFP8)
     ]
     # Two copies of a byte each for a parameter of two bytes: what is more are the scales.
     assert of_copies == [0, 32 * 2 * WEIGHTS // 32]
+
+
+def test_an_output_matrix_in_8_bits_is_one_more_linear_layer() -> None:
+    """``TELMHeadColumnParallelLinear`` of Megatron-Core: products and copies as of others."""
+    shape = block_shape("megatron-core-fused", precision=Precision.MXFP8)
+    head = TABLE.operators(shape, "head")
+    assert [item.in_eight_bits for item in gemms((*head.forward, *head.backward))] == [True] * 3
+    tokens, weights = shape.seq_len, MODEL.vocab_size * MODEL.hidden_size
+    assert named((*head.forward, *head.backward), MemoryBound, "casts") == [
+        MemoryBound("fp8 casts forward", 4 * tokens * MODEL.hidden_size),
+        MemoryBound("fp8 casts backward", 4 * tokens * MODEL.vocab_size),
+    ]
+    blocks = (BlockRun(HEAD, 1),)
+    assert weight_copy_bytes(shape, blocks) == 2 * weights // 32
+    assert step_cast_bytes(shape, blocks) == 4 * weights
+    tied = MODEL.model_copy(update={"tied_embeddings": True})
+    job = TrainingJob(model=tied, global_batch_size=1, seq_len=32, precision=Precision.MXFP8)
+    plan = ParallelPlan(stages=(32,), attention=Attention.FLASH)
+    refusals = [stack_refusal(job, plan, load_stack(f"megatron-core-{name}")) for name in FUSED]
+    assert [each and "tied_embeddings=true of llama3-8b" in each for each in refusals] == [
+        True,
+        None,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("sizes", [{"seq_len": 8200}, {"ffn_hidden_size": 14_344}])

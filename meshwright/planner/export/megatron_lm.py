@@ -194,20 +194,24 @@ def _loss() -> Row:
 
 
 def _tensor_overlap() -> Row:
-    """Return the row of tensor-parallel collectives under products, of which times tell."""
-    key = "tp-comm-overlap"
+    """Return the row of tensor-parallel collectives that go in pieces beside every product.
+
+    Without the flag Transformer Engine still gathers beside the product of an input's gradient and
+    scatters its sum beside that of a weight's: both are started with ``async_op`` whatever the
+    flag says (pytorch/module/linear.py and layernorm_linear.py, 1.x and 2.x).
+    """
+    fact, key = "stack.tp_in_pieces", "tp-comm-overlap"
+
+    def is_split(facts: Facts) -> bool:
+        return facts.number("tp") > 1 and bool(facts.get("sequence_parallel"))
 
     def write(facts: Facts) -> Keys:
-        is_split = facts.number("tp") > 1 and facts.get("sequence_parallel")
-        overlaps = facts.get("stack.tp_overlap_fraction") and facts.get("stack.tp_in_pieces")
-        return {key: True} if is_split and overlaps else {}
+        return {key: True} if is_split(facts) and facts.get(fact) else {}
 
     def read(keys: Keys, facts: Facts) -> Keys:
-        is_split = facts.number("tp") > 1 and facts.get("sequence_parallel")
-        return {"stack.tp_overlap_fraction": 0.0} if is_split and key not in keys else {}
+        return {fact: key in keys} if is_split(facts) else {}
 
-    fields = ("stack.tp_overlap_fraction", "stack.tp_in_pieces")
-    return Row(fields=fields, keys=(key,), write=write, read=read)
+    return Row(fields=(fact,), keys=(key,), write=write, read=read)
 
 
 def _model() -> Row:

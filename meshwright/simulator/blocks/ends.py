@@ -3,7 +3,7 @@
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks.dense import LayerDims, layer, normed
 from meshwright.simulator.blocks.losses import loss_of
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape, narrows_head
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     OUTSIDE,
@@ -126,7 +126,7 @@ def output(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tenso
         x = pointwise(block, "mlm activation", x)
     name = "mlm norm" if model.mlm_head else "final norm"
     x = normed(block, x, name, shape)
-    linear = Linear(bias=model.mlm_head, in_layer=False, shared=model.tied_embeddings)
+    linear = Linear(bias=model.mlm_head, in_layer=narrows_head(shape), shared=model.tied_embeddings)
     with block.module(x):
         (logits,) = columns(block, x, dims.vocabulary, linear=linear)
     return _capped(block, logits) if model.logit_softcap else logits
@@ -166,7 +166,7 @@ def _losses(block: Block, streams: Tensor, shape: BlockShape, dims: LayerDims) -
     """
     main, *further = _unstacked(block, streams)
     vocabulary, named = dims.vocabulary, list[Tensor]()
-    linear = OUTSIDE._replace(buffered=True)
+    linear = OUTSIDE._replace(buffered=True, in_layer=narrows_head(shape))
     for each in further:
         _rolled(block, main, shape, dims)  # the labels
         _rolled(block, main, shape, dims, MASK_BYTES)

@@ -16,12 +16,20 @@ backward, and the weights as often as the stack does.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import prod
 
 from meshwright.hwprofiles import Precision, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape, narrows_head
 from meshwright.simulator.blocks.spelling import layer_table_bytes
-from meshwright.simulator.model import ENDS, BlockKind, BlockRun, linear_weights
+from meshwright.simulator.model import (
+    ENDS,
+    HEAD,
+    BlockKind,
+    BlockRun,
+    linear_shapes,
+    linear_weights,
+)
 
 CAST_BYTES = 4
 # Forward the inputs of an expert's two products are cast, backward the gradients of their outputs.
@@ -118,5 +126,13 @@ def beside_weights_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
 
 
 def num_linear_weights(shape: BlockShape) -> Counter[BlockKind]:
-    """Return the weights of the linear layers of a layer of each kind, on one rank."""
-    return linear_weights(shape.trained, shape.tp, shape.ep, shape.etp)
+    """Return the weights of linear layers of a block of each kind, on one rank.
+
+    Those of a head where its output matrix is one of them.
+    """
+    counts = linear_weights(shape.trained, shape.tp, shape.ep, shape.etp)
+    if narrows_head(shape):
+        degrees, multiple = (shape.tp, shape.ep, shape.etp), shape.stack.vocabulary_multiple
+        matrices = linear_shapes(shape.trained, multiple, *degrees)[HEAD]
+        counts[HEAD] += sum(prod(each) for each in matrices)
+    return counts

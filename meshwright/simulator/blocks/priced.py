@@ -132,14 +132,14 @@ class PricedBlock(NamedTuple):
         if self.kind in KERNELS:
             return (KernelLaunches(self.kind, KERNELS[self.kind][backward]),)
         layers, ends = _num_layers(self), end_launches(self.kind, self.shape.model)
+        casts = backward_casts if backward else forward_casts
         if not layers:
-            return ends
+            return (*ends, *(casts(self.shape, linears) if linears else ()))
         usual = stack.backward_kernels_per_layer if backward else stack.forward_kernels_per_layer
         num_products = sum(isinstance(each, Gemm) for each in operators)
         if stack.kernels is Kernels.EAGER:
             phase = Phase.BACKWARD if backward else Phase.FORWARD
             usual = max(usual, _num_kernels(self.found, phase) - num_products)
-        casts = backward_casts if backward else forward_casts
         return (
             *ends,
             *casts(self.shape, linears),

@@ -287,6 +287,11 @@ def moves_in_pieces(shape: BlockShape, kind: BlockKind, region: Sequence[str]) -
     return is_split and shape.model.latent is None and not is_shared
 
 
+def narrows_head(shape: BlockShape) -> bool:
+    """Return whether the output matrix multiplies in 8 bits, as linear layers do."""
+    return shape.recipe is not None and shape.recipe.multiplies_head
+
+
 class PlanParameters(NamedTuple):
     """What a rank of a plan holds of a block of each kind, and of that its divided experts."""
 

@@ -238,9 +238,15 @@ def _token(tape: Tape, of: Tensor, width: int | None = None) -> Tensor:
 def _placed_back(
     block: Block, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, MeshAxis]]
 ) -> tuple[tuple[Work, ...], bool]:
-    """Return the collectives that move a gradient back, and whether its storage stays."""
+    """Return the collectives that move a gradient back, and whether its storage stays.
+
+    With a scale for each few elements of a row the copy that the input's gradient reads cannot be
+    turned into the one along columns, which the weight's reads: both are gathered
+    (``_all_gather_mxfp8`` of Transformer Engine's pytorch/distributed.py, 2.0 and later).
+    """
     width, scaled = (block.width, block.lowering.scaled) if op.eight_bits else (None, 0)
-    work = place_work(found, op.outputs[0], of, cast_from=width, scaled=scaled)
+    copies = 2 if scaled else 1
+    work = place_work(found, op.outputs[0], of, cast_from=width, scaled=scaled, copies=copies)
     is_sum = {each for each, _ in found} == {CollectiveOp.ALL_REDUCE}
     return work, not found or (block.lowering.fuses_places and is_sum)
 

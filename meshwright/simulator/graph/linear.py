@@ -32,7 +32,7 @@ class Linear(NamedTuple):
 
     Args:
         bias: It has one.
-        in_layer: It is one of a layer's, which may multiply in fp8.
+        in_layer: It is one of a layer's, or runs as they do: which may multiply in fp8.
         shared: Its weight is a parameter of another block.
         counts_bias: The traffic of its bias's gradient is not counted elsewhere.
         fuses: Products of one input are one, whatever the stack does.

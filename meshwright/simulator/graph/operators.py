@@ -206,6 +206,7 @@ def place_work(
     *,
     cast_from: int | None = None,
     scaled: int = 0,
+    copies: int = 1,
 ) -> tuple[Transfer, ...]:
     """Return the collectives that move a tensor between two places, as *one* and as *other*.
 
@@ -215,11 +216,12 @@ def place_work(
         other: Its part there.
         cast_from: Bytes of an element that is cast to fp8 before it is gathered, if it is.
         scaled: Elements that share a scale there; 0 where a tensor has one.
+        copies: That are cast and gathered.
     """
     count = larger(one.numel, other.numel)
     width = max(one.width, other.width) if cast_from is None else cast_from
     wide = count * width
-    gathered = wide if cast_from is None else with_scales(count, FP8_BYTES, scaled)
+    gathered = wide if cast_from is None else copies * with_scales(count, FP8_BYTES, scaled)
     return tuple(
         Transfer(op, axis, gathered if op is CollectiveOp.ALL_GATHER else wide)
         for op, axis in found

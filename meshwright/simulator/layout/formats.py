@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, TypeAlias
 
 from meshwright.hwprofiles import EIGHT_BITS, Device, Precision, StackProfile
+from meshwright.simulator.layout.job import TrainingJob
 
 # The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
 # compare to combines with "&".  This package does without NumPy, so the type is open.
@@ -139,6 +140,32 @@ def formats_refusal(stack: StackProfile, precision: Precision, wanted: Formats) 
             f"gradients kept in {kept or 'its own formats'}; allowed: "
             f"{known or 'none beside its own'}"
         )
+    return None
+
+
+def eight_bit_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
+    """Return what of a model its products in 8 bits do not go with, or None when all do.
+
+    Both products of a layer's gradients sum over tokens, so that these are scaled in blocks, too.
+    """
+    recipe = stack.recipes.get(job.precision)
+    if recipe is None or not recipe.scaled_elements:
+        return None
+    # TELMHeadColumnParallelLinear of megatron/core/extensions/transformer_engine.py takes no weight
+    # of another module.
+    if recipe.multiplies_head and job.transformer.tied_embeddings:
+        return (
+            f"precision={job.precision} with an output matrix in 8 bits (stack {stack.name}) does "
+            f"not go with tied_embeddings=true of {job.transformer.name}; allowed: false"
+        )
+    linear = (each for each in job.model.product_sizes(1) if each.is_linear)
+    sizes = [(each.name.removesuffix(" / tp"), each.size) for each in linear]
+    for name, size in (*sizes, ("seq_len", job.seq_len)):
+        if size % recipe.scaled_elements:
+            return (
+                f"precision={job.precision} does not go with {name}={size}; "
+                f"allowed: multiples of {recipe.scaled_elements}, which share a scale"
+            )
     return None
 
 

@@ -225,25 +225,6 @@ def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> st
     return None if model.experts is None else _expert_refusal(model.name, model.experts, stack)
 
 
-def scales_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
-    """Return which size is no multiple of what shares a scale, or None when all are.
-
-    Both products of a layer's gradients sum over tokens, so that these are scaled in blocks, too.
-    """
-    recipe = stack.recipes.get(job.precision)
-    if recipe is None or not recipe.scaled_elements:
-        return None
-    linear = (each for each in job.model.product_sizes(1) if each.is_linear)
-    sizes = [(each.name.removesuffix(" / tp"), each.size) for each in linear]
-    for name, size in (*sizes, ("seq_len", job.seq_len)):
-        if size % recipe.scaled_elements:
-            return (
-                f"precision={job.precision} does not go with {name}={size}; "
-                f"allowed: multiples of {recipe.scaled_elements}, which share a scale"
-            )
-    return None
-
-
 def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)

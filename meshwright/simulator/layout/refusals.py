@@ -21,7 +21,7 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, DP_CP, TP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap, Number, PlanField
-from meshwright.simulator.layout.formats import formats_refusal
+from meshwright.simulator.layout.formats import eight_bit_refusal, formats_refusal
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.mesh import way_gaps
 from meshwright.simulator.layout.parts import (
@@ -31,7 +31,6 @@ from meshwright.simulator.layout.parts import (
     parts_refusal,
     passes_refusal,
     prediction_gaps,
-    scales_refusal,
     zero_gaps,
 )
 from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS, ParallelPlan
@@ -310,7 +309,7 @@ def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> s
             return refusal
     if job.precision not in stack.precisions:
         return _not_offered("precision", job.precision, stack.precisions, plan, stack)
-    return scales_refusal(job, stack)
+    return eight_bit_refusal(job, stack)
 
 
 def _not_offered(
