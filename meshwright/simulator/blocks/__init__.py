@@ -24,7 +24,7 @@ from meshwright.simulator.blocks.operators import (
     sum_flops,
 )
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv, plan_parameters
-from meshwright.simulator.blocks.spelling import layer_table_bytes, spelling_of
+from meshwright.simulator.blocks.spelling import layer_table_bytes, spelling_of, stage_table_bytes
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "model_flops",
     "plan_parameters",
     "spelling_of",
+    "stage_table_bytes",
     "step_cast_bytes",
     "sum_flops",
     "walk",

@@ -179,6 +179,9 @@ def lowering_of(shape: BlockShape) -> Lowering:
     return Lowering(
         kernels=stack.kernels,
         spells_out=stack.transformers_layers,
+        # Of cut sequences torchtitan says which positions are whose (`reshape_for_broadcast` of
+        # models/llama3/model/model.py, 0.2.2).
+        looks_up=shape.cp > 1 and not (stack.transformers_layers or stack.megatron_layers),
         fuses_products=fuses_qkv(shape),
         fuses_gate=stack.megatron_layers,
         fuses_places=stack.megatron_layers,

@@ -125,6 +125,23 @@ def layer_table_bytes(shape: BlockShape) -> int:
     return shape.seq_len * shape.model.head_dim * ANGLE_BYTES if is_own else 0
 
 
+def stage_table_bytes(shape: BlockShape) -> int:
+    """Return the bytes of the table of angles that each stage of a model has, if it has one.
+
+    Of torchtitan 0.2 that is of all positions of a sequence: ``freqs_cis`` of complex numbers, or
+    ``rope_cache`` of cosines and sines of whole heads (models/{llama3,deepseek_v3,qwen3}/model).
+    """
+    model, stack = shape.trained, shape.stack
+    if not isinstance(model, ModelSpec) or model.positions != "rotary":
+        return 0
+    if stack.transformers_layers or stack.megatron_layers or layer_table_bytes(shape):
+        return 0
+    if model.latent is not None:
+        return shape.seq_len * model.latent.rotary_head_dim * ANGLE_BYTES
+    repeats = 2 if model.qk_norm == "head" else 1
+    return shape.seq_len * model.head_dim * ANGLE_BYTES * repeats
+
+
 def heads_apart(block: Block, x: Tensor, packing: Packing, *parts: Dim) -> list[Tensor]:
     """Return queries, keys and values of their common product."""
     if packing is Packing.CONTIGUOUS:

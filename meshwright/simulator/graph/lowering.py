@@ -43,6 +43,7 @@ class Lowering:
         kernels: How element-wise work runs.
         spells_out: Eager layers are those of transformers, which write RMS norm and GELU in
             PyTorch's operators and have rotary positions by halves.
+        looks_up: Eager layers look angles up by the positions of their tokens, and keep these.
         fuses_products: Queries, keys and values are one product, cut apart afterwards.
         fuses_gate: A gated MLP's two inputs are one product.
         fuses_places: A change of place is part of the product beside it: one node, which keeps
@@ -63,6 +64,7 @@ class Lowering:
 
     kernels: Kernels = Kernels.FUSED
     spells_out: bool = False
+    looks_up: bool = False
     fuses_products: bool
     fuses_gate: bool
     fuses_places: bool

@@ -98,13 +98,14 @@ def _by_complex_numbers(
     """Return products with complex numbers in fp32, as torchtitan writes them.
 
     All of them live until both are cast back (torchtitan/models/llama3/model/model.py); backward
-    makes the conjugate numbers. Numbers that are *looked_up* are of each token, and are kept
-    (`ComplexRoPE` of torchtitan 0.3, models/common/rope.py).
+    makes the conjugate numbers. Numbers that are *looked_up* are of each token and head, and are
+    kept (`ComplexRoPE` of torchtitan 0.3, models/common/rope.py), as are those of each token of cut
+    sequences.
     """
     places = given[0].dims[: -1 if looked_up else 1]
     angles = Dim("angles", given[0].dims[-1].grain)
     numbers = given[0].like("angles", dims=(*places, angles), at={}, width=STATISTIC_BYTES)
-    kept = (numbers,) if looked_up else ()
+    kept = (numbers,) if looked_up or block.lowering.looks_up else ()
     if kept:
         block.add(given[:1], kept, [], Traffic(numbers.nbytes))
     wide = [cast(block, x, f"{x.name} in fp32", STATISTIC_BYTES) for x in given]

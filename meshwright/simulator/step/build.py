@@ -7,7 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source, StackProfile
-from meshwright.simulator.blocks import beside_weights_bytes
+from meshwright.simulator.blocks import BlockShape, beside_weights_bytes, stage_table_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
 from meshwright.simulator.layout import REPLICATED, ParallelPlan, Stage, TrainingJob
@@ -200,7 +200,13 @@ def _memory_of_units(
     )
     memory = _offloaded(context, memory, stages)
     # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
-    return with_copies(memory, beside_weights_bytes(shape, blocks_of(stages)))
+    return with_copies(memory, _beside_weights_bytes(shape, stages))
+
+
+def _beside_weights_bytes(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
+    """Return what a rank that holds *stages* has beside its weights."""
+    own = beside_weights_bytes(shape, blocks_of(stages))
+    return own + stage_table_bytes(shape) * len(stages)
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
@@ -239,7 +245,7 @@ def _memory_of_stages(
     own = blocks_of(stages)
     beside = stand_in_bytes(shape, own) + stream_angle_bytes(shape, stages)
     memory = replace(memory, buffers_bytes=memory.buffers_bytes + beside)
-    memory = with_copies(memory, beside_weights_bytes(shape, own))
+    memory = with_copies(memory, _beside_weights_bytes(shape, stages))
     if context.setting.plan.expert_overlap is not None:
         memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))
     if any(context.setting.parts[stage] for stage in stages):

@@ -21,7 +21,7 @@ from meshwright.validate.programs.layers.transformer import (
 class Ends(NamedTuple):
     """What a stage holds beside layers; ``predictions`` are ahead of the head, or of its stage.
 
-    Behind these a stage caches so many ``idle_angles``, which nothing reads.
+    A stage has so many ``idle_angles`` besides, which nothing reads.
     """
 
     embedding: bool

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.simulator import ParallelPlan
+from meshwright.simulator.blocks import BlockShape, stage_table_bytes
 from meshwright.simulator.layout import Axis, Mesh, context_way
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
@@ -169,11 +170,22 @@ def build_stage(
     layers = range(first[index], first[index + 1])
     is_last = index == plan.num_stages - 1
     with device:
-        ends = Ends(embedding=index == 0, head=is_last)
+        angles = _idle_angles(request, parts)
+        ends = Ends(embedding=index == 0, head=is_last, idle_angles=angles)
         stage = VirtualStage(model, layers, options, parts, ends)
     if request.initialise:
         initialise_whole(stage, model, parts.of_experts)
     return stage
+
+
+def _idle_angles(request: ProgramRequest, parts: PlainParts) -> int:
+    """Return how many numbers of the table that each stage has no layer here reads.
+
+    They make angles in their kernels, or of the tokens that a rank has (`casts_angles`).
+    """
+    job, plan = request.job, request.plan
+    table = stage_table_bytes(BlockShape.of(job, plan, request.stack)) // torch.float32.itemsize
+    return table // plan.cp * (plan.cp - 1) if parts.casts_angles else table
 
 
 def _group(
