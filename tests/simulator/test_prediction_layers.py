@@ -17,7 +17,14 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, simulate
 from meshwright.simulator.account import message_traffic
-from meshwright.simulator.blocks import BlockShape, BlockTable, Collective, model_flops, walk
+from meshwright.simulator.blocks import (
+    BlockShape,
+    BlockTable,
+    Collective,
+    model_flops,
+    num_angle_tables,
+    walk,
+)
 from meshwright.simulator.layout import (
     Axis,
     head_cost_layers,
@@ -25,7 +32,6 @@ from meshwright.simulator.layout import (
     resolve_stages,
     stack_refusal,
 )
-from meshwright.simulator.memory import stream_angle_bytes
 from meshwright.simulator.model import (
     EMBEDDING,
     HEAD,
@@ -129,15 +135,9 @@ def test_the_gradient_of_their_table_waits_for_its_last_use(number: int, num_tab
 
 
 def test_stages_behind_them_keep_angles_of_all_streams() -> None:
-    """Of a half of a head's numbers; with latent attention none."""
-    shape = BlockShape.of(predicting(2), PLAN, STACK)
-    stages = model_stages(shape.model, (92, 0, 0, 0), 1)
-    found = [stream_angle_bytes(shape, [each]) for each in stages]
-    assert found == [0, 0, *[3 * 4096 * 64 * 4] * 2]
-    latent = with_predictions(DEEPSEEK, 2)
-    job = TrainingJob(model=latent, global_batch_size=64, seq_len=4096)
-    behind = model_stages(latent, (61, 0, 0), 1)
-    assert stream_angle_bytes(BlockShape.of(job, PLAN, STACK), behind) == 0
+    stages = model_stages(predicting(2).transformer, (92, 0, 0, 0), 1)
+    found = [num_angle_tables(predicting(2).transformer, [each]) for each in stages]
+    assert found == [1, 1, 3, 3]
 
 
 def test_a_head_of_all_streams_keeps_the_buffer_that_tokens_are_gathered_into() -> None:

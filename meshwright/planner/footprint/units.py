@@ -23,9 +23,10 @@ from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.space import Column, Role, ShapeTable, Space, block_counts, distinct
 from meshwright.simulator.blocks import (
     BlockTable,
+    angle_table_bytes,
     beside_weights_bytes,
     layer_table_bytes,
-    stage_table_bytes,
+    num_angle_tables,
 )
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import batch_bytes
@@ -134,12 +135,13 @@ class BesideWeights:
         }
         of_blocks = [known[key] for key in keys]
         self._bytes = np.array(of_blocks, np.int64).reshape(-1, len(table.kinds))
-        self._tables = np.array([*map(stage_table_bytes, table.shapes)], np.int64)
+        self._tables = np.array([*map(angle_table_bytes, table.shapes)], np.int64)
+        self._model = table.shapes[0].trained
 
     def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
         """Return those of a rank that holds *stages*, for each of the layouts."""
         counts = np.array(block_counts(self._kinds, stages), np.int64)
-        each = self._bytes @ counts + self._tables * len(stages)
+        each = self._bytes @ counts + self._tables * num_angle_tables(self._model, stages)
         return np.asarray(each[shape_index], np.int64)
 
 

@@ -24,7 +24,12 @@ from meshwright.simulator.blocks.operators import (
     sum_flops,
 )
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv, plan_parameters
-from meshwright.simulator.blocks.spelling import layer_table_bytes, spelling_of, stage_table_bytes
+from meshwright.simulator.blocks.spelling import (
+    angle_table_bytes,
+    layer_table_bytes,
+    num_angle_tables,
+    spelling_of,
+)
 from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
 
 __all__ = [
@@ -49,6 +54,7 @@ __all__ = [
     "NamedBytes",
     "Operator",
     "RingMessages",
+    "angle_table_bytes",
     "beside_weights_bytes",
     "fuses_qkv",
     "hardware_flops",
@@ -56,9 +62,9 @@ __all__ = [
     "layer_table_bytes",
     "makes_gradients",
     "model_flops",
+    "num_angle_tables",
     "plan_parameters",
     "spelling_of",
-    "stage_table_bytes",
     "step_cast_bytes",
     "sum_flops",
     "walk",

@@ -4,6 +4,7 @@ What differs are tensors that live and are kept, not parameters or products (tra
 `modeling_*.py` of each family).
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from meshwright.simulator.graph import (
     copy,
     cut,
 )
-from meshwright.simulator.model import ModelSpec
+from meshwright.simulator.layout import Stage, receives_streams
+from meshwright.simulator.model import AnyModel, ModelSpec
 
 INDEX_BYTES = 8
 ANGLE_BYTES = 4  # of an element of a head: cosine or sine
@@ -125,21 +127,42 @@ def layer_table_bytes(shape: BlockShape) -> int:
     return shape.seq_len * shape.model.head_dim * ANGLE_BYTES if is_own else 0
 
 
-def stage_table_bytes(shape: BlockShape) -> int:
-    """Return the bytes of the table of angles that each stage of a model has, if it has one.
+def angle_table_bytes(shape: BlockShape) -> int:
+    """Return the bytes of the table of angles that layers of a stage read, if they share one.
 
-    Of torchtitan 0.2 that is of all positions of a sequence: ``freqs_cis`` of complex numbers, or
-    ``rope_cache`` of cosines and sines of whole heads (models/{llama3,deepseek_v3,qwen3}/model).
+    Of a sequence's positions that is ``freqs_cis`` or ``rope_cache`` of torchtitan 0.2 (models/
+    {llama3,deepseek_v3,qwen3}/model), also of sequences that are cut; cosines and sines in the
+    activations' format, or complex numbers, of transformers; the angles, each twice, that
+    RotaryEmbedding of Megatron-Core caches for a chunk (core/models/common/embeddings, core 0.16),
+    whose latent attention has its own.
     """
     model, stack = shape.trained, shape.stack
-    if not isinstance(model, ModelSpec) or model.positions != "rotary":
+    if not isinstance(model, ModelSpec) or model.positions != "rotary" or layer_table_bytes(shape):
         return 0
-    if stack.transformers_layers or stack.megatron_layers or layer_table_bytes(shape):
-        return 0
-    if model.latent is not None:
-        return shape.seq_len * model.latent.rotary_head_dim * ANGLE_BYTES
-    repeats = 2 if model.qk_norm == "head" else 1
-    return shape.seq_len * model.head_dim * ANGLE_BYTES * repeats
+    latent, formula = model.latent, spelling_of(shape).rotary
+    width = model.rotary_dim if latent is None else latent.rotary_head_dim
+    if stack.megatron_layers:
+        return 0 if latent else shape.seq_len // shape.cp * width * ANGLE_BYTES
+    if not stack.transformers_layers:
+        repeats = 2 if latent is None and model.qk_norm == "head" else 1
+        return shape.seq_len * width * ANGLE_BYTES * repeats
+    if latent is not None:
+        formula = latent_rotary(model)
+    if formula in {RotaryFormula.COMPLEX, RotaryFormula.CAST_COMPLEX}:
+        return shape.seq_len * width * ANGLE_BYTES
+    number = width if formula is RotaryFormula.HALVES else 2 * width
+    element = ANGLE_BYTES if shape.casts_weights else shape.element_bytes
+    return shape.seq_len * number * element
+
+
+def num_angle_tables(model: AnyModel, stages: Iterable[Stage]) -> int:
+    """Return how many tables of a sequence's angles *stages* have: one each, or as many tokens'.
+
+    Behind layers that predict further tokens a stage takes the tokens of all streams for those of
+    one sequence (`get_rotary_seq_len` of Megatron-Core's RotaryEmbedding).
+    """
+    further = model.prediction_layers if isinstance(model, ModelSpec) else 0
+    return sum(1 + further * receives_streams(model, stage) for stage in stages)
 
 
 def heads_apart(block: Block, x: Tensor, packing: Packing, *parts: Dim) -> list[Tensor]:

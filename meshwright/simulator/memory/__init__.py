@@ -44,7 +44,6 @@ from meshwright.simulator.memory.stage_outputs import (
     kept_logits_bytes,
     kept_output_bytes,
     message_buffer_bytes,
-    stream_angle_bytes,
 )
 from meshwright.simulator.memory.stand_ins import stand_in_bytes
 from meshwright.simulator.memory.timeline import (
@@ -95,7 +94,6 @@ __all__ = [
     "sharded_workspace_bytes",
     "stage_messages",
     "stand_in_bytes",
-    "stream_angle_bytes",
     "usable_bytes",
     "virtual_stage_memory",
     "with_copies",

@@ -1,11 +1,7 @@
 """What PyTorch's pipeline stages keep of what they hand on, and buffers of messages."""
 
-from collections.abc import Iterable
-
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.graph import NUMBER_BYTES, STATISTIC_BYTES, Size, several
-from meshwright.simulator.layout import Stage, receives_streams
-from meshwright.simulator.model import ModelSpec
+from meshwright.simulator.graph import NUMBER_BYTES, Size, several
 
 
 def kept_logits_bytes(shape: BlockShape) -> int:
@@ -31,22 +27,6 @@ def message_buffer_bytes(shape: BlockShape, messages: tuple[Size, Size]) -> Size
     stage, for gradients but on the last.
     """
     return sum(messages) if shape.keeps_outputs else 0
-
-
-def stream_angle_bytes(shape: BlockShape, stages: Iterable[Stage]) -> int:
-    """Return what *stages* behind layers that predict further tokens keep of angles they never use.
-
-    Each takes the tokens of all streams that it receives for those of one sequence, and caches the
-    angles of as many positions (`get_rotary_seq_len` and `forward` of RotaryEmbedding in
-    megatron/core/models/common/embeddings/rotary_pos_embedding.py, core 0.16).  Latent attention
-    makes its own.
-    """
-    model = shape.trained
-    if not isinstance(model, ModelSpec) or model.positions != "rotary" or model.latent is not None:
-        return 0
-    number = sum(receives_streams(model, stage) for stage in stages)
-    streams = number * (1 + model.prediction_layers)
-    return streams * (shape.seq_len // shape.cp) * model.rotary_dim * STATISTIC_BYTES
 
 
 def batch_bytes(num_tokens: Size, cp: Size) -> Size:

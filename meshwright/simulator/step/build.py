@@ -7,7 +7,12 @@ from itertools import product
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source, StackProfile
-from meshwright.simulator.blocks import BlockShape, beside_weights_bytes, stage_table_bytes
+from meshwright.simulator.blocks import (
+    BlockShape,
+    angle_table_bytes,
+    beside_weights_bytes,
+    num_angle_tables,
+)
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
 from meshwright.simulator.layout import REPLICATED, ParallelPlan, Stage, TrainingJob
@@ -23,7 +28,6 @@ from meshwright.simulator.memory import (
     rank_memory,
     stage_messages,
     stand_in_bytes,
-    stream_angle_bytes,
     virtual_stage_memory,
     with_copies,
     with_states,
@@ -206,7 +210,7 @@ def _memory_of_units(
 def _beside_weights_bytes(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
     """Return what a rank that holds *stages* has beside its weights."""
     own = beside_weights_bytes(shape, blocks_of(stages))
-    return own + stage_table_bytes(shape) * len(stages)
+    return own + angle_table_bytes(shape) * num_angle_tables(shape.trained, stages)
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
@@ -243,8 +247,8 @@ def _memory_of_stages(
         memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
     own = blocks_of(stages)
-    beside = stand_in_bytes(shape, own) + stream_angle_bytes(shape, stages)
-    memory = replace(memory, buffers_bytes=memory.buffers_bytes + beside)
+    beside = memory.buffers_bytes + stand_in_bytes(shape, own)
+    memory = replace(memory, buffers_bytes=beside)
     memory = with_copies(memory, _beside_weights_bytes(shape, stages))
     if context.setting.plan.expert_overlap is not None:
         memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))

@@ -10,6 +10,7 @@ from torch import Tensor
 from meshwright.hwprofiles import Offload, StackProfile
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator.blocks import BlockShape, angle_table_bytes
 from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.ranks import ByteKind
 
@@ -82,6 +83,12 @@ class ProgramRequest:
     def fuses_qkv(self) -> bool:
         """Whether queries, keys and values are one linear layer."""
         return self.stack.fuses_qkv(in_model=self.job.transformer.fused_qkv)
+
+    @property
+    def num_angles(self) -> int:
+        """Numbers in fp32 that are as many bytes as the stack's table of angles."""
+        shape = BlockShape.of(self.job, self.plan, self.stack)
+        return angle_table_bytes(shape) // torch.float32.itemsize
 
 
 class RankProgram(Protocol):

@@ -1,7 +1,6 @@
 """The layers of a transformer, made of the parts of a stack."""
 
 from meshwright.validate.programs.layers.pointwise import NORM_EPSILON, GatedSilu, SquaredRelu
-from meshwright.validate.programs.layers.predictions import idle_angles
 from meshwright.validate.programs.layers.stage import Ends, VirtualStage
 from meshwright.validate.programs.layers.transformer import (
     AttentionCore,
@@ -22,5 +21,4 @@ __all__ = [
     "SquaredRelu",
     "TransformerLayer",
     "VirtualStage",
-    "idle_angles",
 ]

@@ -8,23 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.hwprofiles import Recompute
 from meshwright.simulator import ModelSpec
-from meshwright.simulator.layout import Stage, receives_streams
 from meshwright.validate.programs.fused import AutogradFunction, Context
 from meshwright.validate.programs.layers.transformer import LayerOptions, Parts, TransformerLayer
 
 LOSS_SCALE = 0.1  # mtp_loss_scaling_factor of Megatron-Core's TransformerConfig (core 0.16)
-
-
-def idle_angles(model: ModelSpec, stage: Stage, num_tokens: int) -> int:
-    """Return how many angles a stage caches that none of its layers reads, for it has none.
-
-    Behind layers that predict further tokens they are of the *num_tokens* of all streams
-    (RotaryEmbedding in megatron/core/models/common/embeddings, core 0.16).
-    """
-    turns = model.positions == "rotary" and model.latent is None
-    if not (turns and receives_streams(model, stage)):
-        return 0
-    return (1 + model.prediction_layers) * num_tokens * model.rotary_dim
 
 
 class _WithLoss(AutogradFunction):

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator import ParallelPlan, PlanError
+from meshwright.simulator.blocks import num_angle_tables
 from meshwright.simulator.layout import gradient_bytes, rank_stages
 from meshwright.simulator.model import in_engine_order, shares_table
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import move_biases, refuse_routing
-from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage, idle_angles
+from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
 from meshwright.validate.programs.megatron.buffers import (
     BucketRule,
     DataParallelGroup,
@@ -257,7 +258,7 @@ def _virtual_stages(
         parts.loss, parts.copies_operands = stack.loss, stack.transformer_engine
         with default_dtype(DTYPES[precision]), request.device:
             layers = range(first, first + share.num_layers)
-            angles = idle_angles(model, share, request.job.seq_len // plan.cp)
+            angles = request.num_angles * num_angle_tables(model, [share])
             ends = Ends(share.has_embedding, share.has_head, share.has_predictions, angles)
             stage = VirtualStage(model, layers, options, parts, ends)
         if request.initialise:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.simulator import ParallelPlan
-from meshwright.simulator.blocks import BlockShape, stage_table_bytes
 from meshwright.simulator.layout import Axis, Mesh, context_way
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
@@ -179,13 +178,12 @@ def build_stage(
 
 
 def _idle_angles(request: ProgramRequest, parts: PlainParts) -> int:
-    """Return how many numbers of the table that each stage has no layer here reads.
+    """Return how many numbers a stage's table of angles has that no layer here reads.
 
     They make angles in their kernels, or of the tokens that a rank has (`casts_angles`).
     """
-    job, plan = request.job, request.plan
-    table = stage_table_bytes(BlockShape.of(job, plan, request.stack)) // torch.float32.itemsize
-    return table // plan.cp * (plan.cp - 1) if parts.casts_angles else table
+    table, cp = request.num_angles, request.plan.cp
+    return table // cp * (cp - 1) if parts.casts_angles else table
 
 
 def _group(
