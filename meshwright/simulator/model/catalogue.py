@@ -12,6 +12,7 @@ from meshwright.simulator.model.registry import AnyModel, parse_any_model
 from meshwright.simulator.model.spec import parse_model
 
 DATA_FOLDER = Path(__file__).parents[1] / "data" / "models"
+FILES = (".json", ".toml")
 
 # A model description is a few hundred bytes; this stops a weights file from being read whole.
 MODEL_FILE = FileKind(title="model file", most_bytes=1_000_000, error=PlanError)
@@ -23,7 +24,9 @@ def list_models() -> tuple[str, ...]:
     >>> "gpt3-175b" in list_models()
     True
     """
-    return tuple(sorted(_built_in_models()))
+    names = [name for path in _data_files() for name in _models_of(path)]
+    assert len(names) == len(set(names)), "a name is that of one model"
+    return tuple(sorted(names))
 
 
 def load_model(name_or_path: str) -> AnyModel:
@@ -37,10 +40,10 @@ def load_model(name_or_path: str) -> AnyModel:
     >>> load_model("gpt3-175b").num_layers
     96
     """
-    built_in = _built_in_models()
-    if name_or_path in built_in:
-        return built_in[name_or_path]
     path = Path(name_or_path)
+    built_in = None if path.suffix in FILES else _built_in_model(name_or_path)
+    if built_in is not None:
+        return built_in
     _check_readable(path, name_or_path)
     if path.suffix == ".json":
         config = MODEL_FILE.read_json(path)
@@ -86,14 +89,22 @@ def read_models(path: Path) -> dict[str, AnyModel]:
 
 
 @cache
-def _built_in_models() -> Mapping[str, AnyModel]:
-    models: dict[str, AnyModel] = {}
-    for path in sorted(DATA_FOLDER.glob("*.toml")):
-        found = read_models(path)
-        twice = models.keys() & found.keys()
-        assert not twice, f"{path.name} repeats {sorted(twice)}"
-        models.update(found)
-    return MappingProxyType(models)
+def _built_in_model(name: str) -> AnyModel | None:
+    """Return a built-in model; of the files those alone are read in full that have its name."""
+    told = name.encode(errors="replace")
+    for path in _data_files():
+        if told in path.read_bytes() and name in _models_of(path):
+            return _models_of(path)[name]
+    return None
+
+
+def _data_files() -> list[Path]:
+    return sorted(DATA_FOLDER.glob("*.toml"))
+
+
+@cache
+def _models_of(path: Path) -> Mapping[str, AnyModel]:
+    return MappingProxyType(read_models(path))
 
 
 def _check_readable(path: Path, name_or_path: str) -> None:
@@ -107,13 +118,13 @@ def _check_readable(path: Path, name_or_path: str) -> None:
         raise PlanError(f"model {shown} is a folder; give the config.json or TOML in it")
     if not is_file:
         raise PlanError(_explain_unknown(name_or_path))
-    if path.suffix not in {".json", ".toml"}:
+    if path.suffix not in FILES:
         raise PlanError(f"model file {shown} must end in .json (Hugging Face config) or .toml")
 
 
 def _explain_unknown(name: str) -> str:
     shown = shorten(name)
-    if name.endswith((".json", ".toml")):
+    if name.endswith(FILES):
         return f"model file {shown} does not exist, or is no regular file"
     nearest = nearest_names(name[:100], list_models())
     known = f"nearest: {', '.join(nearest)}" if nearest else f"known: {', '.join(list_models())}"
