@@ -19,7 +19,7 @@ MAX_WIDTH = 262_144
 class Fields(BaseModel):
     """A table that a person wrote."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
 
 class Model(Fields):
