@@ -22,6 +22,7 @@ from typing import (
 
 import typer
 from typer.main import get_group, get_install_completion_arguments
+from typer.models import ArgumentInfo
 
 from meshwright.hwprofiles import GIGA, KILO, MEGA, TERA, shown, suggestion
 from meshwright.planner.options.claims import release_claims
@@ -121,8 +122,11 @@ def as_command(
         ends_in_words: Whether all from the first word on is another program's, options too.
     """
     taken = [each if isinstance(each, OptionGroup) else OptionGroup.of(each) for each in groups]
+    parameters = [_parameter(each) for group in taken for each in group.options]
+    defaults = {each.name: each.default for each in parameters}
 
-    def command(**values: object) -> int:
+    def command(**typed: object) -> int:
+        values = defaults | typed
         return run(
             *(
                 group.build({each.key: _read(each, values[each.key]) for each in group.options})
@@ -130,14 +134,38 @@ def as_command(
             )
         )
 
-    parameters = [_parameter(each) for group in taken for each in group.options]
     target = cast("Any", command)  # a function's attributes, which its type does not know
     target.__doc__ = run.__doc__
-    target.__signature__ = inspect.Signature(parameters)
     target.ends_in_words = ends_in_words
     target.options = tuple(each for group in taken for each in group.options)
-    target.__annotations__ = {each.name: each.annotation for each in parameters}
+    _sign(target, parameters)
     return command
+
+
+def _sign(command: Any, parameters: Sequence[inspect.Parameter]) -> None:  # noqa: ANN401
+    """Tell typer which parameters a command has."""
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+
+
+def _leave_out_untyped(command: Any, words: Sequence[str]) -> None:  # noqa: ANN401
+    """Leave out the options that are not among *words*, each of which costs typer some time.
+
+    Where a word may be an option of none of these names, such as ``--help``, all are left in.
+    """
+    typed = {word.partition("=")[0] for word in words if word.startswith("-")}
+    names = {
+        each.key: {option_name(each.name), f"--no{option_name(each.name)[1:]}"}
+        for each in command.options
+    }
+    if typed <= set().union(*names.values()):
+        words_alone = {each.key for each in command.options if isinstance(each.info, ArgumentInfo)}
+        kept = [
+            each
+            for each in command.__signature__.parameters.values()
+            if each.name in words_alone or names[each.name] & typed
+        ]
+        _sign(command, kept)
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -255,6 +283,7 @@ def run_command_line(
         if named is not names:
             told = cast("Any", run)
             _check_once(words[1:], told.options, ends_in_words=told.ends_in_words)
+            _leave_out_untyped(run, words[1:])
         between = not cast("Any", run).ends_in_words
         app.command(name, context_settings={"allow_interspersed_args": between})(run)
     group = get_group(app)
