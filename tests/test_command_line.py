@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 import meshwright
 from meshwright import (
@@ -86,10 +88,9 @@ def run(capsys: pytest.CaptureFixture[str]) -> Runner:
 
 
 def imported(words: list[str]) -> set[str]:
-    """Return the packages that a fresh process has imported when the command ends."""
+    """Return the modules that a fresh process has imported when the command ends."""
     code = (
-        "import sys, meshwright; meshwright.main(sys.argv[1:]);"
-        "print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr)"
+        "import sys, meshwright; meshwright.main(sys.argv[1:]);print(*sys.modules, file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -127,8 +128,20 @@ def test_version_imports_nothing_heavy() -> None:
     assert not imported(["--version"]) & {"numpy", "pandas", "matplotlib", "rich", "typer"}
 
 
-def test_search_imports_no_tables_and_no_pictures() -> None:
-    assert not imported([*SEARCH, "--json", "-"]) & {"pandas", "matplotlib", "torch"}
+def test_search_imports_no_tables_no_pictures_and_no_readers_of_configurations() -> None:
+    readers = "meshwright.simulator.model.huggingface.llama"
+    assert not imported([*SEARCH, "--json", "-"]) & {"pandas", "matplotlib", "torch", readers}
+
+
+def test_no_schema_is_built_before_something_is_checked_by_it() -> None:
+    def kinds(base: type[BaseModel]) -> Iterator[type[BaseModel]]:
+        for kind in base.__subclasses__():
+            yield kind
+            yield from kinds(kind)
+
+    ours = [each for each in kinds(BaseModel) if re.match(r"meshwright\.[^v]", each.__module__)]
+    assert meshwright.ModelSpec in ours
+    assert [each for each in ours if not each.model_config.get("defer_build")] == []
 
 
 def test_version_is_printed(run: Runner) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +29,7 @@ __all__ = [
 ]
 
 P = TypeVar("P", bound=Profile)
+DATA_FOLDER = Path(__file__).parent / "data"
 PROFILE_FILE = FileKind(title="TOML file", most_bytes=1_000_000)
 
 
@@ -177,8 +177,7 @@ def _built_in_cluster(name: str) -> Cluster:
 
 @cache
 def _names(folder: str) -> tuple[str, ...]:
-    entries = (files("meshwright.hwprofiles") / "data" / folder).iterdir()
-    return tuple(sorted(e.name.removesuffix(".toml") for e in entries if e.name.endswith(".toml")))
+    return tuple(sorted(each.stem for each in (DATA_FOLDER / folder).glob("*.toml")))
 
 
 def _is_path(name: str | Path) -> bool:
@@ -196,7 +195,7 @@ def _known_name(folder: str, name: str) -> str:
 
 
 def _read_built_in(folder: str, name: str) -> dict[str, object]:
-    content = (files("meshwright.hwprofiles") / "data" / folder / f"{name}.toml").read_bytes()
+    content = (DATA_FOLDER / folder / f"{name}.toml").read_bytes()
     return PROFILE_FILE.parse_toml(content, f"{folder}/{name}.toml")
 
 

@@ -13,7 +13,7 @@ from meshwright.hwprofiles import Attention, load_cluster, load_stack
 from meshwright.simulator import ParallelPlan, TrainingJob, simulate
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.catalogue import DATA_FOLDER, list_models, load_model, read_models
-from meshwright.simulator.model.huggingface import ARCHITECTURES, MAX_TOKENS
+from meshwright.simulator.model.huggingface import MAX_TOKENS, architectures
 from meshwright.simulator.model.kinds import WINDOWED_LAYER
 from meshwright.simulator.model.parameters import count_parameters
 from meshwright.simulator.model.spec import ModelSpec, parse_model
@@ -589,7 +589,7 @@ def test_config_json_at_fault_is_refused(
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("model_type", sorted(architectures()))
 def test_config_json_without_sizes_is_refused(tmp_path: Path, model_type: str) -> None:
     with pytest.raises(PlanError, match="is missing"):
         load_config(tmp_path, {"model_type": model_type})

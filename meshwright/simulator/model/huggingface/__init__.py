@@ -4,39 +4,46 @@ The meaning of each key follows the configuration classes of the transformers li
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from meshwright.hwprofiles import shown_path
 from meshwright.simulator.errors import PlanError, shorten
-from meshwright.simulator.model.huggingface.dense import DENSE_FAMILIES
-from meshwright.simulator.model.huggingface.experts import EXPERT_FAMILIES
-from meshwright.simulator.model.huggingface.gemma import GEMMA_FAMILIES
-from meshwright.simulator.model.huggingface.gpt import GPT_FAMILIES
-from meshwright.simulator.model.huggingface.llama import LLAMA_FAMILIES
-from meshwright.simulator.model.huggingface.mixed import MIXED_FAMILIES
-from meshwright.simulator.model.huggingface.parallel import PARALLEL_FAMILIES
 from meshwright.simulator.model.huggingface.reader import (
     CHANGING_NO_SIZE,
     CHANGING_NOTHING,
     MAX_TOKENS,
     NOT_MODELLED,
     PREDICTION_KEYS,
+    Architecture,
     Reader,
 )
-from meshwright.simulator.model.huggingface.routed import ROUTED_FAMILIES
 
-__all__ = ["ARCHITECTURES", "MAX_TOKENS", "PREDICTION_KEYS", "read_config"]
+__all__ = ["MAX_TOKENS", "PREDICTION_KEYS", "architectures", "read_config"]
 
-ARCHITECTURES = {
-    **GPT_FAMILIES,
-    **LLAMA_FAMILIES,
-    **GEMMA_FAMILIES,
-    **PARALLEL_FAMILIES,
-    **EXPERT_FAMILIES,
-    **MIXED_FAMILIES,
-    **DENSE_FAMILIES,
-    **ROUTED_FAMILIES,
-}
+
+@cache
+def architectures() -> Mapping[str, Architecture]:
+    """Return what reads a configuration, by its ``model_type``: imported when one is read."""
+    from meshwright.simulator.model.huggingface.dense import DENSE_FAMILIES  # noqa: PLC0415
+    from meshwright.simulator.model.huggingface.experts import EXPERT_FAMILIES  # noqa: PLC0415
+    from meshwright.simulator.model.huggingface.gemma import GEMMA_FAMILIES  # noqa: PLC0415
+    from meshwright.simulator.model.huggingface.gpt import GPT_FAMILIES  # noqa: PLC0415
+    from meshwright.simulator.model.huggingface.llama import LLAMA_FAMILIES  # noqa: PLC0415
+    from meshwright.simulator.model.huggingface.mixed import MIXED_FAMILIES  # noqa: PLC0415
+    from meshwright.simulator.model.huggingface.parallel import PARALLEL_FAMILIES  # noqa: PLC0415
+    from meshwright.simulator.model.huggingface.routed import ROUTED_FAMILIES  # noqa: PLC0415
+
+    return {
+        **GPT_FAMILIES,
+        **LLAMA_FAMILIES,
+        **GEMMA_FAMILIES,
+        **PARALLEL_FAMILIES,
+        **EXPERT_FAMILIES,
+        **MIXED_FAMILIES,
+        **DENSE_FAMILIES,
+        **ROUTED_FAMILIES,
+    }
 
 
 def read_config(config: Mapping[str, object], *, path: Path) -> dict[str, object]:
@@ -58,10 +65,10 @@ def read_config(config: Mapping[str, object], *, path: Path) -> dict[str, object
     """
     origin = shown_path(path)
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in architectures():
         shown = shorten(model_type) if "model_type" in config else "(missing)"
         raise PlanError(f"{origin}: model_type={shown} is not supported{_why_not(config)}")
-    architecture = ARCHITECTURES[model_type]
+    architecture = architectures()[model_type]
     reader = Reader(config, origin)
     reader.refuse_unknown_keys(architecture)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
@@ -75,7 +82,7 @@ def _why_not(config: Mapping[str, object]) -> str:
     """Return what of a configuration is not modelled, if a key tells, and what is read."""
     inner = config.get("text_config")
     inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
-    if isinstance(inner_type, str) and inner_type in ARCHITECTURES:
+    if isinstance(inner_type, str) and inner_type in architectures():
         return f"; its text_config, of model_type {inner_type!r}, is, as a file of its own"
     given = {**(inner if isinstance(inner, Mapping) else {}), **config}
     reasons = (
@@ -83,7 +90,7 @@ def _why_not(config: Mapping[str, object]) -> str:
         for key, what in NOT_MODELLED.items()
         if given.get(key) not in (None, 0, False)
     )
-    return f"{next(reasons, '')}; supported: {', '.join(sorted(ARCHITECTURES))}"
+    return f"{next(reasons, '')}; supported: {', '.join(sorted(architectures()))}"
 
 
 def _left_out(config: Mapping[str, object]) -> str:
