@@ -10,7 +10,7 @@ gradient, its ``grad``; so does that of a pass whose output a variable holds, by
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple, TypeAlias
 
 from meshwright.simulator.memory.sent_messages import SentBytes
@@ -110,6 +110,26 @@ def _plain(actions: Sequence[Action]) -> Iterator[HeldSpans]:
         yield HeldSpans(forward, [at + 1 for at in forward], [source] * len(forward))
 
 
+class _Passes(NamedTuple):
+    """The numbers of forward passes, or of backward passes, and their positions among all actions.
+
+    Both in the order in which they run; ``place_of`` has the positions by the number.
+    """
+
+    numbers: Numbers
+    positions: Numbers
+    place_of: Numbers
+
+    @classmethod
+    def of(cls, actions: Sequence[Action], positions: Numbers, count: int) -> "_Passes":
+        """Return those of *actions* at *positions*, with so many microbatches in a step."""
+        numbers = [stage * count + microbatch for _, stage, microbatch in actions]
+        place_of = [0] * len(numbers)
+        for number, position in zip(numbers, positions, strict=True):
+            place_of[number] = position
+        return cls(numbers, positions, place_of)
+
+
 @dataclass(frozen=True)
 class _Interleaved:
     """The variables of `forward_backward_pipelining_with_interleaving` with ``overlap_p2p_comm``.
@@ -120,32 +140,40 @@ class _Interleaved:
     Args:
         place: Which rank it is.
         num_microbatches: Of a step.
-        forward: Numbers of forward passes in order.
-        backward: Numbers of backward passes in order.
-        began: Position of each number's forward pass among all actions.
-        ended: Position of its backward pass.
+        group: How many of them go through a virtual stage before the first goes on.
+        warmup: Forward passes before those that alternate with backward passes.
+        forward: Its forward passes.
+        backward: Its backward passes.
     """
 
     place: PipelinePlace
     num_microbatches: int
-    forward: Numbers
-    backward: Numbers
-    began: Numbers
-    ended: Numbers
+    group: int
+    warmup: int
+    forward: _Passes
+    backward: _Passes
 
     @classmethod
     def of(cls, actions: Sequence[Action], place: PipelinePlace) -> "_Interleaved":
         """Return the variables of a rank that runs *actions*."""
-        phases, virtual_stages, microbatches = zip(*actions, strict=True)
-        count = max(microbatches) + 1
-        pairs = zip(virtual_stages, microbatches, strict=True)
-        numbers = [stage * count + microbatch for stage, microbatch in pairs]
-        order: dict[Phase, Numbers] = {phase: [] for phase in Phase}
-        times = {phase: [0] * (len(actions) // 2) for phase in Phase}
-        for position, (phase, number) in enumerate(zip(phases, numbers, strict=True)):
-            order[phase].append(number)
-            times[phase][number] = position
-        return cls(place, count, *order.values(), *times.values())
+        count, num_passes = actions[-1].microbatch + 1, len(actions) // 2
+        group = next(at for at, action in enumerate(actions) if action.virtual_stage)
+        ahead = 2 * (place.pp - 1 - place.pp_rank) + (num_passes // count - 1) * group
+        warmup = min(ahead, num_passes)
+        alternated = 2 * num_passes - warmup
+        begun, left = range(warmup), range(alternated, len(actions))
+        forward = [*begun, *range(warmup, alternated, 2)]
+        backward = [*range(warmup + 1, alternated, 2), *left]
+        return cls(
+            place,
+            count,
+            group,
+            warmup,
+            _Passes.of([*actions[:warmup], *actions[warmup:alternated:2]], forward, count),
+            _Passes.of(
+                [*actions[warmup + 1 : alternated : 2], *actions[alternated:]], backward, count
+            ),
+        )
 
     def spans(self) -> Iterator[HeldSpans]:
         """Yield what is held."""
@@ -156,56 +184,58 @@ class _Interleaved:
     @cached_property
     def outputs(self) -> Numbers:
         """The source of each number's output."""
-        return [2 * (number // self.num_microbatches) for number in range(len(self.forward))]
+        num_passes, count = len(self.forward.numbers), self.num_microbatches
+        return [2 * stage for stage in range(num_passes // count) for _ in range(count)]
 
     @cached_property
     def inputs(self) -> Numbers:
         """The source of each number's input."""
         return [source + 1 for source in self.outputs]
 
-    @cached_property
-    def group(self) -> int:
-        """How many microbatches go through a virtual stage before the first goes on."""
-        return next(at for at, each in enumerate(self.forward) if each >= self.num_microbatches)
-
-    @cached_property
-    def warmup(self) -> int:
-        """Forward passes before those that alternate with backward passes."""
-        pp_rank, pp = self.place
-        before = 2 * (pp - 1 - pp_rank) + self.outputs[-1] // 2 * self.group
-        return min(before, len(self.forward))
-
     @property
     def alternating(self) -> int:
         """Forward passes that do, and backward passes."""
-        return len(self.forward) - self.warmup
+        return len(self.outputs) - self.warmup
+
+    @cached_property
+    def after(self) -> Numbers:
+        """From where on each number's backward pass is over."""
+        return [ended + 1 for ended in self.backward.place_of]
 
     @cached_property
     def left_module(self) -> Numbers:
         """From where on the next microbatch's input is in the module, for each number."""
-        following = [*self.began[1:], self.end]
+        following = [*self.forward.place_of[1:], self.end]
         last = self.num_microbatches - 1
         following[last :: self.num_microbatches] = [self.end] * (self.outputs[-1] // 2 + 1)
         return following
 
+    @cached_property
+    def lying(self) -> Numbers:
+        """The numbers whose input lies in the module when their backward pass is over."""
+        pairs = enumerate(zip(self.left_module, self.after, strict=True))
+        return [number for number, (left, over) in pairs if left > over]
+
     @property
     def end(self) -> int:
         """Position after the last action."""
-        return 2 * len(self.forward)
+        return 2 * len(self.outputs)
 
     @cached_property
     def next_inputs(self) -> Numbers:
         """The number whose input is received after each forward pass, if one is."""
+        order = self.forward.numbers
         if self.place.pp_rank:
-            return [*self.forward[1:], NONE]
-        return _received(self.forward, self.num_microbatches, self.place.pp)
+            return [*order[1:], NONE]
+        return _received(order, self.num_microbatches, self.place.pp)
 
     @cached_property
     def next_gradients(self) -> Numbers:
         """The number whose output's gradient is received after each backward pass, if one is."""
+        order = self.backward.numbers
         if not self.is_last:
-            return [*self.backward[1:], NONE]
-        return _received(self.backward, -self.num_microbatches, self.place.pp)
+            return [*order[1:], NONE]
+        return _received(order, -self.num_microbatches, self.place.pp)
 
     @property
     def is_last(self) -> bool:
@@ -214,90 +244,99 @@ class _Interleaved:
 
     def _by_variables(self) -> Iterator[HeldSpans]:
         """Yield what variables hold of passes that are over, unless it lies in a module."""
-        after = [ended + 1 for ended in self.ended]
-        yield HeldSpans(after, self._held_gradients(), self.outputs)
-        inputs, begins = self._held_inputs(), [*map(max, after, self.left_module)]
-        yield HeldSpans(begins, inputs, self.inputs, 2)
+        after, sources, begins = self.after, self.inputs, self.after.copy()
+        gradients, inputs = self._held_gradients(), self._held_inputs()
+        for number in self.lying:
+            begins[number] = self.left_module[number]
+        yield HeldSpans(
+            [after[number] for number in gradients],
+            [*gradients.values()],
+            [self.outputs[number] for number in gradients],
+        )
+        yield HeldSpans(
+            [begins[number] for number in inputs],
+            [*inputs.values()],
+            [sources[number] for number in inputs],
+            2,
+        )
+        for number, until in inputs.items():
+            begins[number] = max(begins[number], until)
         # "input_tensor_grad" until the next backward pass is over, and "send_prev_wait_handle".
-        until = [*(after[number] for number in self.backward[1:]), self.end]
+        order, positions, _ = self.backward
+        ends = [*(position + 1 for position in positions[1:]), self.end]
         if self.alternating:
-            until[self.alternating - 1] = self.end
-        gradients = [0] * len(until)
-        for number, left in zip(self.backward, until, strict=True):
-            gradients[number] = left
-        yield HeldSpans([*map(max, begins, inputs)], gradients, self.inputs)
+            ends[self.alternating - 1] = self.end
+        begun = map(begins.__getitem__, order)
+        yield HeldSpans([*begun], ends, [*map(sources.__getitem__, order)])
 
-    def _held_inputs(self) -> Numbers:
-        """Return until where variables hold each number's input: "input_tensor", and slots."""
-        found = [0] * len(self.forward)
+    def _held_inputs(self) -> dict[int, int]:
+        """Return until where variables hold a number's input: "input_tensor", and slots."""
+        found: dict[int, int] = {}
         if self.place.pp_rank == 0:
-            positions = [self.began[number] for number in self.forward[self.warmup :]]
-            _fill(self, found, self.next_inputs[self.warmup :], positions)
+            received = self.next_inputs[self.warmup :]
+            found = _filled(self, received, self.forward.positions[self.warmup :])
         first = self.next_inputs[self.warmup - 1]
         if first != NONE:
             found[first] = self.end
         return found
 
-    def _held_gradients(self) -> Numbers:
-        """Return until where variables hold the gradient of each number's output.
+    def _held_gradients(self) -> dict[int, int]:
+        """Return until where variables hold the gradient of a number's output.
 
         Beside slots that is "recv_next_wait_handle": after the last forward pass each backward pass
         whose gradient was requested before takes it in turn.
         """
-        found, received = [0] * len(self.forward), self.next_gradients[: self.alternating]
-        running = self.backward
+        found: dict[int, int] = {}
+        received, running = self.next_gradients[: self.alternating], self.backward.numbers
+        ended = self.backward.place_of
         if self.is_last:
-            positions = [self.ended[number] for number in running[: self.alternating]]
-            _fill(self, found, received, positions)
+            found = _filled(self, received, self.backward.positions[: self.alternating])
             last = self.outputs[-1]
             running = [number for number in running if self.outputs[number] < last]
-        num_requested = sum(each != NONE for each in received)
+        num_requested = len(received) - received.count(NONE)
         num_requested += self.alternating > 0 and not self.is_last
         alternated = self.warmup + 2 * self.alternating
-        requested = [each for each in running[:num_requested] if self.ended[each] >= alternated]
-        until = [*(self.ended[number] for number in requested), self.end][1:]
+        requested = [each for each in running[:num_requested] if ended[each] >= alternated]
+        until = [*(ended[number] for number in requested), self.end][1:]
         for number, left in zip(requested, until, strict=True):
-            found[number] = max(found[number], left)
+            found[number] = max(found.get(number, 0), left)
         return found
 
 
 def _waiting(rank: _Interleaved) -> Iterator[HeldSpans]:
     """Yield what waits for its pass, and what a runtime still sends."""
-    began, ended, outputs = rank.began, rank.ended, rank.outputs
-    for places, order, following, sources in (
-        (began, rank.forward, rank.next_inputs, rank.inputs),
-        (ended, rank.backward, rank.next_gradients, outputs),
+    outputs = rank.outputs
+    for passes, following, sources in (
+        (rank.forward, rank.next_inputs, rank.inputs),
+        (rank.backward, rank.next_gradients, outputs),
     ):
-        pairs = [pair for pair in zip(order, following, strict=True) if pair[1] != NONE]
-        numbers = [number for _, number in pairs]
-        yield HeldSpans(
-            [places[before] + 1 for before, _ in pairs],
-            [places[number] for number in numbers],
-            [sources[number] for number in numbers],
-        )
-    if rank.alternating and not rank.is_last:
-        first = rank.backward[0]
-        yield HeldSpans([rank.warmup], [ended[first]], [outputs[first]])
+        receives = [number != NONE for number in following]
+        starts = [position + 1 for position in compress(passes.positions, receives)]
+        numbers = [*compress(following, receives)]
+        places = [*map(passes.place_of.__getitem__, numbers)]
+        yield HeldSpans(starts, places, [*map(sources.__getitem__, numbers)])
+    running = rank.backward.positions[: rank.alternating]
+    if running and not rank.is_last:
+        yield HeldSpans([rank.warmup], running[:1], [outputs[rank.backward.numbers[0]]])
     # The output that is being sent is kept until the next forward pass.
-    running = [ended[number] for number in rank.backward[: rank.alternating]]
-    sent = [outputs[number] for number in rank.forward[rank.warmup :]]
+    sent = [outputs[number] for number in rank.forward.numbers[rank.warmup :]]
     yield HeldSpans(running, [at + 1 for at in running], sent)
 
 
 def _in_modules(rank: _Interleaved) -> Iterator[HeldSpans]:
     """Yield inputs of passes that are over, with their gradients; first, of the step before."""
-    first = range(0, len(rank.forward), rank.num_microbatches)
-    sources = [rank.inputs[number] for number in first]
-    yield HeldSpans([0] * len(sources), [rank.began[number] for number in first], sources, 2)
-    yield HeldSpans([ended + 1 for ended in rank.ended], rank.left_module, rank.inputs, 2)
+    first = slice(0, None, rank.num_microbatches)
+    begun, sources = rank.forward.place_of[first], rank.inputs[first]
+    yield HeldSpans([0] * len(sources), begun, sources, 2)
+    spans = rank.after, rank.left_module, rank.inputs
+    starts, ends, sources = ([each[number] for number in rank.lying] for each in spans)
+    yield HeldSpans(starts, ends, sources, 2)
 
 
-def _fill(rank: _Interleaved, until: Numbers, received: Numbers, positions: Numbers) -> None:
-    """Write until where an end's slots hold what is *received* after passes at *positions*."""
+def _filled(rank: _Interleaved, received: Numbers, positions: Numbers) -> dict[int, int]:
+    """Return until where an end's slots hold what is *received* after passes at *positions*."""
     ends = _slot_ends(positions, received, rank.group - rank.place.pp + 1, rank.end)
-    for number, end in zip(received, ends, strict=True):
-        if number != NONE:
-            until[number] = end
+    return {number: end for number, end in zip(received, ends, strict=True) if number != NONE}
 
 
 def _received(order: Numbers, step: int, pp: int) -> Numbers:
