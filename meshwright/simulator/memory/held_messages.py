@@ -9,12 +9,13 @@ gradient, its ``grad``; so does that of a pass whose output a variable holds, by
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, compress
+from operator import gt
 from typing import NamedTuple, TypeAlias
 
 from meshwright.simulator.memory.sent_messages import SentBytes
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action, Phase, group_passes
 
 Numbers: TypeAlias = list[int]
 NONE = -1
@@ -110,32 +111,55 @@ def _plain(actions: Sequence[Action]) -> Iterator[HeldSpans]:
         yield HeldSpans(forward, [at + 1 for at in forward], [source] * len(forward))
 
 
-class _Passes(NamedTuple):
-    """The numbers of forward passes, or of backward passes, and their positions among all actions.
+class _Order(NamedTuple):
+    """Forward passes, or backward passes, in the order in which they run, the same on all ranks.
 
-    Both in the order in which they run; ``place_of`` has the positions by the number.
+    A pass has a number: stages one after the other, in each the microbatches one after the other.
+    ``places`` says by number which of them it is; the source of each one's output is in
+    ``outputs``, that of its input in ``inputs``.
     """
 
     numbers: Numbers
+    places: Numbers
+    outputs: Numbers
+    inputs: Numbers
+
+    @classmethod
+    def of(cls, actions: Sequence[Action], num_microbatches: int) -> "_Order":
+        """Return the order of *actions*, with so many microbatches in a step."""
+        numbers = [stage * num_microbatches + microbatch for _, stage, microbatch in actions]
+        places = [0] * len(numbers)
+        for place, number in enumerate(numbers):
+            places[number] = place
+        outputs = [2 * action.virtual_stage for action in actions]
+        return cls(numbers, places, outputs, [source + 1 for source in outputs])
+
+
+@lru_cache(maxsize=32)
+def _orders(group: int, num_microbatches: int, vpp: int) -> tuple[_Order, _Order]:
+    """Return the order of forward passes, and of backward passes."""
+    forward, backward = group_passes(group, num_microbatches, vpp)
+    return _Order.of(forward, num_microbatches), _Order.of(backward, num_microbatches)
+
+
+class _Passes(NamedTuple):
+    """An order of passes, and where a rank runs them among all actions, in order and by number."""
+
+    order: _Order
     positions: Numbers
     place_of: Numbers
 
     @classmethod
-    def of(cls, actions: Sequence[Action], positions: Numbers, count: int) -> "_Passes":
-        """Return those of *actions* at *positions*, with so many microbatches in a step."""
-        numbers = [stage * count + microbatch for _, stage, microbatch in actions]
-        place_of = [0] * len(numbers)
-        for number, position in zip(numbers, positions, strict=True):
-            place_of[number] = position
-        return cls(numbers, positions, place_of)
+    def of(cls, order: _Order, positions: Numbers) -> "_Passes":
+        """Return the passes of *order* at *positions*."""
+        return cls(order, positions, [*map(positions.__getitem__, order.places)])
 
 
 @dataclass(frozen=True)
 class _Interleaved:
     """The variables of `forward_backward_pipelining_with_interleaving` with ``overlap_p2p_comm``.
 
-    A virtual stage's pass of a microbatch has a number: stages one after the other, in each the
-    microbatches one after the other.  ``output_tensor`` holds what lies in its module, too.
+    ``output_tensor`` holds what lies in its module, too.
 
     Args:
         place: Which rank it is.
@@ -158,21 +182,15 @@ class _Interleaved:
         """Return the variables of a rank that runs *actions*."""
         count, num_passes = actions[-1].microbatch + 1, len(actions) // 2
         group = next(at for at, action in enumerate(actions) if action.virtual_stage)
-        ahead = 2 * (place.pp - 1 - place.pp_rank) + (num_passes // count - 1) * group
-        warmup = min(ahead, num_passes)
+        vpp = num_passes // count
+        warmup = min(2 * (place.pp - 1 - place.pp_rank) + (vpp - 1) * group, num_passes)
         alternated = 2 * num_passes - warmup
-        begun, left = range(warmup), range(alternated, len(actions))
-        forward = [*begun, *range(warmup, alternated, 2)]
-        backward = [*range(warmup + 1, alternated, 2), *left]
+        positions = (
+            [*range(warmup), *range(warmup, alternated, 2)],
+            [*range(warmup + 1, alternated, 2), *range(alternated, 2 * num_passes)],
+        )
         return cls(
-            place,
-            count,
-            group,
-            warmup,
-            _Passes.of([*actions[:warmup], *actions[warmup:alternated:2]], forward, count),
-            _Passes.of(
-                [*actions[warmup + 1 : alternated : 2], *actions[alternated:]], backward, count
-            ),
+            place, count, group, warmup, *map(_Passes.of, _orders(group, count, vpp), positions)
         )
 
     def spans(self) -> Iterator[HeldSpans]:
@@ -181,21 +199,14 @@ class _Interleaved:
         yield from _in_modules(self)
         yield from self._by_variables()
 
-    @cached_property
-    def outputs(self) -> Numbers:
-        """The source of each number's output."""
-        num_passes, count = len(self.forward.numbers), self.num_microbatches
-        return [2 * stage for stage in range(num_passes // count) for _ in range(count)]
-
-    @cached_property
-    def inputs(self) -> Numbers:
-        """The source of each number's input."""
-        return [source + 1 for source in self.outputs]
+    def output(self, number: int) -> int:
+        """Return the source of a number's output; that of its input is one more."""
+        return 2 * (number // self.num_microbatches)
 
     @property
     def alternating(self) -> int:
         """Forward passes that do, and backward passes."""
-        return len(self.outputs) - self.warmup
+        return len(self.forward.positions) - self.warmup
 
     @cached_property
     def after(self) -> Numbers:
@@ -207,24 +218,29 @@ class _Interleaved:
         """From where on the next microbatch's input is in the module, for each number."""
         following = [*self.forward.place_of[1:], self.end]
         last = self.num_microbatches - 1
-        following[last :: self.num_microbatches] = [self.end] * (self.outputs[-1] // 2 + 1)
+        following[last :: self.num_microbatches] = [self.end] * self.vpp
         return following
 
     @cached_property
     def lying(self) -> Numbers:
         """The numbers whose input lies in the module when their backward pass is over."""
-        pairs = enumerate(zip(self.left_module, self.after, strict=True))
-        return [number for number, (left, over) in pairs if left > over]
+        longer = map(gt, self.left_module, self.after)
+        return [*compress(range(len(self.after)), longer)]
+
+    @property
+    def vpp(self) -> int:
+        """Virtual stages."""
+        return len(self.forward.positions) // self.num_microbatches
 
     @property
     def end(self) -> int:
         """Position after the last action."""
-        return 2 * len(self.outputs)
+        return 2 * len(self.forward.positions)
 
     @cached_property
     def next_inputs(self) -> Numbers:
         """The number whose input is received after each forward pass, if one is."""
-        order = self.forward.numbers
+        order = self.forward.order.numbers
         if self.place.pp_rank:
             return [*order[1:], NONE]
         return _received(order, self.num_microbatches, self.place.pp)
@@ -232,7 +248,7 @@ class _Interleaved:
     @cached_property
     def next_gradients(self) -> Numbers:
         """The number whose output's gradient is received after each backward pass, if one is."""
-        order = self.backward.numbers
+        order = self.backward.order.numbers
         if not self.is_last:
             return [*order[1:], NONE]
         return _received(order, -self.num_microbatches, self.place.pp)
@@ -244,30 +260,24 @@ class _Interleaved:
 
     def _by_variables(self) -> Iterator[HeldSpans]:
         """Yield what variables hold of passes that are over, unless it lies in a module."""
-        after, sources, begins = self.after, self.inputs, self.after.copy()
-        gradients, inputs = self._held_gradients(), self._held_inputs()
+        gradients, inputs, order = self._held_gradients(), self._held_inputs(), self.backward.order
+        numbers = [*gradients]
+        starts, sources = [self.after[each] for each in numbers], [*map(self.output, numbers)]
+        yield HeldSpans(starts, [*gradients.values()], sources)
+        over = [position + 1 for position in self.backward.positions]
+        begins = over.copy()
         for number in self.lying:
-            begins[number] = self.left_module[number]
-        yield HeldSpans(
-            [after[number] for number in gradients],
-            [*gradients.values()],
-            [self.outputs[number] for number in gradients],
-        )
-        yield HeldSpans(
-            [begins[number] for number in inputs],
-            [*inputs.values()],
-            [sources[number] for number in inputs],
-            2,
-        )
-        for number, until in inputs.items():
-            begins[number] = max(begins[number], until)
+            begins[order.places[number]] = self.left_module[number]
+        places = [order.places[number] for number in inputs]
+        starts, sources = [begins[each] for each in places], [order.inputs[each] for each in places]
+        yield HeldSpans(starts, [*inputs.values()], sources, 2)
+        for place, until in zip(places, inputs.values(), strict=True):
+            begins[place] = max(begins[place], until)
         # "input_tensor_grad" until the next backward pass is over, and "send_prev_wait_handle".
-        order, positions, _ = self.backward
-        ends = [*(position + 1 for position in positions[1:]), self.end]
+        ends = [*over[1:], self.end]
         if self.alternating:
             ends[self.alternating - 1] = self.end
-        begun = map(begins.__getitem__, order)
-        yield HeldSpans([*begun], ends, [*map(sources.__getitem__, order)])
+        yield HeldSpans(begins, ends, order.inputs)
 
     def _held_inputs(self) -> dict[int, int]:
         """Return until where variables hold a number's input: "input_tensor", and slots."""
@@ -287,12 +297,12 @@ class _Interleaved:
         whose gradient was requested before takes it in turn.
         """
         found: dict[int, int] = {}
-        received, running = self.next_gradients[: self.alternating], self.backward.numbers
+        received, running = self.next_gradients[: self.alternating], self.backward.order.numbers
         ended = self.backward.place_of
         if self.is_last:
             found = _filled(self, received, self.backward.positions[: self.alternating])
-            last = self.outputs[-1]
-            running = [number for number in running if self.outputs[number] < last]
+            first = len(running) - self.num_microbatches  # of the last virtual stage
+            running = [number for number in running if number < first]
         num_requested = len(received) - received.count(NONE)
         num_requested += self.alternating > 0 and not self.is_last
         alternated = self.warmup + 2 * self.alternating
@@ -305,32 +315,43 @@ class _Interleaved:
 
 def _waiting(rank: _Interleaved) -> Iterator[HeldSpans]:
     """Yield what waits for its pass, and what a runtime still sends."""
-    outputs = rank.outputs
-    for passes, following, sources in (
-        (rank.forward, rank.next_inputs, rank.inputs),
-        (rank.backward, rank.next_gradients, outputs),
-    ):
-        receives = [number != NONE for number in following]
-        starts = [position + 1 for position in compress(passes.positions, receives)]
-        numbers = [*compress(following, receives)]
-        places = [*map(passes.place_of.__getitem__, numbers)]
-        yield HeldSpans(starts, places, [*map(sources.__getitem__, numbers)])
-    running = rank.backward.positions[: rank.alternating]
+    forward, backward = rank.forward, rank.backward
+    yield _received_spans(forward, rank.next_inputs, forward.order.inputs)
+    yield _received_spans(backward, rank.next_gradients, backward.order.outputs)
+    running = backward.positions[: rank.alternating]
     if running and not rank.is_last:
-        yield HeldSpans([rank.warmup], running[:1], [outputs[rank.backward.numbers[0]]])
+        yield HeldSpans([rank.warmup], running[:1], backward.order.outputs[:1])
     # The output that is being sent is kept until the next forward pass.
-    sent = [outputs[number] for number in rank.forward.numbers[rank.warmup :]]
-    yield HeldSpans(running, [at + 1 for at in running], sent)
+    yield HeldSpans(running, [at + 1 for at in running], forward.order.outputs[rank.warmup :])
+
+
+def _received_spans(passes: _Passes, following: Numbers, sources: Numbers) -> HeldSpans:
+    """Return the spans of what is received for *following* numbers, one after each of *passes*.
+
+    Args:
+        passes: In order.
+        following: What is received after each of them.
+        sources: What each of *passes* receives.
+    """
+    order, positions, _ = passes
+    starts = [position + 1 for position in positions]
+    if following[:-1] == order.numbers[1:]:  # each time that of the next pass
+        return HeldSpans(starts[:-1], positions[1:], sources[1:])
+    places = [order.places[number] for number in following if number != NONE]
+    return HeldSpans(
+        [*compress(starts, [number != NONE for number in following])],
+        [*map(positions.__getitem__, places)],
+        [*map(sources.__getitem__, places)],
+    )
 
 
 def _in_modules(rank: _Interleaved) -> Iterator[HeldSpans]:
     """Yield inputs of passes that are over, with their gradients; first, of the step before."""
-    first = slice(0, None, rank.num_microbatches)
-    begun, sources = rank.forward.place_of[first], rank.inputs[first]
-    yield HeldSpans([0] * len(sources), begun, sources, 2)
-    spans = rank.after, rank.left_module, rank.inputs
-    starts, ends, sources = ([each[number] for number in rank.lying] for each in spans)
-    yield HeldSpans(starts, ends, sources, 2)
+    sources = range(1, 2 * rank.vpp, 2)
+    begun = rank.forward.place_of[:: rank.num_microbatches]
+    yield HeldSpans([0] * rank.vpp, begun, [*sources], 2)
+    starts, ends = ([each[at] for at in rank.lying] for each in (rank.after, rank.left_module))
+    yield HeldSpans(starts, ends, [rank.output(number) + 1 for number in rank.lying], 2)
 
 
 def _filled(rank: _Interleaved, received: Numbers, positions: Numbers) -> dict[int, int]:
