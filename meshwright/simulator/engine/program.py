@@ -58,6 +58,19 @@ def _kept(work: StepWork, units: tuple[UnitWork, ...]) -> tuple[UnitWork, ...]:
     return tuple([_gathered(unit) if work.keeps_units or unit.is_once else unit for unit in units])
 
 
+def compile_ranks(work: StepWork) -> list[list[Instruction]]:
+    """Return the instructions of each pipeline rank; those between the ends share their records."""
+    known: dict[tuple[int, bool, bool], list[Instruction]] = {}
+    programs = []
+    for pp_rank, rank in enumerate(work.ranks):
+        # At the ends it differs what a rank waits for, and where it sends to.
+        key = id(rank), pp_rank == 0, pp_rank == work.pp - 1
+        if key not in known:
+            known[key] = compile_rank(work, pp_rank)
+        programs.append(known[key])
+    return programs
+
+
 def compile_rank(work: StepWork, pp_rank: int) -> list[Instruction]:
     """Return the instructions of a pipeline rank: forward of each virtual stage, then backward."""
     virtual_stages = range(work.num_virtual_stages)

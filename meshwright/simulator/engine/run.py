@@ -18,7 +18,7 @@ from meshwright.simulator.engine.groups import (
     Meeting,
     QueuedCollective,
 )
-from meshwright.simulator.engine.program import Instruction, compile_rank
+from meshwright.simulator.engine.program import Instruction, compile_ranks
 from meshwright.simulator.engine.record import Messages, Span, SpanKind
 from meshwright.simulator.engine.work import StepWork, UnitWork
 from meshwright.simulator.schedules import Phase, refetched
@@ -117,7 +117,7 @@ class StepRun:
     def __init__(self, work: StepWork, clock: StandingClock, num_places: int) -> None:
         self.work = work
         self.clock = clock
-        self.programs = [compile_rank(work, pp_rank) for pp_rank in range(work.pp)]
+        self.programs = compile_ranks(work)
         self.freed = [
             refetched(actions, work.num_virtual_stages) if work.keeps_units else []
             for actions in work.actions
