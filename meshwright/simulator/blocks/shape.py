@@ -175,8 +175,7 @@ class BlockShape(WeightShape):
             parameters=every,
             whole_ends=stack.tp_plan,
             expert_parameters=of_experts,
-            # Only there it makes a difference: elsewhere plans share what a table knows of a shape.
-            in_pipeline=plan.pp > 1 and stack.keeps_stage_outputs,
+            in_pipeline=plan.pp > 1 and stack.keeps_stage_outputs,  # else all share one shape
             announces_messages=plan.prediction_stage is not None,
             defers_sums=stack.sums_norms_each_microbatch
             and (reduces_once(job, plan, stack) or bool(is_unwrapped(stack, plan.dp_cp))),

@@ -125,19 +125,18 @@ class StepRun:
         slots, empty = range(2 * work.num_virtual_stages), [NOT_SENT] * work.num_microbatches
         self.states = [RankProgress([empty.copy() for _ in slots]) for _ in range(num_places)]
         self.everyone: Meeting[int, int] = Meeting(clock, num_places, max)
-        self._every_microbatch = frozenset(range(work.num_microbatches))
-        self._last_microbatch = frozenset({work.num_microbatches - 1})
+        self.every_microbatch = frozenset(range(work.num_microbatches))
+        self.last_microbatch = frozenset({work.num_microbatches - 1})
 
     def compute_stream(self, place: RankPlace) -> Process:  # noqa: PLR0915 -- calls cost more
         """Run the actions of one rank, then what ends its step."""
         state, tp_group, next_turn = self.states[place.index], place.tp_group, self.clock.next_turn
         started, ended = state.starts_ps.append, state.ends_ps.append
         sent, left = state.messages.starts_ps.append, state.messages.ends_ps.append
-        lanes, now, port_free_ps = self._lanes_of_phases(place), 0, 0
+        lanes, now, port_free_ps = _lanes_of_phases(self, place), 0, 0
         for phase, stage, microbatch in self.work.actions[place.pp_rank]:
-            lane = lanes[phase][stage]
             inbox, compute_ps, special, instruction, outbox, taker, occupy_ps, delay_ps, held_ps = (
-                lane
+                lanes[phase][stage]
             )
             if inbox is not None:
                 if (arrival_ps := inbox[microbatch]) < 0:
@@ -167,21 +166,6 @@ class StepRun:
                 now += held_ps
         yield from self.finish(place, now)
 
-    def _lanes_of_phases(self, place: RankPlace) -> dict[Phase, list[Lane]]:
-        """Return what a rank does for each of its virtual stages, by phase."""
-        # Unpacked for each action: a plain tuple is three times as fast there as one with names.
-        lanes = [cast("Lane", tuple(lane)) for lane in lanes_of(self, place)]
-        num_stages = self.work.num_virtual_stages
-        return {Phase.FORWARD: lanes[:num_stages], Phase.BACKWARD: lanes[num_stages:]}
-
-    def special_microbatches(self, instruction: Instruction) -> frozenset[int]:
-        """Return in which microbatches an instruction gathers parameters or reduces gradients."""
-        if instruction.units or (instruction.reductions and instruction.reduces_always):
-            return self._every_microbatch
-        if instruction.gathers:
-            return FIRST_MICROBATCH
-        return self._last_microbatch if instruction.reductions else NO_MICROBATCHES
-
     def special_pass(
         self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
     ) -> Wait:
@@ -196,14 +180,14 @@ class StepRun:
         self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
     ) -> Wait:
         """Run a backward pass whose segments hand their gradients to the reduction."""
-        state, reduction = self.states[place.index], SpanKind.GRADIENT_REDUCTION
+        queue, reduction = self.states[place.index].queue, SpanKind.GRADIENT_REDUCTION
         for segment in instruction.reductions:
             now += segment.compute_ps
             issued = now, segment.collective_ps, reduction, instruction.virtual_stage
-            state.queue.append(QueuedCollective(*issued))
+            queue.append(QueuedCollective(*issued))
         if microbatch != self.work.num_microbatches - 1:
             # `finish` waits for the last one's, with what else is left.
-            now = yield from self._wait_for(place, len(state.queue), now)
+            now = yield from self._wait_for(place, len(queue), now)
         return now
 
     def _gathered_forward(self, place: RankPlace, instruction: Instruction, now: int) -> Wait:
@@ -258,7 +242,7 @@ class StepRun:
         state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
         state.passes_end_ps = now
         if self.work.sums_first:
-            now = yield from self._sum(place, now)
+            now = yield from _sum(self, place, now)
         if rank.reduce_ps:
             state.queue.append(QueuedCollective(now, rank.reduce_ps, SpanKind.GRADIENT_REDUCTION))
         if state.queue:
@@ -266,7 +250,7 @@ class StepRun:
             state.reduce_wait_ps = max(0, reduced_ps - now)
             now = state.close(SpanKind.REDUCTION_WAIT, now, state.reduce_wait_ps)
         if not self.work.sums_first:
-            now = yield from self._sum(place, now)
+            now = yield from _sum(self, place, now)
         if place.embedding_group is not None:
             # The end that comes first is idle until the other one is there.
             now = yield place.embedding_group.arrive(now)
@@ -278,12 +262,13 @@ class StepRun:
         now = state.close(SpanKind.OPTIMIZER, now, rank.optimizer_ps)
         state.end_ps = state.close(SpanKind.PARAMETER_GATHER, now, rank.gather_ps)
 
-    def _sum(self, place: RankPlace, now: int) -> Wait:
-        """Sum gradients over tensor-parallel ranks."""
-        rank, state = self.work.ranks[place.pp_rank], self.states[place.index]
-        if rank.sums_ps and place.tp_group is not None:
-            now = yield place.tp_group.arrive(now)
-        return state.close(SpanKind.TENSOR_SUM, now, rank.sums_ps)
+
+def _sum(run: StepRun, place: RankPlace, now: int) -> Wait:
+    """Sum gradients over tensor-parallel ranks."""
+    rank, state = run.work.ranks[place.pp_rank], run.states[place.index]
+    if rank.sums_ps and place.tp_group is not None:
+        now = yield place.tp_group.arrive(now)
+    return state.close(SpanKind.TENSOR_SUM, now, rank.sums_ps)
 
 
 def lanes_of(run: StepRun, place: RankPlace) -> list[Lane]:
@@ -293,11 +278,28 @@ def lanes_of(run: StepRun, place: RankPlace) -> list[Lane]:
         inbox = None if instruction.inbox < 0 else inboxes[instruction.inbox]
         taker = run.states[place.index + instruction.target_step * place.stride]
         outbox = taker.inboxes[instruction.target_slot] if instruction.target_step else None
-        passes = instruction.compute_ps, run.special_microbatches(instruction), instruction
+        passes = instruction.compute_ps, _special_microbatches(run, instruction), instruction
         occupy_ps, delay_ps = instruction.message.occupy_ps, instruction.message.delay_ps
         held_ps = occupy_ps if run.work.blocking_messages else 0
         lanes.append(Lane(inbox, *passes, outbox, taker, occupy_ps, delay_ps, held_ps))
     return lanes
+
+
+def _lanes_of_phases(run: StepRun, place: RankPlace) -> dict[Phase, list[Lane]]:
+    """Return what a rank does for each of its virtual stages, by phase."""
+    # Unpacked for each action: a plain tuple is three times as fast there as one with names.
+    lanes = [cast("Lane", tuple(lane)) for lane in lanes_of(run, place)]
+    num_stages = run.work.num_virtual_stages
+    return {Phase.FORWARD: lanes[:num_stages], Phase.BACKWARD: lanes[num_stages:]}
+
+
+def _special_microbatches(run: StepRun, instruction: Instruction) -> frozenset[int]:
+    """Return in which microbatches an instruction gathers parameters or reduces gradients."""
+    if instruction.units or (instruction.reductions and instruction.reduces_always):
+        return run.every_microbatch
+    if instruction.gathers:
+        return FIRST_MICROBATCH
+    return run.last_microbatch if instruction.reductions else NO_MICROBATCHES
 
 
 def _units_now(

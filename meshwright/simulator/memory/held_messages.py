@@ -260,7 +260,7 @@ class _Interleaved:
 
     def _by_variables(self) -> Iterator[HeldSpans]:
         """Yield what variables hold of passes that are over, unless it lies in a module."""
-        gradients, inputs, order = self._held_gradients(), self._held_inputs(), self.backward.order
+        gradients, inputs, order = _held_gradients(self), _held_inputs(self), self.backward.order
         numbers = [*gradients]
         starts, sources = [self.after[each] for each in numbers], [*map(self.output, numbers)]
         yield HeldSpans(starts, [*gradients.values()], sources)
@@ -278,39 +278,6 @@ class _Interleaved:
         if self.alternating:
             ends[self.alternating - 1] = self.end
         yield HeldSpans(begins, ends, order.inputs)
-
-    def _held_inputs(self) -> dict[int, int]:
-        """Return until where variables hold a number's input: "input_tensor", and slots."""
-        found: dict[int, int] = {}
-        if self.place.pp_rank == 0:
-            received = self.next_inputs[self.warmup :]
-            found = _filled(self, received, self.forward.positions[self.warmup :])
-        first = self.next_inputs[self.warmup - 1]
-        if first != NONE:
-            found[first] = self.end
-        return found
-
-    def _held_gradients(self) -> dict[int, int]:
-        """Return until where variables hold the gradient of a number's output.
-
-        Beside slots that is "recv_next_wait_handle": after the last forward pass each backward pass
-        whose gradient was requested before takes it in turn.
-        """
-        found: dict[int, int] = {}
-        received, running = self.next_gradients[: self.alternating], self.backward.order.numbers
-        ended = self.backward.place_of
-        if self.is_last:
-            found = _filled(self, received, self.backward.positions[: self.alternating])
-            first = len(running) - self.num_microbatches  # of the last virtual stage
-            running = [number for number in running if number < first]
-        num_requested = len(received) - received.count(NONE)
-        num_requested += self.alternating > 0 and not self.is_last
-        alternated = self.warmup + 2 * self.alternating
-        requested = [each for each in running[:num_requested] if ended[each] >= alternated]
-        until = [*(ended[number] for number in requested), self.end][1:]
-        for number, left in zip(requested, until, strict=True):
-            found[number] = max(found.get(number, 0), left)
-        return found
 
 
 def _waiting(rank: _Interleaved) -> Iterator[HeldSpans]:
@@ -352,6 +319,41 @@ def _in_modules(rank: _Interleaved) -> Iterator[HeldSpans]:
     yield HeldSpans([0] * rank.vpp, begun, [*sources], 2)
     starts, ends = ([each[at] for at in rank.lying] for each in (rank.after, rank.left_module))
     yield HeldSpans(starts, ends, [rank.output(number) + 1 for number in rank.lying], 2)
+
+
+def _held_inputs(rank: _Interleaved) -> dict[int, int]:
+    """Return until where variables hold a number's input: "input_tensor", and slots."""
+    found: dict[int, int] = {}
+    if rank.place.pp_rank == 0:
+        received = rank.next_inputs[rank.warmup :]
+        found = _filled(rank, received, rank.forward.positions[rank.warmup :])
+    first = rank.next_inputs[rank.warmup - 1]
+    if first != NONE:
+        found[first] = rank.end
+    return found
+
+
+def _held_gradients(rank: _Interleaved) -> dict[int, int]:
+    """Return until where variables hold the gradient of a number's output.
+
+    Beside slots that is "recv_next_wait_handle": after the last forward pass each backward pass
+    whose gradient was requested before takes it in turn.
+    """
+    found: dict[int, int] = {}
+    received, running = rank.next_gradients[: rank.alternating], rank.backward.order.numbers
+    ended = rank.backward.place_of
+    if rank.is_last:
+        found = _filled(rank, received, rank.backward.positions[: rank.alternating])
+        first = len(running) - rank.num_microbatches  # of the last virtual stage
+        running = [number for number in running if number < first]
+    num_requested = len(received) - received.count(NONE)
+    num_requested += rank.alternating > 0 and not rank.is_last
+    alternated = rank.warmup + 2 * rank.alternating
+    requested = [each for each in running[:num_requested] if ended[each] >= alternated]
+    until = [*(ended[number] for number in requested), rank.end][1:]
+    for number, left in zip(requested, until, strict=True):
+        found[number] = max(found.get(number, 0), left)
+    return found
 
 
 def _filled(rank: _Interleaved, received: Numbers, positions: Numbers) -> dict[int, int]:
