@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from math import ceil
 from operator import attrgetter
 from typing import NamedTuple
@@ -174,7 +175,7 @@ class BlockShape(WeightShape):
             parameters=every,
             whole_ends=stack.tp_plan,
             expert_parameters=of_experts,
-            in_pipeline=plan.pp > 1,
+            in_pipeline=plan.pp > 1 and stack.keeps_stage_outputs,  # else all share one shape
             announces_messages=plan.prediction_stage is not None,
             defers_sums=stack.sums_norms_each_microbatch
             and (reduces_once(job, plan, stack) or bool(is_unwrapped(stack, plan.dp_cp))),
@@ -301,11 +302,22 @@ class PlanParameters(NamedTuple):
 
 def plan_parameters(model: AnyModel, plan: ParallelPlan, stack: StackProfile) -> PlanParameters:
     """Return the parameters that a rank of *plan* holds of a block of each kind."""
-    multiple, ends = stack.vocabulary_multiple, 1 if stack.tp_plan else None
-    degrees = plan.ep, plan.etp
+    ends = 1 if stack.tp_plan else None
+    return _rank_parameters(model, plan.tp, (plan.ep, plan.etp), stack.vocabulary_multiple, ends)
+
+
+@lru_cache  # plans of a search have few different ones
+def _rank_parameters(
+    model: AnyModel,
+    tp: int,
+    experts: tuple[int, int | None],
+    multiple: int,
+    ends_tp: int | None,
+) -> PlanParameters:
+    """Return these by the degrees of parallelism: tensor; expert and expert tensor; of the ends."""
     return PlanParameters(
-        rank_parameters(model, plan.tp, multiple, *degrees, ends_tp=ends),
-        expert_parameters(model, plan.tp, *degrees),
+        rank_parameters(model, tp, multiple, *experts, ends_tp=ends_tp),
+        expert_parameters(model, tp, *experts),
     )
 
 

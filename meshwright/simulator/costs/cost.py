@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import add
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Source, to_ps
@@ -76,16 +77,16 @@ class PhaseCost:
         """Return the sum, part by part."""
         return PhaseCost(
             self.time_ps + other.time_ps,
-            tuple(a + b for a, b in zip(self.by_category_ps, other.by_category_ps, strict=True)),
-            tuple(a + b for a, b in zip(self.by_source_ps, other.by_source_ps, strict=True)),
+            tuple(map(add, self.by_category_ps, other.by_category_ps)),
+            tuple(map(add, self.by_source_ps, other.by_source_ps)),
         )
 
     def __mul__(self, count: int) -> "PhaseCost":
         """Return *count* times the cost."""
         return PhaseCost(
             self.time_ps * count,
-            tuple(part * count for part in self.by_category_ps),
-            tuple(part * count for part in self.by_source_ps),
+            tuple([part * count for part in self.by_category_ps]),
+            tuple([part * count for part in self.by_source_ps]),
         )
 
     def category_ps(self, category: Category) -> int:

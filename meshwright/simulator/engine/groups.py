@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from simpy import Environment, Event
 
-from meshwright.simulator.engine.record import Span, SpanKind
+from meshwright.simulator.engine.record import Messages, Span, SpanKind
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,10 +45,7 @@ class Meeting(Generic[T, R]):
         return done
 
 
-Intervals = list[tuple[int, int]]
-
-
-def busy_end_ps(start_ps: int, work_ps: int, messages: Intervals) -> int:
+def busy_end_ps(start_ps: int, work_ps: int, messages: Messages) -> int:
     """Return when *work_ps* of port time is done if *messages* go first.
 
     A pipeline message is small and a stage waits for it, a collective is large and usually
@@ -57,20 +54,18 @@ def busy_end_ps(start_ps: int, work_ps: int, messages: Intervals) -> int:
     Args:
         start_ps: Earliest start of the collective.
         work_ps: Port time it needs.
-        messages: Times at which messages leave, in order and disjoint.
+        messages: Those of its port.
 
-    >>> busy_end_ps(0, 10, [(2, 5), (11, 12), (30, 40)])
+    >>> busy_end_ps(0, 10, Messages([2, 11, 30], [5, 12, 40]))
     14
     """
     end_ps = start_ps + work_ps
-    first = bisect_right(messages, (start_ps, start_ps))
-    # The message that left before may not be out yet: it counts from the collective's start.
-    if first and messages[first - 1][1] > start_ps:
-        first -= 1
-    for begin, finish in messages[first:]:
-        if begin >= end_ps:
+    for place in range(bisect_right(messages.ends_ps, start_ps), len(messages.ends_ps)):
+        # The first may have left before: it counts from the collective's start.
+        begin_ps = max(messages.starts_ps[place], start_ps)
+        if begin_ps >= end_ps:
             break
-        end_ps += finish - max(begin, start_ps)
+        end_ps += messages.ends_ps[place] - begin_ps
     return end_ps
 
 
@@ -94,11 +89,14 @@ class CollectiveStream:
         self._free_ps = 0
         self.record: list[Span] = []
 
-    def run(self, ready_ps: int, issued: QueuedCollective, messages: Sequence[Intervals]) -> int:
-        """Return the end of the next collective, given the messages of each member."""
+    def run(self, ready_ps: int, issued: QueuedCollective, messages: Sequence[Messages]) -> int:
+        """Return the end of the next collective, which gives way to *messages* of members."""
         start_ps = max(self._free_ps, ready_ps)
+        end_ps = start_ps + issued.work_ps
         # A ring goes at the pace of its slowest member: the one with most messages on its port.
-        self._free_ps = max([busy_end_ps(start_ps, issued.work_ps, each) for each in messages])
+        for each in messages:
+            end_ps = max(end_ps, busy_end_ps(start_ps, issued.work_ps, each))
         if issued.work_ps:
-            self.record.append(Span(issued.kind, start_ps, self._free_ps, issued.virtual_stage))
-        return self._free_ps
+            self.record.append(Span(issued.kind, start_ps, end_ps, issued.virtual_stage))
+        self._free_ps = end_ps
+        return end_ps

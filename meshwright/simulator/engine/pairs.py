@@ -1,10 +1,17 @@
 """A rank that runs forward passes of microbatches beside backward passes of others."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from simpy import Event
-
-from meshwright.simulator.engine.run import Lane, Process, RankPlace, StepRun, lanes_of
+from meshwright.simulator.engine.clock import Process, Wait
+from meshwright.simulator.engine.run import (
+    AWAITED,
+    NOT_SENT,
+    Inbox,
+    Lane,
+    RankPlace,
+    StepRun,
+    lanes_of,
+)
 from meshwright.simulator.schedules import Action, Phase
 
 Turn = list[tuple[Action, Lane]]
@@ -19,18 +26,21 @@ def paired_stream(run: StepRun, place: RankPlace) -> Process:
     state = run.states[place.index]
     for turn in _turns(run, place):
         for action, lane in turn:
-            now = max(now, (yield from _arrival(run, action, lane)))
+            if lane.inbox is not None:
+                now = max(now, (yield from _arrival(lane.inbox, action.microbatch)))
         if place.tp_group is not None:
             now = yield place.tp_group.arrive(now)
         now = yield from _passed(run, place, turn, now)
         for action, lane in turn:
             if lane.outbox is None:
                 continue
-            sent_ps = max(now, port_free_ps)
-            port_free_ps = sent_ps + lane.occupy_ps
-            state.senders.append(action)
-            state.sent_ps.append((sent_ps, port_free_ps))
-            lane.outbox.deliver(action.microbatch, port_free_ps + lane.delay_ps)
+            state.messages.starts_ps.append(max(now, port_free_ps))
+            port_free_ps = state.messages.starts_ps[-1] + lane.occupy_ps
+            state.messages.ends_ps.append(port_free_ps)
+            if lane.outbox[action.microbatch] == AWAITED:
+                run.clock.next_turn((lane.taker.go_on, port_free_ps + lane.delay_ps))
+            else:
+                lane.outbox[action.microbatch] = port_free_ps + lane.delay_ps
         if run.work.blocking_messages:
             now = max(now, port_free_ps)
     yield from run.finish(place, now)
@@ -49,17 +59,17 @@ def _turns(run: StepRun, place: RankPlace) -> Iterator[Turn]:
         position += size
 
 
-def _arrival(run: StepRun, action: Action, lane: Lane) -> Generator[Event, int, int]:
-    """Return when the message is there that an action waits for, 0 where it waits for none."""
-    if lane.inbox is None:
-        return 0
-    arrival_ps = lane.inbox.arrivals_ps.pop(action.microbatch, None)
-    if arrival_ps is None:
-        arrival_ps = yield lane.inbox.message(run.env, action.microbatch)
+def _arrival(inbox: Inbox, microbatch: int) -> Wait:
+    """Take a message; return when it is there."""
+    arrival_ps = inbox[microbatch]
+    if arrival_ps < 0:
+        inbox[microbatch] = AWAITED
+        arrival_ps = yield None
+    inbox[microbatch] = NOT_SENT
     return arrival_ps
 
 
-def _passed(run: StepRun, place: RankPlace, turn: Turn, now: int) -> Generator[Event, int, int]:
+def _passed(run: StepRun, place: RankPlace, turn: Turn, now: int) -> Wait:
     """Run the passes of a turn; return when they are done.
 
     In the record a pair's passes follow each other, each as long as it takes beside the other.
@@ -70,7 +80,7 @@ def _passed(run: StepRun, place: RankPlace, turn: Turn, now: int) -> Generator[E
         state.starts_ps.append(now)
         if action.microbatch in lane.special:
             assert len(turn) == 1, "the first forward and the last backward passes run alone"
-            now = yield from run.special_pass(place, lane.instruction, action, now)
+            now = yield from run.special_pass(place, lane.instruction, action.microbatch, now)
         else:
             now += lane.compute_ps - run.work.hidden_of(place.pp_rank, position)
         state.ends_ps.append(now)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.simulator.engine.work import Message, PassSegment, StepWork, UnitWork
+from meshwright.simulator.schedules import Phase
 
 NOTHING = Message()
 
@@ -12,6 +13,8 @@ class Instruction(NamedTuple):
     """What a rank does for one phase of one of its virtual stages.
 
     Args:
+        phase: The phase.
+        virtual_stage: The virtual stage.
         inbox: Slot of the message that it waits for (-1: none).
         compute_ps: Time of the pass.
         gathers: Segments of microbatch 0, where it waits for parameters.
@@ -25,6 +28,8 @@ class Instruction(NamedTuple):
         message: The message.
     """
 
+    phase: Phase
+    virtual_stage: int
     inbox: int
     compute_ps: int
     gathers: tuple[PassSegment, ...]
@@ -43,9 +48,27 @@ def _gathered(unit: UnitWork) -> UnitWork:
     return replace(unit, gather_ps=0)
 
 
+def _again(units: tuple[UnitWork, ...]) -> tuple[UnitWork, ...]:
+    """Return *units* without the gathers of those that stay from a forward pass to its backward."""
+    return tuple([_gathered(unit) if unit.stays else unit for unit in units])
+
+
 def _kept(work: StepWork, units: tuple[UnitWork, ...]) -> tuple[UnitWork, ...]:
     """Return *units* without the gathers of those that stay from a backward pass to the next."""
-    return tuple(_gathered(unit) if work.keeps_units or unit.is_once else unit for unit in units)
+    return tuple([_gathered(unit) if work.keeps_units or unit.is_once else unit for unit in units])
+
+
+def compile_ranks(work: StepWork) -> list[list[Instruction]]:
+    """Return the instructions of each pipeline rank; those between the ends share their records."""
+    known: dict[tuple[int, bool, bool], list[Instruction]] = {}
+    programs = []
+    for pp_rank, rank in enumerate(work.ranks):
+        # At the ends it differs what a rank waits for, and where it sends to.
+        key = id(rank), pp_rank == 0, pp_rank == work.pp - 1
+        if key not in known:
+            known[key] = compile_rank(work, pp_rank)
+        programs.append(known[key])
+    return programs
 
 
 def compile_rank(work: StepWork, pp_rank: int) -> list[Instruction]:
@@ -65,14 +88,14 @@ def _forward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
     # Stages go round the ranks: after the last rank's virtual stage comes the first rank's next
     # one, so a message there jumps back p - 1 ranks and up one slot.
     return Instruction(
+        phase=Phase.FORWARD,
+        virtual_stage=virtual_stage,
         inbox=-1 if is_first else virtual_stage,
         compute_ps=stage_work.forward_ps,
         gathers=stage_work.gathers,
         reductions=(),
         units=stage_work.forward_units,
-        again_units=tuple(
-            _gathered(unit) if unit.stays else unit for unit in stage_work.forward_units
-        ),
+        again_units=_again(stage_work.forward_units),
         kept_units=_kept(work, stage_work.forward_units),
         reduces_always=False,
         target_step=0 if is_last else (1 - work.pp if wraps else 1),
@@ -88,15 +111,15 @@ def _backward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
     is_first = wraps and virtual_stage == 0
     stage_work = work.ranks[pp_rank].virtual_stages[virtual_stage]
     return Instruction(
+        phase=Phase.BACKWARD,
+        virtual_stage=virtual_stage,
         # Slots of gradients lie behind those of activations: the two cross in 1F1B.
         inbox=-1 if is_last else slots + virtual_stage,
         compute_ps=stage_work.backward_ps,
         gathers=(),
         reductions=stage_work.reductions,
         units=stage_work.backward_units,
-        again_units=tuple(
-            _gathered(unit) if unit.stays else unit for unit in stage_work.backward_units
-        ),
+        again_units=_again(stage_work.backward_units),
         kept_units=_kept(work, stage_work.backward_units),
         reduces_always=stage_work.reduces_each_pass,
         target_step=0 if is_first else (work.pp - 1 if wraps else -1),

@@ -32,6 +32,13 @@ MESSAGES = {
 COMPUTED = (SpanKind.TENSOR_SUM, SpanKind.OPTIMIZER)
 
 
+class Messages(NamedTuple):
+    """When messages leave a port, in order and one after the other."""
+
+    starts_ps: list[int]
+    ends_ps: list[int]
+
+
 class Span(NamedTuple):
     """A stretch of one stream; virtual stage and microbatch are -1 where they mean nothing."""
 
@@ -70,8 +77,8 @@ class RankTimes:
         starts_ps: Start of each.
         ends_ps: End of each, before its message leaves.
         part_starts_ps: Start of each part of those passes that gather parameters for theirs.
-        senders: The passes that sent a message, in order.
-        sent_ps: When the message of each of them left the port, from start to end.
+        silent: Phase and virtual stage of the passes that send no message.
+        messages: When the messages of the others left the port.
         collectives: Those of its data-parallel group that passes or their end call for, in order.
         closing: What follows the last pass, in order: waiting for reductions, sums, the update.
         gather_wait_ps: Time passes waited for parameters, or copied them and their gradients from
@@ -89,8 +96,8 @@ class RankTimes:
     starts_ps: list[int]
     ends_ps: list[int]
     part_starts_ps: list[int]
-    senders: list[Action]
-    sent_ps: list[tuple[int, int]]
+    silent: tuple[tuple[Phase, int], ...]
+    messages: Messages
     collectives: list[Span]
     closing: list[Span]
     gather_wait_ps: int
@@ -100,6 +107,16 @@ class RankTimes:
     update_start_ps: int
     end_ps: int
     pairs: range = range(0)
+
+    @property
+    def senders(self) -> list[Action]:
+        """The passes that sent a message, in order."""
+        return [action for action in self.actions if action[:2] not in self.silent]
+
+    @property
+    def sent_ps(self) -> list[tuple[int, int]]:
+        """When the message of each of `senders` left the port, from start to end."""
+        return list(zip(*self.messages, strict=True))
 
     def ran(self, position: int) -> tuple[Action, int, int]:
         """Return one of its passes from start to end."""

@@ -1,4 +1,4 @@
-"""The event engine: ranks as SimPy processes that run ahead of each other where they may.
+"""The event engine: ranks as processes that run ahead of each other where they may.
 
 A process keeps its own clock in integer picoseconds and yields only where it must: for a
 message that has not been sent yet, or for a group it has to meet.  Each port has one user
@@ -6,33 +6,39 @@ whose order is fixed by the action list, so times found this way are those of a 
 global time order.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
-from simpy import Environment, Event
+from simpy import Environment
 
+from meshwright.simulator.engine.clock import GoOn, Process, StandingClock, Wait
 from meshwright.simulator.engine.groups import (
     CollectiveStream,
-    Intervals,
     Meeting,
     QueuedCollective,
 )
-from meshwright.simulator.engine.program import Instruction, compile_rank
-from meshwright.simulator.engine.record import Span, SpanKind
+from meshwright.simulator.engine.program import Instruction, compile_ranks
+from meshwright.simulator.engine.record import Messages, Span, SpanKind
 from meshwright.simulator.engine.work import StepWork, UnitWork
-from meshwright.simulator.schedules import Action, Phase, refetched
+from meshwright.simulator.schedules import Phase, refetched
 
-Process = Generator[Event, int, None]
-NO_MICROBATCH = -1
-FORWARD = Phase.FORWARD
+Inbox: TypeAlias = list[int]
+"""When each message for one phase of a virtual stage may be taken, by its microbatch.
+
+Numbers below 0 stand where none is there: `AWAITED` if the rank waits for it, else `NOT_SENT`.
+"""
+NOT_SENT, AWAITED = -1, -2
+
+NO_MICROBATCHES: frozenset[int] = frozenset()
+FIRST_MICROBATCH = frozenset({0})
 
 
 class Submission(NamedTuple):
     """What a rank brings to its data-parallel group: collectives and its own messages."""
 
     collectives: list[QueuedCollective]
-    messages: Intervals
+    messages: Messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,55 +57,16 @@ class RankPlace:
     embedding_group: Meeting[int, int] | None
 
 
-class Inbox:
-    """Messages for one phase of a virtual stage: when each may be taken, by its microbatch."""
-
-    __slots__ = ("_event", "arrivals_ps", "awaited")
-
-    def __init__(self) -> None:
-        self.arrivals_ps: dict[int, int] = {}
-        self.awaited = NO_MICROBATCH
-        self._event: Event | None = None
-
-    def message(self, env: Environment, microbatch: int) -> Event:
-        """Return the event of a message that has not been sent yet; it carries the arrival."""
-        self.awaited, self._event = microbatch, Event(env)
-        return self._event
-
-    def deliver(self, microbatch: int, arrival_ps: int) -> None:
-        """Hand the message of *microbatch* to the rank that waits for it, or leave it there."""
-        if self.awaited == microbatch and self._event is not None:
-            self.awaited = NO_MICROBATCH
-            self._event.succeed(arrival_ps)
-        else:
-            self.arrivals_ps[microbatch] = arrival_ps
-
-
-class Lane(NamedTuple):
-    """What a rank does for one phase of one virtual stage: take a message, compute, send one.
-
-    Beside its passes of *special* microbatches parameters are gathered or gradients reduced.
-    """
-
-    inbox: Inbox | None
-    outbox: Inbox | None
-    occupy_ps: int
-    delay_ps: int
-    compute_ps: int
-    instruction: Instruction
-    special: range
-
-
 @dataclass(slots=True)
 class RankProgress:
     """What a rank has done so far; filled while it runs, read once at the end."""
 
     inboxes: list[Inbox]
+    go_on: GoOn = field(init=False)
     starts_ps: list[int] = field(default_factory=list)
     ends_ps: list[int] = field(default_factory=list)
     part_starts_ps: list[int] = field(default_factory=list)
-    senders: list[Action] = field(default_factory=list)
-    sent_ps: Intervals = field(default_factory=list)
+    messages: Messages = field(default_factory=lambda: Messages([], []))
     closing: list[Span] = field(default_factory=list)
     queue: list[QueuedCollective] = field(default_factory=list)
     gather_wait_ps: int = 0
@@ -118,75 +85,115 @@ class RankProgress:
         return end_ps
 
 
+class Lane(NamedTuple):
+    """What a rank does for one phase of one virtual stage: take a message, compute, send one.
+
+    Args:
+        inbox: Where the message comes that it waits for, if it does.
+        compute_ps: Time of a pass.
+        special: Microbatches beside whose passes parameters are gathered or gradients reduced.
+        instruction: What happens there.
+        outbox: Where its message goes, if it sends one.
+        taker: Who takes that.
+        occupy_ps: How long the message is on the rank's port.
+        delay_ps: And then on its way.
+        held_ps: How long it keeps the rank from going on; the port is free then.
+    """
+
+    inbox: Inbox | None
+    compute_ps: int
+    special: frozenset[int]
+    instruction: Instruction
+    outbox: Inbox | None
+    taker: RankProgress
+    occupy_ps: int
+    delay_ps: int
+    held_ps: int
+
+
 class StepRun:
     """One simulation of a `StepWork` by *num_places* simulated ranks."""
 
-    def __init__(self, work: StepWork, env: Environment, num_places: int) -> None:
+    def __init__(self, work: StepWork, clock: StandingClock, num_places: int) -> None:
         self.work = work
-        self.env = env
-        self.programs = [compile_rank(work, pp_rank) for pp_rank in range(work.pp)]
+        self.clock = clock
+        self.programs = compile_ranks(work)
         self.freed = [
             refetched(actions, work.num_virtual_stages) if work.keeps_units else []
             for actions in work.actions
         ]
-        slots = 2 * work.num_virtual_stages
-        self.states = [RankProgress([Inbox() for _ in range(slots)]) for _ in range(num_places)]
-        self.everyone: Meeting[int, int] = Meeting(env, num_places, max)
+        slots, empty = range(2 * work.num_virtual_stages), [NOT_SENT] * work.num_microbatches
+        self.states = [RankProgress([empty.copy() for _ in slots]) for _ in range(num_places)]
+        self.everyone: Meeting[int, int] = Meeting(clock, num_places, max)
+        self.every_microbatch = frozenset(range(work.num_microbatches))
+        self.last_microbatch = frozenset({work.num_microbatches - 1})
 
-    def compute_stream(self, place: RankPlace) -> Process:
+    def compute_stream(self, place: RankPlace) -> Process:  # noqa: PLR0915 -- calls cost more
         """Run the actions of one rank, then what ends its step."""
-        work, state, lanes = self.work, self.states[place.index], lanes_of(self, place)
-        started, ended, tp_group = state.starts_ps.append, state.ends_ps.append, place.tp_group
-        sender, sent = state.senders.append, state.sent_ps.append
-        num_stages, now, port_free_ps = work.num_virtual_stages, 0, 0
-        for action in work.actions[place.pp_rank]:
-            phase, stage, microbatch = action
-            lane = lanes[stage if phase is FORWARD else num_stages + stage]
-            inbox, outbox, occupy_ps, delay_ps, compute_ps, instruction, special = lane
+        state, tp_group, next_turn = self.states[place.index], place.tp_group, self.clock.next_turn
+        started, ended = state.starts_ps.append, state.ends_ps.append
+        sent, left = state.messages.starts_ps.append, state.messages.ends_ps.append
+        lanes, now, port_free_ps = _lanes_of_phases(self, place), 0, 0
+        for phase, stage, microbatch in self.work.actions[place.pp_rank]:
+            inbox, compute_ps, special, instruction, outbox, taker, occupy_ps, delay_ps, held_ps = (
+                lanes[phase][stage]
+            )
             if inbox is not None:
-                if (arrival_ps := inbox.arrivals_ps.pop(microbatch, None)) is None:
-                    arrival_ps = yield inbox.message(self.env, microbatch)
+                if (arrival_ps := inbox[microbatch]) < 0:
+                    inbox[microbatch] = AWAITED
+                    arrival_ps = yield None
+                inbox[microbatch] = NOT_SENT
                 if arrival_ps > now:  # noqa: PLR1730 -- a search spends its time here
                     now = arrival_ps
             if tp_group is not None:
                 now = yield tp_group.arrive(now)
             started(now)
             if microbatch in special:
-                now = yield from self.special_pass(place, instruction, action, now)
+                now = yield from self.special_pass(place, instruction, microbatch, now)
             else:
                 now += compute_ps
             ended(now)
             if outbox is not None:
-                sent_ps = now if now > port_free_ps else port_free_ps  # noqa: FURB136 -- as above
-                port_free_ps = sent_ps + occupy_ps
-                sender(action)
-                sent((sent_ps, port_free_ps))  # in order, as for `busy_end_ps`
-                outbox.deliver(microbatch, port_free_ps + delay_ps)
-                if work.blocking_messages:
-                    now = port_free_ps
+                if now > port_free_ps:  # noqa: PLR1730 -- as above
+                    port_free_ps = now
+                sent(port_free_ps)
+                port_free_ps += occupy_ps
+                left(port_free_ps)
+                if outbox[microbatch] == AWAITED:
+                    next_turn((taker.go_on, port_free_ps + delay_ps))
+                else:
+                    outbox[microbatch] = port_free_ps + delay_ps
+                now += held_ps
         yield from self.finish(place, now)
 
     def special_pass(
-        self, place: RankPlace, instruction: Instruction, action: Action, now: int
-    ) -> Generator[Event, int, int]:
+        self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
+    ) -> Wait:
         """Run a pass beside which parameters are gathered or gradients reduced."""
         if instruction.units:
-            return (yield from self._sharded_pass(place, instruction, action, now))
+            return self._sharded_pass(place, instruction, microbatch, now)
         if instruction.gathers:
-            return (yield from self._gathered_forward(place, instruction, action, now))
-        state = self.states[place.index]
-        now = _reduced_backward(state, instruction, action, now)
-        if action.microbatch != self.work.num_microbatches - 1:
+            return self._gathered_forward(place, instruction, now)
+        return self._reduced_backward(place, instruction, microbatch, now)
+
+    def _reduced_backward(
+        self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
+    ) -> Wait:
+        """Run a backward pass whose segments hand their gradients to the reduction."""
+        queue, reduction = self.states[place.index].queue, SpanKind.GRADIENT_REDUCTION
+        for segment in instruction.reductions:
+            now += segment.compute_ps
+            issued = now, segment.collective_ps, reduction, instruction.virtual_stage
+            queue.append(QueuedCollective(*issued))
+        if microbatch != self.work.num_microbatches - 1:
             # `finish` waits for the last one's, with what else is left.
-            now = yield from self._wait_for(place, len(state.queue), now)
+            now = yield from self._wait_for(place, len(queue), now)
         return now
 
-    def _gathered_forward(
-        self, place: RankPlace, instruction: Instruction, action: Action, now: int
-    ) -> Generator[Event, int, int]:
+    def _gathered_forward(self, place: RankPlace, instruction: Instruction, now: int) -> Wait:
         """Run a forward pass whose segments wait for their parameters."""
         state = self.states[place.index]
-        gather = SpanKind.PARAMETER_GATHER, action.virtual_stage
+        gather = SpanKind.PARAMETER_GATHER, instruction.virtual_stage
         for segment in instruction.gathers:
             # Ready at 0: what it gathers was updated at the end of the step before.
             state.queue.append(QueuedCollective(0, segment.collective_ps, *gather))
@@ -195,12 +202,11 @@ class StepRun:
         return now
 
     def _sharded_pass(
-        self, place: RankPlace, instruction: Instruction, action: Action, now: int
-    ) -> Generator[Event, int, int]:
+        self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
+    ) -> Wait:
         """Run a pass whose parameters are gathered unit by unit, one ahead where it may."""
         state, prefetches = self.states[place.index], self.work.prefetches
-        units = _units_now(state, instruction, action, self.freed[place.pp_rank])
-        microbatch = action.microbatch
+        units = _units_now(state, instruction, self.freed[place.pp_rank])
         reduces = instruction.reduces_always or microbatch == self.work.num_microbatches - 1
         gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
         if units[0].gather_ps:
@@ -222,10 +228,10 @@ class StepRun:
                 state.queue.append(QueuedCollective(now, next_ps, SpanKind.PARAMETER_GATHER))
         return now
 
-    def _wait_for(self, place: RankPlace, count: int, now: int) -> Generator[Event, int, int]:
+    def _wait_for(self, place: RankPlace, count: int, now: int) -> Wait:
         """Wait for the first *count* collectives of the queue."""
         state, group = self.states[place.index], place.dp_group
-        due = Submission(state.queue[:count], state.sent_ps)
+        due = Submission(state.queue[:count], state.messages)
         del state.queue[:count]
         end_ps = group.alone(due) if group.is_alone else (yield group.arrive(due))
         state.gather_wait_ps += max(0, end_ps - now)
@@ -236,15 +242,15 @@ class StepRun:
         state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
         state.passes_end_ps = now
         if self.work.sums_first:
-            now = yield from self._sum(place, now)
+            now = yield from _sum(self, place, now)
         if rank.reduce_ps:
             state.queue.append(QueuedCollective(now, rank.reduce_ps, SpanKind.GRADIENT_REDUCTION))
         if state.queue:
-            reduced_ps = yield place.dp_group.arrive(Submission(state.queue, state.sent_ps))
+            reduced_ps = yield place.dp_group.arrive(Submission(state.queue, state.messages))
             state.reduce_wait_ps = max(0, reduced_ps - now)
             now = state.close(SpanKind.REDUCTION_WAIT, now, state.reduce_wait_ps)
         if not self.work.sums_first:
-            now = yield from self._sum(place, now)
+            now = yield from _sum(self, place, now)
         if place.embedding_group is not None:
             # The end that comes first is idle until the other one is there.
             now = yield place.embedding_group.arrive(now)
@@ -256,55 +262,60 @@ class StepRun:
         now = state.close(SpanKind.OPTIMIZER, now, rank.optimizer_ps)
         state.end_ps = state.close(SpanKind.PARAMETER_GATHER, now, rank.gather_ps)
 
-    def _sum(self, place: RankPlace, now: int) -> Generator[Event, int, int]:
-        """Sum gradients over tensor-parallel ranks."""
-        rank, state = self.work.ranks[place.pp_rank], self.states[place.index]
-        if rank.sums_ps and place.tp_group is not None:
-            now = yield place.tp_group.arrive(now)
-        return state.close(SpanKind.TENSOR_SUM, now, rank.sums_ps)
+
+def _sum(run: StepRun, place: RankPlace, now: int) -> Wait:
+    """Sum gradients over tensor-parallel ranks."""
+    rank, state = run.work.ranks[place.pp_rank], run.states[place.index]
+    if rank.sums_ps and place.tp_group is not None:
+        now = yield place.tp_group.arrive(now)
+    return state.close(SpanKind.TENSOR_SUM, now, rank.sums_ps)
 
 
 def lanes_of(run: StepRun, place: RankPlace) -> list[Lane]:
     """Return what a rank does for each of its instructions."""
-    lanes = []
+    lanes, inboxes = [], run.states[place.index].inboxes
     for instruction in run.programs[place.pp_rank]:
-        inboxes, message = run.states[place.index].inboxes, instruction.message
         inbox = None if instruction.inbox < 0 else inboxes[instruction.inbox]
-        outbox = None
-        if instruction.target_step:
-            target = run.states[place.index + instruction.target_step * place.stride]
-            outbox = target.inboxes[instruction.target_slot]
-        special = _special_microbatches(instruction, run.work.num_microbatches)
-        times = message.occupy_ps, message.delay_ps, instruction.compute_ps
-        lanes.append(Lane(inbox, outbox, *times, instruction, special))
+        taker = run.states[place.index + instruction.target_step * place.stride]
+        outbox = taker.inboxes[instruction.target_slot] if instruction.target_step else None
+        passes = instruction.compute_ps, _special_microbatches(run, instruction), instruction
+        occupy_ps, delay_ps = instruction.message.occupy_ps, instruction.message.delay_ps
+        held_ps = occupy_ps if run.work.blocking_messages else 0
+        lanes.append(Lane(inbox, *passes, outbox, taker, occupy_ps, delay_ps, held_ps))
     return lanes
 
 
-def _special_microbatches(instruction: Instruction, num_microbatches: int) -> range:
+def _lanes_of_phases(run: StepRun, place: RankPlace) -> dict[Phase, list[Lane]]:
+    """Return what a rank does for each of its virtual stages, by phase."""
+    # Unpacked for each action: a plain tuple is three times as fast there as one with names.
+    lanes = [cast("Lane", tuple(lane)) for lane in lanes_of(run, place)]
+    num_stages = run.work.num_virtual_stages
+    return {Phase.FORWARD: lanes[:num_stages], Phase.BACKWARD: lanes[num_stages:]}
+
+
+def _special_microbatches(run: StepRun, instruction: Instruction) -> frozenset[int]:
     """Return in which microbatches an instruction gathers parameters or reduces gradients."""
     if instruction.units or (instruction.reductions and instruction.reduces_always):
-        return range(num_microbatches)
+        return run.every_microbatch
     if instruction.gathers:
-        return range(1)
-    first = num_microbatches - 1 if instruction.reductions else num_microbatches
-    return range(first, num_microbatches)
+        return FIRST_MICROBATCH
+    return run.last_microbatch if instruction.reductions else NO_MICROBATCHES
 
 
 def _units_now(
     state: RankProgress,
     instruction: Instruction,
-    action: Action,
     freed: Sequence[bool],
 ) -> tuple[UnitWork, ...]:
     """Return the units of a pass, without the gathers that an earlier pass has left.
 
     What that pass left may have been freed for want of room.
     """
-    virtual_stage = action.virtual_stage
+    virtual_stage = instruction.virtual_stage
     if freed and freed[len(state.starts_ps) - 1]:  # this action has its start noted already
         state.passed.pop(virtual_stage)
     before = state.passed.get(virtual_stage)
-    state.passed[virtual_stage] = action.phase
+    state.passed[virtual_stage] = instruction.phase
     if before is Phase.FORWARD:
         return instruction.again_units
     if before is Phase.BACKWARD:
@@ -332,17 +343,6 @@ def _copied(state: RankProgress, copy_ps: int, now: int) -> int:
     return now + copy_ps
 
 
-def _reduced_backward(
-    state: RankProgress, instruction: Instruction, action: Action, now: int
-) -> int:
-    """Run a backward pass whose segments hand their gradients to the reduction."""
-    reduction = SpanKind.GRADIENT_REDUCTION, action.virtual_stage
-    for segment in instruction.reductions:
-        now += segment.compute_ps
-        state.queue.append(QueuedCollective(now, segment.collective_ps, *reduction))
-    return now
-
-
 def collective_meeting(
     env: Environment, size: int, stream: CollectiveStream, *, shared_port: bool
 ) -> Meeting[Submission, int]:
@@ -352,11 +352,13 @@ def collective_meeting(
     """
 
     def resolve(submissions: Sequence[Submission]) -> int:
-        messages = [each.messages for each in submissions] if shared_port else [[]]
+        messages = [each.messages for each in submissions] if shared_port else ()
         first, *others = (each.collectives for each in submissions)
         end_ps = 0
         for place, entry in enumerate(first):
-            ready_ps = max([entry.ready_ps, *(each[place].ready_ps for each in others)])
+            ready_ps = entry.ready_ps
+            for each in others:
+                ready_ps = max(ready_ps, each[place].ready_ps)
             end_ps = stream.run(ready_ps, entry, messages)
         return end_ps
 

@@ -1,16 +1,13 @@
 """Who is simulated: one representative a pipeline rank, or every rank of the mesh."""
 
-from collections import deque
-from typing import cast
+from math import prod
 
-from simpy import Environment, Event
-from simpy.events import EventCallbacks
-
+from meshwright.simulator.engine.clock import StandingClock
 from meshwright.simulator.engine.groups import CollectiveStream, Meeting
 from meshwright.simulator.engine.pairs import paired_stream
 from meshwright.simulator.engine.record import RankTimes, StepTimes
 from meshwright.simulator.engine.run import (
-    NO_MICROBATCH,
+    AWAITED,
     RankPlace,
     RankProgress,
     StepRun,
@@ -19,31 +16,6 @@ from meshwright.simulator.engine.run import (
 from meshwright.simulator.engine.work import StepWork, with_overhead
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import IN_STEP, REPLICATED, Axis, Mesh
-
-WOKEN = cast("EventCallbacks", None)
-"""What `Environment.step` leaves of the callbacks of an event."""
-
-
-class StandingClock(Environment):
-    """Events in the order in which they come, with no time between: ranks keep their own clocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._triggered: deque[Event] = deque()
-
-    def schedule(self, event: Event, *_: object) -> None:
-        """Take *event* as the last one."""
-        self._triggered.append(event)
-
-    def run_dry(self) -> None:
-        """Wake who waits for an event, until none is left."""
-        while self._triggered:
-            event = self._triggered.popleft()
-            callbacks, event.callbacks = event.callbacks, WOKEN
-            for wake in callbacks:
-                wake(event)
-            if not event.ok:
-                raise cast("Exception", event.value)
 
 
 def simulate_folded(work: StepWork) -> StepTimes:
@@ -65,43 +37,46 @@ def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
 
 
 def _simulate(work: StepWork, mesh: Mesh) -> StepTimes:
-    env = StandingClock()
-    run = StepRun(work, env, mesh.world_size)
-    places = _places(env, work, mesh)
+    clock = StandingClock()
+    run = StepRun(work, clock, mesh.world_size)
+    places = _places(clock, work, mesh)
     for place in places:
-        env.process(paired_stream(run, place) if work.pairs else run.compute_stream(place))
-    env.run_dry()
+        process = paired_stream(run, place) if work.pairs else run.compute_stream(place)
+        run.states[place.index].go_on = clock.start(process)
+    clock.run_dry()
     _check_finished(run)
     ranks = tuple(
-        _rank_times(work, state, place) for state, place in zip(run.states, places, strict=True)
+        _rank_times(run, state, place) for state, place in zip(run.states, places, strict=True)
     )
     end_ps = max(rank.end_ps for rank in ranks)
     return StepTimes(step_ps=with_overhead(end_ps, work.overhead_per_million), ranks=ranks)
 
 
-def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[RankPlace]:
+def _places(clock: StandingClock, work: StepWork, mesh: Mesh) -> list[RankPlace]:
     """Return the place of every rank, with the meetings of its groups made once a group."""
     meetings: dict[tuple[Axis, int], Meeting[int, int]] = {}
     streams = {}
     places = []
     ties = work.pp > 1 and work.ranks[0].shared_embedding_ps > 0
     stride = mesh.stride(Axis.PP)
+    sizes = [prod(map(mesh.degree, axes)) for axes in (IN_STEP, REPLICATED)]
     for rank in range(mesh.world_size):
         pp_rank = rank // stride % work.pp
-        together = mesh.group(rank, *IN_STEP)
-        tp_first, pp_first = together[0], mesh.group(rank, Axis.PP)[0]
-        replicas = mesh.group(rank, *REPLICATED)
-        dp_first = replicas[0]
-        if len(together) > 1 and (Axis.TP, tp_first) not in meetings:
-            meetings[Axis.TP, tp_first] = Meeting(env, len(together), max)
+        tp_first, dp_first = (
+            mesh.group(rank, *axes)[0] if size > 1 else rank
+            for axes, size in zip((IN_STEP, REPLICATED), sizes, strict=True)
+        )
+        if sizes[0] > 1 and (Axis.TP, tp_first) not in meetings:
+            meetings[Axis.TP, tp_first] = Meeting(clock, sizes[0], max)
         if dp_first not in streams:
             stream = CollectiveStream()
-            meeting = collective_meeting(env, len(replicas), stream, shared_port=work.shared_port)
+            meeting = collective_meeting(clock, sizes[1], stream, shared_port=work.shared_port)
             streams[dp_first] = stream, meeting
-        if ties and (Axis.PP, pp_first) not in meetings:
-            # Of a pipeline's ranks only the first and the last hold the tied table.
-            meetings[Axis.PP, pp_first] = Meeting(env, 2, max)
-        is_end = pp_rank in (0, work.pp - 1)
+        is_tied = ties and pp_rank in (0, work.pp - 1)
+        # Of a pipeline's ranks only the first and the last hold the tied table.
+        ends = (Axis.PP, mesh.group(rank, Axis.PP)[0]) if is_tied else None
+        if ends is not None and ends not in meetings:
+            meetings[ends] = Meeting(clock, 2, max)
         places.append(
             RankPlace(
                 index=rank,
@@ -110,7 +85,7 @@ def _places(env: Environment, work: StepWork, mesh: Mesh) -> list[RankPlace]:
                 tp_group=meetings.get((Axis.TP, tp_first)),
                 dp_group=streams[dp_first][1],
                 dp_stream=streams[dp_first][0],
-                embedding_group=meetings.get((Axis.PP, pp_first)) if is_end else None,
+                embedding_group=None if ends is None else meetings[ends],
             )
         )
     return places
@@ -131,7 +106,7 @@ def _check_finished(run: StepRun) -> None:
 def _awaited(state: RankProgress) -> list[tuple[int, int]]:
     """Return slot and microbatch of the message that a rank waits for, if it does."""
     slots = enumerate(state.inboxes)
-    return [(slot, inbox.awaited) for slot, inbox in slots if inbox.awaited != NO_MICROBATCH]
+    return [(slot, inbox.index(AWAITED)) for slot, inbox in slots if AWAITED in inbox]
 
 
 def _waiting(state: RankProgress) -> str:
@@ -144,15 +119,18 @@ def _waiting(state: RankProgress) -> str:
     return f"waiting for the {phase} message of microbatch {microbatch}, chunk {slot % num_stages}"
 
 
-def _rank_times(work: StepWork, state: RankProgress, place: RankPlace) -> RankTimes:
+def _rank_times(run: StepRun, state: RankProgress, place: RankPlace) -> RankTimes:
+    work, program = run.work, run.programs[place.pp_rank]
     return RankTimes(
         actions=work.actions[place.pp_rank],
         pairs=work.pairs[place.pp_rank] if work.pairs else range(0),
         starts_ps=state.starts_ps,
         ends_ps=state.ends_ps,
         part_starts_ps=state.part_starts_ps,
-        senders=state.senders,
-        sent_ps=state.sent_ps,
+        silent=tuple(
+            [(each.phase, each.virtual_stage) for each in program if not each.target_step]
+        ),
+        messages=state.messages,
         collectives=place.dp_stream.record,
         closing=state.closing,
         gather_wait_ps=state.gather_wait_ps,

@@ -149,6 +149,8 @@ class Stage(NamedTuple):
 
     def _between_ends(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
         first = ONE_EMBEDDING if self.has_embedding else ()
+        if not (self.has_head or self.has_norm or self.has_predictions):
+            return first + layers
         held = self.has_norm, self.has_predictions, self.has_head
         return first + layers + tuple(compress(BEHIND_LAYERS, held))
 
@@ -251,6 +253,8 @@ def reads_table(model: AnyModel, stage: Stage) -> bool:
 
     On another stage than the embedding's that is a copy.
     """
+    if not (stage.has_head or stage.has_predictions):
+        return False
     reads = stage.has_predictions if predicts_further(model) else stage.has_head
     return reads and shares_table(model)
 
@@ -276,9 +280,12 @@ def copies_table(model: AnyModel, stage: Stage) -> bool:
 
 def plan_stages(model: AnyModel, plan: ParallelPlan) -> tuple[Stage, ...]:
     """Return the virtual stages of *plan*, in model order, with what it recomputes of each."""
+    stages = model_stages(model, plan.stages, plan.prediction_stage)
+    if plan.recompute_layers is None:
+        return stages
     return tuple(
         stage._replace(checkpoints=Checkpoints.of(plan, index))
-        for index, stage in enumerate(model_stages(model, plan.stages, plan.prediction_stage))
+        for index, stage in enumerate(stages)
     )
 
 

@@ -9,8 +9,9 @@ A tied table on both ends of a pipeline is summed after that.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
+from functools import lru_cache
 from math import prod
 
 from meshwright.hwprofiles import CollectiveOp, StackProfile
@@ -225,19 +226,27 @@ def batch_calls(shape: BlockShape, span: GroupSpan, num_syncs: int) -> list[Step
 
 
 def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...], left: LeftSums) -> int:
-    """Return the parameters of norms, and of biases added to a rank's own tokens.
+    """Return the parameters of norms, and of biases added to a rank's own tokens, in *stages*."""
+    counts = _replicated_by_block(shape.model, left, of_groups=shape.stack.grouped_experts)
+    return sum([count * counts[kind] for stage in stages for kind, count in stage.blocks])
+
+
+@lru_cache  # asked for of every rank
+def _replicated_by_block(
+    model: ModelSpec, left: LeftSums, *, of_groups: bool
+) -> Mapping[BlockKind, int]:
+    """Return these parameters of each kind of block, 0 of any other.
 
     Biases of experts in grouped products are none: TEGroupedLinear has no parallel mode where ranks
     divide experts, and so no mark of Transformer Engine (megatron/core/extensions/
     transformer_engine.py of core 0.16, pytorch/module/grouped_linear.py).
     """
-    of_groups = shape.stack.grouped_experts
     counts: Counter[BlockKind] = Counter()
-    for tensor in parameter_tensors(shape.model):
+    for tensor in parameter_tensors(model):
         # Megatron adds positions before tokens are scattered: that table's gradient is of all.
         is_left = left is LeftSums.ALL or tensor.name.startswith(HEAD_NORMS)
         is_own = is_expert(tensor) and of_groups
         is_whole = tensor.tp_dim is None and not is_own
         if is_whole and tensor.name != "position_embedding.weight" and is_left:
             counts[tensor.block] += prod(tensor.shape)
-    return sum(count * counts[kind] for stage in stages for kind, count in stage.blocks)
+    return counts

@@ -9,12 +9,13 @@ gradient, its ``grad``; so does that of a pass whose output a variable holds, by
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, compress
+from operator import gt
 from typing import NamedTuple, TypeAlias
 
 from meshwright.simulator.memory.sent_messages import SentBytes
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action, Phase, group_passes
 
 Numbers: TypeAlias = list[int]
 NONE = -1
@@ -110,42 +111,87 @@ def _plain(actions: Sequence[Action]) -> Iterator[HeldSpans]:
         yield HeldSpans(forward, [at + 1 for at in forward], [source] * len(forward))
 
 
+class _Order(NamedTuple):
+    """Forward passes, or backward passes, in the order in which they run, the same on all ranks.
+
+    A pass has a number: stages one after the other, in each the microbatches one after the other.
+    ``places`` says by number which of them it is; the source of each one's output is in
+    ``outputs``, that of its input in ``inputs``.
+    """
+
+    numbers: Numbers
+    places: Numbers
+    outputs: Numbers
+    inputs: Numbers
+
+    @classmethod
+    def of(cls, actions: Sequence[Action], num_microbatches: int) -> "_Order":
+        """Return the order of *actions*, with so many microbatches in a step."""
+        numbers = [stage * num_microbatches + microbatch for _, stage, microbatch in actions]
+        places = [0] * len(numbers)
+        for place, number in enumerate(numbers):
+            places[number] = place
+        outputs = [2 * action.virtual_stage for action in actions]
+        return cls(numbers, places, outputs, [source + 1 for source in outputs])
+
+
+@lru_cache(maxsize=32)
+def _orders(group: int, num_microbatches: int, vpp: int) -> tuple[_Order, _Order]:
+    """Return the order of forward passes, and of backward passes."""
+    forward, backward = group_passes(group, num_microbatches, vpp)
+    return _Order.of(forward, num_microbatches), _Order.of(backward, num_microbatches)
+
+
+class _Passes(NamedTuple):
+    """An order of passes, and where a rank runs them among all actions, in order and by number."""
+
+    order: _Order
+    positions: Numbers
+    place_of: Numbers
+
+    @classmethod
+    def of(cls, order: _Order, positions: Numbers) -> "_Passes":
+        """Return the passes of *order* at *positions*."""
+        return cls(order, positions, [*map(positions.__getitem__, order.places)])
+
+
 @dataclass(frozen=True)
 class _Interleaved:
     """The variables of `forward_backward_pipelining_with_interleaving` with ``overlap_p2p_comm``.
 
-    A virtual stage's pass of a microbatch has a number: stages one after the other, in each the
-    microbatches one after the other.  ``output_tensor`` holds what lies in its module, too.
+    ``output_tensor`` holds what lies in its module, too.
 
     Args:
         place: Which rank it is.
         num_microbatches: Of a step.
-        forward: Numbers of forward passes in order.
-        backward: Numbers of backward passes in order.
-        began: Position of each number's forward pass among all actions.
-        ended: Position of its backward pass.
+        group: How many of them go through a virtual stage before the first goes on.
+        warmup: Forward passes before those that alternate with backward passes.
+        forward: Its forward passes.
+        backward: Its backward passes.
     """
 
     place: PipelinePlace
     num_microbatches: int
-    forward: Numbers
-    backward: Numbers
-    began: Numbers
-    ended: Numbers
+    group: int
+    warmup: int
+    forward: _Passes
+    backward: _Passes
 
     @classmethod
     def of(cls, actions: Sequence[Action], place: PipelinePlace) -> "_Interleaved":
         """Return the variables of a rank that runs *actions*."""
-        phases, virtual_stages, microbatches = zip(*actions, strict=True)
-        count = max(microbatches) + 1
-        pairs = zip(virtual_stages, microbatches, strict=True)
-        numbers = [stage * count + microbatch for stage, microbatch in pairs]
-        order: dict[Phase, Numbers] = {phase: [] for phase in Phase}
-        times = {phase: [0] * (len(actions) // 2) for phase in Phase}
-        for position, (phase, number) in enumerate(zip(phases, numbers, strict=True)):
-            order[phase].append(number)
-            times[phase][number] = position
-        return cls(place, count, *order.values(), *times.values())
+        count, num_passes = actions[-1].microbatch + 1, len(actions) // 2
+        group = next(at for at, action in enumerate(actions) if action.virtual_stage)
+        vpp = num_passes // count
+        warmup = min(2 * (place.pp - 1 - place.pp_rank) + (vpp - 1) * group, num_passes)
+        alternated = 2 * num_passes - warmup
+        positions = (
+            [*range(warmup), *range(warmup, alternated, 2)],
+            [*range(warmup + 1, alternated, 2), *range(alternated, 2 * num_passes)],
+        )
+        return cls(
+            place, count, group, warmup, *map(_Passes.of, _orders(group, count, vpp), positions)
+        )
 
     def spans(self) -> Iterator[HeldSpans]:
         """Yield what is held."""
@@ -153,59 +199,59 @@ class _Interleaved:
         yield from _in_modules(self)
         yield from self._by_variables()
 
-    @cached_property
-    def outputs(self) -> Numbers:
-        """The source of each number's output."""
-        return [2 * (number // self.num_microbatches) for number in range(len(self.forward))]
-
-    @cached_property
-    def inputs(self) -> Numbers:
-        """The source of each number's input."""
-        return [source + 1 for source in self.outputs]
-
-    @cached_property
-    def group(self) -> int:
-        """How many microbatches go through a virtual stage before the first goes on."""
-        return next(at for at, each in enumerate(self.forward) if each >= self.num_microbatches)
-
-    @cached_property
-    def warmup(self) -> int:
-        """Forward passes before those that alternate with backward passes."""
-        pp_rank, pp = self.place
-        before = 2 * (pp - 1 - pp_rank) + self.outputs[-1] // 2 * self.group
-        return min(before, len(self.forward))
+    def output(self, number: int) -> int:
+        """Return the source of a number's output; that of its input is one more."""
+        return 2 * (number // self.num_microbatches)
 
     @property
     def alternating(self) -> int:
         """Forward passes that do, and backward passes."""
-        return len(self.forward) - self.warmup
+        return len(self.forward.positions) - self.warmup
+
+    @cached_property
+    def after(self) -> Numbers:
+        """From where on each number's backward pass is over."""
+        return [ended + 1 for ended in self.backward.place_of]
 
     @cached_property
     def left_module(self) -> Numbers:
         """From where on the next microbatch's input is in the module, for each number."""
-        following = [*self.began[1:], self.end]
+        following = [*self.forward.place_of[1:], self.end]
         last = self.num_microbatches - 1
-        following[last :: self.num_microbatches] = [self.end] * (self.outputs[-1] // 2 + 1)
+        following[last :: self.num_microbatches] = [self.end] * self.vpp
         return following
+
+    @cached_property
+    def lying(self) -> Numbers:
+        """The numbers whose input lies in the module when their backward pass is over."""
+        longer = map(gt, self.left_module, self.after)
+        return [*compress(range(len(self.after)), longer)]
+
+    @property
+    def vpp(self) -> int:
+        """Virtual stages."""
+        return len(self.forward.positions) // self.num_microbatches
 
     @property
     def end(self) -> int:
         """Position after the last action."""
-        return 2 * len(self.forward)
+        return 2 * len(self.forward.positions)
 
     @cached_property
     def next_inputs(self) -> Numbers:
         """The number whose input is received after each forward pass, if one is."""
+        order = self.forward.order.numbers
         if self.place.pp_rank:
-            return [*self.forward[1:], NONE]
-        return _received(self.forward, self.num_microbatches, self.place.pp)
+            return [*order[1:], NONE]
+        return _received(order, self.num_microbatches, self.place.pp)
 
     @cached_property
     def next_gradients(self) -> Numbers:
         """The number whose output's gradient is received after each backward pass, if one is."""
+        order = self.backward.order.numbers
         if not self.is_last:
-            return [*self.backward[1:], NONE]
-        return _received(self.backward, -self.num_microbatches, self.place.pp)
+            return [*order[1:], NONE]
+        return _received(order, -self.num_microbatches, self.place.pp)
 
     @property
     def is_last(self) -> bool:
@@ -214,90 +260,106 @@ class _Interleaved:
 
     def _by_variables(self) -> Iterator[HeldSpans]:
         """Yield what variables hold of passes that are over, unless it lies in a module."""
-        after = [ended + 1 for ended in self.ended]
-        yield HeldSpans(after, self._held_gradients(), self.outputs)
-        inputs, begins = self._held_inputs(), [*map(max, after, self.left_module)]
-        yield HeldSpans(begins, inputs, self.inputs, 2)
+        gradients, inputs, order = _held_gradients(self), _held_inputs(self), self.backward.order
+        numbers = [*gradients]
+        starts, sources = [self.after[each] for each in numbers], [*map(self.output, numbers)]
+        yield HeldSpans(starts, [*gradients.values()], sources)
+        over = [position + 1 for position in self.backward.positions]
+        begins = over.copy()
+        for number in self.lying:
+            begins[order.places[number]] = self.left_module[number]
+        places = [order.places[number] for number in inputs]
+        starts, sources = [begins[each] for each in places], [order.inputs[each] for each in places]
+        yield HeldSpans(starts, [*inputs.values()], sources, 2)
+        for place, until in zip(places, inputs.values(), strict=True):
+            begins[place] = max(begins[place], until)
         # "input_tensor_grad" until the next backward pass is over, and "send_prev_wait_handle".
-        until = [*(after[number] for number in self.backward[1:]), self.end]
+        ends = [*over[1:], self.end]
         if self.alternating:
-            until[self.alternating - 1] = self.end
-        gradients = [0] * len(until)
-        for number, left in zip(self.backward, until, strict=True):
-            gradients[number] = left
-        yield HeldSpans([*map(max, begins, inputs)], gradients, self.inputs)
-
-    def _held_inputs(self) -> Numbers:
-        """Return until where variables hold each number's input: "input_tensor", and slots."""
-        found = [0] * len(self.forward)
-        if self.place.pp_rank == 0:
-            positions = [self.began[number] for number in self.forward[self.warmup :]]
-            _fill(self, found, self.next_inputs[self.warmup :], positions)
-        first = self.next_inputs[self.warmup - 1]
-        if first != NONE:
-            found[first] = self.end
-        return found
-
-    def _held_gradients(self) -> Numbers:
-        """Return until where variables hold the gradient of each number's output.
-
-        Beside slots that is "recv_next_wait_handle": after the last forward pass each backward pass
-        whose gradient was requested before takes it in turn.
-        """
-        found, received = [0] * len(self.forward), self.next_gradients[: self.alternating]
-        running = self.backward
-        if self.is_last:
-            positions = [self.ended[number] for number in running[: self.alternating]]
-            _fill(self, found, received, positions)
-            last = self.outputs[-1]
-            running = [number for number in running if self.outputs[number] < last]
-        num_requested = sum(each != NONE for each in received)
-        num_requested += self.alternating > 0 and not self.is_last
-        alternated = self.warmup + 2 * self.alternating
-        requested = [each for each in running[:num_requested] if self.ended[each] >= alternated]
-        until = [*(self.ended[number] for number in requested), self.end][1:]
-        for number, left in zip(requested, until, strict=True):
-            found[number] = max(found[number], left)
-        return found
+            ends[self.alternating - 1] = self.end
+        yield HeldSpans(begins, ends, order.inputs)
 
 
 def _waiting(rank: _Interleaved) -> Iterator[HeldSpans]:
     """Yield what waits for its pass, and what a runtime still sends."""
-    began, ended, outputs = rank.began, rank.ended, rank.outputs
-    for places, order, following, sources in (
-        (began, rank.forward, rank.next_inputs, rank.inputs),
-        (ended, rank.backward, rank.next_gradients, outputs),
-    ):
-        pairs = [pair for pair in zip(order, following, strict=True) if pair[1] != NONE]
-        numbers = [number for _, number in pairs]
-        yield HeldSpans(
-            [places[before] + 1 for before, _ in pairs],
-            [places[number] for number in numbers],
-            [sources[number] for number in numbers],
-        )
-    if rank.alternating and not rank.is_last:
-        first = rank.backward[0]
-        yield HeldSpans([rank.warmup], [ended[first]], [outputs[first]])
+    forward, backward = rank.forward, rank.backward
+    yield _received_spans(forward, rank.next_inputs, forward.order.inputs)
+    yield _received_spans(backward, rank.next_gradients, backward.order.outputs)
+    running = backward.positions[: rank.alternating]
+    if running and not rank.is_last:
+        yield HeldSpans([rank.warmup], running[:1], backward.order.outputs[:1])
     # The output that is being sent is kept until the next forward pass.
-    running = [ended[number] for number in rank.backward[: rank.alternating]]
-    sent = [outputs[number] for number in rank.forward[rank.warmup :]]
-    yield HeldSpans(running, [at + 1 for at in running], sent)
+    yield HeldSpans(running, [at + 1 for at in running], forward.order.outputs[rank.warmup :])
+
+
+def _received_spans(passes: _Passes, following: Numbers, sources: Numbers) -> HeldSpans:
+    """Return the spans of what is received for *following* numbers, one after each of *passes*.
+
+    Args:
+        passes: In order.
+        following: What is received after each of them.
+        sources: What each of *passes* receives.
+    """
+    order, positions, _ = passes
+    starts = [position + 1 for position in positions]
+    if following[:-1] == order.numbers[1:]:  # each time that of the next pass
+        return HeldSpans(starts[:-1], positions[1:], sources[1:])
+    places = [order.places[number] for number in following if number != NONE]
+    return HeldSpans(
+        [*compress(starts, [number != NONE for number in following])],
+        [*map(positions.__getitem__, places)],
+        [*map(sources.__getitem__, places)],
+    )
 
 
 def _in_modules(rank: _Interleaved) -> Iterator[HeldSpans]:
     """Yield inputs of passes that are over, with their gradients; first, of the step before."""
-    first = range(0, len(rank.forward), rank.num_microbatches)
-    sources = [rank.inputs[number] for number in first]
-    yield HeldSpans([0] * len(sources), [rank.began[number] for number in first], sources, 2)
-    yield HeldSpans([ended + 1 for ended in rank.ended], rank.left_module, rank.inputs, 2)
+    sources = range(1, 2 * rank.vpp, 2)
+    begun = rank.forward.place_of[:: rank.num_microbatches]
+    yield HeldSpans([0] * rank.vpp, begun, [*sources], 2)
+    starts, ends = ([each[at] for at in rank.lying] for each in (rank.after, rank.left_module))
+    yield HeldSpans(starts, ends, [rank.output(number) + 1 for number in rank.lying], 2)
 
 
-def _fill(rank: _Interleaved, until: Numbers, received: Numbers, positions: Numbers) -> None:
-    """Write until where an end's slots hold what is *received* after passes at *positions*."""
+def _held_inputs(rank: _Interleaved) -> dict[int, int]:
+    """Return until where variables hold a number's input: "input_tensor", and slots."""
+    found: dict[int, int] = {}
+    if rank.place.pp_rank == 0:
+        received = rank.next_inputs[rank.warmup :]
+        found = _filled(rank, received, rank.forward.positions[rank.warmup :])
+    first = rank.next_inputs[rank.warmup - 1]
+    if first != NONE:
+        found[first] = rank.end
+    return found
+
+
+def _held_gradients(rank: _Interleaved) -> dict[int, int]:
+    """Return until where variables hold the gradient of a number's output.
+
+    Beside slots that is "recv_next_wait_handle": after the last forward pass each backward pass
+    whose gradient was requested before takes it in turn.
+    """
+    found: dict[int, int] = {}
+    received, running = rank.next_gradients[: rank.alternating], rank.backward.order.numbers
+    ended = rank.backward.place_of
+    if rank.is_last:
+        found = _filled(rank, received, rank.backward.positions[: rank.alternating])
+        first = len(running) - rank.num_microbatches  # of the last virtual stage
+        running = [number for number in running if number < first]
+    num_requested = len(received) - received.count(NONE)
+    num_requested += rank.alternating > 0 and not rank.is_last
+    alternated = rank.warmup + 2 * rank.alternating
+    requested = [each for each in running[:num_requested] if ended[each] >= alternated]
+    until = [*(ended[number] for number in requested), rank.end][1:]
+    for number, left in zip(requested, until, strict=True):
+        found[number] = max(found.get(number, 0), left)
+    return found
+
+
+def _filled(rank: _Interleaved, received: Numbers, positions: Numbers) -> dict[int, int]:
+    """Return until where an end's slots hold what is *received* after passes at *positions*."""
     ends = _slot_ends(positions, received, rank.group - rank.place.pp + 1, rank.end)
-    for number, end in zip(received, ends, strict=True):
-        if number != NONE:
-            until[number] = end
+    return {number: end for number, end in zip(received, ends, strict=True) if number != NONE}
 
 
 def _received(order: Numbers, step: int, pp: int) -> Numbers:

@@ -246,7 +246,7 @@ def stage_parameters(shape: BlockShape, stage: Stage) -> int:
 
     A table that the head has use of, away from the embedding, is a copy.
     """
-    total = sum(count * shape.parameters[kind] for kind, count in stage.blocks)
+    total = sum([count * shape.parameters[kind] for kind, count in stage.blocks])
     if copies_table(shape.trained, stage):
         total += shape.copied_parameters
     return total
@@ -333,4 +333,4 @@ def blocks_of(stages: Sequence[Stage]) -> list[BlockRun]:
 
 def sum_parameters(shape: BlockShape, stages: Sequence[Stage]) -> int:
     """Return the parameters of a rank that holds *stages*."""
-    return sum(stage_parameters(shape, stage) for stage in stages)
+    return sum([stage_parameters(shape, stage) for stage in stages])

@@ -7,7 +7,12 @@ from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.schedules.actions import Action, Phase, Schedule
 from meshwright.simulator.schedules.gpipe import GPIPE
-from meshwright.simulator.schedules.interleaved import any_core_group, core_group, interleaved
+from meshwright.simulator.schedules.interleaved import (
+    any_core_group,
+    core_group,
+    group_passes,
+    interleaved,
+)
 from meshwright.simulator.schedules.lookahead import (
     MOST_GATHERED,
     NO_REFETCHES,
@@ -35,6 +40,7 @@ __all__ = [
     "core_group",
     "count_refetches",
     "get_schedule",
+    "group_passes",
     "next_virtual_stages",
     "refetched",
 ]

@@ -103,7 +103,7 @@ class _Order:
         return ahead + (vpp - 1) * self.group(pp, num_microbatches)
 
     def rank_actions(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
-        passes = _passes(self.group(pp, num_microbatches), num_microbatches, vpp)
+        passes = group_passes(self.group(pp, num_microbatches), num_microbatches, vpp)
         return alternate(*passes, self.warmup(pp_rank, pp, num_microbatches, vpp))
 
     def in_flight(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
@@ -153,7 +153,7 @@ def interleaved(
 
 
 @lru_cache(maxsize=256)
-def _passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], list[Action]]:
+def group_passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], list[Action]]:
     """Return the order of forward and of backward passes, the same on every rank."""
     forward = [
         Action(Phase.FORWARD, virtual_stage, microbatch)

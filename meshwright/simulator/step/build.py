@@ -53,7 +53,6 @@ from meshwright.simulator.step.rank import (
     StepContext,
     VirtualStageCost,
     price_ranks,
-    virtual_stage_cost,
 )
 from meshwright.simulator.units import ParameterBytes, PassBytes, holds_units, unit_rank_memory
 
@@ -105,15 +104,14 @@ def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltS
     kinds = (kind for stage in setting.parts for kind, _ in stage.passes)
     blocks = block_bytes(table, shape, others=kinds)
     context = StepContext(setting, costs, blocks, host, late)
-    passes = {stage: virtual_stage_cost(costs, setting.shape, stage) for stage in setting.parts}
     by_rank = tuple(setting.rank_stages(pp_rank) for pp_rank in range(plan.pp))
     memory = _memory(context, tuple(dict.fromkeys(by_rank)))
-    ranks = price_ranks(context, passes)
+    ranks = price_ranks(context)
     return BuiltStep(
         setting=setting,
         work=_step_work(context, ranks),
         evidence=_evidence(context, ranks),
-        virtual_stage_costs=tuple(tuple(passes[stage] for stage in stages) for stages in by_rank),
+        virtual_stage_costs=tuple(tuple(map(context.pass_cost, stages)) for stages in by_rank),
         update_costs=tuple(rank.update for rank in ranks),
         closing_costs=tuple(rank.closing for rank in ranks),
         memory=tuple(

@@ -1,7 +1,7 @@
 """What each rank of a step computes, sends and reduces, from the costs of its parts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Source
@@ -32,6 +32,9 @@ class VirtualStageCost:
     backward: PhaseCost
 
 
+NO_MESSAGE = Message()
+
+
 class Hops(NamedTuple):
     """Whether messages of a rank to the next one, and to the previous one, cross nodes."""
 
@@ -48,6 +51,25 @@ class StepContext:
     blocks: Mapping[BlockKind, BlockBytes[int]]
     host: HostSide
     late: LateGradients | None = None
+    _passes: dict[Stage, "VirtualStageCost"] = field(default_factory=dict)
+    _messages: dict[tuple[int, bool], Message] = field(default_factory=dict)
+
+    def pass_cost(self, stage: Stage) -> "VirtualStageCost":
+        """Return the cost of a pass through *stage*, found once."""
+        if stage not in self._passes:
+            self._passes[stage] = virtual_stage_cost(self.costs, self.setting.shape, stage)
+        return self._passes[stage]
+
+    def message(self, size_bytes: int, *, crosses_nodes: bool) -> Message:
+        """Return a message of *size_bytes*; none where there is nothing to send."""
+        if size_bytes == 0:
+            return NO_MESSAGE
+        key = size_bytes, crosses_nodes
+        if key not in self._messages:
+            self._messages[key] = message_between(
+                self.costs, self.setting.shape, size_bytes, crosses_nodes=crosses_nodes
+            )
+        return self._messages[key]
 
 
 class PricedRank(NamedTuple):
@@ -92,9 +114,7 @@ def message_between(
     return Message(sent.transfer.time_ps, delay_ps)
 
 
-def price_ranks(
-    context: StepContext, passes: dict[Stage, VirtualStageCost]
-) -> tuple[PricedRank, ...]:
+def price_ranks(context: StepContext) -> tuple[PricedRank, ...]:
     """Return the work of each pipeline rank; equal ranks share one record."""
     known: dict[tuple[tuple[Stage, ...], Hops], PricedRank] = {}
     ranks = []
@@ -102,21 +122,19 @@ def price_ranks(
         hops = Hops(_crosses(context, pp_rank, 1), _crosses(context, pp_rank, -1))
         key = (context.setting.rank_stages(pp_rank), hops)
         if key not in known:
-            known[key] = _priced_rank(context, pp_rank, hops, passes)
+            known[key] = _priced_rank(context, pp_rank, hops)
         ranks.append(known[key])
     return tuple(ranks)
 
 
-def _priced_rank(
-    context: StepContext, pp_rank: int, hops: Hops, passes: dict[Stage, VirtualStageCost]
-) -> PricedRank:
+def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
     costs, setting = context.costs, context.setting
     stages, ledger = setting.rank_stages(pp_rank), rank_ledger(setting, pp_rank)
     closing = {entry.moment: price(costs, entry.collectives) for entry in ledger.closing}
     reductions = [entry for entry in ledger.entries if entry.moment is Moment.REDUCE]
     first = reductions[0] if reductions else ledger.at(Moment.PASSES_DONE)
     virtual_stages = {
-        stage: _virtual_stage_work(context, stage, entries, hops, passes[stage])
+        stage: _virtual_stage_work(context, stage, entries, hops)
         for stage, entries in dict(zip(stages, ledger.virtual_stages, strict=True)).items()
     }
     held = held_parameters(setting.shape, stages)
@@ -140,9 +158,8 @@ def _virtual_stage_work(
     stage: Stage,
     entries: tuple[LedgerEntry, ...],
     hops: Hops,
-    pass_cost: VirtualStageCost,
 ) -> VirtualStageWork:
-    replication = context.setting.replication
+    replication, pass_cost = context.setting.replication, context.pass_cost(stage)
     messages = stage_messages(context.blocks, stage)
     gathers, ahead, reductions = (
         [entry for entry in entries if entry.moment is moment]
@@ -157,15 +174,19 @@ def _virtual_stage_work(
     return VirtualStageWork(
         forward_ps=pass_cost.forward.time_ps,
         backward_ps=pass_cost.backward.time_ps,
-        forward_message=_message(context, messages.output, crosses_nodes=hops.forward),
-        backward_message=_message(context, messages.gradient, crosses_nodes=hops.backward),
+        forward_message=context.message(messages.output, crosses_nodes=hops.forward),
+        backward_message=context.message(messages.gradient, crosses_nodes=hops.backward),
         gathers=tuple(
-            PassSegment(_pass_cost(context, entry).forward.time_ps, _entry_ps(context, entry))
+            PassSegment(
+                context.pass_cost(entry.part.stage).forward.time_ps, _entry_ps(context, entry)
+            )
             for entry in gathers
         ),
         # Last layers first.
         reductions=tuple(
-            PassSegment(_pass_cost(context, entry).backward.time_ps, _entry_ps(context, entry))
+            PassSegment(
+                context.pass_cost(entry.part.stage).backward.time_ps, _entry_ps(context, entry)
+            )
             for entry in reversed(reductions)
         ),
         forward_units=units[0],
@@ -194,7 +215,7 @@ def _units(
         gathered = [0] * len(reductions)
     forward, backward = [], []
     for gather_ps, entry in zip(gathered, reductions, strict=True):
-        part, pass_cost = entry.part, _pass_cost(context, entry)
+        part, pass_cost = entry.part, context.pass_cost(entry.part.stage)
         copies = part_copies(context.host, part)
         copied = buffer_copies(context.costs, part, setting.wire, replication, adds_up=adds_up)
         unit = UnitWork(
@@ -224,22 +245,8 @@ def _entry_ps(context: StepContext, entry: LedgerEntry) -> int:
     return price(context.costs, entry.collectives).time_ps
 
 
-def _pass_cost(context: StepContext, entry: LedgerEntry) -> VirtualStageCost:
-    """Return the cost of the part of a pass that an entry is for."""
-    return virtual_stage_cost(context.costs, context.setting.shape, entry.part.stage)
-
-
 def _crosses(context: StepContext, pp_rank: int, step: int) -> bool:
     """Return whether the next rank (*step* 1), or the previous one (-1), is on another node."""
     # Round the ranks, as the virtual stages go: the last rank sends to the first one's next stage.
     target = (pp_rank + step) % context.setting.plan.pp
     return context.setting.mesh.crosses_nodes(min(pp_rank, target), max(pp_rank, target))
-
-
-def _message(context: StepContext, size_bytes: int, *, crosses_nodes: bool) -> Message:
-    """Return a message of *size_bytes*; none where there is nothing to send."""
-    if size_bytes == 0:
-        return Message()
-    return message_between(
-        context.costs, context.setting.shape, size_bytes, crosses_nodes=crosses_nodes
-    )
