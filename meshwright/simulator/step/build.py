@@ -197,18 +197,17 @@ def _memory_of_units(
     memory = unit_rank_memory(shape, passes, stages, replication, parameter)
     memory = replace(
         memory,
-        buffers_bytes=microbatches * memory.buffers_bytes,
+        buffers_bytes=microbatches * memory.buffers_bytes + _angle_bytes(shape, stages),
         holds_sent=get_schedule(context.setting.plan.schedule).holds_sent,
     )
     memory = _offloaded(context, memory, stages)
     # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
-    return with_copies(memory, _beside_weights_bytes(shape, stages))
+    return with_copies(memory, beside_weights_bytes(shape, blocks_of(stages)))
 
 
-def _beside_weights_bytes(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
-    """Return what a rank that holds *stages* has beside its weights."""
-    own = beside_weights_bytes(shape, blocks_of(stages))
-    return own + angle_table_bytes(shape) * num_angle_tables(shape.trained, stages)
+def _angle_bytes(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
+    """Return the tables of angles that layers of *stages* share."""
+    return angle_table_bytes(shape) * num_angle_tables(shape.trained, stages)
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
@@ -245,9 +244,9 @@ def _memory_of_stages(
         memory = with_states(memory, each)
     memory = _offloaded(context, memory, stages)
     own = blocks_of(stages)
-    beside = memory.buffers_bytes + stand_in_bytes(shape, own)
-    memory = replace(memory, buffers_bytes=beside)
-    memory = with_copies(memory, _beside_weights_bytes(shape, stages))
+    beside = stand_in_bytes(shape, own) + _angle_bytes(shape, stages)
+    memory = replace(memory, buffers_bytes=memory.buffers_bytes + beside)
+    memory = with_copies(memory, beside_weights_bytes(shape, own))
     if context.setting.plan.expert_overlap is not None:
         memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))
     if any(context.setting.parts[stage] for stage in stages):
