@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Kernels
+from meshwright.hwprofiles import Kernels, Strategy
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
 from meshwright.simulator.graph import (
     Block,
@@ -134,10 +134,12 @@ def angle_table_bytes(shape: BlockShape) -> int:
     {llama3,deepseek_v3,qwen3}/model), also of sequences that are cut; cosines and sines in the
     activations' format, or complex numbers, of transformers; the angles, each twice, that
     RotaryEmbedding of Megatron-Core caches for a chunk (core/models/common/embeddings, core 0.16),
-    whose latent attention has its own.
+    whose latent attention has its own.  Replicas in one process are of no framework's layers.
     """
     model, stack = shape.trained, shape.stack
     if not isinstance(model, ModelSpec) or model.positions != "rotary" or layer_table_bytes(shape):
+        return 0
+    if stack.strategy is not Strategy.MESH:
         return 0
     latent, formula = model.latent, spelling_of(shape).rotary
     width = model.rotary_dim if latent is None else latent.rotary_head_dim
