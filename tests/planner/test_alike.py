@@ -1,7 +1,10 @@
 """Near-duplicates are folded into a simpler plan that does as well, and the proof stays true."""
 
 import json
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 
 from meshwright import main
@@ -9,6 +12,7 @@ from meshwright.hwprofiles import Recompute, load_cluster, load_stack
 from meshwright.planner import SearchResult, SpaceLimits, enumerate_space
 from meshwright.planner.search import search
 from meshwright.planner.search.alike import LARGER_FRACTION, LONGER_FRACTION, complexity
+from meshwright.planner.search.finalists import Bounds, Finalists, Runs
 from meshwright.simulator import (
     CostModel,
     ParallelPlan,
@@ -125,3 +129,12 @@ def test_a_fastest_plan_that_is_folded_is_named(capsys: pytest.CaptureFixture[st
     assert (fastest["plan"]["num_virtual_stages"], fastest["like"]) == (20, [])
     assert fastest["plan"] in simpler["like"]
     assert fastest["step_time_s"] < simpler["step_time_s"] < 1.01 * fastest["step_time_s"]
+
+
+def test_layouts_come_in_the_order_of_their_bounds_though_fewer_and_then_more_are_wanted() -> None:
+    rough, sharp = np.array([10, 20, 30, 50]), np.array([10, 40, 30, 50])
+    runs = cast("Runs", SimpleNamespace(device_bytes=np.zeros(4, np.int64)))
+    finalists = Finalists(np.arange(4), Bounds(rough, lambda rows: sharp[rows]), runs)
+    wanted = iter([25, *[100] * 9])  # until these bounds, as a search learns
+    found = list(finalists.in_order(lambda: next(wanted), 4))
+    assert found == [(0, 10), (2, 30), (1, 40), (3, 50)]

@@ -218,7 +218,8 @@ class Finalists:
         while len(left):
             rough = bounds_ps[left]
             most = np.partition(rough, count)[count] if count < len(left) else rough.max()
-            near = left[rough <= min(most, max(until_ps(), rough.min()))]
+            most = min(most, max(until_ps(), rough.min()))  # which may grow again
+            near = left[rough <= most]
             self.bounds.sharpen(near)
             near = near[bounds_ps[near] <= most]
             order = np.lexsort((near, self.runs.device_bytes[near], bounds_ps[near]))
