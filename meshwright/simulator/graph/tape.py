@@ -179,6 +179,8 @@ class Tape:
         is_sum = CollectiveOp.REDUCE_SCATTER in ops
         whole = one if is_sum else other
         dims = whole.dims
+        if len(dims) < 2:  # a loss of one kernel gathers its numbers of tokens, which lie flat
+            return
         if not is_sum:  # of one sequence alone the tokens come first: PyTorch hands out a view
             dims = (*dims, Dim("more than one", several(whole.sizes[dims[1]])))
         self.storages.touch(whole.like(f"{whole.name} copied", dims=dims))
