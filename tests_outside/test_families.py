@@ -1,5 +1,6 @@
 """Families of dense models as transformers has them: parameters, and every byte of one layer."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,13 +9,19 @@ import torch
 from block_graph import GraphCase, as_measured
 from block_witness import Given, Measured, count_pass
 from test_kernels_exact import EAGER
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForPreTraining,
+    PreTrainedConfig,
+)
 from transformers.activations import ACT2FN
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
-from witnesses.families import LAYERS, SMALL, Family, Layer, spec_of
+from witnesses.families import LAYERS, SMALL, Family, Layer, read_file, spec_of
 
 from meshwright.hwprofiles import Kernels, Precision, StackProfile, load_stack
+from meshwright.simulator import PlanError
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.graph import Memory
 from meshwright.simulator.model import (
@@ -25,6 +32,7 @@ from meshwright.simulator.model import (
     ModelSpec,
     count_parameters,
 )
+from meshwright.simulator.model.huggingface import PREDICTION_KEYS, architectures
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.outside import load_outside_plans
 from meshwright.validate.programs.megatron import default_dtype
@@ -125,18 +133,66 @@ MODELS = [
 ]  # fmt: skip
 
 
+def counted_by_transformers(config: PreTrainedConfig) -> int:
+    kind = AutoModelForPreTraining if config.model_type == "bert" else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    # Of most families a bias of routing is a buffer.
+    biases = [each for name, each in model.named_buffers() if name.endswith("correction_bias")]
+    return int(model.num_parameters() + sum(each.numel() for each in biases))
+
+
 @pytest.mark.parametrize(("model_type", "sizes", "published"), MODELS)
 def test_parameters_are_those_that_transformers_counts(
     model_type: str, sizes: dict[str, object], published: int | None
 ) -> None:
     config = CONFIG_MAPPING[model_type](**sizes)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    # Of most families a bias of routing is a buffer.
-    biases = [each for name, each in model.named_buffers() if name.endswith("correction_bias")]
-    counted = model.num_parameters() + sum(each.numel() for each in biases)
+    counted = counted_by_transformers(config)
     assert count_parameters(spec_of(config)) == counted
     assert published in {None, counted}
+
+
+# Of these classes a number of experts or heads, or a width of heads, is None: no layer is made.
+NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": {"head_dim": 80, "num_key_value_heads": 8},
+    "hunyuan_v1_moe": {"head_dim": 80, "num_key_value_heads": 8},
+    "nemotron": {"num_key_value_heads": 8},
+}
+NESTED = {"gemma3", "llama4", "mistral3"}  # their text_config is one of the others
+
+
+def written(model_type: str) -> dict[str, object]:
+    """Return a configuration with all keys that its class writes, and heads that no release has."""
+    kind = CONFIG_MAPPING[model_type]
+    width = 80 * kind().num_attention_heads
+    config = kind(**{"hidden_size": width, **NEEDED.get(model_type, {})})
+    return dict(json.loads(config.to_json_string(use_diff=False)))
+
+
+def is_read(config: dict[str, object]) -> bool:
+    try:
+        read_file(config)
+    except PlanError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("model_type", sorted(set(architectures()) & set(CONFIG_MAPPING) - NESTED))
+def test_an_absent_key_means_what_transformers_assumes(model_type: str) -> None:
+    """Each key alone, and all that may be absent at once: of these the parameters agree, too."""
+    whole, kind = written(model_type), CONFIG_MAPPING[model_type]
+    least = dict(whole)
+    known = architectures()[model_type].keys - {*PREDICTION_KEYS}  # these train nothing there
+    for key in sorted(known & whole.keys()):
+        config = {name: each for name, each in whole.items() if name != key}
+        if is_read(config):
+            assert read_file(config) == spec_of(kind.from_dict(dict(config))), key
+            fewer = {name: each for name, each in least.items() if name != key}
+            may_go = key not in NEEDED.get(model_type, {}) and is_read(fewer)
+            least = fewer if may_go else least
+    assert count_parameters(read_file(least)) == counted_by_transformers(kind.from_dict(least))
 
 
 @pytest.mark.parametrize("name", ["squared relu of transformers", "squared relu under autocast"])

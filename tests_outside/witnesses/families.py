@@ -1,6 +1,7 @@
 """Families of dense models: small layers of transformers, and what we read of them."""
 
 import json
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +68,11 @@ SMALL = {"hidden_size": 384, "num_hidden_layers": 4, "vocab_size": 512, "pad_tok
 
 def spec_of(config: PreTrainedConfig) -> ModelSpec:
     """Return what we read of a configuration as transformers writes it."""
-    written = json.loads(config.to_json_string(use_diff=False))
+    return read_file(json.loads(config.to_json_string(use_diff=False)))
+
+
+def read_file(written: Mapping[str, object]) -> ModelSpec:
+    """Return what we read of a configuration file."""
     return parse_model(read_config(written, path=Path("small/config.json")), origin="config")
 
 

@@ -17,6 +17,7 @@ from meshwright.simulator.model.huggingface.reader import (
     PREDICTION_KEYS,
     Architecture,
     Reader,
+    completed,
 )
 
 __all__ = ["MAX_TOKENS", "PREDICTION_KEYS", "architectures", "read_config"]
@@ -72,7 +73,7 @@ def read_config(config: Mapping[str, object], *, path: Path) -> dict[str, object
     reader = Reader(config, origin)
     reader.refuse_unknown_keys(architecture)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    fields = architecture.read(reader)
+    fields = architecture.read(reader.with_defaults(architecture))
     given = {key: value for key, value in fields.items() if value is not None}
     source = f"Hugging Face {path.name}, model_type {model_type}"
     return {**given, "left_out": _left_out(config), "name": name or path.stem, "source": source}
@@ -96,8 +97,10 @@ def _why_not(config: Mapping[str, object]) -> str:
 def _left_out(config: Mapping[str, object]) -> str:
     """Return what keys of a configuration ask for that changes no size and is not modelled."""
     given: dict[str, object] = {}
-    for outer in (config.get("text_config"), config):
-        if isinstance(outer, Mapping):
+    for each in (config.get("text_config"), config):
+        if isinstance(each, Mapping):
+            architecture = architectures().get(str(each.get("model_type")))
+            outer = completed(each, architecture) if architecture else each
             rotary = outer.get("rope_parameters")
             given |= {**(rotary if isinstance(rotary, Mapping) else {}), **outer}
     return "; ".join(

@@ -8,10 +8,12 @@ from meshwright.simulator.model.huggingface.llama import (
     LLAMA_KEYS,
     MISTRAL_KEYS,
     OLMO2_KEYS,
+    check_whole_heads,
     gated_decoder,
     read_llama,
     read_mistral,
     read_olmo2,
+    tied_outside,
     windows,
 )
 from meshwright.simulator.model.huggingface.reader import (
@@ -26,8 +28,8 @@ Fields = dict[str, object]
 
 # What the configuration classes assume where a file says nothing.
 OLMO3_PATTERN = "WWWF"
-SMOLLM3_INTERVAL = EXAONE4_INTERVAL = 4
-ERNIE_HEAD_DIM = SEED_HEAD_DIM = MINISTRAL_HEAD_DIM = 128
+SMOLLM3_INTERVAL = 4
+MINISTRAL3_ROTARY = {"original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1}
 SEED_DROPOUT = 0.1
 NEMOTRON_ROTARY_FRACTION = 0.5
 
@@ -41,7 +43,7 @@ def _read_olmo3(reader: Reader) -> Fields:
 def _read_exaone4(reader: Reader) -> Fields:
     """Return the fields of EXAONE 4: beside layers with a window others have no positions."""
     window = reader.optional_size("sliding_window")
-    pattern = reader.layer_pattern(usual="W" * (EXAONE4_INTERVAL - 1) + "F")
+    pattern = reader.layer_pattern(usual="") or _exaone4_pattern(reader)
     is_mixed = window is not None and "F" in pattern
     return {
         **gated_decoder(reader),
@@ -51,6 +53,13 @@ def _read_exaone4(reader: Reader) -> Fields:
         "norm_places": "after",
         "rotary_layers": "windowed" if is_mixed else "all",
     }
+
+
+def _exaone4_pattern(reader: Reader) -> str:
+    """Return which layers have a window where no list says so: all but every n-th."""
+    if not reader.has("sliding_window"):
+        return "F"
+    return "W" * (reader.size("sliding_window_pattern") - 1) + "F"
 
 
 def _read_smollm3(reader: Reader) -> Fields:
@@ -81,7 +90,6 @@ def _read_smollm3(reader: Reader) -> Fields:
 def _read_seed_oss(reader: Reader) -> Fields:
     return {
         **read_llama(reader),
-        "head_dim": reader.optional_size("head_dim") or SEED_HEAD_DIM,
         "attention_bias": reader.switch("attention_bias", default=True),
         "output_bias": reader.switch("attention_out_bias", default=False),
         "dropout": reader.dropout("attention_dropout", "residual_dropout", default=SEED_DROPOUT),
@@ -94,7 +102,6 @@ def _read_ernie(reader: Reader) -> Fields:
     return {
         **gated_decoder(reader),
         "num_kv_heads": reader.optional_size("num_key_value_heads"),
-        "head_dim": reader.optional_size("head_dim") or ERNIE_HEAD_DIM,
         "tied_embeddings": reader.switch("tie_word_embeddings", default=True),
         "attention_bias": has_bias,
         "output_bias": has_bias,
@@ -122,6 +129,7 @@ def read_granite(reader: Reader) -> Fields:
 def _read_arcee(reader: Reader) -> Fields:
     if reader.text("hidden_act", default="relu2") != "relu2":
         reader.refuse("hidden_act", "is not supported; it must be 'relu2'")
+    check_whole_heads(reader)
     return {**read_llama(reader), "gated_mlp": False, "activation": "squared relu"}
 
 
@@ -138,23 +146,30 @@ def _read_nemotron(reader: Reader) -> Fields:
 def _read_ministral3(reader: Reader) -> Fields:
     return {
         **read_mistral(reader),
-        "head_dim": reader.optional_size("head_dim") or MINISTRAL_HEAD_DIM,
         "seq_len": reader.original_positions() or reader.size("max_position_embeddings"),
     }
 
 
 def _read_mistral3(reader: Reader) -> Fields:
-    """Return the language model of one that also sees images, which are not modelled."""
+    """Return the language model of one that also sees images, which are not modelled.
+
+    Whether the table is tied is said outside of ``text_config`` if at all.
+    """
     kind = reader.inside("text_config").text("model_type", default="mistral")
     if kind not in _MISTRAL3_TEXTS:
         reader.inside("text_config").refuse(
             "model_type", f"is not supported; supported: {', '.join(_MISTRAL3_TEXTS)}"
         )
     architecture = _MISTRAL3_TEXTS[kind]
-    return architecture.read(reader.nested("text_config", architecture))
+    fields = architecture.read(reader.nested("text_config", architecture))
+    return {**fields, **tied_outside(reader)}
 
 
-_MINISTRAL3 = Architecture(_read_ministral3, frozenset(f"{MISTRAL_KEYS} rope_scaling".split()))
+_MINISTRAL3 = Architecture(
+    _read_ministral3,
+    frozenset(f"{MISTRAL_KEYS} rope_scaling".split()),
+    {"head_dim": 128, "rope_parameters": MINISTRAL3_ROTARY},
+)
 _MISTRAL3_TEXTS = {"ministral3": _MINISTRAL3, "mistral": LLAMA_FAMILIES["mistral"]}
 _MISTRAL3_KEYS = """
     image_token_id image_token_index multimodal_projector_bias projector_hidden_act
@@ -183,8 +198,14 @@ _EXAONE4_KEYS = f"{MISTRAL_KEYS} layer_types rope_scaling sliding_window_pattern
 
 DENSE_FAMILIES = {
     "arcee": Architecture(_read_arcee, frozenset(LLAMA_KEYS.split())),
-    "ernie4_5": Architecture(_read_ernie, frozenset(_ERNIE_KEYS.split())),
-    "exaone4": Architecture(_read_exaone4, frozenset(_EXAONE4_KEYS.split())),
+    "ernie4_5": Architecture(
+        _read_ernie, frozenset(_ERNIE_KEYS.split()), {"head_dim": 128, "num_key_value_heads": 2}
+    ),
+    "exaone4": Architecture(
+        _read_exaone4,
+        frozenset(_EXAONE4_KEYS.split()),
+        {"sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
     "granite": Architecture(read_granite, frozenset(GRANITE_KEYS.split())),
     "hunyuan_v1_dense": Architecture(read_hunyuan, frozenset(HUNYUAN_KEYS.split())),
     "ministral3": _MINISTRAL3,
@@ -193,8 +214,14 @@ DENSE_FAMILIES = {
         _read_nemotron, frozenset(f"{LLAMA_KEYS} norm_eps partial_rotary_factor".split())
     ),
     "olmo3": Architecture(
-        _read_olmo3, frozenset(f"{OLMO2_KEYS} layer_types sliding_window".split())
+        _read_olmo3,
+        frozenset(f"{OLMO2_KEYS} layer_types sliding_window".split()),
+        {"sliding_window": 4096},
     ),
-    "seed_oss": Architecture(_read_seed_oss, frozenset(_SEED_KEYS.split())),
-    "smollm3": Architecture(_read_smollm3, frozenset(_SMOLLM3_KEYS.split())),
+    "seed_oss": Architecture(
+        _read_seed_oss, frozenset(_SEED_KEYS.split()), {"head_dim": 128, "num_key_value_heads": 8}
+    ),
+    "smollm3": Architecture(
+        _read_smollm3, frozenset(_SMOLLM3_KEYS.split()), {"num_key_value_heads": 4}
+    ),
 }

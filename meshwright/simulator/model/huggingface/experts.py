@@ -4,7 +4,6 @@ Weights of losses that balance experts, factors and norms of scores, and jitter 
 """
 
 from meshwright.simulator.model.huggingface.llama import (
-    GLM4_HEAD_DIM,
     MISTRAL_KEYS,
     QWEN2_KEYS,
     gated_decoder,
@@ -78,7 +77,6 @@ def _read_glm4_moe(reader: Reader) -> Fields:
     return {
         **gated_decoder(reader),
         "num_kv_heads": reader.size("num_key_value_heads"),
-        "head_dim": reader.optional_size("head_dim") or GLM4_HEAD_DIM,
         "attention_bias": reader.switch("attention_bias", default=False),
         "qk_norm": "head" if reader.switch("use_qk_norm", default=False) else "none",
         "rotary_fraction": reader.rotary_fraction(default=0.5),
@@ -192,11 +190,29 @@ DEEPSEEK_KEYS = f"""
     tie_word_embeddings topk_group topk_method v_head_dim vocab_size
     """
 
+_DEEPSEEK_V3 = Architecture(
+    read_deepseek_v3,
+    frozenset(DEEPSEEK_KEYS.split()),
+    {
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "topk_group": 4,
+    },
+)
 EXPERT_FAMILIES = {
-    "deepseek_v2": Architecture(_read_deepseek_v2, frozenset(DEEPSEEK_KEYS.split())),
-    "deepseek_v3": Architecture(read_deepseek_v3, frozenset(DEEPSEEK_KEYS.split())),
-    "glm4_moe": Architecture(_read_glm4_moe, frozenset(_GLM4_MOE_KEYS.split())),
-    "kimi_k2": Architecture(read_deepseek_v3, frozenset(DEEPSEEK_KEYS.split())),
+    "deepseek_v2": Architecture(
+        _read_deepseek_v2,
+        frozenset(DEEPSEEK_KEYS.split()),
+        {"n_shared_experts": 2, "q_lora_rank": 1536, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe": Architecture(
+        _read_glm4_moe, frozenset(_GLM4_MOE_KEYS.split()), {"n_shared_experts": 1}
+    ),
+    "kimi_k2": _DEEPSEEK_V3,  # of a class of its authors', a copy of DeepSeek-V3's
     "mixtral": Architecture(_read_mixtral, frozenset(_MIXTRAL_KEYS.split())),
     "qwen2_moe": Architecture(_read_qwen2_moe, frozenset(_QWEN2_MOE_KEYS.split())),
     "qwen3_moe": Architecture(_read_qwen3_moe, frozenset(_QWEN3_MOE_KEYS.split())),

@@ -1,13 +1,14 @@
 """Gemma: wide heads, scaled embeddings, and from the second on windows and norms on both sides."""
 
-from meshwright.simulator.model.huggingface.llama import gated_decoder, windows
+from meshwright.simulator.model.huggingface.llama import gated_decoder, tied_outside, windows
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 
 # What the configuration classes assume where a file says nothing, as those of images do.
-HEAD_DIM = 256
+HEAD_DIM = {"head_dim": 256}
 GEMMA2_WINDOW, GEMMA2_PATTERN = 4096, "WF"
 GEMMA2_ATTENTION_CAP, GEMMA2_LOGIT_CAP = 50.0, 30.0
-GEMMA3_USUAL = {
+GEMMA3_DEFAULTS = {
+    **HEAD_DIM,
     "max_position_embeddings": 131_072,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -22,7 +23,6 @@ def _read_gemma(reader: Reader) -> dict[str, object]:
     return {
         **gated_decoder(reader),
         "num_kv_heads": reader.size("num_key_value_heads"),
-        "head_dim": reader.optional_size("head_dim") or HEAD_DIM,
         "tied_embeddings": reader.switch("tie_word_embeddings", default=True),
         "attention_bias": has_bias,
         "output_bias": has_bias,
@@ -43,7 +43,6 @@ def _read_gemma2(reader: Reader) -> dict[str, object]:
 
 
 def _read_gemma3_text(reader: Reader) -> dict[str, object]:
-    reader = reader.with_usual(GEMMA3_USUAL)
     period = reader.size("sliding_window_pattern", "_sliding_window_pattern")
     pattern = reader.layer_pattern(usual="W" * (period - 1) + "F")
     return {
@@ -58,7 +57,8 @@ def _read_gemma3_text(reader: Reader) -> dict[str, object]:
 
 def _read_gemma3(reader: Reader) -> dict[str, object]:
     """Return the language model of one that also sees images, which are not modelled."""
-    return _read_gemma3_text(reader.nested("text_config", GEMMA_FAMILIES["gemma3_text"]))
+    inner = reader.nested("text_config", GEMMA_FAMILIES["gemma3_text"])
+    return {**_read_gemma3_text(inner), **tied_outside(reader)}
 
 
 _GEMMA_KEYS = """
@@ -76,8 +76,10 @@ _GEMMA3_KEYS = """
     tie_word_embeddings vision_config
     """
 GEMMA_FAMILIES = {
-    "gemma": Architecture(_read_gemma, frozenset(_GEMMA_KEYS.split())),
-    "gemma2": Architecture(_read_gemma2, frozenset(_GEMMA2_KEYS.split())),
+    "gemma": Architecture(_read_gemma, frozenset(_GEMMA_KEYS.split()), HEAD_DIM),
+    "gemma2": Architecture(_read_gemma2, frozenset(_GEMMA2_KEYS.split()), HEAD_DIM),
     "gemma3": Architecture(_read_gemma3, frozenset(_GEMMA3_KEYS.split())),
-    "gemma3_text": Architecture(_read_gemma3_text, frozenset(_GEMMA3_TEXT_KEYS.split())),
+    "gemma3_text": Architecture(
+        _read_gemma3_text, frozenset(_GEMMA3_TEXT_KEYS.split()), GEMMA3_DEFAULTS
+    ),
 }

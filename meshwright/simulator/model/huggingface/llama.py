@@ -2,8 +2,17 @@
 
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 
-# What the configuration classes assume where a file says nothing.
-QWEN3_HEAD_DIM = GLM4_HEAD_DIM = 128
+
+def _read_whole_llama(reader: Reader) -> dict[str, object]:
+    check_whole_heads(reader)
+    return read_llama(reader)
+
+
+def check_whole_heads(reader: Reader) -> None:
+    """Raise where heads have no width of their own and do not divide that of a token."""
+    width, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
+    if width % heads and not reader.has("head_dim"):
+        reader.refuse("num_attention_heads", f"does not divide hidden_size={width}")
 
 
 def read_llama(reader: Reader) -> dict[str, object]:
@@ -48,7 +57,6 @@ def read_qwen3(reader: Reader) -> dict[str, object]:
         **gated_decoder(reader),
         **_chosen_window(reader),
         "num_kv_heads": reader.size("num_key_value_heads"),
-        "head_dim": reader.optional_size("head_dim") or QWEN3_HEAD_DIM,
         "attention_bias": has_bias,
         "output_bias": has_bias,
         "qk_norm": "head",
@@ -93,7 +101,6 @@ def _read_glm4(reader: Reader) -> dict[str, object]:
     return {
         **gated_decoder(reader),
         "num_kv_heads": reader.size("num_key_value_heads"),
-        "head_dim": reader.optional_size("head_dim") or GLM4_HEAD_DIM,
         "attention_bias": reader.switch("attention_bias", default=True),
         "norm_places": "both",
         "rotary_fraction": reader.rotary_fraction(default=0.5),
@@ -118,11 +125,12 @@ def _read_phi3(reader: Reader) -> dict[str, object]:
 def gated_decoder(reader: Reader) -> dict[str, object]:
     """Return what Llama and its successors share: rotary positions, RMS norms, a gated MLP."""
     max_positions = reader.size("max_position_embeddings")
+    width, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
     return {
         "num_layers": reader.size("num_hidden_layers"),
-        "hidden_size": reader.size("hidden_size"),
-        "num_heads": reader.size("num_attention_heads"),
-        "head_dim": reader.optional_size("head_dim"),
+        "hidden_size": width,
+        "num_heads": heads,
+        "head_dim": reader.optional_size("head_dim") or width // heads,  # what is left is not used
         "ffn_hidden_size": reader.size("intermediate_size"),
         "vocab_size": reader.size("vocab_size"),
         "seq_len": reader.original_positions() or max_positions,
@@ -136,6 +144,13 @@ def gated_decoder(reader: Reader) -> dict[str, object]:
         "mlp_bias": False,
         "dropout": reader.dropout("attention_dropout", default=0.0),
     }
+
+
+def tied_outside(reader: Reader) -> dict[str, object]:
+    """Return what a configuration around a ``text_config`` says of the table, where it does."""
+    if not reader.has("tie_word_embeddings"):
+        return {}
+    return {"tied_embeddings": reader.switch("tie_word_embeddings", default=True)}
 
 
 LLAMA_KEYS = """
@@ -166,11 +181,17 @@ _PHI3_KEYS = """
     """
 
 LLAMA_FAMILIES = {
-    "glm4": Architecture(_read_glm4, frozenset(_GLM4_KEYS.split())),
-    "llama": Architecture(read_llama, frozenset(LLAMA_KEYS.split())),
-    "mistral": Architecture(read_mistral, frozenset(MISTRAL_KEYS.split())),
+    "glm4": Architecture(_read_glm4, frozenset(_GLM4_KEYS.split()), {"head_dim": 128}),
+    "llama": Architecture(_read_whole_llama, frozenset(LLAMA_KEYS.split())),
+    "mistral": Architecture(
+        read_mistral, frozenset(MISTRAL_KEYS.split()), {"sliding_window": 4096}
+    ),
     "olmo2": Architecture(read_olmo2, frozenset(OLMO2_KEYS.split())),
-    "phi3": Architecture(_read_phi3, frozenset(_PHI3_KEYS.split())),
+    "phi3": Architecture(
+        _read_phi3, frozenset(_PHI3_KEYS.split()), {"original_max_position_embeddings": 4096}
+    ),
     "qwen2": Architecture(read_qwen2, frozenset(QWEN2_KEYS.split())),
-    "qwen3": Architecture(read_qwen3, frozenset(f"{QWEN2_KEYS} attention_bias".split())),
+    "qwen3": Architecture(
+        read_qwen3, frozenset(f"{QWEN2_KEYS} attention_bias".split()), {"head_dim": 128}
+    ),
 }

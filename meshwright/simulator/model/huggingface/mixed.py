@@ -4,8 +4,9 @@ from meshwright.simulator.model.huggingface.llama import gated_decoder, windows
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader, numbers, period
 
 # What the configuration classes assume where a file says nothing.
-GPT_OSS_HEAD_DIM, GPT_OSS_PATTERN = 64, "WF"
-LLAMA4_HEAD_DIM, LLAMA4_INTERVAL = 128, 4
+GPT_OSS_PATTERN = "WF"
+GPT_OSS_ROTARY = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
+LLAMA4_INTERVAL = 4
 
 
 def _read_gpt_oss(reader: Reader) -> dict[str, object]:
@@ -20,7 +21,6 @@ def _read_gpt_oss(reader: Reader) -> dict[str, object]:
         **gated_decoder(reader),
         **windows(reader.optional_size("sliding_window"), pattern),
         "num_kv_heads": reader.size("num_key_value_heads"),
-        "head_dim": reader.optional_size("head_dim") or GPT_OSS_HEAD_DIM,
         "attention_bias": has_bias,
         "output_bias": has_bias,
         "scaled_angles": reader.inside(key).text("rope_type", default="yarn") == "yarn",
@@ -55,7 +55,6 @@ def _read_llama4_text(reader: Reader) -> dict[str, object]:
         "rotary_layers": "windowed" if "F" in pattern else "all",
         "seq_len": min(chunk, seq_len),
         "num_kv_heads": reader.size("num_key_value_heads"),
-        "head_dim": reader.optional_size("head_dim") or LLAMA4_HEAD_DIM,
         "ffn_hidden_size": reader.size("intermediate_size_mlp"),
         "attention_bias": has_bias,
         "output_bias": has_bias,
@@ -124,7 +123,15 @@ _LLAMA4_KEYS = """
     boi_token_index eoi_token_index image_token_index text_config tie_word_embeddings vision_config
     """
 MIXED_FAMILIES = {
-    "gpt_oss": Architecture(_read_gpt_oss, frozenset(_GPT_OSS_KEYS.split())),
+    "gpt_oss": Architecture(
+        _read_gpt_oss,
+        frozenset(_GPT_OSS_KEYS.split()),
+        {"head_dim": 64, "sliding_window": 128, "rope_parameters": GPT_OSS_ROTARY},
+    ),
     "llama4": Architecture(_read_llama4, frozenset(_LLAMA4_KEYS.split())),
-    "llama4_text": Architecture(_read_llama4_text, frozenset(_LLAMA4_TEXT_KEYS.split())),
+    "llama4_text": Architecture(
+        _read_llama4_text,
+        frozenset(_LLAMA4_TEXT_KEYS.split()),
+        {"head_dim": 128, "attn_temperature_tuning": True},
+    ),
 }

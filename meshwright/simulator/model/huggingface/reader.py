@@ -1,6 +1,7 @@
 """Typed reading of a config.json, and what it may hold beside the sizes of its architecture."""
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from meshwright.simulator.errors import PlanError, shorten
@@ -157,12 +158,11 @@ class Reader:
             raise PlanError(f"{self._origin}: {key} is missing")
         inner = self.inside(key)
         inner.refuse_unknown_keys(architecture)
-        return inner
+        return inner.with_defaults(architecture)
 
-    def with_usual(self, sizes: Mapping[str, object]) -> "Reader":
-        """Return a reader that finds *sizes* where this one finds nothing."""
-        given = {key: value for key, value in self._config.items() if value is not None}
-        return Reader({**sizes, **given}, self._origin)
+    def with_defaults(self, architecture: "Architecture") -> "Reader":
+        """Return a reader that finds what the configuration class assumes where a key is absent."""
+        return Reader(completed(self._config, architecture), self._origin)
 
     def activation(self, key: str) -> str:
         """Return how an MLP without a gate activates: GELU in one kernel, or as it is usual."""
@@ -208,10 +208,25 @@ class Reader:
 
 
 class Architecture(NamedTuple):
-    """How to read one model_type, and the keys it may carry."""
+    """How to read one model_type, the keys it may carry, and what its class assumes where absent.
+
+    The defaults are those of the configuration class in transformers 5.23, whatever a released
+    model has.  A null is no absent key: of ``q_lora_rank`` or ``sliding_window`` it says none.
+    """
 
     read: Callable[[Reader], dict[str, object]]
     keys: frozenset[str]
+    defaults: Mapping[str, object] = MappingProxyType({})
+
+
+def completed(config: Mapping[str, object], architecture: Architecture) -> dict[str, object]:
+    """Return a configuration with the defaults of its class.
+
+    Null parameters of rotary positions are absent ones, which classes fill in when they are made.
+    """
+    absent = {"rope_parameters"} & architecture.defaults.keys()
+    given = {key: each for key, each in config.items() if each is not None or key not in absent}
+    return {**architecture.defaults, **given}
 
 
 def numbers(reader: Reader, key: str) -> list[int]:

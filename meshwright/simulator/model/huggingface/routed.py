@@ -140,14 +140,20 @@ def _read_dots1(reader: Reader) -> Fields:
 
 
 def _read_glm4_moe_lite(reader: Reader) -> Fields:
-    """Return the fields of GLM-4.7-Flash: DeepSeek-V3's layers, the first with an MLP."""
-    first = reader.count("first_k_dense_replace", default=1)
+    """Return the fields of GLM-4.7-Flash: DeepSeek-V3's layers, the first with an MLP.
+
+    Its class reads ``mlp_layer_types`` alone, and ``head_dim`` as another name of the rotary part.
+    """
     kinds = reader.value("mlp_layer_types")
     layers = reader.size("num_hidden_layers")
+    reader.size("qk_rope_head_dim", "head_dim")
+    first = 1
     if kinds is not None:
         first = kinds.count("dense") if isinstance(kinds, list) else 0
         if kinds != ["dense"] * first + ["sparse"] * (layers - first):
             reader.refuse("mlp_layer_types", "is not supported; dense layers must come first")
+    if reader.count("first_k_dense_replace", default=first) != first:
+        reader.refuse("first_k_dense_replace", f"disagrees with mlp_layer_types, which has {first}")
     fields = read_deepseek_v3(reader)
     experts = fields["experts"]
     assert isinstance(experts, dict)
@@ -186,9 +192,19 @@ _DOTS1_KEYS = f"""
 _GLM4_LITE_KEYS = f"{DEEPSEEK_KEYS} mlp_layer_types partial_rotary_factor"
 
 ROUTED_FAMILIES = {
-    "dots1": Architecture(_read_dots1, frozenset(_DOTS1_KEYS.split())),
-    "ernie4_5_moe": Architecture(_read_ernie_moe, frozenset(_ERNIE_MOE_KEYS.split())),
-    "glm4_moe_lite": Architecture(_read_glm4_moe_lite, frozenset(_GLM4_LITE_KEYS.split())),
+    "dots1": Architecture(
+        _read_dots1,
+        frozenset(_DOTS1_KEYS.split()),
+        {"max_window_layers": 62, "num_key_value_heads": 32, "sliding_window": 4096},
+    ),
+    "ernie4_5_moe": Architecture(
+        _read_ernie_moe, frozenset(_ERNIE_MOE_KEYS.split()), {"num_key_value_heads": 4}
+    ),
+    "glm4_moe_lite": Architecture(
+        _read_glm4_moe_lite,
+        frozenset(_GLM4_LITE_KEYS.split()),
+        {"n_shared_experts": 1, "num_key_value_heads": 20, "q_lora_rank": 768},
+    ),
     "granitemoe": Architecture(_read_granite_moe, frozenset(_GRANITE_MOE_KEYS.split())),
     "hunyuan_v1_moe": Architecture(_read_hunyuan_moe, frozenset(_HUNYUAN_MOE_KEYS.split())),
     "minimax_m2": Architecture(_read_minimax_m2, frozenset(_MINIMAX_KEYS.split())),
