@@ -161,6 +161,21 @@ def test_rows_of_another_machine_are_refused_by_name_and_force_starts_anew(
     assert line in path.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.usefixtures("_tiny_cases")
+def test_links_in_a_folder_of_rows_are_replaced(tmp_path: Path) -> None:
+    folder, target = tmp_path / "out", tmp_path / "elsewhere"
+    run_calibrate(options_for(folder))
+    names = [each.name for each in folder.iterdir()]
+    for force in (True, False):  # begun anew, and gone on with
+        for name in names:
+            (folder / name).replace(target)
+            (folder / name).symlink_to(target)
+        before = target.read_bytes()
+        assert run_calibrate(options_for(folder, force=force)) == 0
+        assert target.read_bytes() == before
+        assert not any(each.is_symlink() for each in folder.iterdir())
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").touch()
     with pytest.raises(PlanError, match="is not empty; allowed: a new folder, or --force"):

@@ -29,7 +29,8 @@ def claim(path: Path, folder: Path) -> None:
     mark = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
     lock = Path(os.path.realpath(folder)) / f".meshwright-{mark}.lock"
     while lock not in _claims:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(lock, flags, 0o666)
         if _lock(descriptor) is False:
             os.close(descriptor)
             raise PlanError(

@@ -23,7 +23,9 @@ from meshwright.planner.reports.output_folder import (
     names_in,
     new_file,
     new_folder,
+    output_file,
     output_path,
+    write_output,
     write_whole,
 )
 from meshwright.planner.reports.plan_file import (
@@ -96,6 +98,7 @@ __all__ = [
     "names_in",
     "new_file",
     "new_folder",
+    "output_file",
     "output_path",
     "plan_document",
     "plan_fields",
@@ -115,6 +118,7 @@ __all__ = [
     "training_run",
     "value_text",
     "warning_lines",
+    "write_output",
     "write_search",
     "write_step",
     "write_whole",

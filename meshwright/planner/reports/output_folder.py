@@ -84,9 +84,10 @@ def _look_at(path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; the file takes its place when the block ends well.
+    """Yield a path to write to; the file, which a user named, takes its place in the end.
 
-    A device or a pipe, such as /dev/stdout, is written to as it is.
+    If the block fails nothing does.  A link stays one, and a device or a pipe, such as /dev/stdout,
+    is written to as it is.
 
     Raises:
         PlanError: If it cannot be written, such as on a full disk; nothing is left of it then.
@@ -96,15 +97,32 @@ def new_file(path: Path) -> Iterator[Path]:
         with _refusals_named(path):
             yield path
         return
+    with output_file(path) as written:
+        yield written
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write *text* to a file, all of it or nothing; raises as `new_file`."""
+    with new_file(path) as draft:
+        draft.write_text(text, encoding="utf-8", newline="\n")
+
+
+@contextmanager
+def output_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; the file takes its place in an output folder, as in `new_file`.
+
+    A link of that name is replaced: nobody asked for what it leads to to be written.
+    """
+    path = Path(os.path.realpath(path.parent)) / path.name
     with _scratch_folder(path) as scratch:
         written = scratch / path.name
         yield written
         written.replace(path)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write *text* to a file, all of it or nothing; raises as `new_file`."""
-    with new_file(path) as draft:
+def write_output(path: Path, text: str) -> None:
+    """Write *text* to a file of an output folder, all of it or nothing; raises as `new_file`."""
+    with output_file(path) as draft:
         draft.write_text(text, encoding="utf-8", newline="\n")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.hwprofiles import VERSION, FileKind, shown, shown_path
-from meshwright.planner.reports import NUMBERED_PLANS, Json, json_text, write_whole
+from meshwright.planner.reports import NUMBERED_PLANS, Json, json_text, write_output
 from meshwright.planner.sweep.grid import Cell, Request, Task
 from meshwright.planner.sweep.outcome import Document
 from meshwright.simulator import PlanError
@@ -66,7 +66,9 @@ class Store:
         self._cells = folder / CELLS
         if is_sweep_folder(folder) and not begins_anew:
             _check_same(folder, wanted)
-        elif is_sweep_folder(folder):
+        elif self._cells.is_symlink():  # what it leads to is no sweep's of this folder
+            self._cells.unlink()
+        if is_sweep_folder(folder) and begins_anew:
             shutil.rmtree(self._cells, ignore_errors=True)
             for stale in folder.glob(NUMBERED_PLANS):
                 stale.unlink()
@@ -74,11 +76,11 @@ class Store:
         for each in (folder, self._cells):
             for draft in each.glob(DRAFTS):
                 shutil.rmtree(draft, ignore_errors=True)
-        write_whole(folder / MANIFEST, json_text(wanted))
+        write_output(folder / MANIFEST, json_text(wanted))
 
     def keep(self, number: int, document: Document) -> None:
         """Write the document of a cell; raises PlanError if that cannot be."""
-        write_whole(
+        write_output(
             self._path(number), json_text({"cell": number, "sum": _sum(document), **document})
         )
 

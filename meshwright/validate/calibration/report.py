@@ -18,7 +18,7 @@ from meshwright.hwprofiles import (
     format_time,
     shown_path,
 )
-from meshwright.planner.reports import new_file
+from meshwright.planner.reports import output_file
 from meshwright.validate.calibration.fit import Residual, Summary, misfit_of, rate_unit, summaries
 from meshwright.validate.calibration.rows import CaseGroup, Coverage
 from meshwright.validate.traces import JobTrace
@@ -160,7 +160,7 @@ def trace_times(trace: JobTrace) -> dict[str, float]:
 
 def write_trace(trace: JobTrace, path: Path) -> None:
     """Write the times of a trace as CSV."""
-    with new_file(path) as draft, draft.open("w", encoding="utf-8", newline="") as stream:
+    with output_file(path) as draft, draft.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(("kind", "num_kernels", "time_s", "share_fraction"))
         for each in trace.kinds:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from meshwright.hwprofiles import GIGA, KILO
 from meshwright.planner.plots import canvas, save_figure
-from meshwright.planner.reports import new_file
+from meshwright.planner.reports import output_file
 from meshwright.validate.calibration.fit.residuals import Residual
 from meshwright.validate.calibration.rows import CaseGroup
 
@@ -63,7 +63,7 @@ def draw_residuals(residuals: Iterable[Residual], title: str, path: Path) -> Non
     columns = min(2, len(panels))
     for number, (panel, rows) in enumerate(panels, start=1):
         _draw_panel(figure.add_subplot(num_rows, columns, number), panel, rows)
-    with new_file(path) as draft:
+    with output_file(path) as draft:
         save_figure(figure, draft)
 
 

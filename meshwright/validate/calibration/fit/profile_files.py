@@ -14,7 +14,7 @@ from meshwright.hwprofiles import (
     Link,
     Profile,
 )
-from meshwright.planner.reports import write_whole
+from meshwright.planner.reports import write_output
 
 UNUSED_LINK = "loopback"  # a cluster of one device needs a link, but sends nothing over it
 
@@ -163,5 +163,5 @@ def write_profiles(
         title = f"one machine of {count} x {reference.removesuffix('.toml')}, calibrated"
         texts[f"{name}.toml"] = cluster_toml(name, title, reference, wire, count)
     for file, text in texts.items():
-        write_whole(folder / file, text)
+        write_output(folder / file, text)
     return [folder / file for file in texts]

@@ -14,7 +14,7 @@ from meshwright.hwprofiles import (
     Source,
     load_cluster,
 )
-from meshwright.planner.reports import new_file
+from meshwright.planner.reports import output_file
 from meshwright.simulator.costs import CollectiveCall, collective_cost, p2p_cost
 from meshwright.simulator.layout import GroupSpan
 from meshwright.validate.calibration.fit.calibrated import Misfit, misfit_of
@@ -112,7 +112,7 @@ def rate_unit(group: CaseGroup) -> str:
 
 def write_residuals(residuals: Iterable[Residual], path: Path) -> None:
     """Write a line a row; an empty cell where the profiles say nothing."""
-    with new_file(path) as draft, draft.open("w", encoding="utf-8", newline="") as stream:
+    with output_file(path) as draft, draft.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(COLUMNS)
         for each in residuals:

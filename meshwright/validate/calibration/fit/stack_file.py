@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from meshwright.hwprofiles import MEGA, Source, list_stacks, load_stack, parse_time, profile_toml
-from meshwright.planner.reports import write_whole
+from meshwright.planner.reports import write_output
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.fit.cost_fit import FLASH_KERNEL
 from meshwright.validate.calibration.rows import Accelerator, CaseGroup, Row, median
@@ -73,7 +73,7 @@ def write_stacks(
     rows, written = list(rows), []
     for stack in stacks:
         path = folder / f"{name}-{stack}.toml"
-        write_whole(path, stack_toml(stack, rows, source))
+        write_output(path, stack_toml(stack, rows, source))
         load_stack(path)
         written.append(path)
     return written

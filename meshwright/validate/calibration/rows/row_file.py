@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from meshwright.hwprofiles import FileKind, Precision, shown_path
-from meshwright.planner.reports import write_whole
+from meshwright.planner.reports import write_output
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.rows.machine import Machine, machine_of
 from meshwright.validate.calibration.rows.rows import SIZE_NAMES, BenchmarkCase, CaseGroup, Row
@@ -43,7 +43,7 @@ class RowFile:
         """Return a new file without rows."""
         head = {"date": date} | {each.name: getattr(machine, each.name) for each in fields(machine)}
         lines = [TITLE, *(f"# {key}: {_one_line(value)}" for key, value in head.items())]
-        write_whole(path, "\n".join(lines) + "\n" + _csv_line(COLUMNS))
+        write_output(path, "\n".join(lines) + "\n" + _csv_line(COLUMNS))
         return cls(path, machine, date)
 
     @classmethod
@@ -56,8 +56,8 @@ class RowFile:
         shown = shown_path(path)
         text = ROW_FILE.read_text(path)
         complete, _, cut = text.rpartition("\n")
-        if cut:
-            write_whole(path, complete + "\n")
+        if cut or path.is_symlink():  # rows are added to a file of this folder
+            write_output(path, complete + "\n")
         lines = complete.split("\n")
         notes = [line for line in lines if line.startswith("#")]
         if not notes or notes[0] != TITLE:

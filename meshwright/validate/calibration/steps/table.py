@@ -7,7 +7,7 @@ from statistics import quantiles
 from typing import NamedTuple
 
 from meshwright.hwprofiles import KILO
-from meshwright.planner.reports import new_file
+from meshwright.planner.reports import output_file
 from meshwright.validate.calibration.steps.clock import StepRecord
 
 # Other programs' part of the machine's processor time in a step that counts as quiet.
@@ -119,7 +119,7 @@ class StepComparison(NamedTuple):
 
 def write_comparisons(lines: Sequence[StepComparison], path: Path) -> None:
     """Write the table as CSV; no quiet step leaves its columns empty."""
-    with new_file(path) as draft, draft.open("w", encoding="ascii", newline="") as stream:
+    with output_file(path) as draft, draft.open("w", encoding="ascii", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(COLUMNS)
         for line in lines:
