@@ -86,6 +86,45 @@ def stopped(folder: Path, stop: str) -> tuple[int, int, str]:
     return done.pid, done.returncode, errors
 
 
+# No script of ours: nothing guards it, and what it calls is defined in it.
+SCRIPT = """
+import os, sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from meshwright import sweep
+
+print("the script runs")
+own = ProcessPoolExecutor(2, get_context("spawn")) if "own" in sys.argv else None
+found = sweep({"tp": [1, 2]}, model="gpt2", cluster="dgx-a100", gpus=8, global_batch=16, jobs=2,
+              executor=own)
+print([row["tp"] for row in found.rows], __spec__, os.path.basename(__file__))
+"""
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_script_without_a_guard_runs_once(tmp_path: Path, *, as_module: bool) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = script_run(tmp_path, *(["-m", "script"] if as_module else ["script.py"]))
+    spec = "ModuleSpec(name='script'" if as_module else "None"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"the script runs\n[1, 2] {spec}")
+    assert done.stdout.endswith("script.py\n")
+
+
+def test_a_script_without_a_guard_is_told_of_it_where_it_brings_processes(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = script_run(tmp_path, "script.py", "own")
+    assert done.returncode == 1
+    assert "allowed: an executor of fewer, in a script under if __name__" in done.stderr
+
+
+def script_run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, check=False, cwd=folder, capture_output=True, text=True, timeout=60
+    )
+
+
 def ends_with_its_group(group: int) -> bool:
     """Return whether no process of a group is left within some seconds."""
     until = time.monotonic() + 10

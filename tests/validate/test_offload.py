@@ -128,6 +128,28 @@ def test_ranks_hold_and_copy_what_is_predicted(
     assert measured.rank == rank
 
 
+SCRIPT = """
+from meshwright import main
+
+print("the script runs", flush=True)
+job = ["gpt2", "--cluster", "dgx-a100", "--gpus", "2", "--global-batch", "2", "--seq-len", "64"]
+assert main(["simulate", *job, "--stack", "fsdp", "--offload", "parameters", "--out", "o"]) == 0
+raise SystemExit(main(["validate", "o/plan.json", "--backend", "fake"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_counts_offloading_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(
+        command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert done.stdout.count("the script runs") == 1
+
+
 def test_a_rank_is_counted_in_a_process_of_its_own() -> None:
     """Here backward has run before, and other plans are counted after: nothing has changed."""
     torch.ones(2, requires_grad=True).sum().backward()

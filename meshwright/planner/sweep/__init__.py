@@ -3,5 +3,6 @@
 from meshwright.planner.sweep.command import run_sweep
 from meshwright.planner.sweep.result import SweepResult
 from meshwright.planner.sweep.run import sweep
+from meshwright.planner.sweep.workers import script_runs_once
 
-__all__ = ["SweepResult", "run_sweep", "sweep"]
+__all__ = ["SweepResult", "run_sweep", "script_runs_once", "sweep"]

@@ -44,8 +44,7 @@ def sweep(  # noqa: PLR0913 -- the public entry; all but the first is keyword-on
             key of a fact, as ``{"device.memory_bandwidth": ["3 TB/s", "4 TB/s"]}``.
         weak: Grow the batch with the GPUs that are varied, from the first number of them.
         simulate: Simulate the one layout that the options give, instead of a search.
-        jobs: Processes of this machine; more than one in a script needs its
-            ``if __name__ == "__main__"``, since each reads the script anew.
+        jobs: Processes of this machine, which do not run the caller's script again.
         executor: What runs the cells instead, such as that of a Dask client.
         out: A folder that keeps each cell when it is finished: the same sweep goes on in it. At the
             end it gets what ``meshwright sweep --out`` writes.

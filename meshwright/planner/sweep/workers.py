@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
@@ -52,9 +53,13 @@ def finished(
             # What is told is let go: Dask would compute it again where its holder is lost.
             yield futures.pop(future), future.result()
     except BrokenExecutor:
+        if isinstance(executor, _Processes):
+            allowed = "the same command again, which goes on, with fewer --jobs"
+        else:
+            allowed = "an executor of fewer, in a script under if __name__ == '__main__'"
         raise PlanError(
-            "a process that ran cells has ended of itself, for lack of memory perhaps; allowed: "
-            "the same command again, which goes on, with fewer --jobs"
+            "a process that ran cells has ended of itself, for lack of memory perhaps; "
+            f"allowed: {allowed}"
         ) from None
     finally:
         for future in futures:
@@ -65,7 +70,8 @@ def finished(
 def local_processes(jobs: int, num_tasks: int) -> Iterator[Executor | None]:
     """Yield an executor of new processes, which end with the block, or with this process.
 
-    They are started afresh, not forked: threads and files of this one are none of theirs.
+    They are started afresh, not forked: threads and files of this one are none of theirs, and the
+    script that runs here is not run again there.
 
     Args:
         jobs: Processes that may be started; of one nothing is, this process runs the tasks.
@@ -92,7 +98,7 @@ class _Processes(ProcessPoolExecutor):
     """Processes that a task starts, and that a terminal's Ctrl-C does not reach."""
 
     def submit(self, run: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
-        with _no_interrupt_for_children():
+        with _no_interrupt_for_children(), script_runs_once():
             return super().submit(run, *args, **named)
 
 
@@ -104,6 +110,24 @@ def _begin(parent: Connection) -> None:
         os._exit(ENDED_STATUS)
 
     threading.Thread(target=watch, daemon=True, name="watch for end").start()
+
+
+@contextmanager
+def script_runs_once() -> Iterator[None]:
+    """Let processes that are spawned in the block not import the program of this one.
+
+    multiprocessing tells a new process to import ``__main__`` by its name or its file, for what is
+    pickled may be defined there: a script that is not guarded by ``if __name__ == "__main__"`` runs
+    again in each, and starts processes in turn. What runs there is of this package.
+    """
+    main = sys.modules["__main__"]
+    known = {name: value for name, value in vars(main).items() if name in {"__spec__", "__file__"}}
+    try:
+        main.__spec__ = None
+        vars(main).pop("__file__", None)
+        yield
+    finally:
+        vars(main).update(known)
 
 
 @contextmanager

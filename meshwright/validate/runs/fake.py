@@ -64,8 +64,12 @@ def measure_fake(saved: SavedPlan, rank: int) -> RankMeasurement:
     if saved.plan.offload is Offload.NONE:
         return _measure(saved, rank)
     check_torch()
+    from meshwright.planner.sweep import script_runs_once
+
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
-        return other.submit(_measure, saved, rank).result()
+        with script_runs_once():
+            measured = other.submit(_measure, saved, rank)
+        return measured.result()
 
 
 def _measure(saved: SavedPlan, rank: int) -> RankMeasurement:
