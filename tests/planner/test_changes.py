@@ -17,6 +17,7 @@ from meshwright.planner.search import search
 from meshwright.planner.space import SWITCHES, ShapeTable, lacks
 from meshwright.simulator import (
     CostModel,
+    ModelSpec,
     ParallelPlan,
     StepResult,
     TrainingJob,
@@ -133,7 +134,8 @@ def test_layouts_that_are_named_are_those_with_the_fewest_differences_of_all_tha
     space = enumerate_space(JOB, STACK, 64, SpaceLimits(**kept, stages=(STACK.stage_split,)))
     table, costs = ShapeTable.of(space), CostModel(CLUSTER, STACK, 64)
     needed = device_bytes_column(space, CLUSTER, peak_bytes(space, table, costs.blocks))
-    fitting = np.flatnonzero(~lacks(space) & (needed <= step.memory.usable_bytes))
+    inside = space.column("tp") <= CLUSTER.devices_per_node
+    fitting = np.flatnonzero(~lacks(space) & inside & (needed <= step.memory.usable_bytes))
     bounds = StepBounds(space, table, costs).lower_bounds_ps(fitting).tolist()
     names = {each.name for each in SEARCHED_FIELDS} - {"dp", "stages", *kept}
     layouts = [space.plan(index) for index in fitting.tolist()]
@@ -141,6 +143,36 @@ def test_layouts_that_are_named_are_those_with_the_fewest_differences_of_all_tha
     nearest = sorted(range(len(layouts)), key=lambda place: (differing[place], bounds[place]))
     named = {change.plan for change in cheapest_changes(step)}
     assert named == {layouts[place] for place in nearest[:4]}
+
+
+def test_tensor_parallelism_beyond_a_node_is_not_named_where_anything_else_helps() -> None:
+    few = search(JOB, CLUSTER, STACK, 16).nearest
+    assert few is not None
+    assert few.plan.tp <= CLUSTER.devices_per_node
+    plan = ParallelPlan(tp=8, dp=8, zero_stage=1, attention=Attention.FLASH)
+    for changes in (few.changes, cheapest_changes(too_large(plan))):
+        assert changes
+        assert all(change.plan.tp <= CLUSTER.devices_per_node for change in changes)
+        assert not any("crosses" in str(change) for change in changes)
+
+
+def test_tensor_parallelism_beyond_a_node_is_named_as_such_where_nothing_else_helps() -> None:
+    """One layer cannot be a pipeline, and there are no more nodes."""
+    model = ModelSpec(
+        name="wide", num_layers=1, hidden_size=8192, num_heads=64, vocab_size=32_768, seq_len=1024
+    )
+    job = TrainingJob(model=model, global_batch_size=16, seq_len=1024)
+    plan = ParallelPlan(tp=8, dp=2, zero_stage=1, attention=Attention.FLASH)
+    two_nodes, limit = CLUSTER.model_copy(update={"num_nodes": 2}), 3 * 2**30
+    step = simulate(job, plan, two_nodes, STACK, memory_limit_bytes=limit)
+    (change,) = cheapest_changes(step, limit)
+    assert str(change).startswith("--tp 16: -")
+    assert str(change).endswith(" time; tp=16 crosses nodes of 8 devices")
+    more = replace(plan, tp=16, dp=1)  # a plan that leaves its node already may stay so
+    step = simulate(job, more, two_nodes, STACK, memory_limit_bytes=limit - 2**29)
+    named = cheapest_changes(step, limit - 2**29)
+    assert {each.plan.tp for each in named} == {16}
+    assert not any(each.crossing for each in named)
 
 
 def test_a_plan_that_fits_needs_no_change() -> None:

@@ -20,6 +20,7 @@ class Change:
         device_bytes: What it needs there.
         step_ps: Simulated time of its step.
         slower_fraction: How much longer that is than before; negative where it is shorter.
+        crossing: What of it goes between nodes that usually does not; empty where nothing does.
     """
 
     plan: ParallelPlan
@@ -28,6 +29,7 @@ class Change:
     device_bytes: int
     step_ps: int
     slower_fraction: float
+    crossing: str = ""
 
     @classmethod
     def of(cls, before: StepResult, after: StepResult, fields: Mapping[str, object]) -> "Change":
@@ -39,6 +41,7 @@ class Change:
             device_bytes=after.memory.device_bytes,
             step_ps=after.step_ps,
             slower_fraction=after.step_ps / before.step_ps - 1,
+            crossing=_crossing(before, after),
         )
 
     @property
@@ -49,10 +52,28 @@ class Change:
         return " ".join(_option(name, value) for name, value in said if value != ())
 
     def __str__(self) -> str:
-        """Return the change in a line: options, memory and time."""
+        """Return the change in a line: options, memory and time, and what goes between nodes."""
         sign = "-" if self.saved_bytes >= 0 else "+"
         size = format_bytes(abs(self.saved_bytes))
-        return f"{self.options}: {sign}{size}, {self.slower_fraction:+.1%} time"
+        line = f"{self.options}: {sign}{size}, {self.slower_fraction:+.1%} time"
+        return f"{line}; {self.crossing}" if self.crossing else line
+
+
+def most_tp(before: StepResult) -> int:
+    """Return the largest tensor-parallel degree that is named where anything else helps.
+
+    Its collectives are exposed in every layer: they stay among the devices of a node, which their
+    fast links join, unless a plan leaves it already.
+    """
+    return max(before.cluster.devices_per_node, before.plan.tp, before.plan.expert_tp)
+
+
+def _crossing(before: StepResult, after: StepResult) -> str:
+    plan, node_size = after.plan, after.cluster.devices_per_node
+    if max(plan.tp, plan.expert_tp) <= most_tp(before):
+        return ""
+    degree = f"tp={plan.tp}" if plan.tp > node_size else f"etp={plan.expert_tp}"
+    return f"{degree} crosses nodes of {node_size} devices"
 
 
 def _option(name: str, value: object) -> str:

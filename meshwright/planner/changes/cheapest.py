@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.hwprofiles import Recompute, RecomputeMethod, Strategy
 from meshwright.planner.bounds import StepBounds
-from meshwright.planner.changes.change import Change
+from meshwright.planner.changes.change import Change, most_tp
 from meshwright.planner.changes.switches import Fields, switched, switches
 from meshwright.planner.footprint import device_bytes_column, least_state_bytes, peak_bytes
 from meshwright.planner.space import (
@@ -24,7 +24,14 @@ from meshwright.planner.space import (
     lacks,
 )
 from meshwright.simulator import CostModel, ModelSpec, ParallelPlan, PlanError, StepResult, simulate
-from meshwright.simulator.layout import AXES, PLAN_FIELDS, SEARCHED_FIELDS, stages_rule
+from meshwright.simulator.layout import (
+    AXES,
+    PLAN_FIELDS,
+    SEARCHED_FIELDS,
+    Axis,
+    ExpertAxis,
+    stages_rule,
+)
 from meshwright.simulator.memory import usable_bytes
 
 Progress = Callable[[str, int, int], None]
@@ -33,6 +40,7 @@ MOST_PAIRS = 12
 # Passes that all changes together may simulate, some seconds: a plan of usual size has a thousand.
 MOST_PASSES = 400_000
 REST = {axis.value for axis, known in AXES.items() if known.takes_rest}
+NO_LIMIT = 2**62
 GPU_MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -105,7 +113,8 @@ def cheapest_changes(
     """Return up to four changes that make a plan fit, the fastest first.
 
     They are single switches; where none is enough, pairs of those that save most; where no pair
-    is, the layouts with the fewest differences on the same devices; else on more devices.
+    is, the layouts with the fewest differences on the same devices; else on more devices.  Tensor
+    parallelism goes beyond a node only where nothing else makes the plan fit, and says so.
 
     Args:
         before: The plan as it was simulated.
@@ -122,11 +131,17 @@ def cheapest_changes(
     singles = list(trials.all_of(switches(before.plan, before.stack)))
     singles += trials.all_of(_fewest_layers(trials))
     singles += _widest_moments(trials)
+    inside = [each for each in singles if not each[0].crossing]
+    return _of_layout(trials, inside, most_tp(before)) or _of_layout(trials, singles, NO_LIMIT)
+
+
+def _of_layout(trials: Trials, singles: list[tuple[Change, bool]], tp: int) -> tuple[Change, ...]:
+    """Return the fastest of *singles* that fit, else of pairs, else of layouts of up to *tp*."""
     found = _fastest(singles) or _fastest(trials.all_of(_pairs(singles)))
-    if found or before.stack.strategy is not Strategy.MESH:
+    if found or trials.before.stack.strategy is not Strategy.MESH:
         return found
     for multiple in GPU_MULTIPLES:
-        found = _fastest(_layouts(trials, multiple * before.plan.world_size))
+        found = _fastest(_layouts(trials, multiple * trials.before.plan.world_size, tp))
         if found:
             return found
     return ()
@@ -185,8 +200,8 @@ def _pairs(singles: list[tuple[Change, bool]]) -> Iterator[Fields]:
         yield {**first.fields, **second.fields}
 
 
-def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
-    """Yield the layouts on *num_gpus* devices that fit with the fewest fields changed."""
+def _layouts(trials: Trials, num_gpus: int, tp: int) -> Iterator[tuple[Change, bool]]:
+    """Yield the layouts of up to *tp* on *num_gpus* devices that fit with the fewest changes."""
     before = trials.before
     plan, cluster, stack = before.plan, before.cluster, before.stack
     nodes = -(-num_gpus // cluster.devices_per_node)
@@ -202,7 +217,9 @@ def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
     chosen = [each for each in SEARCHED_FIELDS if each.name not in {*REST, *kept}]
     codes = {each.name: each.code(getattr(plan, each.name)) for each in chosen}
     differences = sum(space.column(name) != code for name, code in codes.items())
-    for index in _nearest(trials, space, np.asarray(differences, np.int64), limit_bytes):
+    widest = np.maximum(space.column(Axis.TP), space.column(ExpertAxis.ETP))
+    offered = np.flatnonzero(~lacks(space) & (widest <= tp))
+    for index in _nearest(trials, space, offered, np.asarray(differences, np.int64)):
         changed = space.plan(index)
         fields: dict[str, object] = {} if num_gpus == plan.world_size else {"gpus": num_gpus}
         for name in COLUMNS:
@@ -213,10 +230,10 @@ def _layouts(trials: Trials, num_gpus: int) -> Iterator[tuple[Change, bool]]:
             yield change
 
 
-def _nearest(trials: Trials, space: Space, differences: Column, limit_bytes: int) -> list[int]:
-    """Return the layouts that fit with the fewest *differences*, the lowest bound first."""
+def _nearest(trials: Trials, space: Space, offered: Column, differences: Column) -> list[int]:
+    """Return those *offered* that fit with the fewest *differences*, the lowest bound first."""
     cluster, stack = trials.before.cluster, space.stack
-    offered = np.flatnonzero(~lacks(space))
+    limit_bytes = usable_bytes(cluster, trials.memory_limit_bytes)
     table, costs = ShapeTable.of(space, offered), CostModel(cluster, stack, space.num_gpus)
     fitting = np.zeros(0, np.int64)
     # Layouts with more differences are not looked at where enough fit with fewer.

@@ -233,11 +233,13 @@ def _nearest_fields(nearest: Nearest) -> dict[str, Json]:
 
 
 def _change_fields(change: Change) -> dict[str, Json]:
+    crossing: dict[str, Json] = {"crossing": change.crossing} if change.crossing else {}
     return {
         "options": change.options,
         "fields": cast("dict[str, Json]", dict(change.fields)),
         **named(change, "saved_bytes", "device_bytes"),
         "step_time_s": change.step_ps / PS_PER_S,
         "slower_fraction": change.slower_fraction,
+        **crossing,
         "plan": plan_fields(change.plan),
     }

@@ -8,6 +8,7 @@ from meshwright.planner.changes import cheapest_changes
 from meshwright.planner.search.finalists import Field, Progress
 from meshwright.planner.search.result import Nearest
 from meshwright.planner.space import Candidates, Column, apply_rules
+from meshwright.simulator.layout import Axis
 
 # So many layouts, those that need least by the least that is known, are sized first.
 FIRST_SIZED = 1000
@@ -18,6 +19,8 @@ def find_nearest(
 ) -> Nearest | None:
     """Return the layout that needs the least memory of those only memory rules out.
 
+    One whose tensor parallelism crosses nodes is named only where all do.
+
     Returns:
         None where there is no such layout.
     """
@@ -25,6 +28,8 @@ def find_nearest(
     indices = np.flatnonzero(left)
     if not len(indices):
         return None
+    is_inside = candidates.space.column(Axis.TP)[indices] <= candidates.cluster.devices_per_node
+    indices = indices[is_inside] if is_inside.any() else indices
     indices, needed = _least_needed(field, indices)
     place = int(np.argmin(needed))
     index, limit, runs = int(indices[place]), candidates.memory_limit_bytes, field.runs
