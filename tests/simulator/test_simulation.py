@@ -16,6 +16,7 @@ from meshwright.hwprofiles import (
     Source,
     StackProfile,
     StageSplit,
+    list_stacks,
     load_cluster,
     load_stack,
 )
@@ -436,6 +437,43 @@ def test_a_plain_plan_has_no_warnings() -> None:
 def test_switches_without_effect_are_named() -> None:
     assert "sequence_parallel has no effect at tp=1" in warnings_of(sequence_parallel=True)
     assert "zero_stage=1 has no effect at dp=1" in warnings_of(zero_stage=1)
+
+
+def test_a_switch_that_is_said_to_have_no_effect_has_none() -> None:
+    """On one rank FSDP2 copies units and reduces gradients, too, as its memory says."""
+    job = TrainingJob(model=GPT2, global_batch_size=4, seq_len=256, precision=Precision.BF16)
+    told = 0
+    for stack in map(load_stack, list_stacks()):
+        switched = [{"zero_stage": each} for each in range(4)]
+        switched += [{"sync_each_microbatch": each} for each in (None, True, False)]
+        found: dict[tuple[int, int], list[str]] = {}
+        for fields in switched:
+            usual = {"zero_stage": stack.zero_stage, "attention": stack.attention}
+            try:
+                step = simulate(job, make_plan(**(usual | fields)), load_cluster("dgx-h100"), stack)
+            except PlanError:
+                continue
+            key = step.step_ps, step.memory.device_bytes
+            found.setdefault(key, []).extend(each for each in step.warnings if "effect" in each)
+        told += any(found.values())
+        assert len(found) <= 1 or not any(found.values()), stack.name
+    assert told > 10
+
+
+@pytest.mark.parametrize("name", ["fsdp", "torchtitan"])
+def test_a_stage_that_fully_shard_does_not_have_is_told_what_it_is(name: str) -> None:
+    stack, cluster, job = load_stack(name), load_cluster("dgx-h100"), make_job(4)
+
+    def of(**fields: object) -> StepResult:
+        return simulate(job, make_plan(**{"attention": Attention.FLASH, **fields}), cluster, stack)
+
+    once, each = of(zero_stage=3, sync_each_microbatch=False), of(zero_stage=3)
+    for stage, said, like in ((0, "--no-sync-each-microbatch", once), (2, "--zero 3", each)):
+        step = of(zero_stage=stage)
+        assert (step.step_ps, step.memory.device_bytes) == (like.step_ps, like.memory.device_bytes)
+        line = f"zero_stage={stage} is predicted as {said}: {name} runs fully_shard on one rank"
+        assert sum(warning.startswith(line) for warning in step.warnings) == 1
+    assert not any("zero_stage" in warning for warning in (*once.warnings, *each.warnings))
 
 
 def test_tensor_parallelism_over_nodes_is_named() -> None:

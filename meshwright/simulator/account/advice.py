@@ -17,6 +17,7 @@ from meshwright.simulator.model import AnyModel, ModelSpec
 # probably for retries of the allocator.
 NEARLY_FULL_FRACTION = 0.95
 NOTEWORTHY_FRACTION = 0.05
+GRADIENTS_STAGE = 2  # from which on gradients are sharded, and so reduced in each microbatch
 
 
 def plan_warnings(
@@ -31,7 +32,7 @@ def plan_warnings(
         *_model_warnings(job.model),
         *_memory_warnings(memory),
         *_alignment_warnings(job, plan),
-        *_degree_one_warnings(plan),
+        *_degree_one_warnings(job, plan, costs.stack),
         *_autocast_warnings(job, plan, costs.stack),
         *_expert_warnings(job, plan),
         *_evidence_warnings(plan, costs, extrapolated_fraction),
@@ -71,9 +72,11 @@ def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
     ]
 
 
-def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
-    warnings = []
+def _degree_one_warnings(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> list[str]:
+    warnings = _alone_warnings(plan, stack) if _shards_alone(job, plan, stack) else []
     for axis in Axis:
+        if axis is Axis.DP and _shards_alone(job, plan, stack):
+            continue
         for field in PLAN_FIELDS.values():
             value = getattr(plan, field.name)
             acts_on = field.declaration.acts_on
@@ -86,6 +89,27 @@ def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
                 said = field.name if is_flag else f"{field.name}={value}"
                 warnings.append(f"{said} has no effect at {axis}=1")
     return warnings
+
+
+def _shards_alone(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> bool:
+    """Return whether fully_shard runs on one rank.
+
+    It shards nothing there, but still copies units, in the format of products, out of the shards
+    and their gradients into the format of reductions (FSDPParamGroup.wait_for_unshard and
+    foreach_reduce of PyTorch 2.13).
+    """
+    is_plain = job.precision is Precision.FP32 and bool(is_unwrapped(stack, plan.dp_cp))
+    return stack.is_fully_sharded and plan.dp_cp == 1 and not is_plain
+
+
+def _alone_warnings(plan: ParallelPlan, stack: StackProfile) -> list[str]:
+    """Return what is predicted of a ZeRO stage that a stack of fully_shard does not have."""
+    if plan.zero_stage in stack.zero_stages:
+        return []
+    is_once = plan.sync_each_microbatch is None and plan.zero_stage < GRADIENTS_STAGE
+    done = "--no-sync-each-microbatch" if is_once else f"--zero {stack.zero_stage}"
+    said = f"zero_stage={plan.zero_stage} is predicted as {done}"
+    return [f"{said}: {stack.name} runs fully_shard on one rank, too"]
 
 
 def _autocast_warnings(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> list[str]:
