@@ -40,7 +40,8 @@ CONNECTIVES: Mapping[type[ast.boolop], Compare] = {ast.And: operator.and_, ast.O
 # All that a condition is made of besides names.
 NODES: tuple[type[ast.AST], ...] = (
     *(ast.BoolOp, ast.UnaryOp, ast.Not, ast.BinOp, ast.Compare, ast.List, ast.Load, ast.Constant),
-    *(ast.In, ast.NotIn, *COMPARISONS, *ARITHMETIC, *CONNECTIVES),
+    *(ast.And, ast.Or, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn),
+    *(ast.Mod, ast.Mult, ast.FloorDiv),
 )
 
 

@@ -1,19 +1,21 @@
 """Conditions of stacks' files: what they say of one plan and of many, and what is none."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from meshwright.hwprofiles import ProfileError
 from meshwright.hwprofiles.conditions import Condition
 
-WORDS = {"none": 0, "full": 2, True: 1, False: 0, None: 0}
+WORDS: dict[object, int] = {"none": 0, "full": 2, True: 1, False: 0, None: 0}
 
 
-class Numbers(dict):
-    def number(self, name):
+class Numbers(dict[str, Any]):
+    def number(self, name: str) -> Any:
         return self[name]
 
-    def code(self, _name, value):
+    def code(self, _name: str, value: object) -> int:
         return WORDS[value]
 
 
@@ -30,7 +32,7 @@ class Numbers(dict):
         ("model.experts", {"model.experts": False}, False),
     ],
 )
-def test_a_condition_holds_of_one_plan(text: str, numbers: dict, holds: bool) -> None:  # noqa: FBT001
+def test_a_condition_holds_of_one_plan(text: str, numbers: dict[str, Any], holds: bool) -> None:  # noqa: FBT001
     assert bool(Condition(text).holds(Numbers(numbers))) is holds
 
 
