@@ -1,8 +1,14 @@
 """What hardware and software stacks can do: schema, units and data files with their sources."""
 
 from meshwright.hwprofiles.base import Profile
-from meshwright.hwprofiles.complaints import counted, one_line, shown, shown_path, suggestion
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import (
+    ProfileError,
+    counted,
+    one_line,
+    shown,
+    shown_path,
+    suggestion,
+)
 from meshwright.hwprofiles.facts import (
     ChangedFact,
     changed_facts,
@@ -34,6 +40,7 @@ from meshwright.hwprofiles.kinds import (
     WeightCast,
 )
 from meshwright.hwprofiles.loader import (
+    DEFAULT_STACK,
     list_clusters,
     list_devices,
     list_links,
@@ -81,6 +88,7 @@ from meshwright.hwprofiles.units import (
 from meshwright.hwprofiles.version import VERSION
 
 __all__ = [
+    "DEFAULT_STACK",
     "EIGHT_BITS",
     "GIBI",
     "GIGA",

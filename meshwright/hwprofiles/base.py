@@ -19,8 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from meshwright.hwprofiles.complaints import shown, suggestion
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError, shown, suggestion
 from meshwright.hwprofiles.units import (
     parse_bandwidth,
     parse_bytes,

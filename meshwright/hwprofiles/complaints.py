@@ -1,4 +1,4 @@
-"""The words of refusals: one line a person can act on, with the names probably meant."""
+"""Refusals: the error of a profile, and one line a person can act on with the names meant."""
 
 import difflib
 import re
@@ -8,8 +8,6 @@ from typing import Final
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-
-from meshwright.hwprofiles.errors import ProfileError
 
 MAX_SHOWN_LENGTH = 60
 _MAP_KEY: Final = "[key]"  # how pydantic marks a mistake in a key of a table
@@ -22,6 +20,16 @@ _TOML_WORDS: Final = {  # what a file calls the things pydantic names after Pyth
     "a valid number": "a number",
     "a valid boolean": "true or false",
 }
+
+
+class ProfileError(ValueError):
+    """A mistake in a profile file, or a name that no profile has.
+
+    The message is one line: where, which value, and what is allowed.
+
+    >>> str(ProfileError("unknown device 'a100'"))
+    "unknown device 'a100'"
+    """
 
 
 def one_line(error: ValidationError) -> str:

@@ -13,8 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from pydantic import Field, model_validator
 
 from meshwright.hwprofiles.base import Name, Profile, Text
-from meshwright.hwprofiles.complaints import shown
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError, shown
 
 # A number, or a NumPy column of numbers: both compare, and what they compare to combines with "&".
 # This package does without NumPy, so the type is open.

@@ -13,8 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_orig
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.hwprofiles.base import FROM_FILE, Profile
-from meshwright.hwprofiles.complaints import one_line, shown, suggestion
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError, one_line, shown, suggestion
 from meshwright.hwprofiles.loader import list_clusters, list_stacks, load_cluster, load_stack
 from meshwright.hwprofiles.schema import Cluster
 from meshwright.hwprofiles.stack_schema import StackProfile

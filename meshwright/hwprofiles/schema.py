@@ -23,7 +23,7 @@ from meshwright.hwprofiles.base import (
     RatioFromOne,
     Text,
 )
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
 from meshwright.hwprofiles.units import format_bytes
 

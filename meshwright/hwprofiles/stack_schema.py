@@ -17,7 +17,7 @@ from meshwright.hwprofiles.base import (
     Size,
     Text,
 )
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import (
     Attention,
     ContextParallel,

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan, read_plan
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model
 from meshwright.validate.launch import (
     Launcher,
     RunPhase,
@@ -36,7 +36,7 @@ def saved(cluster: str = "dgx-a100", **degrees: int) -> SavedPlan:
         job=TrainingJob(
             model=load_model("gpt2"), global_batch_size=8, seq_len=64, precision=Precision.FP32
         ),
-        plan=ParallelPlan(**degrees, stages=(12 // pp,) * pp),
+        plan=ResolvedPlan(**degrees, stages=(12 // pp,) * pp),
         cluster=load_cluster(cluster),
         stack=load_stack("megatron-core"),
     )

@@ -14,7 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
 from meshwright.hwprofiles import Cluster, Offload, StackProfile, counted, format_time
-from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
+from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8.0, 5.0, 150
 TEXT_POINTS, SMALL_POINTS, TITLE_POINTS = 8.5, 7.5, 11.5
@@ -131,7 +131,7 @@ def describe_task(job: TrainingJob, cluster: Cluster, num_gpus: int) -> str:
     return f"{job.model.title} on {cluster.name}, {gpus}, global batch {job.batch_text}"
 
 
-def describe_plan(plan: ParallelPlan) -> str:
+def describe_plan(plan: ResolvedPlan) -> str:
     """Return the degrees of a layout in one short line."""
     degrees = " ".join(f"{axis}{degree}" for axis, degree in plan.degrees.items())
     return f"{degrees} vpp{plan.num_virtual_stages} mb{plan.microbatch_size}"
@@ -149,7 +149,7 @@ def step_headline(step: StepResult) -> str:
     return f"One training step: {format_time(step.step_time_s)}, {step.bubble_fraction:.1%} idle"
 
 
-def describe_options(plan: ParallelPlan) -> list[str]:
+def describe_options(plan: ResolvedPlan) -> list[str]:
     """Return what a layout has besides its degrees, each in a few words."""
     options = [f"recompute {plan.recompute}", f"ZeRO-{plan.zero_stage}", plan.schedule]
     if plan.offload is not Offload.NONE:

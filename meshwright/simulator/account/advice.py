@@ -7,9 +7,10 @@ from meshwright.simulator.layout import (
     DP_CP,
     PLAN_FIELDS,
     Axis,
-    ParallelPlan,
+    ResolvedPlan,
     TrainingJob,
     is_unwrapped,
+    without_defaults,
 )
 from meshwright.simulator.model import AnyModel, ModelSpec
 
@@ -21,7 +22,7 @@ NOTEWORTHY_FRACTION = 0.05
 
 def plan_warnings(
     job: TrainingJob,
-    plan: ParallelPlan,
+    plan: ResolvedPlan,
     memory: MemoryResult,
     costs: CostModel,
     extrapolated_fraction: float,
@@ -31,9 +32,9 @@ def plan_warnings(
         *_model_warnings(job.model),
         *_memory_warnings(memory),
         *_alignment_warnings(job, plan),
-        *_degree_one_warnings(plan),
+        *_degree_one_warnings(without_defaults(job, costs.stack, plan)),
         *_autocast_warnings(job, plan, costs.stack),
-        *_expert_warnings(job, plan),
+        *_expert_warnings(job, without_defaults(job, costs.stack, plan)),
         *_evidence_warnings(plan, costs, extrapolated_fraction),
     )
 
@@ -60,7 +61,7 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
     return []
 
 
-def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
+def _alignment_warnings(job: TrainingJob, plan: ResolvedPlan) -> list[str]:
     if job.precision is Precision.FP32:
         return []
     of_linear = ALIGNED_BYTES if job.precision.is_eight_bit else ALIGNED_ELEMENTS
@@ -71,7 +72,7 @@ def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
     ]
 
 
-def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
+def _degree_one_warnings(plan: ResolvedPlan) -> list[str]:
     warnings = []
     for axis in Axis:
         for field in PLAN_FIELDS.values():
@@ -88,7 +89,7 @@ def _degree_one_warnings(plan: ParallelPlan) -> list[str]:
     return warnings
 
 
-def _autocast_warnings(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> list[str]:
+def _autocast_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> list[str]:
     """Return what is said of one device that the stack runs without fully_shard.
 
     torchtitan up to 0.2 runs it under autocast (`maybe_enable_amp` of distributed/utils.py, 0.2.2).
@@ -100,7 +101,7 @@ def _autocast_warnings(job: TrainingJob, plan: ParallelPlan, stack: StackProfile
     return [f"{said}; predicted is fully_shard on one rank"]
 
 
-def _expert_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
+def _expert_warnings(job: TrainingJob, plan: ResolvedPlan) -> list[str]:
     """Return what is said of experts that every rank has all of."""
     if plan.ep > 1:
         return []
@@ -110,7 +111,7 @@ def _expert_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
 
 
 def _evidence_warnings(
-    plan: ParallelPlan, costs: CostModel, extrapolated_fraction: float
+    plan: ResolvedPlan, costs: CostModel, extrapolated_fraction: float
 ) -> list[str]:
     warnings = []
     if costs.spans.in_step(Axis.TP, plan.tp, 1).crosses_nodes:
