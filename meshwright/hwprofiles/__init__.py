@@ -1,7 +1,15 @@
 """What hardware and software stacks can do: schema, units and data files with their sources."""
 
 from meshwright.hwprofiles.base import Profile
-from meshwright.hwprofiles.complaints import counted, one_line, shown, shown_path, suggestion
+from meshwright.hwprofiles.complaints import (
+    counted,
+    one_line,
+    quoted,
+    shown,
+    shown_path,
+    single_line,
+    suggestion,
+)
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.facts import (
     ChangedFact,
@@ -150,8 +158,10 @@ __all__ = [
     "parse_price",
     "parse_time",
     "profile_toml",
+    "quoted",
     "shown",
     "shown_path",
+    "single_line",
     "stacks_with",
     "suggestion",
     "to_ps",

@@ -1,6 +1,10 @@
-"""The words of refusals: one line a person can act on, with the names probably meant."""
+"""The words of refusals: one line a person can act on, with the names probably meant.
+
+And texts from files as data of other files: one line, or one quoted string.
+"""
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -128,3 +132,30 @@ def shown_path(path: str | Path) -> str:
     """
     text = str(path)
     return text if text.isprintable() else ascii(text)
+
+
+def single_line(text: str) -> str:
+    r"""Return *text* for a comment: a space for each line break, control or invisible character.
+
+    >>> single_line("two\nlines\x1b[0m")
+    'two lines [0m'
+    """
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
+def quoted(text: str) -> str:
+    r"""Return *text* as a string in double quotes: of TOML, of YAML and of Python alike.
+
+    JSON's escapes are strings of all three; JSON leaves raw what TOML and terminals do not take,
+    such as DEL and U+2028.
+
+    >>> print(quoted('say "a\\b"\n\x7f'))
+    "say \"a\\b\"\n\u007f"
+    """
+    basic = json.dumps(text, ensure_ascii=False)
+    return "".join(each if each.isprintable() else _escape(each) for each in basic)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

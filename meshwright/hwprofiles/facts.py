@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_orig
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.hwprofiles.base import FROM_FILE, Profile
-from meshwright.hwprofiles.complaints import one_line, shown, suggestion
+from meshwright.hwprofiles.complaints import one_line, quoted, shown, suggestion
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.loader import list_clusters, list_stacks, load_cluster, load_stack
 from meshwright.hwprofiles.schema import Cluster
@@ -144,7 +144,7 @@ def _written(kind: object, value: object) -> str:
     if isinstance(value, Mapping):
         return "{}"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return quoted(value)
     plain = json.dumps(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return plain

@@ -62,7 +62,7 @@ def _launch(saved: SavedPlan, spec: RunSpec, spec_file: Path) -> Launch:
     num_nodes, per_node = nodes_of(saved)
     return Launch(
         name=job_name(f"validate-{saved.job.model.name}"),
-        summary=_summary(saved),
+        remarks=(_summary(saved),),
         num_nodes=num_nodes,
         per_node=per_node,
         command=_command(spec_file),
