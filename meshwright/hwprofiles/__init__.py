@@ -2,7 +2,10 @@
 
 from meshwright.hwprofiles.base import Profile
 from meshwright.hwprofiles.complaints import (
+    LINE_RULE,
+    TEXT_RULE,
     counted,
+    has_controls,
     one_line,
     quoted,
     shown,
@@ -94,10 +97,12 @@ __all__ = [
     "GIGA",
     "KIBI",
     "KILO",
+    "LINE_RULE",
     "MEBI",
     "MEGA",
     "PS_PER_S",
     "TERA",
+    "TEXT_RULE",
     "VERSION",
     "Attention",
     "ChangedFact",
@@ -142,6 +147,7 @@ __all__ = [
     "format_bytes",
     "format_flops_per_s",
     "format_time",
+    "has_controls",
     "list_clusters",
     "list_devices",
     "list_links",

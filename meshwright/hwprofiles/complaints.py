@@ -18,6 +18,13 @@ from meshwright.hwprofiles.errors import ProfileError
 MAX_SHOWN_LENGTH = 60
 _MAP_KEY: Final = "[key]"  # how pydantic marks a mistake in a key of a table
 _SUBJECT: Final = re.compile(r"^[A-Z][a-z]+ should ")
+# No text needs them, and a terminal or a viewer obeys them: controls but for tab and line feed,
+# further line ends, marks that turn the direction of writing, and halves of characters.
+_CONTROLS: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+TEXT_RULE: Final = "hold no control characters but tabs and line feeds"
+LINE_RULE: Final = "be printable, on one line"
 _TOML_WORDS: Final = {  # what a file calls the things pydantic names after Python
     "a valid dictionary": "a table",
     "a valid tuple": "a list",
@@ -132,6 +139,15 @@ def shown_path(path: str | Path) -> str:
     """
     text = str(path)
     return text if text.isprintable() else ascii(text)
+
+
+def has_controls(text: str) -> bool:
+    r"""Return whether *text* has characters that a terminal obeys and that no file needs.
+
+    >>> has_controls("two\nlines"), has_controls("red \x1b[31m")
+    (False, True)
+    """
+    return _CONTROLS.search(text) is not None
 
 
 def single_line(text: str) -> str:
