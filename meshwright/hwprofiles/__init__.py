@@ -12,6 +12,7 @@ from meshwright.hwprofiles.complaints import (
     shown_path,
     single_line,
     suggestion,
+    toml_key,
 )
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.facts import (
@@ -171,5 +172,6 @@ __all__ = [
     "stacks_with",
     "suggestion",
     "to_ps",
+    "toml_key",
     "with_facts",
 ]

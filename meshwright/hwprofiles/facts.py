@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_orig
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.hwprofiles.base import FROM_FILE, Profile
-from meshwright.hwprofiles.complaints import one_line, quoted, shown, suggestion
+from meshwright.hwprofiles.complaints import one_line, quoted, shown, suggestion, toml_key
 from meshwright.hwprofiles.errors import ProfileError
 from meshwright.hwprofiles.loader import list_clusters, list_stacks, load_cluster, load_stack
 from meshwright.hwprofiles.schema import Cluster
@@ -124,7 +124,7 @@ def _lines(profile: Profile, prefix: str) -> Iterator[str]:
             yield from _lines(value, f"{prefix}{key}.")
         elif isinstance(value, Mapping) and value:
             for word, item in value.items():
-                inner = f"{prefix}{key}.{word}"
+                inner = f"{prefix}{key}.{toml_key(word)}"
                 if isinstance(item, Profile):
                     yield from _lines(item, f"{inner}.")
                 else:

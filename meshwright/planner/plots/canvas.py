@@ -4,6 +4,7 @@ from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -45,7 +46,8 @@ class Picture(Figure):
     def draw(self, renderer: RendererBase) -> None:
         """Draw the figure with its texts as they stand: a name with dollars is no formula.
 
-        Powers of ten on a logarithmic axis are matplotlib's own formulas.
+        Powers of ten on a logarithmic axis are matplotlib's own formulas. A letter that the font
+        lacks is an empty box, which says as much as a warning with a line of our code.
         """
         for text in self.findobj(Text):
             text.set_parse_math(False)
@@ -54,7 +56,9 @@ class Picture(Figure):
                 if isinstance(axis.get_major_formatter(), LogFormatter):
                     for tick in axis.get_major_ticks():
                         tick.label1.set_parse_math(True)
-        super().draw(renderer)
+        with catch_warnings():
+            filterwarnings("ignore", "Glyph .* missing from")
+            super().draw(renderer)
 
 
 def new_figure() -> Figure:

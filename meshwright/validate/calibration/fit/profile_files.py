@@ -13,6 +13,7 @@ from meshwright.hwprofiles import (
     Link,
     Profile,
     quoted,
+    toml_key,
 )
 from meshwright.planner.reports import write_whole
 
@@ -81,11 +82,11 @@ def device_toml(device: Device) -> str:
         "[flash]",
     ]
     for kernel, facts in sorted(device.flash.items()):
-        lines += ["", f"[flash.{kernel}]", *_kernels(facts)]
+        lines += ["", f"[flash.{toml_key(kernel)}]", *_kernels(facts)]
         for name in ("narrow", "narrow_window"):
             own = getattr(facts, name)
             if own is not None:
-                lines += ["", f"[flash.{kernel}.{name}]", *_kernels(own)]
+                lines += ["", f"[flash.{toml_key(kernel)}.{name}]", *_kernels(own)]
     if device.convolution is not None:
         lines += ["", "[convolution]", *_kernels(device.convolution)]
     if device.overheads is not None:
