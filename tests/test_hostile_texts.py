@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -20,6 +21,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
+from rich.console import Group
+from rich.text import Text
 
 from meshwright import main
 from meshwright.hwprofiles import (
@@ -34,6 +37,7 @@ from meshwright.hwprofiles import (
     load_stack,
     profile_toml,
 )
+from meshwright.planner.cli.commands import print_report, write_text
 from meshwright.planner.export import FRAMEWORKS, export_plan
 from meshwright.planner.plots.canvas import new_figure, write_titles
 from meshwright.planner.reports import SavedPlan, json_text, plan_document, read_plan
@@ -503,3 +507,15 @@ def test_folders_of_any_name_reach_a_worker(text: str, stubs: Path, tmp_path: Pa
     assert words[-3].removeprefix("./") == f"{text}.json"
     assert words[-1].removeprefix("./") == f"{results}/job-7"
     assert not words[-3].startswith("-")
+
+
+@pytest.mark.parametrize("name", sorted(NEVER))
+def test_no_report_hands_a_terminal_what_it_obeys(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for on_terminal in (False, True):
+        monkeypatch.setattr("sys.stdout.isatty", lambda on=on_terminal: on)
+        assert print_report(Group(Text(HOSTILE[name]), Text("red", "red")), 80) == 0
+        write_text(sys.stdout, HOSTILE[name])
+        said = re.sub(r"\x1b\[(31|0)m", "", capsys.readouterr().out)
+        assert said.replace("\n", "").isprintable()

@@ -150,6 +150,15 @@ def has_controls(text: str) -> bool:
     return _CONTROLS.search(text) is not None
 
 
+def shown_text(text: str) -> str:
+    r"""Return *text* of any length for a terminal, with escapes for what one would obey.
+
+    >>> print(shown_text("red \x1b[31m"))
+    red \x1b[31m
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def single_line(text: str) -> str:
     r"""Return *text* for a comment: a space for each line break, control or invisible character.
 
