@@ -284,8 +284,8 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         run(MODULE, 16)
     with pytest.raises(PlanError, match="servers=1 is not offered by stack megatron-core"):
         run("megatron-core", 2, servers=ParameterServer())
+    one = ParameterServer()  # unsaid they are on the workers, where there is no other host
     with pytest.raises(PlanError, match="more hosts than the 1 of localhost-cpu"):
-        one = ParameterServer()  # unsaid they are on the workers, where there is no other host
         run(SERVER, 1, cluster="localhost-cpu", precision=Precision.FP32, servers=one)
     with monkeypatch.context() as patch:
         patch.setattr(graph_step, "MAX_TASKS", 100)

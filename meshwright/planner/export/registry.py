@@ -146,7 +146,7 @@ def _script(
     num_nodes, per_node = nodes_of(saved.plan.world_size, saved.cluster.devices_per_node)
     launch = Launch(
         name=job_name(f"{framework.name}-{saved.job.model.name}"),
-        summary="\n# ".join(export.remarks),
+        remarks=tuple(export.remarks),
         num_nodes=num_nodes,
         per_node=per_node,
         command=framework.command(export),

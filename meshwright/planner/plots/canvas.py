@@ -4,14 +4,17 @@ from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogFormatter
 
 from meshwright.hwprofiles import Cluster, Offload, StackProfile, counted, format_time
 from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob
@@ -39,6 +42,23 @@ class Picture(Figure):
         shown = BytesIO()
         save_figure(self, shown)
         return shown.getvalue()
+
+    def draw(self, renderer: RendererBase) -> None:
+        """Draw the figure with its texts as they stand: a name with dollars is no formula.
+
+        Powers of ten on a logarithmic axis are matplotlib's own formulas. A letter that the font
+        lacks is an empty box, which says as much as a warning with a line of our code.
+        """
+        for text in self.findobj(Text):
+            text.set_parse_math(False)
+        for axes in self.axes:
+            for axis in (axes.xaxis, axes.yaxis):
+                if isinstance(axis.get_major_formatter(), LogFormatter):
+                    for tick in axis.get_major_ticks():
+                        tick.label1.set_parse_math(True)
+        with catch_warnings():
+            filterwarnings("ignore", "Glyph .* missing from")
+            super().draw(renderer)
 
 
 def new_figure() -> Figure:

@@ -1,6 +1,6 @@
 """What a user should know before relying on a result."""
 
-from meshwright.hwprofiles import Offload, Precision, StackProfile, format_bytes
+from meshwright.hwprofiles import Offload, Precision, StackProfile, format_bytes, single_line
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_BYTES, ALIGNED_ELEMENTS, CostModel
 from meshwright.simulator.layout import (
@@ -42,7 +42,7 @@ def plan_warnings(
 def _model_warnings(model: AnyModel) -> list[str]:
     if not isinstance(model, ModelSpec) or not model.left_out:
         return []
-    return [f"{model.name}: {model.left_out}"]
+    return [single_line(f"{model.name}: {model.left_out}")]
 
 
 def _memory_warnings(memory: MemoryResult) -> list[str]:
