@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan, read_plan
-from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model, resolve
 from meshwright.validate.launch import (
     Launcher,
     RunPhase,
@@ -135,7 +135,8 @@ def test_a_folder_to_copy_stands_alone(tmp_path: Path) -> None:
     spec = read_spec(moved / "spec.json")
     assert spec.plans == (moved / "plan.json",)
     assert spec.results == moved / "results"
-    assert read_plan(spec.plans[0]) == TWO_NODES
+    whole = resolve(TWO_NODES.job, TWO_NODES.cluster, TWO_NODES.stack, TWO_NODES.plan)
+    assert read_plan(spec.plans[0]) == replace(TWO_NODES, plan=whole)
 
 
 @pytest.mark.slow
