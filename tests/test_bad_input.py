@@ -79,7 +79,10 @@ MISTAKES = {
     "fractional gpus": ([*STEP, "--gpus", "8.0"], ["--gpus", "'8.0'", "whole number"]),
     "other digits": ([*STEP, "--gpus", "\uff18"], ["--gpus", "whole number"]),
     "batch": ([*STEP, "--global-batch", "0"], ["--global-batch 0"]),
-    "steps too long": ([*STEP, "--global-batch", "10000000"], ["microbatches", "--micro-batch"]),
+    "steps too long": (
+        [*STEP, "--global-batch", "10000000"],
+        ["microbatches", "raise microb"],
+    ),
     "top": ([*SEARCH, "--top", "0"], ["--top 0", "1 to 1000"]),
     "gpus of a layout": ([*STEP, "--tp", "3"], ["gpus=8", "tp=3", "nearest: 6 or 9"]),
     "gpus of pins": ([*SEARCH, "--tp", "3"], ["gpus=8", "tp=3"]),

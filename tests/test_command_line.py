@@ -12,8 +12,8 @@ from pydantic import BaseModel
 
 import meshwright
 from meshwright import (
-    ParallelPlan,
     Precision,
+    ResolvedPlan,
     TrainingJob,
     list_clusters,
     list_models,
@@ -106,7 +106,7 @@ def test_a_script_of_a_user_runs_and_prints_short_records() -> None:
     script = Path(__file__).with_name("user_script.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert re.fullmatch(
-        r"<StepResult gpt2 on dgx-a100: ParallelPlan\(.*\), [0-9.]+ s, .*>\n", done.stdout
+        r"<StepResult gpt2 on dgx-a100: ResolvedPlan\(.*\), [0-9.]+ s, .*>\n", done.stdout
     )
 
 
@@ -160,7 +160,7 @@ def test_simulate_json_has_the_promised_keys(run: Runner) -> None:
     # Written only where they say something.
     left_out = {"recompute_layers", "recompute_method", "microbatch_group_size"}
     left_out |= {"expert_overlap", "moment_precision", "prediction_stage"}
-    assert document["plan"].keys() == set(ParallelPlan.__dataclass_fields__) - left_out
+    assert document["plan"].keys() == set(ResolvedPlan.__dataclass_fields__) - left_out
     memory = document["memory"]
     assert memory.keys() >= {"peak_bytes", "reserved_bytes", "device_bytes", "capacity_bytes"}
     assert memory.keys() >= {"fits", "worst_rank"}
@@ -175,7 +175,7 @@ def test_simulate_json_holds_the_numbers_of_the_library(run: Runner) -> None:
     document = run.document(*STEP, *LAYOUT, "--zero", "0", "--micro-batch", "2")
     job = TrainingJob(model=load_model("gpt2"), global_batch_size=32, seq_len=1024)
     stack = load_stack("megatron-core")
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=2, pp=2, dp=4, microbatch_size=2, attention=stack.attention, stages=(6, 6)
     )
     result = simulate(job, plan, load_cluster("dgx-a100"), stack)
@@ -286,12 +286,12 @@ def test_defaults_of_a_layout_come_from_devices_and_stack(run: Runner) -> None:
         "attention": "flash",
         "schedule": "1f1b",
         "stages": [6, 6],
-        "dp_shard": None,
+        "dp_shard": 4,
         "reshard_after_forward": None,
-        "gradient_precision": None,
+        "gradient_precision": "fp32",
         "recompute_modules": [],
-        "reduce_precision": None,
-        "sync_each_microbatch": None,
+        "reduce_precision": "fp32",
+        "sync_each_microbatch": False,
         "find_unused": False,
         "offload": "none",
         "parameter_server": None,

@@ -66,7 +66,11 @@ def test_each_option_changes_the_result_and_is_refused_elsewhere(
     changed = json.loads(printed(capsys, *SERVER, *words, "--json", "-"))
     assert changed["step_time_s"] != usual["step_time_s"]
     assert main([*MODULE, *words]) == 2
-    assert f"error: {words[0]} is not offered by stack dataparallel" in capsys.readouterr().err
+    names = {"--async": "asynchronous", "--slow-worker": "slow_worker", "--servers": "servers"}
+    said = f"error: {names[words[0]]}="
+    error = capsys.readouterr().err
+    assert error.startswith(said)
+    assert " is not offered by stack dataparallel; allowed: with a stack of strategy" in error
 
 
 REFUSED = {

@@ -4,7 +4,7 @@ from typing import assert_type
 
 from meshwright import (
     Comparison,
-    ParallelPlan,
+    ResolvedPlan,
     StepResult,
     SweepResult,
     TrainingJob,
@@ -18,7 +18,7 @@ from meshwright import (
 
 model, cluster, stack = load_model("gpt2"), load_cluster("dgx-a100"), load_stack("megatron-core")
 job = TrainingJob(model=model, global_batch_size=64, seq_len=model.seq_len)
-step = simulate(job, ParallelPlan(tp=2, pp=2, dp=4), cluster, stack)
+step = simulate(job, ResolvedPlan(tp=2, pp=2, dp=4), cluster, stack)
 best = search(job, cluster, stack, 16, top=1).plans[0]
 assert_type(best, StepResult)
 assert step.plan.stages == (6, 6)

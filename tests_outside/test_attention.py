@@ -16,7 +16,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from witnesses.strided import StridedElements
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.dense import _rotary
 from meshwright.simulator.blocks.kinds import lowering_of
@@ -136,7 +136,7 @@ def walked() -> Backward:
     job = TrainingJob(
         model=SCALED, global_batch_size=BATCH, seq_len=TOKENS, precision=Precision.BF16
     )
-    plan = ParallelPlan(microbatch_size=BATCH, stages=(1,), attention=FLASH)
+    plan = ResolvedPlan(microbatch_size=BATCH, stages=(1,), attention=FLASH)
     shape = BlockShape.of(job, plan, load_stack("megatron-core"))
     block = Block({}, lowering_of(shape), shape.element_bytes)
     sizes = {"tokens": TOKENS, "batch": BATCH}

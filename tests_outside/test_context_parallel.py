@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as pytorch
 
 from meshwright.hwprofiles import ContextParallel, load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob, load_model
+from meshwright.simulator import ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.kinds import lowering_of
 from meshwright.simulator.blocks.operators import RingMessages
@@ -89,7 +89,7 @@ def counted(way: ContextParallel, cp: int, key_heads: int, width: int) -> list[t
 
 
 def predicted(way: ContextParallel, cp: int, key_heads: int, width: int) -> list[tuple[int, Calls]]:
-    plan = ParallelPlan(cp=cp, cp_type=way, zero_stage=3)
+    plan = ResolvedPlan(cp=cp, cp_type=way, zero_stage=3)
     job = TrainingJob(model=load_model("gpt2"), global_batch_size=1, seq_len=1024)
     block = Block({}, lowering_of(BlockShape.of(job, plan, load_stack("torchtitan"))))
     tokens, batch = Dim("tokens", TOKENS // cp), Dim("batch", 1)

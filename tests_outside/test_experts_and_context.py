@@ -8,7 +8,7 @@ from torchtitan.distributed import ParallelDims
 from witnesses import megatron_job  # what stands for Apex comes before Megatron-Core
 from witnesses.boundary import values_answered
 
-from meshwright.simulator import ParallelPlan
+from meshwright.simulator import ResolvedPlan
 from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, MeshAxis
 from meshwright.validate.counting import fake_cluster
 
@@ -27,7 +27,7 @@ MEGATRON: Mapping[str, tuple[MeshAxis, ...]] = {
 }
 
 
-def megatron_groups(plan: ParallelPlan) -> dict[str, Ranks]:
+def megatron_groups(plan: ResolvedPlan) -> dict[str, Ranks]:
     """Return the groups of a rank that Megatron-Core makes."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -64,7 +64,7 @@ def megatron_groups(plan: ParallelPlan) -> dict[str, Ranks]:
 def test_megatron_divides_experts_among_ranks_of_one_sequence(
     degrees: dict[str, int], etp: int
 ) -> None:
-    plan = ParallelPlan(**degrees, etp=etp)
+    plan = ResolvedPlan(**degrees, etp=etp)
     mesh = Mesh.of(plan)
     for rank in range(plan.world_size):
         with fake_cluster(rank, plan.world_size), values_answered(), megatron_job.answers():
@@ -72,7 +72,7 @@ def test_megatron_divides_experts_among_ranks_of_one_sequence(
         assert counted == {name: mesh.group(rank, *axes) for name, axes in MEGATRON.items()}
 
 
-def titan_groups(plan: ParallelPlan, sets: int) -> dict[str, Ranks]:
+def titan_groups(plan: ResolvedPlan, sets: int) -> dict[str, Ranks]:
     """Return the groups of a rank that torchtitan makes, of several ranks alone."""
     dims = ParallelDims(
         dp_replicate=sets,
@@ -93,7 +93,7 @@ def titan_groups(plan: ParallelPlan, sets: int) -> dict[str, Ranks]:
     }
 
 
-def predicted_groups(plan: ParallelPlan, rank: int) -> dict[str, Ranks]:
+def predicted_groups(plan: ResolvedPlan, rank: int) -> dict[str, Ranks]:
     """Return the same by the strides and sizes that collectives are priced with."""
     mesh = Mesh.of(plan)
     sizes = {
@@ -126,7 +126,7 @@ TITAN = ("pp", "dp_replicate", "fsdp", "cp", "ep", "efsdp")
     ],
 )
 def test_torchtitan_divides_experts_among_ranks_of_one_sequence(degrees: dict[str, int]) -> None:
-    plan = ParallelPlan(**degrees, zero_stage=3)
+    plan = ResolvedPlan(**degrees, zero_stage=3)
     sets = plan.dp // (plan.dp_shard or plan.dp)
     for rank in range(plan.world_size):
         with fake_cluster(rank, plan.world_size):

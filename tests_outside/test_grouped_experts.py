@@ -20,7 +20,7 @@ from witnesses.expert_layers import LLAMA4, OSS, SPEC
 from witnesses.strided import StridedElements
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, RecomputeModule, load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.kinds import lowering_of
 from meshwright.simulator.blocks.parts.megatron_experts import _multiplied
@@ -110,8 +110,8 @@ def kernels() -> Iterator[None]:
         yield
 
 
-def plan_of(modules: tuple[RecomputeModule, ...]) -> ParallelPlan:
-    return ParallelPlan(
+def plan_of(modules: tuple[RecomputeModule, ...]) -> ResolvedPlan:
+    return ResolvedPlan(
         stages=(2,),
         attention=Attention.FLASH,
         recompute=Recompute.SELECTIVE if modules else Recompute.NONE,

@@ -31,7 +31,7 @@ from meshwright.hwprofiles import (
     RecomputeModule,
     load_stack,
 )
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.dense import Columns, LayerDims, _latent
 from meshwright.simulator.blocks.kinds import lowering_of
@@ -145,12 +145,12 @@ class Turned(AutogradFunction):
         return gradient.new_empty(gradient.shape)
 
 
-def levels_of(plan: ParallelPlan) -> list[int] | None:
+def levels_of(plan: ResolvedPlan) -> list[int] | None:
     """Return the ranks of each level of a ring of swaps."""
     return [plan.cp_inner, plan.cp // plan.cp_inner] if plan.cp_inner else None
 
 
-def config_of(model: ModelSpec, plan: ParallelPlan) -> MLATransformerConfig:
+def config_of(model: ModelSpec, plan: ResolvedPlan) -> MLATransformerConfig:
     """Return what Megatron-Core is told of a layer of *model* on ranks of *plan*."""
     latent, modules = model.latent, [str(each) for each in plan.recompute_modules]
     assert latent is not None
@@ -179,7 +179,7 @@ def config_of(model: ModelSpec, plan: ParallelPlan) -> MLATransformerConfig:
     )
 
 
-def megatrons(model: ModelSpec, plan: ParallelPlan) -> nn.Module:
+def megatrons(model: ModelSpec, plan: ResolvedPlan) -> nn.Module:
     """Return Megatron-Core's layer on a rank of *plan*."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -203,7 +203,7 @@ def megatrons(model: ModelSpec, plan: ParallelPlan) -> nn.Module:
     return multi_latent_attention.MLASelfAttention(config, parts, 1, AttnMaskType.causal)
 
 
-def counted(model: ModelSpec, plan: ParallelPlan) -> Measured:
+def counted(model: ModelSpec, plan: ResolvedPlan) -> Measured:
     """Return what its last rank does, but for the table of angles, which it makes once."""
     mesh, rank = Mesh.of(plan), plan.world_size - 1
     # Of a ring without swaps both names of its ranks are there: the last one counts.
@@ -230,11 +230,11 @@ def counted(model: ModelSpec, plan: ParallelPlan) -> Measured:
     return replace(found, **{name: getattr(found, name) - table for name in names})
 
 
-def plan_of(tp: int = 1, *modules: RecomputeModule, **fields: Any) -> ParallelPlan:
+def plan_of(tp: int = 1, *modules: RecomputeModule, **fields: Any) -> ResolvedPlan:
     """Return a plan whose *modules* run again."""
     if modules:
         fields |= {"recompute": Recompute.SELECTIVE, "recompute_modules": modules}
-    return ParallelPlan(
+    return ResolvedPlan(
         tp=tp,
         sequence_parallel=tp > 1,
         microbatch_size=NUM_SEQUENCES,
@@ -244,7 +244,7 @@ def plan_of(tp: int = 1, *modules: RecomputeModule, **fields: Any) -> ParallelPl
     )
 
 
-def derived(model: ModelSpec, plan: ParallelPlan) -> Measured:
+def derived(model: ModelSpec, plan: ResolvedPlan) -> Measured:
     """Return what the graph says of it."""
     job = TrainingJob(
         model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS, precision=Precision.BF16
@@ -273,7 +273,7 @@ def derived(model: ModelSpec, plan: ParallelPlan) -> Measured:
     )
 
 
-def hidden_flops(tape: Tape, plan: ParallelPlan, *, is_first: bool) -> int:
+def hidden_flops(tape: Tape, plan: ResolvedPlan, *, is_first: bool) -> int:
     """Return the FLOPs of attention that a program of several steps does not count.
 
     Of all steps of a ring the first alone has a mask, and counts the square that it hides half of;

@@ -17,7 +17,7 @@ from witnesses.expert_layers import HEADS, OSS, PLAIN, SPEC, TOKENS
 from witnesses.megatron_experts import dispatched, megatron_module
 
 from meshwright.hwprofiles import load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import EXPERT_LAYER, BlockRun, ModelSpec
@@ -103,7 +103,7 @@ def sizes(buffers: Iterable[object]) -> list[int]:
 
 
 def predicted(model: ModelSpec, tp: int, ep: int, limit: int) -> list[list[int]]:
-    plan = ParallelPlan(tp=tp, dp=RANKS // tp, ep=ep, etp=1, zero_stage=1, stages=(LAYERS,))
+    plan = ResolvedPlan(tp=tp, dp=RANKS // tp, ep=ep, etp=1, zero_stage=1, stages=(LAYERS,))
     changes = {"gradient_bucket_parameters": limit, "gradient_bucket_parameters_per_replica": 0}
     stack = load_stack("megatron-core").model_copy(
         update=changes | {"buckets_first_stage_only": False}

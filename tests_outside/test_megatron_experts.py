@@ -34,7 +34,7 @@ from witnesses.expert_layers import (
 from witnesses.megatron_experts import dispatched, megatron_layer, megatron_module
 
 from meshwright.hwprofiles import RecomputeModule, load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.parts import chunk_tokens
 from meshwright.simulator.blocks.parts.shared import gated
@@ -203,7 +203,7 @@ def test_megatron_reduces_experts_in_buckets_over_the_ranks_that_hold_them(
             ]
             for buffer in (*found.buffers, *found.expert_parallel_buffers)
         ]
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=tp,
         cp=cp,
         dp=ranks // (tp * cp),
@@ -249,7 +249,7 @@ def test_megatron_fsdp_has_a_flat_bucket_for_the_experts_of_a_layer(
             )
             for group in found.param_and_grad_buffer.parameter_groups
         ]
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=tp, dp=ranks // tp, ep=ep, etp=etp, zero_stage=3, sequence_parallel=tp > 1, stages=(2,)
     )
     stack = load_stack("megatron-core")

@@ -1,8 +1,21 @@
 """What hardware and software stacks can do: schema, units and data files with their sources."""
 
 from meshwright.hwprofiles.base import Profile
-from meshwright.hwprofiles.complaints import counted, one_line, shown, shown_path, suggestion
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import (
+    LINE_RULE,
+    TEXT_RULE,
+    ProfileError,
+    counted,
+    has_controls,
+    one_line,
+    quoted,
+    shown,
+    shown_path,
+    shown_text,
+    single_line,
+    suggestion,
+    toml_key,
+)
 from meshwright.hwprofiles.facts import (
     ChangedFact,
     changed_facts,
@@ -34,6 +47,7 @@ from meshwright.hwprofiles.kinds import (
     WeightCast,
 )
 from meshwright.hwprofiles.loader import (
+    DEFAULT_STACK,
     list_clusters,
     list_devices,
     list_links,
@@ -81,15 +95,18 @@ from meshwright.hwprofiles.units import (
 from meshwright.hwprofiles.version import VERSION
 
 __all__ = [
+    "DEFAULT_STACK",
     "EIGHT_BITS",
     "GIBI",
     "GIGA",
     "KIBI",
     "KILO",
+    "LINE_RULE",
     "MEBI",
     "MEGA",
     "PS_PER_S",
     "TERA",
+    "TEXT_RULE",
     "VERSION",
     "Attention",
     "ChangedFact",
@@ -134,6 +151,7 @@ __all__ = [
     "format_bytes",
     "format_flops_per_s",
     "format_time",
+    "has_controls",
     "list_clusters",
     "list_devices",
     "list_links",
@@ -150,10 +168,14 @@ __all__ = [
     "parse_price",
     "parse_time",
     "profile_toml",
+    "quoted",
     "shown",
     "shown_path",
+    "shown_text",
+    "single_line",
     "stacks_with",
     "suggestion",
     "to_ps",
+    "toml_key",
     "with_facts",
 ]

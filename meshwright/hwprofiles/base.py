@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Final
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -19,8 +20,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from meshwright.hwprofiles.complaints import shown, suggestion
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import (
+    LINE_RULE,
+    TEXT_RULE,
+    ProfileError,
+    has_controls,
+    shown,
+    suggestion,
+)
 from meshwright.hwprofiles.units import (
     parse_bandwidth,
     parse_bytes,
@@ -98,8 +105,22 @@ def _directed(text: str) -> float:
     return parse_bandwidth(text, directed=True)
 
 
-Text = Annotated[str, Field(min_length=1, max_length=4000)]
+def _text(value: str) -> str:
+    if has_controls(value):
+        raise ProfileError(f"{shown(value)} is not allowed; it must {TEXT_RULE}")
+    return value
+
+
+def _line(value: str) -> str:
+    if not value.isprintable():
+        raise ProfileError(f"{shown(value)} is not allowed; it must {LINE_RULE}")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_text)]
+Title = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_line)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+OptionalName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?$")]
 Flag = Annotated[bool, Field(strict=True)]
 # A field with another limit needs a type of its own: pydantic keeps only one limit of each kind.
 Count = Annotated[int, Field(strict=True, ge=1, le=10**12)]

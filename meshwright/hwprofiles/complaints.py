@@ -1,6 +1,10 @@
-"""The words of refusals: one line a person can act on, with the names probably meant."""
+"""The words of refusals: one line a person can act on, with the names probably meant.
+
+And texts from files as data of other files: one line, or one quoted string.
+"""
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,11 +13,16 @@ from typing import Final
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from meshwright.hwprofiles.errors import ProfileError
-
 MAX_SHOWN_LENGTH = 60
 _MAP_KEY: Final = "[key]"  # how pydantic marks a mistake in a key of a table
 _SUBJECT: Final = re.compile(r"^[A-Z][a-z]+ should ")
+# No text needs them, and a terminal or a viewer obeys them: controls but for tab and line feed,
+# further line ends, marks that turn the direction of writing, and halves of characters.
+_CONTROLS: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+TEXT_RULE: Final = "hold no control characters but tabs and line feeds"
+LINE_RULE: Final = "be printable, on one line"
 _TOML_WORDS: Final = {  # what a file calls the things pydantic names after Python
     "a valid dictionary": "a table",
     "a valid tuple": "a list",
@@ -22,6 +31,16 @@ _TOML_WORDS: Final = {  # what a file calls the things pydantic names after Pyth
     "a valid number": "a number",
     "a valid boolean": "true or false",
 }
+
+
+class ProfileError(ValueError):
+    """A mistake in a profile file, or a name that no profile has.
+
+    The message is one line: where, which value, and what is allowed.
+
+    >>> str(ProfileError("unknown device 'a100'"))
+    "unknown device 'a100'"
+    """
 
 
 def one_line(error: ValidationError) -> str:
@@ -128,3 +147,57 @@ def shown_path(path: str | Path) -> str:
     """
     text = str(path)
     return text if text.isprintable() else ascii(text)
+
+
+def has_controls(text: str) -> bool:
+    r"""Return whether *text* has characters that a terminal obeys and that no file needs.
+
+    >>> has_controls("two\nlines"), has_controls("red \x1b[31m")
+    (False, True)
+    """
+    return _CONTROLS.search(text) is not None
+
+
+def shown_text(text: str) -> str:
+    r"""Return *text* of any length for a terminal, with escapes for what one would obey.
+
+    >>> print(shown_text("red \x1b[31m"))
+    red \x1b[31m
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def single_line(text: str) -> str:
+    r"""Return *text* for a comment: a space for each line break, control or invisible character.
+
+    >>> single_line("two\nlines\x1b[0m")
+    'two lines [0m'
+    """
+    return "".join(each if each.isprintable() else " " for each in text)
+
+
+def quoted(text: str) -> str:
+    r"""Return *text* as a string in double quotes: of TOML, of YAML and of Python alike.
+
+    JSON's escapes are strings of all three; JSON leaves raw what TOML and terminals do not take,
+    such as DEL and U+2028.
+
+    >>> print(quoted('say "a\\b"\n\x7f'))
+    "say \"a\\b\"\n\u007f"
+    """
+    basic = json.dumps(text, ensure_ascii=False)
+    return "".join(each if each.isprintable() else _escape(each) for each in basic)
+
+
+def toml_key(word: str) -> str:
+    """Return *word* as a key of TOML, quoted where a dot in it would begin a table.
+
+    >>> print(toml_key("flash-2"), toml_key("flash-2.5"))
+    flash-2 "flash-2.5"
+    """
+    return word if re.fullmatch(r"[A-Za-z0-9_-]+", word) else quoted(word)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

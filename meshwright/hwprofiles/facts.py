@@ -13,8 +13,14 @@ from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_orig
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.hwprofiles.base import FROM_FILE, Profile
-from meshwright.hwprofiles.complaints import one_line, shown, suggestion
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import (
+    ProfileError,
+    one_line,
+    quoted,
+    shown,
+    suggestion,
+    toml_key,
+)
 from meshwright.hwprofiles.loader import list_clusters, list_stacks, load_cluster, load_stack
 from meshwright.hwprofiles.schema import Cluster
 from meshwright.hwprofiles.stack_schema import StackProfile
@@ -124,7 +130,7 @@ def _lines(profile: Profile, prefix: str) -> Iterator[str]:
             yield from _lines(value, f"{prefix}{key}.")
         elif isinstance(value, Mapping) and value:
             for word, item in value.items():
-                inner = f"{prefix}{key}.{word}"
+                inner = f"{prefix}{key}.{toml_key(word)}"
                 if isinstance(item, Profile):
                     yield from _lines(item, f"{inner}.")
                 else:
@@ -144,7 +150,7 @@ def _written(kind: object, value: object) -> str:
     if isinstance(value, Mapping):
         return "{}"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return quoted(value)
     plain = json.dumps(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return plain

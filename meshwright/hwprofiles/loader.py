@@ -8,14 +8,21 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from meshwright.hwprofiles.base import FROM_FILE, Profile
-from meshwright.hwprofiles.complaints import nearest_names, one_line, shown, shown_path, suggestion
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import (
+    ProfileError,
+    nearest_names,
+    one_line,
+    shown,
+    shown_path,
+    suggestion,
+)
 from meshwright.hwprofiles.kinds import LayerFact
 from meshwright.hwprofiles.reading import FileKind
 from meshwright.hwprofiles.schema import Cluster, Device, Link
 from meshwright.hwprofiles.stack_schema import StackProfile
 
 __all__ = [
+    "DEFAULT_STACK",
     "list_clusters",
     "list_devices",
     "list_links",
@@ -29,6 +36,7 @@ __all__ = [
 ]
 
 P = TypeVar("P", bound=Profile)
+DEFAULT_STACK = "megatron-core"
 DATA_FOLDER = Path(__file__).parent / "data"
 PROFILE_FILE = FileKind(title="TOML file", most_bytes=1_000_000)
 
@@ -103,8 +111,8 @@ def load_link(name: str | Path) -> Link:
     return _built_in_link(_known_name("links", str(name)))
 
 
-def load_stack(name: str | Path) -> StackProfile:
-    """Return a software stack: a built-in one by name, or a TOML file by path.
+def load_stack(name: str | Path | StackProfile = DEFAULT_STACK) -> StackProfile:
+    """Return a software stack: a built-in one by name, or a TOML file by path; one as it is.
 
     A file may name another stack as its ``base``, whose facts are its own where it says nothing;
     a path there is relative to the file.
@@ -118,6 +126,8 @@ def load_stack(name: str | Path) -> StackProfile:
     >>> load_stack("megatron-core").zero_stage
     1
     """
+    if isinstance(name, StackProfile):
+        return name
     if _is_path(name):
         return _checked_stack(_stack_data(name, ()), shown_path(name))
     return _built_in_stack(_known_name("stacks", str(name)))
@@ -133,8 +143,8 @@ def stacks_with(facts: Iterable[LayerFact]) -> tuple[str, ...]:
     return tuple(each for each in list_stacks() if wanted <= {*load_stack(each).layer_facts})
 
 
-def load_cluster(name: str | Path) -> Cluster:
-    """Return a cluster: a built-in one by name, or a TOML file by path.
+def load_cluster(name: str | Path | Cluster) -> Cluster:
+    """Return a cluster: a built-in one by name, or a TOML file by path; one as it is.
 
     A file names its device and links, or holds them as tables; a path there is relative to the
     cluster's file.
@@ -148,6 +158,8 @@ def load_cluster(name: str | Path) -> Cluster:
     >>> load_cluster("dgx-a100").device.name
     'a100-sxm4-80gb'
     """
+    if isinstance(name, Cluster):
+        return name
     if _is_path(name):
         path = Path(name)
         return _checked_cluster(PROFILE_FILE.read_toml(path), shown_path(name), path.parent)

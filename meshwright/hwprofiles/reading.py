@@ -20,8 +20,7 @@ from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.hwprofiles.complaints import shown, shown_path
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError, shown, shown_path
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_DIGITS = 30

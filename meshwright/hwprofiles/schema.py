@@ -22,8 +22,9 @@ from meshwright.hwprofiles.base import (
     Ratio,
     RatioFromOne,
     Text,
+    Title,
 )
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
 from meshwright.hwprofiles.units import format_bytes
 
@@ -177,7 +178,7 @@ class Device(Profile):
     """
 
     name: Name
-    title: Text
+    title: Title
     memory_capacity_bytes: ByteCount = Field(alias="memory_capacity")
     memory_bandwidth_bytes_per_s: MemoryBandwidth = Field(alias="memory_bandwidth")
     num_sms: Count
@@ -241,7 +242,7 @@ class Link(Profile):
     """
 
     name: Name
-    title: Text
+    title: Title
     bandwidth_bytes_per_s: LinkBandwidth = Field(alias="bandwidth")
     latency_s: Latency = Field(alias="latency")
     busbw_fraction: PositiveFraction
@@ -277,7 +278,7 @@ class Cluster(Profile):
     """
 
     name: Name
-    title: Text
+    title: Title
     device: Device
     devices_per_node: CountPerNode
     intra_node: Link

@@ -12,12 +12,14 @@ from meshwright.hwprofiles.base import (
     Fraction,
     Latency,
     Name,
+    OptionalName,
     PositiveFraction,
     Profile,
     Size,
     Text,
+    Title,
 )
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import (
     Attention,
     ContextParallel,
@@ -38,7 +40,6 @@ from meshwright.hwprofiles.stack_traits import StackTraits
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
-
 
 # Lists of what a stack offers: nothing stands twice in one.
 LISTS = (
@@ -127,8 +128,7 @@ class StackProfile(StackTraits):
 
     ``host_per_expert_pass_s`` is the host time of a pass through a layer with experts, beyond
     that of other layers, ``host_per_own_expert_s`` what each expert of the rank adds to it;
-    ``expert_launch_s`` is the least time between the products of two experts,
-    where each is started by itself.
+    ``expert_launch_s`` is the least time between products of two experts, each started by itself.
 
     ``context_bytes`` are the CUDA context's, with the kernels that are loaded into it;
     ``allocator_fraction`` is what the allocator holds beyond live tensors, as a part of these;
@@ -143,7 +143,7 @@ class StackProfile(StackTraits):
     """
 
     name: Name
-    title: Text
+    title: Title
     date: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$")
     source: Text
     strategy: Strategy = Strategy.MESH
@@ -167,7 +167,7 @@ class StackProfile(StackTraits):
     attention: Attention
     zero_stage: ZeroStage
     stage_split: StageSplit
-    flash_kernel: str = ""
+    flash_kernel: OptionalName = ""
 
     overlap_gradient_reduce: Flag
     overlap_parameter_gather: Flag

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Final
 
-from meshwright.hwprofiles.complaints import shown
-from meshwright.hwprofiles.errors import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError, shown
 
 KILO: Final = 1e3
 MEGA: Final = 1e6

@@ -11,8 +11,10 @@ from meshwright.simulator.layout import (
     Mesh,
     ParallelPlan,
     ParameterServer,
+    ResolvedPlan,
     TrainingJob,
     parse_stages,
+    resolve,
     resolve_stages,
 )
 from meshwright.simulator.model import (
@@ -30,12 +32,13 @@ from meshwright.simulator.schedules import (
     Schedule,
     get_schedule,
 )
-from meshwright.simulator.simulation import account, check_plan, rank_timeline, simulate
+from meshwright.simulator.simulation import MAX_PASSES, account, check_plan, rank_timeline, simulate
 from meshwright.simulator.step import BuiltStep, build_step
 
 __all__ = [
     "COMMUNICATION",
     "CONVENTION",
+    "MAX_PASSES",
     "RUNTIMES",
     "SCHEDULES",
     "Action",
@@ -53,6 +56,7 @@ __all__ = [
     "ParameterServer",
     "Phase",
     "PlanError",
+    "ResolvedPlan",
     "Schedule",
     "StageMemory",
     "StepResult",
@@ -72,6 +76,7 @@ __all__ = [
     "model_flops",
     "parse_stages",
     "rank_timeline",
+    "resolve",
     "resolve_stages",
     "simulate",
     "simulate_folded",

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from meshwright.hwprofiles import Cluster, Source, StackProfile, Strategy
+from meshwright.hwprofiles import (
+    DEFAULT_STACK,
+    Cluster,
+    Source,
+    StackProfile,
+    Strategy,
+    load_cluster,
+    load_stack,
+)
 from meshwright.simulator.account import (
     MemoryResult,
     StageMemory,
@@ -19,11 +27,12 @@ from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import (
     Axis,
     ParallelPlan,
+    ResolvedPlan,
     Stage,
     TrainingJob,
     check_sharding,
+    resolve,
     stack_refusal,
-    with_stages,
 )
 from meshwright.simulator.memory import (
     MemoryEvent,
@@ -39,16 +48,20 @@ from meshwright.simulator.model import HEAD
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
 
+# Stages x microbatches of a layout that is simulated: fifteen times the 64 x 512 of the largest
+# published steps. More would take minutes and gigabytes.
+MAX_PASSES = 500_000
 # All that a stage with nothing but the embedding holds to speak of.
 TABLE = NamedBytes("embedding table", 0)
 
 
-def simulate(
+def simulate(  # noqa: PLR0913 -- what a step is of, and who pays for its prices
     job: TrainingJob,
-    plan: ParallelPlan,
-    cluster: Cluster,
-    stack: StackProfile,
+    plan: ParallelPlan | ResolvedPlan,
+    cluster: Cluster | str,
+    stack: StackProfile | str = DEFAULT_STACK,
     *,
+    num_gpus: int | None = None,
     memory_limit_bytes: int | None = None,
     costs: CostModel | None = None,
 ) -> StepResult:
@@ -56,9 +69,10 @@ def simulate(
 
     Args:
         job: What is trained.
-        plan: How it is laid out.
-        cluster: On what.
-        stack: With what software.
+        plan: How it is laid out; what it does not say is as the stack does it (`resolve`).
+        cluster: On what: a cluster, or the name or the path of one.
+        stack: With what software, likewise.
+        num_gpus: Devices, which decide ``dp`` where the plan does not say it.
         memory_limit_bytes: What a device may use; by default all that processes can have.
         costs: A cost model for this cluster, stack and world size to share between plans.
 
@@ -66,7 +80,8 @@ def simulate(
         PlanError: If the plan can never run: it does not divide the model or the batch, the
             schedule or the stack cannot express it, or the cluster is too small.
     """
-    plan = with_stages(job, plan, stack)
+    cluster, stack = load_cluster(cluster), load_stack(stack)
+    plan = resolve(job, cluster, stack, plan, num_gpus=num_gpus)
     check_plan(job, plan, cluster, stack)
     costs = costs or CostModel(cluster, stack, plan.world_size)
     if stack.strategy is not Strategy.MESH:
@@ -77,7 +92,7 @@ def simulate(
     return account(built, simulate_folded(built.work), costs, memory_limit_bytes)
 
 
-def check_plan(job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile) -> None:
+def check_plan(job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: StackProfile) -> None:
     """Raise PlanError when *plan* can never run."""
     check_sharding(job, plan)
     peak_flops_per_s(cluster.device, job.precision)
@@ -90,6 +105,11 @@ def check_plan(job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: St
     )
     if refusal is not None:
         raise PlanError(refusal)
+    if plan.num_stages * num_microbatches > MAX_PASSES:
+        raise PlanError(
+            f"{plan.num_stages} stages x {num_microbatches} microbatches are too many to simulate; "
+            f"allowed: {MAX_PASSES} in all; raise microbatch_size or dp"
+        )
     if cluster.num_nodes is not None:
         most = cluster.num_nodes * cluster.devices_per_node
         if plan.world_size > most:

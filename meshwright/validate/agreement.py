@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from meshwright.hwprofiles import Offload, counted, suggestion
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
+from meshwright.simulator.layout import without_defaults
 from meshwright.validate.cli import plan_of_words
 from meshwright.validate.comparison import (
     HOST_PEAK,
@@ -207,7 +208,7 @@ def compare_plan(plan: AgreementPlan, ranks: Iterable[int] = ()) -> Iterator[Ran
 def plan_cells(agreement: AgreementPlan) -> tuple[str, ...]:
     """Return the row of a plan below `PLAN_HEAD`."""
     saved = agreement.saved()
-    job, plan = saved.job, saved.plan
+    job, plan = saved.job, without_defaults(saved.job, saved.stack, saved.plan)
     besides = {
         f"vpp={plan.num_virtual_stages}": plan.num_virtual_stages > 1,
         f"micro-batch {plan.microbatch_size}": plan.microbatch_size > 1,

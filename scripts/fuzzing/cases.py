@@ -103,6 +103,7 @@ TRACE = {"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.0,
 VALUES = (
     *(None, True, 0, -1, 1, 2, 3, 10**9, 10**18, 10**40, -0.5, 0.5, 1e308, float("nan")),
     *(float("inf"), "", "x", "gpt2", "none", [], [1], [[]], {}, {"x": 1}, "9" * 400, "\u2028"),
+    *('"""+x+"""', "$(touch x)", "$\\foo{$ [/x]", "\x1b[31m", "a\nb", "\x9b\u202e\ud800"),
     *([1] * 300, [0, 12], [6, -6], "\0", "/dev/zero", "../plan.json", "1 GB", "-1 GiB", "1e999 s"),
 )
 
@@ -244,6 +245,7 @@ def file_case(random: Random, *, with_runs: bool) -> Case:
                 ["explain", "p.json"],
                 ["compare", "p.json", "p.json"],
                 ["export", "p.json", "--to", "deepspeed"],
+                ["export", "p.json", "--to", "torchrun", "--slurm"],
                 ["simulate", "--plan", "p.json", "--max", "micro-batch"],
             )
         ),

@@ -50,7 +50,10 @@ def outcome(case: Case) -> str | None:
     is_line = err.getvalue().startswith("error: ") and len(err.getvalue().splitlines()) == 1
     if status == 2 and not (is_line and out.getvalue() == ""):
         return f"status 2 without one plain line: {(err.getvalue() + out.getvalue())[:300]}"
-    return "a traceback" if "Traceback" in out.getvalue() + err.getvalue() else None
+    said = out.getvalue() + err.getvalue()
+    if not said.replace("\n", "").isprintable():
+        return f"what a terminal obeys: {ascii(said)[:300]}"
+    return "a traceback" if "Traceback" in said else None
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

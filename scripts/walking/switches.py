@@ -13,11 +13,11 @@ from meshwright.hwprofiles import (
 )
 from meshwright.planner.changes import Fields, switched
 from meshwright.planner.space import divisors
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator import PlanError, ResolvedPlan, StepResult, TrainingJob
 from meshwright.simulator.layout import AXES, MAX_ZERO_STAGE, PLAN_FIELDS, PlanField
 from meshwright.simulator.schedules import SCHEDULES
 
-Turns = Callable[[ParallelPlan, TrainingJob], Iterable[Fields]]
+Turns = Callable[[ResolvedPlan, TrainingJob], Iterable[Fields]]
 
 # Fields that are not walked, with the reason.
 LEFT_OUT: dict[str, str] = {
@@ -41,7 +41,7 @@ def _expert_degrees(name: str, *others: None) -> Turns:
     )
 
 
-def _virtual_stages(plan: ParallelPlan, job: TrainingJob) -> Iterator[Fields]:
+def _virtual_stages(plan: ResolvedPlan, job: TrainingJob) -> Iterator[Fields]:
     """Yield each number of virtual stages, with each rule for their layers."""
     most = job.model.num_layers // plan.pp
     for vpp, rule in product(range(1, most + 1) if plan.pp > 1 else (1,), StageSplit):
@@ -51,7 +51,7 @@ def _virtual_stages(plan: ParallelPlan, job: TrainingJob) -> Iterator[Fields]:
         )
 
 
-def _modules(_plan: ParallelPlan, _job: TrainingJob) -> Iterator[Fields]:
+def _modules(_plan: ResolvedPlan, _job: TrainingJob) -> Iterator[Fields]:
     """Yield every selection of parts of layers that run again."""
     known = tuple(RecomputeModule)
     selections = chain.from_iterable(combinations(known, size) for size in range(len(known) + 1))
@@ -60,7 +60,7 @@ def _modules(_plan: ParallelPlan, _job: TrainingJob) -> Iterator[Fields]:
     )
 
 
-def _layers(plan: ParallelPlan, job: TrainingJob) -> Iterator[Fields]:
+def _layers(plan: ResolvedPlan, job: TrainingJob) -> Iterator[Fields]:
     """Yield every number of layers that run again, of every method."""
     most = max(plan.stages, default=job.model.num_layers)
     for number, method in product(range(1, most + 1), RecomputeMethod):
@@ -99,7 +99,7 @@ TURNS: dict[str, Turns] = {
 }
 
 
-def turns(field: PlanField, plan: ParallelPlan, job: TrainingJob) -> Iterable[Fields]:
+def turns(field: PlanField, plan: ResolvedPlan, job: TrainingJob) -> Iterable[Fields]:
     """Return what turning a field's switch changes, once a value that it may have.
 
     Raises:
@@ -114,8 +114,9 @@ def turns(field: PlanField, plan: ParallelPlan, job: TrainingJob) -> Iterable[Fi
     return ({field.name: each} for each in (*unsaid, *field.choices))
 
 
-def turned(plan: ParallelPlan, job: TrainingJob) -> Iterator[tuple[Fields, ParallelPlan]]:
-    """Yield each plan that differs from *plan* by one switch, with the fields that differ."""
+def turned(step: StepResult) -> Iterator[tuple[Fields, ResolvedPlan]]:
+    """Yield each plan that differs from that of *step* by one field, with what differs."""
+    plan, job = step.plan, step.job
     for field in PLAN_FIELDS.values():
         if field.name in LEFT_OUT:
             continue
@@ -126,7 +127,7 @@ def turned(plan: ParallelPlan, job: TrainingJob) -> Iterator[tuple[Fields, Paral
                 if name == "stages" or value != getattr(plan, name)
             }
             try:
-                other, all_differing = switched(job, plan, differing)
+                other, all_differing = switched(step, differing)
             except PlanError:  # there is no such layout
                 continue
             if other != plan:

@@ -43,7 +43,7 @@ def walk(result: SearchResult) -> Walk:
     """Simulate the best plan of *result* with each of its switches at every other value."""
     best, job, faster = result.plans[0], result.job, []
     costs, num_simulated = CostModel(result.cluster, result.stack, result.num_gpus), 0
-    for fields, plan in turned(best.plan, job):
+    for fields, plan in turned(best):
         try:
             step = simulate(job, plan, result.cluster, result.stack, costs=costs)
         except PlanError:  # not offered

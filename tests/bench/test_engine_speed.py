@@ -11,7 +11,7 @@ from meshwright.simulator import (
     SCHEDULES,
     BuiltStep,
     CostModel,
-    ParallelPlan,
+    ResolvedPlan,
     StepWork,
     TrainingJob,
     build_step,
@@ -43,7 +43,7 @@ def plain_work(pp: int, num_microbatches: int) -> StepWork:
 def published_trillion() -> BuiltStep:
     model = load_model("megatron-1t")
     job = TrainingJob(model=model, global_batch_size=3072, seq_len=2048, precision=Precision.FP16)
-    plan = ParallelPlan(tp=8, pp=64, dp=6, recompute=Recompute.FULL, stages=(2,) * 64)
+    plan = ResolvedPlan(tp=8, pp=64, dp=6, recompute=Recompute.FULL, stages=(2,) * 64)
     costs = CostModel(load_cluster("dgx-a100"), load_stack("megatron-lm-2021"), plan.world_size)
     return build_step(job, plan, costs)
 

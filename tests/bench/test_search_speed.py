@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.hwprofiles import load_cluster, load_stack
 from meshwright.planner.search import search
-from meshwright.simulator import ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.simulator import ResolvedPlan, TrainingJob, load_model, simulate
 
 # model, GPUs, global batch: the main jobs.
 JOBS = [
@@ -78,7 +78,7 @@ def test_a_simulation_of_32_stages_and_128_microbatches_takes_few_loops() -> Non
     """It takes 0.04 loops, a third of that in the engine."""
     model = load_model("gpt3-175b")
     job = TrainingJob(model=model, global_batch_size=128, seq_len=model.seq_len)
-    step = job, ParallelPlan(tp=8, pp=32), load_cluster("dgx-a100"), load_stack("megatron-core")
+    step = job, ResolvedPlan(tp=8, pp=32), load_cluster("dgx-a100"), load_stack("megatron-core")
     times_s = []
     for _ in range(5):
         start_s = time.process_time()

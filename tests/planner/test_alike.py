@@ -15,7 +15,7 @@ from meshwright.planner.search.alike import LARGER_FRACTION, LONGER_FRACTION, co
 from meshwright.planner.search.finalists import Bounds, Finalists, Runs
 from meshwright.simulator import (
     CostModel,
-    ParallelPlan,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -48,7 +48,7 @@ def found() -> SearchResult:
 
 
 @pytest.fixture(scope="module")
-def every() -> dict[ParallelPlan, StepResult]:
+def every() -> dict[ResolvedPlan, StepResult]:
     """Return every layout that fits, simulated."""
     space = enumerate_space(JOB, STACK, 16, LIMITS)
     costs = CostModel(CLUSTER, STACK, 16)
@@ -67,7 +67,7 @@ def does_as_well(simpler: StepResult, other: StepResult) -> bool:
 
 
 def test_the_first_plan_is_the_fastest_of_all_and_rows_are_by_time(
-    found: SearchResult, every: dict[ParallelPlan, StepResult]
+    found: SearchResult, every: dict[ResolvedPlan, StepResult]
 ) -> None:
     assert found.optimal
     assert found.plans[0].step_ps == min(step.step_ps for step in every.values())
@@ -77,7 +77,7 @@ def test_the_first_plan_is_the_fastest_of_all_and_rows_are_by_time(
 
 
 def test_a_plan_is_folded_only_into_a_simpler_one_that_does_as_well(
-    found: SearchResult, every: dict[ParallelPlan, StepResult]
+    found: SearchResult, every: dict[ResolvedPlan, StepResult]
 ) -> None:
     folded = 0
     for step, like in zip(found.plans, found.like, strict=True):
@@ -90,7 +90,7 @@ def test_a_plan_is_folded_only_into_a_simpler_one_that_does_as_well(
 
 
 def test_no_layout_that_is_as_fast_as_the_last_row_is_left_out(
-    found: SearchResult, every: dict[ParallelPlan, StepResult]
+    found: SearchResult, every: dict[ResolvedPlan, StepResult]
 ) -> None:
     told = {step.plan for step in found.plans} | {plan for like in found.like for plan in like}
     last_ps = found.plans[-1].step_ps
@@ -104,13 +104,13 @@ def test_rows_take_hardly_more_runs_than_plans(found: SearchResult) -> None:
 
 def test_a_plan_is_simpler_with_fewer_switches_then_with_less_of_them() -> None:
     order = [
-        ParallelPlan(zero_stage=1),
-        ParallelPlan(zero_stage=1, num_virtual_stages=10),
-        ParallelPlan(zero_stage=1, num_virtual_stages=20),
-        ParallelPlan(zero_stage=1, microbatch_size=2),
-        ParallelPlan(zero_stage=1, recompute=Recompute.SELECTIVE),
-        ParallelPlan(zero_stage=1, recompute=Recompute.FULL),
-        ParallelPlan(zero_stage=1, num_virtual_stages=10, recompute=Recompute.FULL),
+        ResolvedPlan(zero_stage=1),
+        ResolvedPlan(zero_stage=1, num_virtual_stages=10),
+        ResolvedPlan(zero_stage=1, num_virtual_stages=20),
+        ResolvedPlan(zero_stage=1, microbatch_size=2),
+        ResolvedPlan(zero_stage=1, recompute=Recompute.SELECTIVE),
+        ResolvedPlan(zero_stage=1, recompute=Recompute.FULL),
+        ResolvedPlan(zero_stage=1, num_virtual_stages=10, recompute=Recompute.FULL),
     ]
     shuffled = sorted([*order[3:], *order[:3]], key=lambda plan: complexity(JOB, plan, STACK))
     assert {*shuffled[1:6]} == {*order[1:6]}

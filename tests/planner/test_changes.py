@@ -18,13 +18,13 @@ from meshwright.planner.space import SWITCHES, ShapeTable, lacks
 from meshwright.simulator import (
     CostModel,
     ModelSpec,
-    ParallelPlan,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
     simulate,
 )
-from meshwright.simulator.layout import SEARCHED_FIELDS
+from meshwright.simulator.layout import SEARCHED_FIELDS, without_defaults
 
 MODEL = load_model("gpt3-175b")
 JOB = TrainingJob(model=MODEL, global_batch_size=512, seq_len=MODEL.seq_len)
@@ -71,7 +71,7 @@ def test_each_change_typed_behind_the_command_is_what_it_says(
         assert change["slower_fraction"] == pytest.approx(slower, abs=1e-9)
 
 
-def too_large(plan: ParallelPlan) -> StepResult:
+def too_large(plan: ResolvedPlan) -> StepResult:
     """Return a step of GPT-3 that does not fit."""
     step = simulate(JOB, plan, CLUSTER, STACK)
     assert not step.memory.fits
@@ -79,8 +79,8 @@ def too_large(plan: ParallelPlan) -> StepResult:
 
 
 def test_no_layout_one_switch_away_is_faster_than_what_is_named() -> None:
-    plan = ParallelPlan(tp=8, pp=4, dp=2, zero_stage=1, attention=Attention.FLASH)
-    step = too_large(plan)
+    step = too_large(ResolvedPlan(tp=8, pp=4, dp=2, zero_stage=1, attention=Attention.FLASH))
+    plan = step.plan
     space = enumerate_space(JOB, STACK, 64, SpaceLimits(stages=(STACK.stage_split,)))
     near, costs = [], CostModel(CLUSTER, STACK, plan.world_size)
     for index in range(len(space)):
@@ -99,7 +99,7 @@ def test_no_layout_one_switch_away_is_faster_than_what_is_named() -> None:
 
 
 def test_no_fewer_layers_need_to_run_again_than_are_named() -> None:
-    plan = ParallelPlan(tp=8, pp=4, dp=2, zero_stage=1, attention=Attention.FLASH)
+    plan = ResolvedPlan(tp=8, pp=4, dp=2, zero_stage=1, attention=Attention.FLASH)
     named = [each.plan for each in cheapest_changes(too_large(plan))]
     (number,) = {each.recompute_layers for each in named} - {None}
     assert number is not None
@@ -108,7 +108,7 @@ def test_no_fewer_layers_need_to_run_again_than_are_named() -> None:
 
 
 def test_moments_are_narrowed_no_more_than_is_needed() -> None:
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=8, pp=8, dp=2, zero_stage=1, attention=Attention.FLASH, sequence_parallel=True
     )
     whole = simulate(JOB, plan, CLUSTER, STACK)
@@ -128,8 +128,8 @@ def test_moments_are_narrowed_no_more_than_is_needed() -> None:
 
 
 def test_layouts_that_are_named_are_those_with_the_fewest_differences_of_all_that_fit() -> None:
-    step = too_large(ParallelPlan(dp=64, zero_stage=1, attention=Attention.FLASH))
-    plan = step.plan
+    step = too_large(ResolvedPlan(dp=64, zero_stage=1, attention=Attention.FLASH))
+    plan = without_defaults(JOB, STACK, step.plan)
     kept = {name: (getattr(plan, name),) for name in ("attention", *SWITCHES)}
     space = enumerate_space(JOB, STACK, 64, SpaceLimits(**kept, stages=(STACK.stage_split,)))
     table, costs = ShapeTable.of(space), CostModel(CLUSTER, STACK, 64)
@@ -149,7 +149,7 @@ def test_tensor_parallelism_beyond_a_node_is_not_named_where_anything_else_helps
     few = search(JOB, CLUSTER, STACK, 16).nearest
     assert few is not None
     assert few.plan.tp <= CLUSTER.devices_per_node
-    plan = ParallelPlan(tp=8, dp=8, zero_stage=1, attention=Attention.FLASH)
+    plan = ResolvedPlan(tp=8, dp=8, zero_stage=1, attention=Attention.FLASH)
     for changes in (few.changes, cheapest_changes(too_large(plan))):
         assert changes
         assert all(change.plan.tp <= CLUSTER.devices_per_node for change in changes)
@@ -162,7 +162,7 @@ def test_tensor_parallelism_beyond_a_node_is_named_as_such_where_nothing_else_he
         name="wide", num_layers=1, hidden_size=8192, num_heads=64, vocab_size=32_768, seq_len=1024
     )
     job = TrainingJob(model=model, global_batch_size=16, seq_len=1024)
-    plan = ParallelPlan(tp=8, dp=2, zero_stage=1, attention=Attention.FLASH)
+    plan = ResolvedPlan(tp=8, dp=2, zero_stage=1, attention=Attention.FLASH)
     two_nodes, limit = CLUSTER.model_copy(update={"num_nodes": 2}), 3 * 2**30
     step = simulate(job, plan, two_nodes, STACK, memory_limit_bytes=limit)
     (change,) = cheapest_changes(step, limit)
@@ -176,7 +176,7 @@ def test_tensor_parallelism_beyond_a_node_is_named_as_such_where_nothing_else_he
 
 
 def test_a_plan_that_fits_needs_no_change() -> None:
-    plan = ParallelPlan(tp=8, pp=8, zero_stage=1, attention=Attention.FLASH, sequence_parallel=True)
+    plan = ResolvedPlan(tp=8, pp=8, zero_stage=1, attention=Attention.FLASH, sequence_parallel=True)
     assert cheapest_changes(simulate(JOB, plan, CLUSTER, STACK)) == ()
 
 
@@ -201,7 +201,7 @@ def test_a_search_says_of_its_nearest_layout_what_simulate_says_of_it() -> None:
 
 
 def test_a_change_is_a_line_of_options_memory_and_time() -> None:
-    plan = ParallelPlan(tp=4, pp=2, dp=3, recompute=Recompute.FULL)
+    plan = ResolvedPlan(tp=4, pp=2, dp=3, recompute=Recompute.FULL)
     change = Change(
         plan=plan,
         fields={"recompute": Recompute.FULL, "pp": 2, "dp": 3, "sequence_parallel": False},

@@ -26,13 +26,20 @@ from meshwright.planner.reports.plan_file import SavedPlan, plan_document, read_
 from meshwright.planner.reports.result_files import saved_plan
 from meshwright.planner.reports.tables_csv import plans_csv, stages_csv
 from meshwright.planner.search import search
-from meshwright.simulator import ParallelPlan, StepResult, TrainingJob, load_model, simulate
+from meshwright.simulator import (
+    ResolvedPlan,
+    StepResult,
+    TrainingJob,
+    load_model,
+    resolve,
+    simulate,
+)
 
 CLUSTER = load_cluster("dgx-a100")
 STACK = load_stack("megatron-core")
 MODEL = load_model("gpt2")
 JOB = TrainingJob(model=MODEL, global_batch_size=16, seq_len=1024)
-PLAN = ParallelPlan(tp=2, pp=2, dp=2, zero_stage=1, attention=Attention.FLASH, stages=(6, 6))
+PLAN = ResolvedPlan(tp=2, pp=2, dp=2, zero_stage=1, attention=Attention.FLASH, stages=(6, 6))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +100,7 @@ def test_numbers_that_json_lacks_are_refused() -> None:
 
 
 PLANS = st.builds(
-    lambda pp, **fields: ParallelPlan(pp=pp, stages=(12 // pp,) * pp, **fields),
+    lambda pp, **fields: ResolvedPlan(pp=pp, stages=(12 // pp,) * pp, **fields),
     pp=st.sampled_from([1, 2, 3]),
     dp=st.sampled_from([1, 2, 8]),
     zero_stage=st.integers(0, 1),
@@ -114,9 +121,10 @@ JOBS = st.builds(
 def test_plan_file_reads_back_what_was_written(
     tmp_path_factory: pytest.TempPathFactory,
     job: TrainingJob,
-    plan: ParallelPlan,
+    plan: ResolvedPlan,
 ) -> None:
-    saved = SavedPlan(job=job, plan=plan, cluster=CLUSTER, stack=STACK)
+    whole = resolve(job, CLUSTER, STACK, plan)
+    saved = SavedPlan(job=job, plan=whole, cluster=CLUSTER, stack=STACK)
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     path.write_text(json_text(plan_document(saved)))
     assert read_plan(path) == saved
@@ -133,7 +141,7 @@ def test_plan_file_writes_out_what_is_not_built_in(step: StepResult, tmp_path: P
     # The same names with other content: a name alone would bring back something else.
     saved = SavedPlan(
         job=replace(JOB, model=MODEL.model_copy(update={"vocab_size": 1000})),
-        plan=PLAN,
+        plan=resolve(JOB, CLUSTER, STACK, PLAN),
         cluster=CLUSTER.model_copy(update={"nics_per_node": 1}),
         stack=STACK.model_copy(update={"kernel_gap_s": 1e-6}),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import (
-    ParallelPlan,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_cluster,
@@ -38,12 +38,12 @@ PLANS = {
 }
 
 
-def plan_of(stack: str) -> ParallelPlan:
+def plan_of(stack: str) -> ResolvedPlan:
     """Return the plan of a stack in `PLANS`."""
     fields = PLANS[stack]
     schedule = "interleaved" if fields.get("num_virtual_stages", 1) > 1 else "1f1b"
     profile = load_stack(stack)
-    return ParallelPlan.of(
+    return ResolvedPlan.of(
         {"zero_stage": profile.zero_stage, "attention": profile.attention, "schedule": schedule}
         | fields
     )
@@ -111,7 +111,7 @@ def test_products_of_memory_add_up_to_the_live_bytes(stack: str) -> None:
 
 
 def test_1f1b_has_as_many_passes_in_flight_as_stages_behind_a_rank() -> None:
-    plan = ParallelPlan(pp=4, stages=(3, 3, 3, 3))
+    plan = ResolvedPlan(pp=4, stages=(3, 3, 3, 3))
     step = simulate(JOB, plan, CLUSTER, load_stack("megatron-lm-2021"))
     flights = [passes_in_flight(step, pp_rank) for pp_rank in range(4)]
     assert flights == [[4], [3], [2], [1]]

@@ -15,8 +15,8 @@ from meshwright.planner.search import search
 from meshwright.planner.space import ShapeTable, Space, SpaceLimits, enumerate_space
 from meshwright.simulator import (
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     load_model,
     simulate,
@@ -150,8 +150,8 @@ def test_the_deepest_model_is_that_of_a_scan_by_searches() -> None:
     assert [each for each in range(1, value * 3 // 2) if fits_evenly(each)][-1] == value
 
 
-PLAN = ParallelPlan(tp=2, pp=2, zero_stage=1, attention=Attention.FLASH)
-REPLICAS = ParallelPlan(dp=4, attention=Attention.FLASH)
+PLAN = ResolvedPlan(tp=2, pp=2, zero_stage=1, attention=Attention.FLASH)
+REPLICAS = ResolvedPlan(dp=4, attention=Attention.FLASH)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,11 @@ REPLICAS = ParallelPlan(dp=4, attention=Attention.FLASH)
     ],
 )
 def test_the_largest_of_a_plan_is_that_of_a_scan_by_simulations(
-    quantity: Quantity, stack: str, plan: ParallelPlan, values: range | tuple[int, ...]
+    quantity: Quantity, stack: str, plan: ResolvedPlan, values: range | tuple[int, ...]
 ) -> None:
     job, profile = job_of(batch=256, seq_len=256), load_stack(stack)
 
-    def plan_of(job: TrainingJob, size: int | None) -> ParallelPlan:
+    def plan_of(job: TrainingJob, size: int | None) -> ResolvedPlan:
         return with_stages(job, replace(plan, microbatch_size=size or 1), profile)
 
     found, step = find_largest_of_plan(
@@ -200,7 +200,7 @@ def test_a_plan_that_never_fits_is_told_at_the_smallest_value() -> None:
         job_of(),
         CLUSTER,
         stack,
-        lambda job, _: with_stages(job, ParallelPlan(dp=4), stack),
+        lambda job, _: with_stages(job, ResolvedPlan(dp=4), stack),
         Quantity.SEQ_LEN,
         memory_limit_bytes=GIBI // 2,
     )
@@ -216,7 +216,7 @@ def test_replicas_that_a_batch_does_not_reach_are_refused(quantity: Quantity) ->
             job_of(),
             CLUSTER,
             stack,
-            lambda job, _: with_stages(job, ParallelPlan(dp=32), stack),
+            lambda job, _: with_stages(job, ResolvedPlan(dp=32), stack),
             quantity,
         )
 

@@ -20,7 +20,7 @@ from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import (
     CostModel,
     ModelSpec,
-    ParallelPlan,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     simulate,
@@ -136,7 +136,7 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def step(model: ModelSpec, stack: str, **fields: object) -> StepResult:
     job = TrainingJob(model=model, global_batch_size=16, seq_len=512)
-    return simulate(job, ParallelPlan.of(fields), CLUSTER, load_stack(stack))
+    return simulate(job, ResolvedPlan.of(fields), CLUSTER, load_stack(stack))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_pair_of_layers_is_two_layers(
 def test_a_message_is_that_of_the_block_before_it() -> None:
     job = TrainingJob(model=WIDENED, global_batch_size=16, seq_len=512)
     stack = load_stack("megatron-core")
-    plan = ParallelPlan(pp=4, stages=(2, 2, 3, 1))
+    plan = ResolvedPlan(pp=4, stages=(2, 2, 3, 1))
     held = [stage.layers for rank in range(4) for stage in rank_stages(WIDENED, plan, rank)]
     assert held == [
         (("layer", 2),),

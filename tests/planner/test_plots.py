@@ -41,7 +41,7 @@ from meshwright.planner.search.result import FrontierPoint, SearchResult, Simula
 from meshwright.planner.search.varied import Varied
 from meshwright.simulator import (
     Category,
-    ParallelPlan,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -63,7 +63,7 @@ def step(
     job = TrainingJob(
         model=model, global_batch_size=batch, seq_len=2048, precision=stack.precisions[-1].storage
     )
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=2,
         pp=pp,
         dp=4,
@@ -356,7 +356,7 @@ def test_fsdp_timeline_shows_its_collectives_and_what_they_delay() -> None:
     job = TrainingJob(
         model=load_model("gpt2"), global_batch_size=16, seq_len=1024, precision=Precision.BF16
     )
-    plan = ParallelPlan(dp=8, zero_stage=3, stages=(12,))
+    plan = ResolvedPlan(dp=8, zero_stage=3, stages=(12,))
     result = simulate(job, plan, load_cluster("dgx-a100"), load_stack("fsdp"))
     boxes = {layer.name: layer.boxes for layer in timeline_layers(result)}
     waited_ps = sum(box.end_s - box.start_s for box in boxes[WAIT]) * PS_PER_S

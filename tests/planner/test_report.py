@@ -17,12 +17,12 @@ from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.search import MAX_FRONTIER_LINES, proof_text, search_report
 from meshwright.planner.reports.step import WIDTH, format_stages, step_report
 from meshwright.planner.search import search
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model, simulate
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model, simulate
 
 CLUSTER = load_cluster("dgx-a100")
 STACK = load_stack("megatron-core")
 JOB = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)
-PLAN = ParallelPlan(tp=2, pp=2, dp=2, zero_stage=1, attention=Attention.FLASH, stages=(6, 6))
+PLAN = ResolvedPlan(tp=2, pp=2, dp=2, zero_stage=1, attention=Attention.FLASH, stages=(6, 6))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_step_report_holds_the_figures_of_the_result() -> None:
 
 
 def test_step_report_says_what_a_plan_wants_of_gradients() -> None:
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         dp=8,
         attention=Attention.FLASH,
         stages=(12,),
@@ -61,7 +61,7 @@ def test_step_report_says_what_a_plan_wants_of_gradients() -> None:
     )
     result = simulate(JOB, plan, CLUSTER, load_stack("ddp"))
     text = text_of(step_report(result))
-    assert "gradients   kept in fp32, reduced in fp16, sync_each_microbatch=yes" in text
+    assert "gradients   reduced in fp16, sync_each_microbatch=yes" in text
     assert "gradients   kept" not in text_of(step_report(simulate(JOB, PLAN, CLUSTER, STACK)))
 
 

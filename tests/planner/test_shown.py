@@ -12,7 +12,7 @@ from meshwright.hwprofiles import load_cluster, load_stack
 from meshwright.planner import SpaceLimits
 from meshwright.planner.compare import Comparison
 from meshwright.planner.search import search
-from meshwright.simulator import ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.simulator import ResolvedPlan, TrainingJob, load_model, simulate
 
 KNOWN = ["model", "cluster", "stack", "num_gpus", "global_batch_size", "seq_len", "precision"]
 JOB = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)
@@ -64,7 +64,7 @@ def test_every_table_has_what_tables_are_joined_by(tmp_path: Path) -> None:
 
 
 def test_terms_of_a_comparison_add_up_in_its_frame() -> None:
-    plans = [ParallelPlan(tp=tp, dp=8 // tp, zero_stage=1, stages=(12,)) for tp in (1, 2)]
+    plans = [ResolvedPlan(tp=tp, dp=8 // tp, zero_stage=1, stages=(12,)) for tp in (1, 2)]
     steps = tuple(simulate(JOB, plan, *PLACE) for plan in plans)
     comparison = Comparison(names=("one", "two"), steps=steps)
     with pytest.raises(PlanError, match="no picture 'timeline' of it; allowed: breakdown"):

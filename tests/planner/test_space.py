@@ -14,6 +14,7 @@ from meshwright.hwprofiles import (
     ContextParallel,
     Precision,
     Recompute,
+    RecomputeMethod,
     StackProfile,
     StageSplit,
     load_cluster,
@@ -24,7 +25,7 @@ from meshwright.planner.search.varied import Held, Varied
 from meshwright.planner.space import SWITCHES
 from meshwright.planner.space.rules import Candidates, fits_memory
 from meshwright.planner.space.switches import Place, settings
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.layout import Axis, divides
 
 STACK = load_stack("megatron-core")
@@ -67,7 +68,7 @@ def plans_of(
     return found
 
 
-def key_of(plan: ParallelPlan) -> tuple[int, ...]:
+def key_of(plan: ResolvedPlan) -> tuple[int, ...]:
     named = ("gpipe", "1f1b", "interleaved").index(plan.schedule)
     return (plan.tp, plan.pp, plan.dp, plan.num_virtual_stages, plan.microbatch_size, named)
 
@@ -342,7 +343,8 @@ def test_numbers_of_layers_that_run_again_are_tried_up_to_the_one_asked_for(most
         expected.add(plan)
         if plan.recompute is Recompute.FULL:
             numbers = range(1, min(most + 1, max(plan.stages)))
-            expected |= {replace(plan, recompute_layers=number) for number in numbers}
+            block = replace(plan, recompute_layers=1, recompute_method=RecomputeMethod.BLOCK)
+            expected |= {replace(block, recompute_layers=number) for number in numbers}
     assert plans == expected
     assert len(space) == len(plans) > len(known)
 

@@ -19,7 +19,7 @@ from meshwright.planner.space import SpaceLimits
 from meshwright.planner.sweep.outcome import Outcome
 from meshwright.planner.sweep.pictures import Measure, _draw_map
 from meshwright.planner.sweep.result import RATE
-from meshwright.simulator import ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.simulator import ResolvedPlan, TrainingJob, load_model, simulate
 
 # Twenty searches of a few layouts each, some of which cannot be: 12 GPUs are no multiple of 8.
 BASE = ["--cluster", "dgx-a100", "--pp", "1", "--micro-batch", "1", "--zero", "1"]
@@ -246,7 +246,7 @@ def test_a_fact_is_varied_as_set_changes_it() -> None:
     options = {**OPTIONS, "model": "gpt2", "gpus": 8, "global_batch": 16, "tp": 2, "dp": 4}
     found = sweep({"device.memory_bandwidth": values}, simulate=True, **options)
     assert [row["device.memory_bandwidth"] for row in found.rows] == values
-    plan = ParallelPlan(tp=2, dp=4, zero_stage=1, attention=Attention.FLASH, stages=(12,))
+    plan = ResolvedPlan(tp=2, dp=4, zero_stage=1, attention=Attention.FLASH, stages=(12,))
     job = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)
     given = load_cluster("dgx-a100"), load_stack("megatron-core")
     for value, row in zip(values, found.rows, strict=True):

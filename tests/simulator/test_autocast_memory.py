@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_cluster, load_stack
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.costs import CostModel
 from meshwright.simulator.layout import Stage
@@ -35,7 +35,7 @@ def shape_of(
     **fields: object,
 ) -> BlockShape:
     job = TrainingJob(model=model, global_batch_size=1, seq_len=tokens, precision=precision)
-    plan = replace(ParallelPlan(stages=(3,), attention=Attention.FLASH), **fields)  # type: ignore[arg-type]
+    plan = replace(ResolvedPlan(stages=(3,), attention=Attention.FLASH), **fields)  # type: ignore[arg-type]
     return BlockShape.of(job, plan, load_stack(stack))
 
 
@@ -112,7 +112,7 @@ def test_unfused_attention_keeps_keys_and_values_for_each_head(stack: str) -> No
 
 def backward_bytes(job: TrainingJob, reduced: Precision | None) -> int:
     """Return what a backward pass of a DDP rank needs beside what is kept."""
-    plan = ParallelPlan(dp=8, stages=(1,), attention=Attention.FLASH, reduce_precision=reduced)
+    plan = ResolvedPlan(dp=8, stages=(1,), attention=Attention.FLASH, reduce_precision=reduced)
     built = build_step(job, plan, CostModel(load_cluster("dgx-a100"), DDP, 8))
     return built.memory[0].virtual_stages[0].backward_workspace_bytes
 
@@ -125,7 +125,7 @@ def test_a_bucket_is_cast_once_its_gradients_are_there() -> None:
     assert plain == 2 * 4 * 1024 * 4096  # the loss: its gradient and that of the losses
     assert backward_bytes(job, Precision.BF16) == plain
     few = replace(job, seq_len=4)
-    shape = BlockShape.of(few, ParallelPlan(stages=(1,), attention=Attention.FLASH), DDP)
+    shape = BlockShape.of(few, ResolvedPlan(stages=(1,), attention=Attention.FLASH), DDP)
     stage = Stage((BlockRun("layer", 1),), has_embedding=True, has_head=True)
     # The output matrix's gradient beside that of its input.
     assert backward_bytes(few, None) == 4 * MATRIX + 4 * 4 * 512

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute, load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob, load_model
+from meshwright.simulator import ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.model import rank_parameters
 
@@ -105,7 +105,7 @@ def test_a_column_of_experts_says_what_each_shape_alone_says(
         ),
     )
     plans = (
-        ParallelPlan(tp=tp, dp=16, ep=ep, etp=etp, dispatcher=way, gradient_precision=gradients)
+        ResolvedPlan(tp=tp, dp=16, ep=ep, etp=etp, dispatcher=way, gradient_precision=gradients)
         for tp, ep, way, gradients in product(
             (1, 2) if profile.tensor_parallel else (1,),
             (1, 2, 4, 8),
@@ -131,7 +131,7 @@ def test_a_column_of_ranks_that_cut_sequences_says_what_each_shape_alone_says() 
     job = TrainingJob(model=model, global_batch_size=64, seq_len=8192)
     ways = (ContextParallel.ALL_GATHER, ContextParallel.ALL_TO_ALL)
     plans = [
-        ParallelPlan(tp=tp, cp=cp, dp=4, cp_type=way if cp > 1 else None)
+        ResolvedPlan(tp=tp, cp=cp, dp=4, cp_type=way if cp > 1 else None)
         for tp, cp, way in product((1, 2), (1, 2, 4), ways)
     ]
     shapes = list(dict.fromkeys(BlockShape.of(job, plan, profile) for plan in plans))

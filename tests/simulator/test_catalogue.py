@@ -11,7 +11,7 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator import ParallelPlan, StepResult, TrainingJob, simulate
+from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob, simulate
 from meshwright.simulator.layout.stages import resolve_stages
 from meshwright.simulator.model.catalogue import list_models, load_model
 from meshwright.simulator.model.spec import ModelSpec
@@ -35,7 +35,7 @@ def run(
         seq_len=model.seq_len,
         precision=Precision.BF16 if has_bf16 else Precision.FP16,
     )
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=tp,
         dp=dp,
         zero_stage=stack.zero_stage,

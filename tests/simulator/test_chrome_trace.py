@@ -20,7 +20,7 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator import (
     Category,
-    ParallelPlan,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -66,7 +66,7 @@ def step(case: str) -> StepResult:
         seq_len=2048,
         precision=narrowest(stack, cluster),
     )
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=tp,
         pp=pp,
         dp=dp,
@@ -266,7 +266,7 @@ def routed_step() -> StepResult:
     job = TrainingJob(model=model, global_batch_size=16, seq_len=8192)
     layout = {"tp": 2, "cp": 2, "dp": 4, "ep": 8, "etp": 1, "sequence_parallel": True}
     switches = {"zero_stage": 1, "cp_type": ContextParallel.ALL_GATHER}
-    plan = ParallelPlan(**layout, **switches, attention=stack.attention, stages=(32,))
+    plan = ResolvedPlan(**layout, **switches, attention=stack.attention, stages=(32,))
     return simulate(job, plan, load_cluster("dgx-h100"), stack)
 
 
@@ -300,7 +300,7 @@ def test_exchanges_beside_another_microbatch_are_as_long_as_what_shows_of_them()
     overlap = {"expert_overlap": ExpertOverlap.MICROBATCHES, "zero_stage": 1}
     layout = {"pp": 2, "dp": 8, "ep": 8, "num_virtual_stages": 2, "schedule": "interleaved"}
     kernel = {"attention": stack.attention}
-    plan = ParallelPlan(**layout, **overlap, **kernel, stages=(12,) * 4)
+    plan = ResolvedPlan(**layout, **overlap, **kernel, stages=(12,) * 4)
     result = simulate(job, plan, load_cluster("dgx-h100"), stack)
     test_what_slices_are_spent_on_adds_up_to_the_breakdown(result)
     assert outer_slices(chrome_trace(result))  # which look at how slices nest
@@ -339,7 +339,7 @@ def test_a_parameter_server_has_flows_between_ports_and_lanes_of_its_breakdown()
     job = TrainingJob(
         model=model, global_batch_size=4, seq_len=1024, precision=narrowest(stack, "dgx-a100")
     )
-    plan = ParallelPlan(dp=4, attention=stack.attention)
+    plan = ResolvedPlan(dp=4, attention=stack.attention)
     result = simulate(job, plan, load_cluster("dgx-a100"), stack)
     trace = chrome_trace(result)
     lanes = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}

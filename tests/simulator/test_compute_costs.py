@@ -36,7 +36,7 @@ from meshwright.simulator.costs.compute import (
 )
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
-from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.model.catalogue import load_model
 
 RELAXED = settings(deadline=None, max_examples=100)
@@ -235,7 +235,7 @@ def test_constants_of_the_stack_are_multiplied_by_their_count() -> None:
 
 def a_shape(tp: int = 2) -> BlockShape:
     job = TrainingJob(model=load_model("gpt2"), global_batch_size=1, seq_len=1024)
-    return BlockShape.of(job, ParallelPlan(tp=tp, stages=(12,)), load_stack("megatron-core"))
+    return BlockShape.of(job, ResolvedPlan(tp=tp, stages=(12,)), load_stack("megatron-core"))
 
 
 def test_a_collective_hides_its_share_under_the_shorter_of_itself_and_the_product() -> None:

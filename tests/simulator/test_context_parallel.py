@@ -11,8 +11,8 @@ from meshwright.hwprofiles import Attention, ContextParallel, Precision, load_cl
 from meshwright.simulator import (
     Category,
     CostModel,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     load_model,
     simulate,
@@ -53,10 +53,10 @@ def job_of(seq_len: int = TOKENS, model: object = LLAMA, batch: int = 8) -> Trai
     )
 
 
-def plan_of(cp: int, cp_type: ContextParallel | None = None, **fields: object) -> ParallelPlan:
+def plan_of(cp: int, cp_type: ContextParallel | None = None, **fields: object) -> ResolvedPlan:
     said = {"attention": Attention.FLASH, "zero_stage": 1, "cp": cp, "cp_type": cp_type}
     said |= {"cp_inner": 2} if cp_type is NESTED and cp > 1 else {}
-    return ParallelPlan.of(said | fields)
+    return ResolvedPlan.of(said | fields)
 
 
 def shape_of(

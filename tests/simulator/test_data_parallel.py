@@ -15,7 +15,7 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh
-from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.ledger import (
     StepCollective,
     gradient_norm,
@@ -47,7 +47,7 @@ SPANS = st.sampled_from(
 
 def block_shape(name: str = "gpt2-xl", *, stack: StackProfile = CORE) -> BlockShape:
     job = TrainingJob(model=load_model(name), global_batch_size=1, seq_len=1024)
-    return BlockShape.of(job, ParallelPlan(stages=(1,)), stack)
+    return BlockShape.of(job, ResolvedPlan(stages=(1,)), stack)
 
 
 INNER = Stage((BlockRun("layer", 5),), has_embedding=False, has_head=False)
@@ -119,7 +119,7 @@ def test_fp32_reduces_gathers_and_updates_fp32() -> None:
     assert wire == WireBytes(reduce_bytes=4, gather_bytes=4, update_traffic_bytes=28)
 
 
-def norm_of(stack: StackProfile, plan: ParallelPlan, mesh: Mesh) -> list[StepCollective]:
+def norm_of(stack: StackProfile, plan: ResolvedPlan, mesh: Mesh) -> list[StepCollective]:
     job = TrainingJob(model=load_model("llama2-7b"), global_batch_size=plan.dp, seq_len=64)
     stages = (Stage((BlockRun("layer", 3),), has_embedding=True, has_head=False),)
     shape = BlockShape.of(job, plan, stack)
@@ -129,7 +129,7 @@ def norm_of(stack: StackProfile, plan: ParallelPlan, mesh: Mesh) -> list[StepCol
 def test_the_norm_is_one_number_reduced_over_all_ranks() -> None:
     for world_size, span in ((1, None), (8, GroupSpan(8, 1, 8)), (12, GroupSpan(12, 2, 4))):
         costs = cost_model(world_size=world_size)
-        plan = ParallelPlan(dp=world_size, stages=(32,))
+        plan = ResolvedPlan(dp=world_size, stages=(32,))
         norm = norm_of(CORE, plan, Mesh.of(plan, costs.cluster.devices_per_node))
         if span is None:
             assert price(costs, norm).time_ps == 0
@@ -140,7 +140,7 @@ def test_the_norm_is_one_number_reduced_over_all_ranks() -> None:
 
 def test_dtensor_sums_a_norm_a_weight_over_one_axis_after_the_other() -> None:
     """Three layers of Llama with nine weights each, and the table; then the tokens, 8 bytes."""
-    plan = ParallelPlan(tp=2, dp=12, dp_shard=4, pp=4, zero_stage=3, stages=(8,) * 4)
+    plan = ResolvedPlan(tp=2, dp=12, dp_shard=4, pp=4, zero_stage=3, stages=(8,) * 4)
     norm = norm_of(load_stack("torchtitan"), plan, Mesh.of(plan, 8))
     assert [(each.axis, each.size_bytes, each.span.num_ranks) for each in norm] == [
         (Axis.DP, 4 * 28, 4),

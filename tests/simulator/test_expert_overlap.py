@@ -20,8 +20,8 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator import (
     CostModel,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -45,7 +45,7 @@ from meshwright.simulator.step import build_step
 CLUSTER, BUSY_HOST = load_cluster("dgx-h100"), load_stack("megatron-core")
 STACK = BUSY_HOST.model_copy(update={"host_issue_pass_s": 0.0, "host_issue_expert_s": 0.0})
 JOB = TrainingJob(model=load_model("qwen3-30b-a3b"), global_batch_size=64, seq_len=4096)
-ALONE = ParallelPlan(
+ALONE = ResolvedPlan(
     dp=16, ep=16, zero_stage=1, attention=Attention.FLASH, stages=(48,), schedule="1f1b"
 )
 PIPELINE = replace(
@@ -66,7 +66,7 @@ PLANS = [
 WHOLE = STACK.model_copy(update={"ep_overlap_fraction": 1.0})
 
 
-def ran(plan: ParallelPlan, stack: object = STACK) -> StepResult:
+def ran(plan: ResolvedPlan, stack: object = STACK) -> StepResult:
     return simulate(JOB, plan, CLUSTER, stack)  # type: ignore[arg-type]
 
 
@@ -112,7 +112,7 @@ def test_a_layer_is_cut_in_parts_that_add_up() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_steps_are_shorter_by_what_is_hidden(plan: ParallelPlan) -> None:
+def test_steps_are_shorter_by_what_is_hidden(plan: ResolvedPlan) -> None:
     off, part, whole = ran(replace(plan, expert_overlap=None)), ran(plan), ran(plan, WHOLE)
     assert whole.step_ps < part.step_ps < off.step_ps
     for result in (part, whole):
@@ -146,7 +146,7 @@ def costs_of(result: StepResult) -> CostModel:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_pair_ends_together_and_every_pass_takes_its_time(plan: ParallelPlan) -> None:
+def test_a_pair_ends_together_and_every_pass_takes_its_time(plan: ResolvedPlan) -> None:
     result = ran(plan)
     assert result.work is not None
     assert result.times is not None
@@ -175,7 +175,7 @@ def test_weights_delayed_hide_no_less() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_one_pass_keeps_comes_as_the_other_frees_it(plan: ParallelPlan) -> None:
+def test_what_one_pass_keeps_comes_as_the_other_frees_it(plan: ResolvedPlan) -> None:
     built = build_step(JOB, plan, CostModel(CLUSTER, STACK, plan.world_size))
     times = simulate_folded(built.work)
     for memory, rank in zip(built.memory, times.ranks, strict=True):
@@ -193,7 +193,7 @@ def test_what_one_pass_keeps_comes_as_the_other_frees_it(plan: ParallelPlan) -> 
             )
 
 
-def refused(plan: ParallelPlan, job: TrainingJob = JOB) -> str:
+def refused(plan: ResolvedPlan, job: TrainingJob = JOB) -> str:
     with pytest.raises(PlanError) as error:
         simulate(job, plan, CLUSTER, STACK)
     return str(error.value)

@@ -19,7 +19,7 @@ from meshwright.hwprofiles import (
     load_device,
     load_stack,
 )
-from meshwright.simulator import CostModel, ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.simulator import CostModel, PlanError, ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, Gemm, MemoryBound, walk
 from meshwright.simulator.blocks.fp8_casts import num_linear_weights
 from meshwright.simulator.blocks.parts import hottest_share
@@ -34,7 +34,7 @@ from meshwright.simulator.simulation import simulate
 GOLDEN = Path(__file__).parents[1] / "golden"
 MIXTRAL = load_model("mixtral-8x7b")
 JOB = TrainingJob(model=MIXTRAL, global_batch_size=16, seq_len=4096)
-PLAN = ParallelPlan(dp=8, ep=8, zero_stage=1, attention=Attention.FLASH, stages=(32,))
+PLAN = ResolvedPlan(dp=8, ep=8, zero_stage=1, attention=Attention.FLASH, stages=(32,))
 STACK = load_stack("megatron-core")
 
 
@@ -128,7 +128,7 @@ def test_the_hottest_rank_has_what_the_others_lack(ranks: int, imbalance: float)
     assert sum(loads) == 8
 
 
-def walked(imbalance: float, plan: ParallelPlan = PLAN) -> tuple[int, set[int], set[int]]:
+def walked(imbalance: float, plan: ResolvedPlan = PLAN) -> tuple[int, set[int], set[int]]:
     """Return what a layer keeps, its rows of an expert, and the bytes that it exchanges."""
     shape = BlockShape.of(replace(JOB, imbalance=imbalance), plan, STACK)
     found = walk(shape, EXPERT_LAYER)
@@ -151,7 +151,7 @@ def test_rows_of_the_hottest_rank_are_computed_sent_and_kept() -> None:
     assert {2 * size for size in even[2]} == hot[2] == {2 * 8192 * 4096 * 2}
     # Of an expert's row are kept: what arrived, both halves, what is made of them, its weight.
     assert hot[0] - even[0] == 8192 * 2 * (4096 + 3 * 14336 + 1)
-    alone = ParallelPlan(dp=8, stages=(32,))
+    alone = ResolvedPlan(dp=8, stages=(32,))
     assert walked(2.0, alone) == walked(1.0, alone)
 
 
@@ -190,7 +190,7 @@ def test_a_dispatcher_is_the_stack_s_or_a_plan_s() -> None:
     habit = BlockShape.of(JOB, PLAN, STACK)
     assert habit.dispatcher is Dispatcher.ALL_TO_ALL
     assert times[Dispatcher.ALL_TO_ALL] > times[Dispatcher.DEEPEP] == times[Dispatcher.HYBRIDEP]
-    asked = ParallelPlan(dp=8, dispatcher=Dispatcher.HYBRIDEP, stages=(32,))
+    asked = ResolvedPlan(dp=8, dispatcher=Dispatcher.HYBRIDEP, stages=(32,))
     refusal = stack_refusal(JOB, asked, load_stack("torchtitan"))
     assert refusal is not None
     assert refusal.startswith("dispatcher=hybridep is not offered by stack torchtitan")
@@ -202,7 +202,7 @@ def test_a_dispatcher_is_the_stack_s_or_a_plan_s() -> None:
 def test_experts_multiply_in_fp8_all_weights_but_the_router_s(degrees: dict[str, int]) -> None:
     job = replace(JOB, precision=Precision.FP8)
     has_tp = degrees.get("tp", 1) > 1
-    plan = ParallelPlan(**degrees, sequence_parallel=has_tp, stages=(32,))
+    plan = ResolvedPlan(**degrees, sequence_parallel=has_tp, stages=(32,))
     assert stack_refusal(job, replace(plan, attention=Attention.FLASH), STACK) is None
     shape = BlockShape.of(job, replace(plan, attention=Attention.FLASH), STACK)
     found = walk(shape, EXPERT_LAYER)
@@ -233,7 +233,7 @@ def test_weights_of_8_bits_are_those_of_products_in_8_bits(
     job = TrainingJob(
         model=load_model(model), global_batch_size=8, seq_len=4096, precision=precision
     )
-    plan = ParallelPlan(stages=(job.model.num_layers,), attention=Attention.FLASH)
+    plan = ResolvedPlan(stages=(job.model.num_layers,), attention=Attention.FLASH)
     assert stack_refusal(job, plan, STACK) is None
     shape = BlockShape.of(job, plan, STACK)
     for kind, counted in num_linear_weights(shape).items():

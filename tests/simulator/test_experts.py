@@ -17,8 +17,8 @@ from meshwright.hwprofiles import (
 from meshwright.simulator import (
     CostModel,
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     load_model,
     simulate,
@@ -60,14 +60,14 @@ DENSE = ModelSpec(
 ONE = DENSE.model_copy(
     update={"experts": Experts(num_experts=1, experts_per_token=1, hidden_size=WIDTH)}
 )
-PLAN = ParallelPlan(stages=(2,))
+PLAN = ResolvedPlan(stages=(2,))
 
 
 def job_of(model: ModelSpec) -> TrainingJob:
     return TrainingJob(model=model, global_batch_size=2, seq_len=model.seq_len)
 
 
-def walked(model: ModelSpec, stack: str | StackProfile, plan: ParallelPlan = PLAN) -> Backward:
+def walked(model: ModelSpec, stack: str | StackProfile, plan: ResolvedPlan = PLAN) -> Backward:
     profile = load_stack(stack) if isinstance(stack, str) else stack
     shape = BlockShape.of(job_of(model), plan, profile)
     return walk(shape, EXPERT_LAYER if model.experts else TRANSFORMER_LAYER)
@@ -155,7 +155,7 @@ def test_only_active_parameters_make_model_flops() -> None:
     weights = count_active_parameters(model) - table - norms
     attention = 2 * model.num_layers * model.hidden_size * 4096
     assert model_flops(job) == 6 * 4096 * (weights + attention)
-    plan = ParallelPlan(stages=(32,))
+    plan = ResolvedPlan(stages=(32,))
     assert hardware_flops(job, plan, load_stack("megatron-core")) == model_flops(job)
     again, divided = (
         hardware_flops(
@@ -176,7 +176,7 @@ def test_tensor_parallel_experts_gather_rows_and_scatter_sums() -> None:
     """With k experts a token, k times as much as sequence parallelism moves for an MLP."""
     update = {"experts": Experts(num_experts=8, experts_per_token=2, hidden_size=WIDTH)}
     model = DENSE.model_copy(update=update)
-    plan = ParallelPlan(tp=2, sequence_parallel=True, stages=(2,))
+    plan = ResolvedPlan(tp=2, sequence_parallel=True, stages=(2,))
     found = walked(model, "megatron-core", plan)
     tokens = 2 * TOKENS * HIDDEN
     calls = [
@@ -202,7 +202,7 @@ def calls_of(found: Backward, phase: Phase) -> list[tuple[str, str, object]]:
 
 def test_rows_go_to_the_ranks_of_their_experts_and_back() -> None:
     """Each token has two rows; a rank's own tokens are as many as it gets."""
-    found = walked(EIGHT, "megatron-core", ParallelPlan(dp=4, ep=4, stages=(2,)))
+    found = walked(EIGHT, "megatron-core", ResolvedPlan(dp=4, ep=4, stages=(2,)))
     rows, weights = 2 * TOKENS * 2 * HIDDEN, 2 * TOKENS * 2
     there = [("ep", "all_to_all", rows), ("ep", "all_to_all", weights)]
     told = ("ep", "all_gather", 4 * 8 * 8)  # rows of 8 experts, of 4 ranks
@@ -215,7 +215,7 @@ def test_divided_experts_multiply_as_much_and_hold_their_part(
     tp: int, ep: int, etp: int | None
 ) -> None:
     """With even routing ``ep`` times as many rows meet each of a rank's ``E / ep`` experts."""
-    whole = ParallelPlan(tp=tp, dp=16 // tp, sequence_parallel=tp > 1, stages=(2,))
+    whole = ResolvedPlan(tp=tp, dp=16 // tp, sequence_parallel=tp > 1, stages=(2,))
     found, one = (
         walked(EIGHT, "megatron-core", plan) for plan in (replace(whole, ep=ep, etp=etp), whole)
     )
@@ -233,7 +233,7 @@ def test_divided_experts_multiply_as_much_and_hold_their_part(
 
 def test_gradients_of_experts_are_reduced_over_ranks_that_hold_the_same() -> None:
     """Four ranks hold an expert at dp=16 and ep=4, and share its optimizer's states."""
-    plan = ParallelPlan(dp=16, ep=4, zero_stage=1, stages=(2,))
+    plan = ResolvedPlan(dp=16, ep=4, zero_stage=1, stages=(2,))
     stack, job = (
         load_stack("megatron-core"),
         replace(job_of(EIGHT), global_batch_size=16),
@@ -324,7 +324,7 @@ def test_what_no_stack_runs_is_refused(
     name: str, stack: str, changes: dict[str, object], message: str
 ) -> None:
     profile = load_stack(stack)
-    plan = ParallelPlan.of(
+    plan = ResolvedPlan.of(
         {"zero_stage": profile.zero_stage, "attention": profile.attention, "stages": (61,)}
         | changes
     )
@@ -336,8 +336,8 @@ def test_what_no_stack_runs_is_refused(
 
 def test_experts_of_several_ranks_are_slices_of_a_set_of_shards() -> None:
     with pytest.raises(PlanError, match="ep=8 x etp=1 does not divide the 4 ranks that have a set"):
-        ParallelPlan(dp=8, dp_shard=4, ep=8, zero_stage=3)
-    plan = ParallelPlan(dp=16, dp_shard=8, ep=4, zero_stage=3, attention=Attention.FLASH)
+        ResolvedPlan(dp=8, dp_shard=4, ep=8, zero_stage=3)
+    plan = ResolvedPlan(dp=16, dp_shard=8, ep=4, zero_stage=3, attention=Attention.FLASH)
     found = replication_of(plan, load_stack("torchtitan"), Mesh.of(plan, 8))
     assert found.experts is not None
     of_all, of_experts = (
@@ -355,7 +355,7 @@ def test_routing_biases_move_by_tokens_that_all_ranks_of_a_stage_sum(
 ) -> None:
     """A number of fp32 for each of 256 experts; the first three layers have none."""
     model = load_model("deepseek-v3").model_copy(update={"prediction_layers": predictions})
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=2,
         pp=16,
         dp=32,

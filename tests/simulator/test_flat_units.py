@@ -11,7 +11,7 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model, simulate
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model, simulate
 from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
 from meshwright.simulator.replication.flat_units import bucket_size
 
@@ -27,7 +27,7 @@ def job_of(name: str, batch: int, *, precision: Precision = Precision.BF16) -> T
 def calls(name: str, *, dp: int) -> Counter[tuple[str, int]]:
     """Return the calls of replicas in the passes of a step of two microbatches, by bytes."""
     job = job_of(name, 2 * dp)
-    plan = ParallelPlan(dp=dp, zero_stage=3, stages=(job.model.num_layers,))
+    plan = ResolvedPlan(dp=dp, zero_stage=3, stages=(job.model.num_layers,))
     setting = StepSetting.of(job, plan, CORE, 8)
     found: Counter[tuple[str, int]] = Counter()
     for entry in rank_ledger(setting, 0).virtual_stages[0]:
@@ -66,9 +66,9 @@ def test_rests_of_two_weights_share_a_cell() -> None:
 
 def test_what_megatron_fsdp_does_not_take_is_refused_by_name() -> None:
     plans = [
-        (ParallelPlan(dp=4, pp=2, zero_stage=3, stages=(6, 6)), Precision.BF16),
-        (ParallelPlan(dp=8, zero_stage=3, stages=(12,)), Precision.FP8),
-        (ParallelPlan(dp=8, zero_stage=2, stages=(12,)), Precision.BF16),
+        (ResolvedPlan(dp=4, pp=2, zero_stage=3, stages=(6, 6)), Precision.BF16),
+        (ResolvedPlan(dp=8, zero_stage=3, stages=(12,)), Precision.FP8),
+        (ResolvedPlan(dp=8, zero_stage=2, stages=(12,)), Precision.BF16),
     ]
     for plan, precision in plans:
         with pytest.raises(PlanError, match=r"zero_stage=\d is not offered by stack megatron-core"):
@@ -76,7 +76,7 @@ def test_what_megatron_fsdp_does_not_take_is_refused_by_name() -> None:
 
 
 def test_checkpoints_of_several_units_are_refused() -> None:
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         dp=8,
         zero_stage=3,
         stages=(12,),

@@ -22,8 +22,8 @@ from meshwright.hwprofiles import (
     to_ps,
 )
 from meshwright.simulator import (
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -92,7 +92,7 @@ def ideal_device() -> Device:
 def block_shape(
     stack: str = "megatron-core", *, precision: Precision = FP8, tp: int = 1, batch: int = 1
 ) -> BlockShape:
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=tp,
         microbatch_size=batch,
         sequence_parallel=tp > 1,
@@ -105,7 +105,7 @@ def block_shape(
 
 def step(precision: Precision, stack: str, cluster: str = "dgx-h100", tp: int = 1) -> StepResult:
     profile = load_stack(stack)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=tp,
         dp=8 // tp,
         zero_stage=profile.zero_stage,
@@ -265,7 +265,7 @@ def test_an_output_matrix_in_8_bits_is_one_more_linear_layer() -> None:
     assert step_cast_bytes(shape, blocks) == 4 * weights
     tied = MODEL.model_copy(update={"tied_embeddings": True})
     job = TrainingJob(model=tied, global_batch_size=1, seq_len=32, precision=Precision.MXFP8)
-    plan = ParallelPlan(stages=(32,), attention=Attention.FLASH)
+    plan = ResolvedPlan(stages=(32,), attention=Attention.FLASH)
     refusals = [stack_refusal(job, plan, load_stack(f"megatron-core-{name}")) for name in FUSED]
     assert [each and "tied_embeddings=true of llama3-8b" in each for each in refusals] == [
         True,
@@ -281,7 +281,7 @@ def test_mxfp8_takes_multiples_of_32(sizes: dict[str, int]) -> None:
     job = TrainingJob(
         model=model, global_batch_size=1, seq_len=model.seq_len, precision=Precision.MXFP8
     )
-    plan = ParallelPlan(stages=(32,), attention=Attention.FLASH)
+    plan = ResolvedPlan(stages=(32,), attention=Attention.FLASH)
     refusal = stack_refusal(job, plan, load_stack("megatron-core"))
     field, value = next(iter(sizes.items()))
     assert refusal == (
@@ -401,7 +401,7 @@ def test_passes_need_copies_beside_what_outweighs_them_in_bf16() -> None:
 
 def test_offloaded_weights_leave_their_fp8_copies() -> None:
     job = TrainingJob(model=MODEL, global_batch_size=8, seq_len=8192, precision=FP8)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         dp=8,
         zero_stage=3,
         attention=Attention.FLASH,
@@ -420,7 +420,7 @@ def test_offloaded_states_leave_the_cast_of_a_step_on_the_device() -> None:
         }
     )
     job = TrainingJob(model=MODEL, global_batch_size=8, seq_len=2048, precision=FP8)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         dp=8,
         zero_stage=1,
         attention=Attention.FLASH,
@@ -444,7 +444,7 @@ def test_gradients_of_fp8_training_are_those_of_bf16(reduce: Precision | None) -
     costs = CostModel(load_cluster("dgx-h100"), stack, 8)
     for precision in (FP8, BF16):
         job = TrainingJob(model=MODEL, global_batch_size=8, seq_len=2048, precision=precision)
-        plan = ParallelPlan(
+        plan = ResolvedPlan(
             dp=8,
             zero_stage=3,
             attention=Attention.FLASH,
@@ -513,7 +513,7 @@ def test_devices_without_fp8_refuse_it_by_name(cluster: str, allowed: str) -> No
 @pytest.mark.parametrize("name", sorted(set(list_stacks()) - {*STACKS, *DATED}))
 def test_stacks_without_fp8_refuse_it_by_name(name: str) -> None:
     stack = load_stack(name)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         attention=stack.attention, zero_stage=stack.zero_stage, stages=(MODEL.num_layers,)
     )
     job = TrainingJob(model=MODEL, global_batch_size=1, seq_len=2048, precision=FP8)
@@ -523,7 +523,7 @@ def test_stacks_without_fp8_refuse_it_by_name(name: str) -> None:
 
 def test_an_odd_width_is_warned_about() -> None:
     model = MODEL.model_copy(update={"ffn_hidden_size": 14_344, "name": "odd"})
-    plan = ParallelPlan(dp=8, attention=Attention.FLASH, stages=(32,))
+    plan = ResolvedPlan(dp=8, attention=Attention.FLASH, stages=(32,))
     warned = []
     for precision in (FP8, BF16):
         job = TrainingJob(model=model, global_batch_size=8, seq_len=2048, precision=precision)

@@ -21,8 +21,8 @@ from meshwright.hwprofiles import (
 from meshwright.simulator import (
     CostModel,
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -65,7 +65,7 @@ def shape_of(
     stack: StackProfile = DDP, model: ModelSpec = GPT2, *, tp: int = 1, batch: int = 1
 ) -> BlockShape:
     job = TrainingJob(model=model, global_batch_size=batch, seq_len=model.seq_len)
-    return BlockShape.of(job, ParallelPlan(tp=tp, stages=(1,)), stack)
+    return BlockShape.of(job, ResolvedPlan(tp=tp, stages=(1,)), stack)
 
 
 def test_the_buckets_of_gpt2_under_ddp() -> None:
@@ -288,9 +288,9 @@ def test_a_stack_without_buckets_reduces_a_stage_in_one() -> None:
     assert parts == (StagePart(inner, (stage_parameters(shape_of(old), inner),)),)
 
 
-def ddp_plan(dp: int = 8, **fields: object) -> ParallelPlan:
+def ddp_plan(dp: int = 8, **fields: object) -> ResolvedPlan:
     settled = {"attention": Attention.FLASH, **fields}
-    return replace(ParallelPlan(dp=dp, stages=(12,)), **settled)  # type: ignore[arg-type]
+    return replace(ResolvedPlan(dp=dp, stages=(12,)), **settled)  # type: ignore[arg-type]
 
 
 def ddp_job(batch: int, precision: Precision = BF16) -> TrainingJob:
@@ -304,7 +304,7 @@ class Passes(NamedTuple):
     reduced_ps: int
 
 
-def one_microbatch(costs: CostModel, plan: ParallelPlan, *, reduce_bytes: int = 4) -> Passes:
+def one_microbatch(costs: CostModel, plan: ResolvedPlan, *, reduce_bytes: int = 4) -> Passes:
     """Return when a microbatch's passes end, and its reductions, block by block."""
     shape = BlockShape.of(ddp_job(plan.dp), plan, DDP)
     blocks = {name: costs.block_cost(shape, name) for name in ("embedding", "layer", "head")}
@@ -325,7 +325,7 @@ def one_microbatch(costs: CostModel, plan: ParallelPlan, *, reduce_bytes: int = 
     return Passes(now, max(now, free))
 
 
-def step_of(job: TrainingJob, plan: ParallelPlan, stack: StackProfile = DDP) -> StepResult:
+def step_of(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile = DDP) -> StepResult:
     return simulate(job, plan, CLUSTER, stack)
 
 
@@ -373,7 +373,7 @@ def test_without_no_sync_each_microbatch_waits_for_its_reductions(dp: int) -> No
     )
 
 
-def reductions_of(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> list[Traffic]:
+def reductions_of(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> list[Traffic]:
     ops = (CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER)
     traffic = rank_traffic(job, plan, stack, 0)
     return [each for each in traffic if each.op in ops and each.axis is Axis.DP]
@@ -398,7 +398,7 @@ def test_no_sync_leaves_one_reduction_of_m(
 
 def test_traffic_lists_every_bucket_with_its_size() -> None:
     """Megatron-Core, two virtual stages: each bucket is scattered in fp32 and gathered in bf16."""
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=2,
         pp=2,
         dp=4,
@@ -427,7 +427,7 @@ def test_traffic_lists_every_bucket_with_its_size() -> None:
 
 def test_a_stack_that_hides_nothing_reduces_a_rank_at_once() -> None:
     stack = load_stack("megatron-lm-2022")
-    plan = ParallelPlan(pp=2, dp=4, stages=(6, 6))
+    plan = ResolvedPlan(pp=2, dp=4, stages=(6, 6))
     job = ddp_job(16)
     whole = sum_parameters(BlockShape.of(job, plan, stack), rank_stages(job.model, plan, 0))
     assert reductions_of(job, plan, stack) == [

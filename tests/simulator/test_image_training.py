@@ -15,8 +15,8 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator import (
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -45,7 +45,7 @@ def run(
     model: AnyModel, stack: str, *, batch: int, cluster: str = "dgx-a100", **plan: object
 ) -> StepResult:
     job = TrainingJob(model=model, global_batch_size=batch, seq_len=1, precision=Precision.FP16)
-    layout = ParallelPlan(**{"attention": Attention.UNFUSED, "zero_stage": 0, **plan})
+    layout = ResolvedPlan(**{"attention": Attention.UNFUSED, "zero_stage": 0, **plan})
     return simulate(job, layout, load_cluster(cluster), load_stack(stack))
 
 
@@ -64,7 +64,7 @@ def test_resnet50_trains_as_fast_as_published(row: dict[str, str]) -> None:
         seq_len=1,
         precision=Precision(row["precision"]),
     )
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         dp=num_gpus, microbatch_size=size, attention=Attention.UNFUSED, zero_stage=0
     )
     result = simulate(job, plan, machine(row["device"]), load_stack("ddp"))
@@ -82,7 +82,7 @@ def test_stages_of_a_pipeline_hold_blocks_of_several_kinds() -> None:
 
 
 def test_messages_between_blocks_shrink_with_the_images() -> None:
-    model, plan = load_model("resnet50"), ParallelPlan(pp=4, dp=1, stages=(3, 4, 6, 3))
+    model, plan = load_model("resnet50"), ResolvedPlan(pp=4, dp=1, stages=(3, 4, 6, 3))
     job = TrainingJob(model=model, global_batch_size=8, seq_len=1, precision=Precision.FP16)
     shape = BlockShape.of(job, plan, load_stack("deepspeed"))
     blocks = block_bytes(BlockTable(), shape)
@@ -100,7 +100,7 @@ def test_a_whole_network_keeps_each_activation_once() -> None:
     """
     model = load_model("resnet50")
     job = TrainingJob(model=model, global_batch_size=1, seq_len=1, precision=Precision.FP32)
-    shape = BlockShape.of(job, ParallelPlan(zero_stage=0), load_stack("ddp"))
+    shape = BlockShape.of(job, ResolvedPlan(zero_stage=0), load_stack("ddp"))
     blocks = block_bytes(BlockTable(), shape)
     saved = sum(count * blocks[kind].saved for kind, count in whole_model(model).blocks)
     convolved = normal = 112**2 * 64
@@ -134,7 +134,7 @@ def test_dataparallel_is_slower_than_distributed_data_parallel() -> None:
 
 
 def test_the_textbook_chain_has_one_matrix_on_each_stage() -> None:
-    model, plan = chain((5, 8), (8, 3)), ParallelPlan(pp=2, stages=(1, 1))
+    model, plan = chain((5, 8), (8, 3)), ResolvedPlan(pp=2, stages=(1, 1))
     job = TrainingJob(model=model, global_batch_size=4, seq_len=1, precision=Precision.FP32)
     shape = BlockShape.of(job, plan, load_stack("megatron-core"))
     first, second = model_stages(model, plan.stages)
@@ -146,7 +146,7 @@ def test_a_chain_splits_over_tensor_ranks_with_one_sum_a_pair_of_layers() -> Non
     result = run(chain(*[(64, 64)] * 4), "megatron-core", batch=8, tp=2, microbatch_size=8)
     assert result.exposed_comm_s > 0
     job, stack = result.job, load_stack("megatron-core")
-    shape = BlockShape.of(job, ParallelPlan(tp=2, stages=(4,)), stack)
+    shape = BlockShape.of(job, ResolvedPlan(tp=2, stages=(4,)), stack)
     assert [shape.parameters[kind] for kind, _ in job.model.layer_runs] == [64 * 32] * 4
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hwprofiles import Attention, CollectiveOp, Precision, load_stack
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model, model_flops
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, load_model, model_flops
 from meshwright.simulator.blocks import BlockShape, BlockTable, FlashAttention
 from meshwright.simulator.layout import Axis, model_stages, stack_refusal, strided_span
 from meshwright.simulator.ledger.closing import tensor_sums
@@ -27,7 +27,7 @@ def changed(model: ModelSpec, **fields: object) -> ModelSpec:
 @pytest.mark.parametrize(("seq_len", "seen"), [(8192, 1024), (1024, 1024), (512, 512)])
 def test_a_window_is_all_that_a_windowed_layer_costs(seq_len: int, seen: int) -> None:
     """Counted score by score: token t sees min(t + 1, window) of them, but for half a diagonal."""
-    plan = ParallelPlan(stages=(62,), dp=8, attention=Attention.FLASH)
+    plan = ResolvedPlan(stages=(62,), dp=8, attention=Attention.FLASH)
     shape = BlockShape.of(job_of(GEMMA, seq_len), plan, load_stack("fsdp"))
     table, work = BlockTable(), 4 * GEMMA.num_heads * GEMMA.head_dim
     flops = {}
@@ -62,7 +62,7 @@ def test_a_stack_refuses_what_it_lacks_by_name(
     model: ModelSpec, stack: str, message: str | None
 ) -> None:
     profile = load_stack(stack)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         stages=(model.num_layers,), attention=profile.attention, zero_stage=profile.zero_stage
     )
     refusal = stack_refusal(job_of(model, 4096), plan, profile)
@@ -71,7 +71,7 @@ def test_a_stack_refuses_what_it_lacks_by_name(
 
 def test_capped_scores_are_not_kept_in_memory() -> None:
     capped, stack = job_of(changed(QWEN, attention_softcap=50.0), 4096), load_stack("fsdp")
-    plan = ParallelPlan(stages=(36,), attention=stack.attention_kernels[1], zero_stage=3)
+    plan = ResolvedPlan(stages=(36,), attention=stack.attention_kernels[1], zero_stage=3)
     refusal = stack_refusal(capped, plan, stack)
     assert refusal == "attention=unfused does not go with attention_softcap; allowed: flash"
 
@@ -80,7 +80,7 @@ def test_capped_scores_are_not_kept_in_memory() -> None:
 def test_norms_of_heads_are_summed_over_tensor_ranks(*, sequence_parallel: bool) -> None:
     """Megatron-Core sums them always, the others where tokens are split; all as one."""
     stack, job = load_stack("megatron-core"), job_of(QWEN, 4096)
-    plan = ParallelPlan(tp=2, stages=(36,), sequence_parallel=sequence_parallel)
+    plan = ResolvedPlan(tp=2, stages=(36,), sequence_parallel=sequence_parallel)
     shape, stages = BlockShape.of(job, plan, stack), model_stages(QWEN, plan.stages)
     wire = WireBytes.of(stack, job.precision, plan)
     (found,) = tensor_sums(shape, tuple(stages), wire, strided_span(0, 1, 2, 8))

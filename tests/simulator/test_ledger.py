@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hwprofiles import Attention, CollectiveOp, StageSplit, load_cluster, load_stack
-from meshwright.simulator import CostModel, ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.simulator import CostModel, ResolvedPlan, TrainingJob, load_model, simulate
 from meshwright.simulator.engine import SpanKind, simulate_folded
 from meshwright.simulator.layout import resolve_stages
 from meshwright.simulator.ledger import Moment, StepSetting, price, rank_ledger
@@ -14,27 +14,27 @@ from meshwright.simulator.step import build_step
 
 DGX = load_cluster("dgx-h100")
 PLANS = {
-    "buckets": ("ddp", ParallelPlan(dp=8)),
-    "unused weights": ("ddp", ParallelPlan(dp=8, find_unused=True)),
-    "each microbatch": ("ddp", ParallelPlan(dp=8, sync_each_microbatch=True)),
-    "in passes": ("megatron-core", ParallelPlan(tp=2, pp=2, dp=8, zero_stage=1)),
-    "at the end": ("megatron-lm-2022", ParallelPlan(tp=2, pp=2, dp=4, sequence_parallel=True)),
-    "sharded gradients": ("deepspeed", ParallelPlan(dp=8, zero_stage=2)),
-    "units": ("torchtitan", ParallelPlan(dp=8, zero_stage=3)),
-    "units of a pipeline": ("torchtitan", ParallelPlan(pp=2, dp=8, zero_stage=3)),
-    "replicas of shards": ("torchtitan", ParallelPlan(dp=8, dp_shard=2, zero_stage=3)),
-    "owners": ("zero-broadcast", ParallelPlan(dp=8, zero_stage=3)),
+    "buckets": ("ddp", ResolvedPlan(dp=8)),
+    "unused weights": ("ddp", ResolvedPlan(dp=8, find_unused=True)),
+    "each microbatch": ("ddp", ResolvedPlan(dp=8, sync_each_microbatch=True)),
+    "in passes": ("megatron-core", ResolvedPlan(tp=2, pp=2, dp=8, zero_stage=1)),
+    "at the end": ("megatron-lm-2022", ResolvedPlan(tp=2, pp=2, dp=4, sequence_parallel=True)),
+    "sharded gradients": ("deepspeed", ResolvedPlan(dp=8, zero_stage=2)),
+    "units": ("torchtitan", ResolvedPlan(dp=8, zero_stage=3)),
+    "units of a pipeline": ("torchtitan", ResolvedPlan(pp=2, dp=8, zero_stage=3)),
+    "replicas of shards": ("torchtitan", ResolvedPlan(dp=8, dp_shard=2, zero_stage=3)),
+    "owners": ("zero-broadcast", ResolvedPlan(dp=8, zero_stage=3)),
     "interleaved units": (
         "torchtitan",
-        ParallelPlan(pp=2, dp=4, zero_stage=3, num_virtual_stages=3, schedule="interleaved"),
+        ResolvedPlan(pp=2, dp=4, zero_stage=3, num_virtual_stages=3, schedule="interleaved"),
     ),
     "refetches": (  # of more virtual stages a rank than stay gathered
         "torchtitan",
-        ParallelPlan(pp=2, dp=4, zero_stage=3, num_virtual_stages=5, schedule="interleaved"),
+        ResolvedPlan(pp=2, dp=4, zero_stage=3, num_virtual_stages=5, schedule="interleaved"),
     ),
     "refetches of what goes after forward": (
         "torchtitan",
-        ParallelPlan(
+        ResolvedPlan(
             pp=2,
             dp=4,
             zero_stage=3,
@@ -53,7 +53,7 @@ CLOSING = {
 }
 
 
-def plan_of(name: str) -> tuple[TrainingJob, ParallelPlan]:
+def plan_of(name: str) -> tuple[TrainingJob, ResolvedPlan]:
     stack_name, plan = PLANS[name]
     stack, model = load_stack(stack_name), load_model("gpt2")
     job = TrainingJob(

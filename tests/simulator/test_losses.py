@@ -15,8 +15,8 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator import (
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     simulate,
 )
@@ -60,12 +60,12 @@ def job_of(
     )
 
 
-def plan_of(stack: StackProfile, **fields: object) -> ParallelPlan:
+def plan_of(stack: StackProfile, **fields: object) -> ResolvedPlan:
     usual = {"attention": stack.attention, "zero_stage": stack.zero_stage}
-    return ParallelPlan.of({**usual, "stages": (2,), **fields})
+    return ResolvedPlan.of({**usual, "stages": (2,), **fields})
 
 
-def is_simulated(model: ModelSpec, plan: ParallelPlan, stack: StackProfile) -> bool:
+def is_simulated(model: ModelSpec, plan: ResolvedPlan, stack: StackProfile) -> bool:
     """Return whether a plan has a result; else it is refused."""
     known = stack.precisions
     job = job_of(model, precision=Precision.BF16 if Precision.BF16 in known else known[0])

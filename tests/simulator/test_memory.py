@@ -18,7 +18,7 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.layout import Mesh, Stage
-from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.memory import (
     BlockBytes,
     LateGradients,
@@ -87,7 +87,7 @@ def block_shape(
     job = TrainingJob(
         model=model, global_batch_size=microbatch_size, seq_len=seq_len, precision=precision
     )
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=tp,
         microbatch_size=microbatch_size,
         sequence_parallel=sequence_parallel,

@@ -7,7 +7,7 @@ found of one shape stands here.
 import pytest
 
 from meshwright.hwprofiles import Attention, ContextParallel, Kernels, Precision, load_stack
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model, model_flops
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, load_model, model_flops
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.graph import Backward, Memory
 from meshwright.simulator.layout import stack_refusal
@@ -43,7 +43,7 @@ def walked(model: ModelSpec, stack: str, kind: str, kernels: Kernels, **ranks: i
     profile = load_stack(stack).model_copy(update={"kernels": kernels})
     job = TrainingJob(model=model, global_batch_size=8, seq_len=TOKENS, precision=Precision.BF16)
     is_eager = profile.megatron_layers and kernels is Kernels.EAGER
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         **ranks,
         stages=(model.num_layers,),
         microbatch_size=2,
@@ -142,7 +142,7 @@ def test_a_stack_refuses_what_it_lacks_by_name(
 ) -> None:
     profile = load_stack(stack)
     usual = {"attention": profile.attention, "zero_stage": profile.zero_stage}
-    plan = ParallelPlan.of({**usual, "stages": (model.num_layers,), **changes})
+    plan = ResolvedPlan.of({**usual, "stages": (model.num_layers,), **changes})
     job = TrainingJob(model=model, global_batch_size=8, seq_len=seq_len, precision=Precision.BF16)
     refusal = stack_refusal(job, plan, profile)
     assert refusal is None if message is None else (refusal or "").startswith(message)

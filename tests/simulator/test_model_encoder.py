@@ -16,7 +16,7 @@ from meshwright.simulator.blocks import (
     model_flops,
     sum_flops,
 )
-from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.model import parameters_by_kind
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import (
@@ -42,7 +42,7 @@ def encoder(**changes: object) -> ModelSpec:
 
 def shape_of(model: ModelSpec, attention: Attention = Attention.FLASH, tp: int = 1) -> BlockShape:
     job = TrainingJob(model=model, global_batch_size=4, seq_len=model.seq_len)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=tp, microbatch_size=4, attention=attention, stages=(model.num_layers,)
     )  # fmt: skip
     return BlockShape.of(job, plan, load_stack("megatron-core"))

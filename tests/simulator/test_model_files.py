@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from meshwright.hwprofiles import Attention, load_cluster, load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob, simulate
+from meshwright.simulator import ResolvedPlan, TrainingJob, simulate
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model.catalogue import DATA_FOLDER, list_models, load_model, read_models
 from meshwright.simulator.model.huggingface import MAX_TOKENS, architectures
@@ -431,7 +431,7 @@ def test_a_key_that_changes_no_size_is_read_and_told(tmp_path: Path) -> None:
     )
     assert "left_out" not in load_config(tmp_path, LLAMA_CONFIG).model_dump()
     ahead = load_config(tmp_path, DEEPSEEK_CONFIG)
-    plan = ParallelPlan(stages=(61,), dp=8, ep=8, attention=Attention.FLASH)
+    plan = ResolvedPlan(stages=(61,), dp=8, ep=8, attention=Attention.FLASH)
     job = TrainingJob(model=ahead, global_batch_size=8, seq_len=512)
     cluster, stack = load_cluster("dgx-h100"), load_stack("megatron-core")
     said = f"{ahead.name}: num_nextn_predict_layers=1 predict tokens beyond the next, which is left"

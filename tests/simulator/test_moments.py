@@ -13,8 +13,8 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator import (
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -29,10 +29,10 @@ FP32, FP16, BF16, FP8, MXFP8 = (
 )
 CLUSTER, STACK = load_cluster("dgx-h100"), load_stack("megatron-core")
 JOB = TrainingJob(model=load_model("llama3-8b"), global_batch_size=16, seq_len=4096)
-PLAN = ParallelPlan(tp=2, dp=4, zero_stage=1, attention=Attention.FLASH, stages=(32,))
+PLAN = ResolvedPlan(tp=2, dp=4, zero_stage=1, attention=Attention.FLASH, stages=(32,))
 
 
-def ran(plan: ParallelPlan, job: TrainingJob = JOB, stack: StackProfile = STACK) -> StepResult:
+def ran(plan: ResolvedPlan, job: TrainingJob = JOB, stack: StackProfile = STACK) -> StepResult:
     return simulate(job, plan, CLUSTER, stack)
 
 

@@ -25,8 +25,8 @@ from meshwright.simulator import (
     CostModel,
     Mesh,
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     count_parameters,
@@ -103,7 +103,7 @@ def run(
     usual, zero_stage = OFFLOADS.get(offload, (DEEPSPEED, 0))
     stack = stack or usual
     values: dict[str, object] = {"dp": 8, "zero_stage": zero_stage, "stages": (model.num_layers,)}
-    plan = ParallelPlan(**(values | {"attention": stack.attention} | fields), offload=offload)
+    plan = ResolvedPlan(**(values | {"attention": stack.attention} | fields), offload=offload)
     precision = Precision.FP16 if Precision.FP16 in stack.precisions else Precision.BF16
     job = TrainingJob(
         model=model, global_batch_size=batch, seq_len=model.seq_len, precision=precision
@@ -172,7 +172,7 @@ def test_a_unit_of_fsdp_comes_and_goes_in_fp32_one_of_zero_offload_goes_in_16_bi
 def test_bytes_over_the_host_link(dp: int, microbatches: int) -> None:
     batch = dp * microbatches
     job = TrainingJob(model=MODEL, global_batch_size=batch, seq_len=128, precision=Precision.BF16)
-    whole = ParallelPlan(dp=dp, zero_stage=3, stages=(6,), offload=Offload.PARAMETERS)
+    whole = ResolvedPlan(dp=dp, zero_stage=3, stages=(6,), offload=Offload.PARAMETERS)
     shape = BlockShape.of(job, whole, TITAN)
     share = Fraction(
         stage_parameters(shape, Stage((BlockRun("layer", 6),), has_embedding=True, has_head=True)),
@@ -298,7 +298,7 @@ def test_a_host_that_sums_holds_one_gradient_beside_the_sum(sync: bool) -> None:
 @RELAXED
 @given(num_shards=st.integers(1, 40), tp=st.sampled_from([1, 2, 4]))
 def test_shards_make_up_their_weights(num_shards: int, tp: int) -> None:
-    plan = ParallelPlan(dp=num_shards, tp=tp, zero_stage=3, stages=(6,), attention=TITAN.attention)
+    plan = ResolvedPlan(dp=num_shards, tp=tp, zero_stage=3, stages=(6,), attention=TITAN.attention)
     batch = {"global_batch_size": num_shards, "seq_len": 128}
     job = TrainingJob(model=MODEL, precision=Precision.BF16, **batch)
     shape = BlockShape.of(job, plan, TITAN)
@@ -480,7 +480,7 @@ def test_every_bucket_is_copied_once() -> None:
     """Smaller buckets hold the same gradients, and less of their way follows the pass."""
     buckets = DEEPSPEED.model_copy(update={"gradient_bucket_parameters": 100_000})
     job = TrainingJob(model=MODEL, global_batch_size=8, seq_len=128, precision=Precision.FP16)
-    plan = ParallelPlan(dp=8, zero_stage=2, stages=(6,), offload=Offload.OPTIMIZER)
+    plan = ResolvedPlan(dp=8, zero_stage=2, stages=(6,), offload=Offload.OPTIMIZER)
     few, many = (host_traffic(job, plan, stack, 0) for stack in (DEEPSPEED, buckets))
     assert 0 <= many.to_host_bytes - few.to_host_bytes < 2 * 100
     assert run(Offload.OPTIMIZER, stack=buckets).step_ps < run(Offload.OPTIMIZER).step_ps

@@ -15,7 +15,7 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, load_model, simulate
 from meshwright.simulator.blocks import (
     BlockShape,
     BlockTable,
@@ -55,7 +55,7 @@ def shape_of(model: ModelSpec, **fields: Any) -> BlockShape:
     precision = fields.pop("precision", Precision.BF16)
     job = TrainingJob(model=model, global_batch_size=12, seq_len=seq_len, precision=precision)
     usual = {"stages": (model.num_layers,), "attention": Attention.FLASH, "recompute": OP}
-    return BlockShape.of(job, ParallelPlan(**(usual | fields)), TITAN)
+    return BlockShape.of(job, ResolvedPlan(**(usual | fields)), TITAN)
 
 
 def recomputed(shape: BlockShape) -> tuple[Operator, ...]:
@@ -108,7 +108,7 @@ def test_a_llama_layer_keeps_and_repeats_its_closed_forms(
 
 def test_hardware_flops_repeat_the_three_products_of_every_layer() -> None:
     job = TrainingJob(model=LLAMA, global_batch_size=4, seq_len=8192, precision=Precision.BF16)
-    plan = ParallelPlan(stages=(32,), recompute=OP)
+    plan = ResolvedPlan(stages=(32,), recompute=OP)
     h, g, f = 4096, 1024, 14_336
     repeated = hardware_flops(job, plan, TITAN) - model_flops(job)
     assert repeated == 32 * 2 * 4 * 8192 * (h * g + h * h + h * f)
@@ -196,7 +196,7 @@ def test_time_and_memory_lie_between_none_and_full() -> None:
     cluster = load_cluster("dgx-h100")
     steps = []
     for mode in (Recompute.NONE, OP, Recompute.FULL):
-        plan = ParallelPlan(
+        plan = ResolvedPlan(
             dp=8, zero_stage=3, stages=(32,), attention=Attention.FLASH, recompute=mode
         )
         steps.append(simulate(job, plan, cluster, TITAN))

@@ -9,7 +9,7 @@ from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.options import LAYOUT, REPLICATION
 from meshwright.planner.reports import plan_fields
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.layout import (
     AXES,
     PLAN_FIELDS,
@@ -25,19 +25,19 @@ JOB = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)
 
 
 def test_every_field_is_declared_written_and_has_an_option() -> None:
-    names = [each.name for each in fields(ParallelPlan)]
+    names = [each.name for each in fields(ResolvedPlan)]
     assert [*PLAN_FIELDS] == names
     usual = [each for each in names if not PLAN_FIELDS[each].declaration.is_rare]
-    assert [*plan_fields(ParallelPlan())] == usual
+    assert [*plan_fields(ResolvedPlan())] == usual
     keys = {each.key for group in (LAYOUT, REPLICATION) for each in group.options}
     assert keys - {"bucket_size"} == {*PLAN_FIELDS, *SERVER_FIELDS} - {"parameter_server"}
 
 
 def test_every_axis_has_a_field_and_one_takes_the_rest() -> None:
-    degrees = ParallelPlan(tp=2, cp=2).degrees
+    degrees = ResolvedPlan(tp=2, cp=2).degrees
     assert [*degrees] == [axis for axis in PLAN_FIELDS if axis in set(Axis)]
     assert {*degrees} == {*AXES}
-    assert {*AXES} - {*ParallelPlan(tp=2).degrees} == {Axis.CP}, "told where it is not 1"
+    assert {*AXES} - {*ResolvedPlan(tp=2).degrees} == {Axis.CP}, "told where it is not 1"
     assert sum(known.takes_rest for known in AXES.values()) == 1
 
 
@@ -69,9 +69,9 @@ def test_a_column_gives_back_the_values_of_its_field(field: PlanField) -> None:
 def test_what_a_stack_lacks_is_the_same_for_a_plan_and_for_columns(name: str) -> None:
     stack = load_stack(name)
     limits = SpaceLimits(recompute=tuple(Recompute), max_microbatch_size=2, max_virtual_stages=2)
-    space = enumerate_space(JOB, stack, 8, limits)
-    lacking = np.zeros(len(space), np.bool_)
     job = replace(JOB, precision=stack.precisions[0])
+    space = enumerate_space(job, stack, 8, limits)
+    lacking = np.zeros(len(space), np.bool_)
     for gap in stack_gaps(stack, job):
         if gap.field in {each.name for each in SEARCHED_FIELDS}:
             lacking |= np.asarray(gap.lacks(space.column), np.bool_)
@@ -89,7 +89,7 @@ def test_what_a_stack_lacks_is_said_by_its_values() -> None:
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
 def test_torchtitan_casts_nothing_without_shards(degrees: dict[str, int]) -> None:
     """``maybe_enable_amp``: "only supported when FSDP/HSDP/CP is enabled"."""
-    stack, alone = load_stack("torchtitan"), ParallelPlan(attention=Attention.FLASH, zero_stage=3)
+    stack, alone = load_stack("torchtitan"), ResolvedPlan(attention=Attention.FLASH, zero_stage=3)
     job = replace(JOB, precision=Precision.BF16)
     plan = replace(alone, **degrees)
     refusal = stack_refusal(job, plan, stack)

@@ -15,7 +15,7 @@ from meshwright.hwprofiles import (
     load_cluster,
     load_stack,
 )
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, simulate
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, simulate
 from meshwright.simulator.account import message_traffic
 from meshwright.simulator.blocks import (
     BlockShape,
@@ -50,7 +50,7 @@ from meshwright.simulator.model import (
 STACK = load_stack("megatron-core")
 DEEPSEEK, GLM = load_model("deepseek-v3"), load_model("glm4.5")
 OVERLAP = ExpertOverlap.MICROBATCHES
-PLAN = ParallelPlan(tp=2, pp=2, dp=8, ep=8, sequence_parallel=True, stages=(46, 46), zero_stage=1)
+PLAN = ResolvedPlan(tp=2, pp=2, dp=8, ep=8, sequence_parallel=True, stages=(46, 46), zero_stage=1)
 
 
 def predicting(number: int = 1) -> TrainingJob:
@@ -256,6 +256,6 @@ def test_one_of_them_in_a_pipeline_is_beside_another_microbatch(
 def test_other_stacks_refuse_them_by_name(name: str) -> None:
     llama = with_predictions(load_model("llama3-8b"), 1)
     job = TrainingJob(model=llama, global_batch_size=8, seq_len=4096)
-    plan = ParallelPlan(dp=8, zero_stage=load_stack(name).zero_stage, stages=(32,))
+    plan = ResolvedPlan(dp=8, zero_stage=load_stack(name).zero_stage, stages=(32,))
     said = "prediction_layers of llama3-8b is not offered"
     assert said in (stack_refusal(job, plan, load_stack(name)) or "")

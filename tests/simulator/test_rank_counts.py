@@ -19,8 +19,8 @@ from meshwright.simulator import (
     SCHEDULES,
     CostModel,
     ModelSpec,
-    ParallelPlan,
     Phase,
+    ResolvedPlan,
     TrainingJob,
     load_model,
 )
@@ -52,11 +52,11 @@ RELAXED = settings(deadline=None, max_examples=30)
 ALL_REDUCE, ALL_GATHER = CollectiveOp.ALL_REDUCE, CollectiveOp.ALL_GATHER
 
 
-def plan_of(num_layers: int = 8, **fields: object) -> ParallelPlan:
+def plan_of(num_layers: int = 8, **fields: object) -> ResolvedPlan:
     """Return a plan with equal stages."""
     pp, vpp = (int(str(fields.get(name, 1))) for name in ("pp", "num_virtual_stages"))
     even = (num_layers // (pp * vpp),) * (pp * vpp)
-    return replace(ParallelPlan(stages=(num_layers,)), **{"stages": even, **fields})  # type: ignore[arg-type]
+    return replace(ResolvedPlan(stages=(num_layers,)), **{"stages": even, **fields})  # type: ignore[arg-type]
 
 
 def job_of(name: str, batch: int, tp: int = 1) -> TrainingJob:

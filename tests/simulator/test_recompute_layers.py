@@ -14,8 +14,8 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator import (
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     hardware_flops,
@@ -30,21 +30,21 @@ CLUSTER, STACK = load_cluster("dgx-h100"), load_stack("megatron-core")
 GPT = load_model("gpt2")
 assert isinstance(GPT, ModelSpec)
 JOB = TrainingJob(model=GPT, global_batch_size=16, seq_len=1024, precision=Precision.BF16)
-FULL = ParallelPlan(
+FULL = ResolvedPlan(
     pp=2, dp=2, recompute=Recompute.FULL, attention=Attention.FLASH, stages=(6, 6), zero_stage=1
 )
 NONE = replace(FULL, recompute=Recompute.NONE)
 
 
-def again(number: int, method: RecomputeMethod = BLOCK, **fields: object) -> ParallelPlan:
+def again(number: int, method: RecomputeMethod = BLOCK, **fields: object) -> ResolvedPlan:
     return replace(FULL, recompute_layers=number, recompute_method=method, **fields)  # type: ignore[arg-type]
 
 
-def ran(plan: ParallelPlan) -> StepResult:
+def ran(plan: ResolvedPlan) -> StepResult:
     return simulate(JOB, plan, CLUSTER, STACK)
 
 
-def passes_of(plan: ParallelPlan) -> list[tuple[str, int]]:
+def passes_of(plan: ResolvedPlan) -> list[tuple[str, int]]:
     return [tuple(each) for each in rank_stages(GPT, plan, 0)[-1].passes]
 
 
@@ -162,7 +162,7 @@ def test_time_and_memory_lie_between_none_and_all() -> None:
     ],
 )
 def test_layers_that_cannot_run_again_are_refused_by_name(
-    plan: ParallelPlan, stack: str, said: str
+    plan: ResolvedPlan, stack: str, said: str
 ) -> None:
     refusal = stack_refusal(JOB, plan, load_stack(stack))
     assert refusal is not None

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, RecomputeModule, load_stack
-from meshwright.planner.cli.request import read_modules
-from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, walk
 from meshwright.simulator.graph import Memory, Phase, Product
-from meshwright.simulator.layout import stack_refusal
+from meshwright.simulator.layout import read_modules, stack_refusal
 from meshwright.simulator.model import EXPERT_LAYER, TRANSFORMER_LAYER
 
 STACK = load_stack("megatron-core")
@@ -25,9 +24,9 @@ def job_of(model: object = LLAMA, precision: Precision = Precision.BF16) -> Trai
     return TrainingJob(model=model, global_batch_size=8, seq_len=model.seq_len, precision=precision)
 
 
-def plan_of(*modules: RecomputeModule) -> ParallelPlan:
+def plan_of(*modules: RecomputeModule) -> ResolvedPlan:
     recompute = Recompute.SELECTIVE if modules else Recompute.NONE
-    return ParallelPlan(
+    return ResolvedPlan(
         recompute=recompute, recompute_modules=modules, attention=Attention.FLASH, stages=(32,)
     )
 
@@ -117,7 +116,7 @@ def test_parts_go_with_a_selection_alone_and_are_read_in_one_order() -> None:
     with pytest.raises(PlanError, match="mlp does not go with recompute=full; allowed: selective"):
         replace(plan_of(MLP), recompute=Recompute.FULL)
     assert read_modules("layernorm,mlp") == (MLP, NORMS)
-    with pytest.raises(PlanError, match="--recompute-modules 'mpl' is unknown; nearest: mlp"):
+    with pytest.raises(PlanError, match="recompute_modules='mpl' is unknown; nearest: mlp"):
         read_modules("mpl")
 
 

@@ -25,8 +25,8 @@ from meshwright.simulator import (
     Category,
     CostModel,
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     build_step,
@@ -51,12 +51,12 @@ CORE, OLD = load_stack("megatron-core"), load_stack("megatron-lm-2021")
 GPT2 = load_model("gpt2")
 
 
-def make_plan(model: ModelSpec = GPT2, **fields: object) -> ParallelPlan:
+def make_plan(model: ModelSpec = GPT2, **fields: object) -> ResolvedPlan:
     """Return a plan with even stages and the attention that every stack knows."""
     pp, vpp = (int(str(fields.pop(name, 1))) for name in ("pp", "num_virtual_stages"))
     stages = resolve_stages(model, model.seq_len, pp * vpp, StageSplit.EVEN)
     settled = {"attention": Attention.UNFUSED, **fields}
-    plan = ParallelPlan(**settled, stages=(1,))
+    plan = ResolvedPlan(**settled, stages=(1,))
     return replace(plan, pp=pp, num_virtual_stages=vpp, stages=stages)
 
 
@@ -65,7 +65,7 @@ def make_job(global_batch_size: int = 16, model: ModelSpec = GPT2) -> TrainingJo
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[ParallelPlan, StackProfile]:
+def plans(draw: st.DrawFn) -> tuple[ResolvedPlan, StackProfile]:
     """Draw a plan for GPT-2 that a stack can run with 48 sequences."""
     stack = draw(st.sampled_from([CORE, OLD]))
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
@@ -91,7 +91,7 @@ def plans(draw: st.DrawFn) -> tuple[ParallelPlan, StackProfile]:
 
 @RELAXED
 @given(case=plans())
-def test_the_breakdown_adds_up_to_the_step(case: tuple[ParallelPlan, StackProfile]) -> None:
+def test_the_breakdown_adds_up_to_the_step(case: tuple[ResolvedPlan, StackProfile]) -> None:
     plan, stack = case
     result = simulate(make_job(48), plan, CLUSTER, stack)
     assert set(result.breakdown_ps) == set(Category)
@@ -137,7 +137,7 @@ def idle_ps(result: StepResult, pp_rank: int) -> int:
 @RELAXED
 @given(case=plans())
 def test_the_bubble_is_the_mean_of_the_gaps_on_every_rank(
-    case: tuple[ParallelPlan, StackProfile],
+    case: tuple[ResolvedPlan, StackProfile],
 ) -> None:
     plan, stack = case
     result = simulate(make_job(48), plan, CLUSTER, stack)
@@ -148,7 +148,7 @@ def test_the_bubble_is_the_mean_of_the_gaps_on_every_rank(
 @RELAXED
 @given(case=plans())
 def test_communication_of_stages_and_replicas_is_what_keeps_ranks_waiting(
-    case: tuple[ParallelPlan, StackProfile],
+    case: tuple[ResolvedPlan, StackProfile],
 ) -> None:
     plan, stack = case
     result = simulate(make_job(48), plan, CLUSTER, stack)
@@ -221,7 +221,7 @@ def test_one_rank_is_never_idle() -> None:
 @RELAXED
 @given(case=plans())
 def test_the_same_plan_gives_the_same_bytes_with_a_fresh_or_a_shared_cost_model(
-    case: tuple[ParallelPlan, StackProfile],
+    case: tuple[ResolvedPlan, StackProfile],
 ) -> None:
     plan, stack = case
     shared = CostModel(CLUSTER, stack, plan.world_size)
@@ -232,9 +232,9 @@ def test_the_same_plan_gives_the_same_bytes_with_a_fresh_or_a_shared_cost_model(
 
 PRINT_A_STEP = """
 from meshwright.hwprofiles import Attention, load_cluster, load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.simulator import ResolvedPlan, TrainingJob, load_model, simulate
 
-plan = ParallelPlan(tp=2, pp=2, dp=2, zero_stage=1, attention=Attention.FLASH, stages=(6, 6))
+plan = ResolvedPlan(tp=2, pp=2, dp=2, zero_stage=1, attention=Attention.FLASH, stages=(6, 6))
 job = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)
 print(repr(simulate(job, plan, load_cluster("dgx-a100"), load_stack("megatron-core"))))
 """
@@ -256,7 +256,7 @@ def test_another_process_with_another_hash_seed_prints_the_same_bytes() -> None:
 @RELAXED
 @given(case=plans())
 def test_memory_of_each_rank_is_static_plus_the_fullest_moment(
-    case: tuple[ParallelPlan, StackProfile],
+    case: tuple[ResolvedPlan, StackProfile],
 ) -> None:
     plan, stack = case
     result = simulate(make_job(48), plan, CLUSTER, stack)
@@ -414,7 +414,7 @@ def test_a_plan_that_contradicts_itself_cannot_be_made(
     fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(PlanError) as caught:
-        ParallelPlan(**{"stages": (12,), **fields})
+        ResolvedPlan(**{"stages": (12,), **fields})
     assert str(caught.value) == message
 
 
@@ -515,7 +515,7 @@ def test_only_messages_of_one_device_a_stage_rest_on_measured_hops() -> None:
 
 def test_the_largest_tensor_is_one_that_lives_at_the_peak() -> None:
     """The stage with the head peaks in its logits, an inner one in what is recomputed."""
-    plan = ParallelPlan(pp=4, recompute=Recompute.FULL, stages=(1,) * 4)
+    plan = ResolvedPlan(pp=4, recompute=Recompute.FULL, stages=(1,) * 4)
     model = ModelSpec(
         name="wide head", num_layers=4, hidden_size=256, num_heads=4, vocab_size=50_000, seq_len=128
     )

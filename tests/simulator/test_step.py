@@ -35,7 +35,7 @@ from meshwright.simulator.costs import Category, CostModel, PhaseCost
 from meshwright.simulator.engine import Message, PassSegment
 from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, GroupSpan, Mesh
-from meshwright.simulator.layout.plan import ParallelPlan, TrainingJob
+from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.layout.stages import resolve_stages
 from meshwright.simulator.ledger import (
     bucket_exchanges,
@@ -63,9 +63,9 @@ CORE, OLD = load_stack("megatron-core"), load_stack("megatron-lm-2021")
 MODELS = ["gpt2", "gpt3-175b", "megatron-1t", "llama2-7b", "llama3-8b", "llama3-70b"]
 
 
-def make_plan(model: ModelSpec, **fields: object) -> ParallelPlan:
+def make_plan(model: ModelSpec, **fields: object) -> ResolvedPlan:
     """Return a plan with even stages."""
-    plan = ParallelPlan(**{**fields, "pp": 1, "num_virtual_stages": 1}, stages=(1,))
+    plan = ResolvedPlan(**{**fields, "pp": 1, "num_virtual_stages": 1}, stages=(1,))
     pp, vpp = (int(str(fields.get(name, 1))) for name in ("pp", "num_virtual_stages"))
     stages = resolve_stages(model, model.seq_len, pp * vpp, StageSplit.EVEN)
     return replace(plan, pp=pp, num_virtual_stages=vpp, stages=stages)
@@ -84,7 +84,7 @@ def make_job(
 
 def built_step(
     job: TrainingJob,
-    plan: ParallelPlan,
+    plan: ResolvedPlan,
     *,
     stack: StackProfile = CORE,
     cluster: Cluster = CLUSTER,
@@ -101,7 +101,7 @@ def blocks_of(shape: BlockShape) -> list[BlockOperators]:
     return [TABLE.operators(shape, kind) for kind in ("embedding", "layer", "head")]
 
 
-def step_flops(job: TrainingJob, plan: ParallelPlan) -> int:
+def step_flops(job: TrainingJob, plan: ResolvedPlan) -> int:
     """Return the FLOPs of every operator that any rank runs in a step."""
     shape = BlockShape.of(job, plan, CORE)
     embedding, layer, head = (
@@ -112,7 +112,7 @@ def step_flops(job: TrainingJob, plan: ParallelPlan) -> int:
 
 
 @st.composite
-def flops_cases(draw: st.DrawFn) -> tuple[TrainingJob, ParallelPlan]:
+def flops_cases(draw: st.DrawFn) -> tuple[TrainingJob, ResolvedPlan]:
     model = load_model(draw(st.sampled_from(MODELS)))
     degrees = [tp for tp in (1, 2, 4, 8, 12) if model.num_heads % tp == 0]
     tp = draw(st.sampled_from([tp for tp in degrees if model.num_kv_heads % tp == 0]))
@@ -132,7 +132,7 @@ def flops_cases(draw: st.DrawFn) -> tuple[TrainingJob, ParallelPlan]:
 
 @RELAXED
 @given(case=flops_cases())
-def test_operators_add_up_to_the_hardware_flops(case: tuple[TrainingJob, ParallelPlan]) -> None:
+def test_operators_add_up_to_the_hardware_flops(case: tuple[TrainingJob, ResolvedPlan]) -> None:
     job, plan = case
     assert step_flops(job, plan) == hardware_flops(job, plan, CORE)
     assert step_flops(job, replace(plan, recompute=Recompute.NONE)) == model_flops(job)

@@ -10,9 +10,9 @@ from link_bytes import module_link_bytes, server_link_bytes, sharded_worker_byte
 from meshwright.hwprofiles import CollectiveOp, Precision, Strategy, load_cluster, load_stack
 from meshwright.simulator import (
     Category,
-    ParallelPlan,
     ParameterServer,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -51,7 +51,7 @@ def run(
     servers: ParameterServer | None = None,
 ) -> StepResult:
     job = make_job(model, dp * microbatch_size * num_microbatches, precision)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         dp=dp,
         microbatch_size=microbatch_size,
         stages=(job.model.num_layers,),
@@ -282,10 +282,11 @@ def test_a_plan_says_its_servers() -> None:
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"dp=16 .* 8 devices of a node of dgx-a100"):
         run(MODULE, 16)
-    with pytest.raises(PlanError, match="parameter_server is not offered by stack megatron-core"):
+    with pytest.raises(PlanError, match="servers=1 is not offered by stack megatron-core"):
         run("megatron-core", 2, servers=ParameterServer())
+    one = ParameterServer()  # unsaid they are on the workers, where there is no other host
     with pytest.raises(PlanError, match="more hosts than the 1 of localhost-cpu"):
-        run(SERVER, 1, cluster="localhost-cpu", precision=Precision.FP32)
+        run(SERVER, 1, cluster="localhost-cpu", precision=Precision.FP32, servers=one)
     with monkeypatch.context() as patch:
         patch.setattr(graph_step, "MAX_TASKS", 100)
         with pytest.raises(PlanError, match="more than 100 tasks is too many to simulate"):

@@ -16,8 +16,8 @@ from meshwright.hwprofiles import (
 from meshwright.simulator import (
     Axis,
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     load_model,
     simulate,
@@ -40,7 +40,7 @@ def job_of(batch: int, precision: Precision = Precision.FP16) -> TrainingJob:
     )
 
 
-def weights_bytes(job: TrainingJob, plan: ParallelPlan, stack_name: str) -> int:
+def weights_bytes(job: TrainingJob, plan: ResolvedPlan, stack_name: str) -> int:
     """Return W: the 16-bit weights, and as many bytes of 16-bit gradients."""
     shape = BlockShape.of(job, plan, load_stack(stack_name))
     return 2 * stage_parameters(
@@ -52,7 +52,7 @@ def weights_bytes(job: TrainingJob, plan: ParallelPlan, stack_name: str) -> int:
 @pytest.mark.parametrize(("zero_stage", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_zero_sends_what_its_paper_says(dp: int, zero_stage: int, factor: int) -> None:
     """Rajbhandari et al. 2020, section 7: stages 1 and 2 as plain data parallel, stage 3 x 1.5."""
-    plan = ParallelPlan(dp=dp, zero_stage=zero_stage, stages=(4,))
+    plan = ResolvedPlan(dp=dp, zero_stage=zero_stage, stages=(4,))
     job = job_of(dp)
     traffic = rank_traffic(job, plan, load_stack("deepspeed"), 0)
     share = Fraction(dp - 1, dp)
@@ -66,7 +66,7 @@ def test_zero_sends_what_its_paper_says(dp: int, zero_stage: int, factor: int) -
 
 def test_sharded_gradients_are_reduced_in_every_microbatch_others_once() -> None:
     for zero_stage, reductions in ((1, 1), (2, 4), (3, 4)):
-        plan = ParallelPlan(dp=2, zero_stage=zero_stage, stages=(4,))
+        plan = ResolvedPlan(dp=2, zero_stage=zero_stage, stages=(4,))
         traffic = rank_traffic(job_of(8), plan, load_stack("deepspeed"), 0)
         shape = BlockShape.of(job_of(8), plan, load_stack("deepspeed"))
         whole = stage_parameters(
@@ -80,7 +80,7 @@ def test_backward_gathers_beside_the_gradient_of_an_input_and_sums_beside_that_o
     None
 ):
     """Megatron-Core's ``LinearWithGradAccumulationAndAsyncCommunication``."""
-    plan = ParallelPlan(tp=2, sequence_parallel=True, stages=(4,))
+    plan = ResolvedPlan(tp=2, sequence_parallel=True, stages=(4,))
     stack = load_stack("megatron-core").model_copy(update={"tp_in_pieces": False})
     shape = BlockShape.of(job_of(1), plan, stack)
     operators = BlockTable().operators(shape, "layer")
@@ -104,7 +104,7 @@ def test_backward_gathers_beside_the_gradient_of_an_input_and_sums_beside_that_o
 def covers(model: ModelSpec, kind: BlockKind, phase: str) -> list[tuple[str, str | None]]:
     """Return a block's collectives over tensor ranks, with the products that hide them."""
     job = TrainingJob(model=model, global_batch_size=1, seq_len=128, precision=Precision.BF16)
-    plan = ParallelPlan(tp=2, sequence_parallel=True, stages=(model.num_layers,))
+    plan = ResolvedPlan(tp=2, sequence_parallel=True, stages=(model.num_layers,))
     operators = BlockTable().operators(BlockShape.of(job, plan, load_stack("megatron-core")), kind)
     calls = (each for each in getattr(operators, phase) if isinstance(each, Collective))
     return [
@@ -137,7 +137,7 @@ def test_in_pieces_tokens_move_beside_the_products_that_have_buffers() -> None:
 
 
 def test_tensor_parallelism_sends_four_all_reduces_of_the_activations_a_layer() -> None:
-    plan = ParallelPlan(tp=4, pp=4, microbatch_size=2, stages=(1,) * 4)
+    plan = ResolvedPlan(tp=4, pp=4, microbatch_size=2, stages=(1,) * 4)
     traffic = rank_traffic(job_of(6), plan, load_stack("megatron-lm-2022"), 1)
     activations = 2 * 128 * 256 * 2
     assert [(each.op, each.size_bytes, each.num_calls) for each in traffic] == [
@@ -146,19 +146,19 @@ def test_tensor_parallelism_sends_four_all_reduces_of_the_activations_a_layer() 
 
 
 def test_sequence_parallelism_makes_four_and_six_collectives_a_layer() -> None:
-    plan = ParallelPlan(tp=4, pp=4, sequence_parallel=True, stages=(1,) * 4)
+    plan = ResolvedPlan(tp=4, pp=4, sequence_parallel=True, stages=(1,) * 4)
     traffic = rank_traffic(job_of(1), plan, load_stack("megatron-lm-2022"), 1)
     counts = {each.op: each.num_calls for each in traffic}
     assert counts == {CollectiveOp.ALL_GATHER: 6, CollectiveOp.REDUCE_SCATTER: 4}
     saved = sent_bytes(traffic, Axis.TP) - 2 * Fraction(3, 4) * 128 * 256 * 2
     plain = rank_traffic(
-        job_of(1), ParallelPlan(tp=4, pp=4, stages=(1,) * 4), load_stack("megatron-lm-2022"), 1
+        job_of(1), ResolvedPlan(tp=4, pp=4, stages=(1,) * 4), load_stack("megatron-lm-2022"), 1
     )
     assert saved == sent_bytes(plain, Axis.TP)
 
 
 def test_full_recompute_repeats_the_forward_collectives() -> None:
-    plan = ParallelPlan(tp=2, pp=4, recompute=Recompute.FULL, stages=(1,) * 4)
+    plan = ResolvedPlan(tp=2, pp=4, recompute=Recompute.FULL, stages=(1,) * 4)
     traffic = rank_traffic(job_of(1), plan, load_stack("megatron-lm-2021"), 2)
     assert [each.num_calls for each in traffic] == [6]
 
@@ -166,7 +166,7 @@ def test_full_recompute_repeats_the_forward_collectives() -> None:
 @pytest.mark.parametrize("dp_shard", [1, 2, 4, 8])
 def test_hybrid_sharding_sums_a_shard_over_its_replicas(dp_shard: int) -> None:
     """Gathers stay inside a set of shards; a shard's gradient is all-reduced over the sets."""
-    plan = ParallelPlan(dp=8, dp_shard=dp_shard, zero_stage=3, stages=(4,))
+    plan = ResolvedPlan(dp=8, dp_shard=dp_shard, zero_stage=3, stages=(4,))
     job = job_of(8, Precision.BF16)
     stack = load_stack("torchtitan")
     traffic = rank_traffic(job, plan, stack, 0)
@@ -191,7 +191,7 @@ def test_fsdp_gathers_layers_once_more_where_it_reshards(dp: int, *, reshards: b
     A layer has 12 h^2 weights, 9 h biases and two norms of 2 h; W has also the table and final
     norm, which stay gathered, and learned positions.
     """
-    plan = ParallelPlan(dp=dp, zero_stage=3, reshard_after_forward=reshards, stages=(4,))
+    plan = ResolvedPlan(dp=dp, zero_stage=3, reshard_after_forward=reshards, stages=(4,))
     job = job_of(dp, Precision.BF16)
     traffic = rank_traffic(job, plan, load_stack("fsdp"), 0)
     share = Fraction(dp - 1, dp)
@@ -203,7 +203,7 @@ def test_fsdp_gathers_layers_once_more_where_it_reshards(dp: int, *, reshards: b
 def test_a_search_of_unused_weights_sums_a_number_for_each_tensor() -> None:
     job = TrainingJob(model=load_model("gpt2"), global_batch_size=16, seq_len=1024)
     cluster, stack = load_cluster("dgx-a100"), load_stack("ddp")
-    plain = ParallelPlan(dp=8, stages=(12,), attention=Attention.FLASH)
+    plain = ResolvedPlan(dp=8, stages=(12,), attention=Attention.FLASH)
     searching = replace(plain, find_unused=True)
     # Two tables and the final norm; in a layer two norms and four products with weight and bias
     # each. Buckets are as transformers' Trainer was counted to reduce them (docs/count.md): as the

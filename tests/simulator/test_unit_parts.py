@@ -13,8 +13,8 @@ from meshwright.simulator import (
     Action,
     CostModel,
     ModelSpec,
-    ParallelPlan,
     Phase,
+    ResolvedPlan,
     TrainingJob,
     load_model,
 )
@@ -51,7 +51,7 @@ WHOLE = Stage((BlockRun("layer", 3),), has_embedding=True, has_head=True)
 
 def shape_of(model: ModelSpec = LLAMA, stack: str = ENDS) -> BlockShape:
     job = TrainingJob(model=model, global_batch_size=1, seq_len=model.seq_len)
-    return BlockShape.of(job, ParallelPlan(stages=(model.num_layers,)), load_stack(stack))
+    return BlockShape.of(job, ResolvedPlan(stages=(model.num_layers,)), load_stack(stack))
 
 
 def test_embedding_and_head_were_one_unit_gathered_before_all_layers() -> None:
@@ -236,8 +236,8 @@ def test_what_does_not_reshard_stays_as_the_root_does(*, keeps_units: bool) -> N
 PIPELINES = [(1, "1f1b", 1), (2, "1f1b", 1), (2, "gpipe", 1), (4, "1f1b", 1), (2, "interleaved", 2)]
 
 
-def sharded_plan(pp: int, schedule: str, vpp: int, *, reshards: bool = True) -> ParallelPlan:
-    return ParallelPlan(
+def sharded_plan(pp: int, schedule: str, vpp: int, *, reshards: bool = True) -> ResolvedPlan:
+    return ResolvedPlan(
         pp=pp,
         dp=4,
         num_virtual_stages=vpp,
@@ -249,7 +249,7 @@ def sharded_plan(pp: int, schedule: str, vpp: int, *, reshards: bool = True) -> 
     )
 
 
-def small_job(plan: ParallelPlan, microbatches: int) -> TrainingJob:
+def small_job(plan: ResolvedPlan, microbatches: int) -> TrainingJob:
     model = LLAMA.model_copy(update={"num_layers": 8, "seq_len": 512})
     return TrainingJob(
         model=model,
@@ -312,7 +312,7 @@ def test_a_unit_is_copied_from_its_gathers_buffer_and_into_its_reductions(
     """Read and written in bf16, then read as the gradient is kept and written in fp32."""
     cluster = load_cluster("dgx-a100")
     job = TrainingJob(model=LLAMA, global_batch_size=batch, seq_len=1024)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         dp=8, zero_stage=3, attention=Attention.FLASH, stages=(32,), sync_each_microbatch=each
     )
     rate = cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory.bandwidth_fraction

@@ -21,8 +21,8 @@ from meshwright.simulator import (
     Axis,
     CostModel,
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     simulate,
 )
@@ -57,8 +57,8 @@ def job_of(dp: int) -> TrainingJob:
     return TrainingJob(model=MODEL, global_batch_size=dp, seq_len=256, precision=Precision.FP16)
 
 
-def plan_of(dp: int) -> ParallelPlan:
-    return ParallelPlan(dp=dp, zero_stage=3, stages=(6,))
+def plan_of(dp: int) -> ResolvedPlan:
+    return ResolvedPlan(dp=dp, zero_stage=3, stages=(6,))
 
 
 @given(counts=st.lists(st.integers(1, 10**6), min_size=1, max_size=20), owners=st.integers(1, 40))
@@ -158,7 +158,7 @@ def test_a_unit_of_several_owners_goes_out_in_turn() -> None:
 
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_other_stages_are_not_offered(zero_stage: int) -> None:
-    plan = ParallelPlan(dp=2, zero_stage=zero_stage, stages=(6,))
+    plan = ResolvedPlan(dp=2, zero_stage=zero_stage, stages=(6,))
     with pytest.raises(PlanError, match=r"zero_stage=. is not offered by stack zero-broadcast"):
         simulate(job_of(2), plan, load_cluster("dgx-2"), OWNERS)
 

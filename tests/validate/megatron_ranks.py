@@ -22,7 +22,7 @@ import torch._dynamo  # imported by the first operator otherwise, in each rank
 import torch.distributed as dist
 
 from meshwright.hwprofiles import load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.validate.programs.contract.request import ProgramRequest
 from meshwright.validate.programs.experts.group import ExpertGroup
 from meshwright.validate.programs.megatron.buffers import gradient_view
@@ -36,7 +36,7 @@ TIMEOUT_S = 60
 class Case(NamedTuple):
     name: str
     job: TrainingJob
-    plan: ParallelPlan
+    plan: ResolvedPlan
     stack: str
     dropout: float
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining  # slow to import: once, before the fork
 
 from meshwright.hwprofiles import load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.validate.programs.contract.request import ProgramRequest, RankProgram
 from meshwright.validate.programs.pytorch import programs as pytorch_programs
 
@@ -28,7 +28,7 @@ NUM_STEPS = 3
 TIMEOUT_S = 120
 
 
-def build(job: TrainingJob, plan: ParallelPlan, stack: str, rank: int) -> RankProgram:
+def build(job: TrainingJob, plan: ResolvedPlan, stack: str, rank: int) -> RankProgram:
     make = pytorch_programs.build_ddp if stack == "ddp" else pytorch_programs.build_fully_sharded
     request = ProgramRequest(
         job=job,

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.hwprofiles import load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.validate.counting.oracle import RankOracle
 from meshwright.validate.programs.contract.request import ProgramRequest
 from meshwright.validate.programs.strategies.parameter_server import (
@@ -33,7 +33,7 @@ TIMEOUT_S = 120
 STACK = "parameter-server"
 
 
-def show(job: TrainingJob, plan: ParallelPlan, rank: int) -> dict[str, Any]:
+def show(job: TrainingJob, plan: ResolvedPlan, rank: int) -> dict[str, Any]:
     program = build_servers(
         ProgramRequest(
             job=job,
@@ -58,7 +58,7 @@ def show(job: TrainingJob, plan: ParallelPlan, rank: int) -> dict[str, Any]:
     return shown
 
 
-def run_rank(rank: int, cases: dict[str, tuple[TrainingJob, ParallelPlan]], folder: Path) -> None:
+def run_rank(rank: int, cases: dict[str, tuple[TrainingJob, ResolvedPlan]], folder: Path) -> None:
     torch.set_num_threads(1)
     shown = {}
     for number, (name, (job, plan)) in enumerate(cases.items()):

@@ -24,7 +24,7 @@ from meshwright.hwprofiles import (  # noqa: E402
     load_stack,
 )
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob  # noqa: E402
 from meshwright.simulator.model import Experts, LatentAttention  # noqa: E402
 from meshwright.validate.comparison.checks import PEAK, CheckVerdict, compare_rank  # noqa: E402
 from meshwright.validate.programs.pytorch.reference import reference_losses  # noqa: E402
@@ -155,7 +155,7 @@ def saved(model: ModelSpec, stack: str, **fields: Any) -> SavedPlan:
     }
     return SavedPlan(
         job=TrainingJob(model=model, global_batch_size=4, seq_len=16, precision=Precision.FP32),
-        plan=ParallelPlan(**(usual | fields)),
+        plan=ResolvedPlan(**(usual | fields)),
         cluster=load_cluster("dgx-a100"),
         stack=profile,
     )

@@ -16,7 +16,7 @@ from killing.processes import left_running
 from meshwright.hwprofiles import load_cluster, load_stack
 from meshwright.hwprofiles.kinds import Precision
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model
 from meshwright.validate.launch import RunSpec, write_spec
 from meshwright.validate.launch.records import (
     Heartbeat,
@@ -33,7 +33,7 @@ JOB = TrainingJob(
 )
 SAVED = SavedPlan(
     job=JOB,
-    plan=ParallelPlan(dp=2, stages=(12,)),
+    plan=ResolvedPlan(dp=2, stages=(12,)),
     cluster=load_cluster("localhost-cpu"),
     stack=load_stack("ddp"),
 )

@@ -22,8 +22,8 @@ from meshwright.hwprofiles import Precision, load_cluster, load_stack  # noqa: E
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
 from meshwright.simulator import (  # noqa: E402
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     count_parameters,
 )
@@ -65,7 +65,7 @@ GPT = ModelSpec(
 
 def saved_plan(stack: str, **fields: Any) -> SavedPlan:
     profile = load_stack(stack)
-    plan = ParallelPlan(**({"stages": (4,), "attention": profile.attention} | fields))
+    plan = ResolvedPlan(**({"stages": (4,), "attention": profile.attention} | fields))
     job = TrainingJob(
         model=GPT, global_batch_size=8 * plan.dp, seq_len=64, precision=Precision.BF16
     )

@@ -17,7 +17,7 @@ from killing.processes import left_running
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
 from meshwright.planner.reports.documents import json_text
 from meshwright.planner.reports.plan_file import SavedPlan, plan_document
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model
 from meshwright.validate.launch import (
     FailureKind,
     RunOutcome,
@@ -41,7 +41,7 @@ def saved_plan(dp: int) -> SavedPlan:
     )
     return SavedPlan(
         job=job,
-        plan=ParallelPlan(dp=dp, stages=(12,)),
+        plan=ResolvedPlan(dp=dp, stages=(12,)),
         cluster=load_cluster("localhost-cpu"),
         stack=load_stack("ddp"),
     )

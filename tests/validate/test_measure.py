@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.hwprofiles import Precision, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob
 from meshwright.validate.comparison.checks import (
     PEAK,
     PEAK_TOLERANCE,
@@ -38,10 +38,10 @@ from meshwright.validate.ranks.prediction import (
 GPT = ModelSpec(
     name="tiny-gpt", num_layers=4, hidden_size=64, num_heads=4, vocab_size=512, seq_len=64
 )
-LAYOUT = ParallelPlan(pp=2, stages=(2, 2))
+LAYOUT = ResolvedPlan(pp=2, stages=(2, 2))
 
 
-def saved(plan: ParallelPlan = LAYOUT, precision: Precision = Precision.FP32) -> SavedPlan:
+def saved(plan: ResolvedPlan = LAYOUT, precision: Precision = Precision.FP32) -> SavedPlan:
     job = TrainingJob(model=GPT, global_batch_size=8, seq_len=64, precision=precision)
     return SavedPlan(
         job=job,
@@ -195,7 +195,7 @@ def test_capped_steps_scale_exactly() -> None:
 
 
 def check_of_losses(
-    losses: list[float], plan: ParallelPlan = LAYOUT, precision: Precision = Precision.FP32
+    losses: list[float], plan: ResolvedPlan = LAYOUT, precision: Precision = Precision.FP32
 ) -> Check:
     return loss_check(saved(plan, precision), losses, [6.0, 5.0])
 

@@ -23,7 +23,7 @@ from meshwright.hwprofiles import (  # noqa: E402
     load_stack,
 )
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
-from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
+from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob  # noqa: E402
 from meshwright.simulator.account.host_traffic import HostTraffic  # noqa: E402
 from meshwright.validate.comparison.checks import (  # noqa: E402
     HOST_PEAK,
@@ -69,7 +69,7 @@ BF16, FP32 = Precision.BF16, Precision.FP32
 def saved_plan(stack: str, precision: Precision = BF16, batch: int = 8, **fields: Any) -> SavedPlan:
     profile = load_stack(stack)
     usual = {"dp": 4, "zero_stage": 3, "stages": (2,), "offload": Offload.PARAMETERS}
-    plan = ParallelPlan(attention=profile.attention, **(usual | fields))
+    plan = ResolvedPlan(attention=profile.attention, **(usual | fields))
     job = TrainingJob(model=GPT, global_batch_size=batch, seq_len=2048, precision=precision)
     return SavedPlan(job=job, plan=plan, cluster=load_cluster("dgx-a100"), stack=profile)
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from meshwright.hwprofiles import Precision, load_cluster, load_stack  # noqa: E402
 from meshwright.planner.reports.documents import json_text  # noqa: E402
 from meshwright.planner.reports.plan_file import SavedPlan, plan_document  # noqa: E402
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob  # noqa: E402
 from meshwright.validate.calibration import Accelerator, CalibrateOptions, run_calibrate  # noqa: E402
 from meshwright.validate.calibration.measure import device_bench  # noqa: E402
 from meshwright.validate.calibration.rows.cases import BenchmarkCase  # noqa: E402
@@ -64,7 +64,7 @@ def saved_plan(
     stack: str, model: ModelSpec = GPT, precision: Precision = BF16, **fields: Any
 ) -> SavedPlan:
     profile = load_stack(stack)
-    plan = ParallelPlan(**({"attention": profile.attention} | WHOLE | fields))
+    plan = ResolvedPlan(**({"attention": profile.attention} | WHOLE | fields))
     job = TrainingJob(model=model, global_batch_size=8 * plan.dp, seq_len=256, precision=precision)
     return SavedPlan(job=job, plan=plan, cluster=load_cluster("dgx-h200"), stack=profile)
 

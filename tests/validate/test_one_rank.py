@@ -8,7 +8,7 @@ from meshwright.hwprofiles import Precision, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.simulator import (
     ModelSpec,
-    ParallelPlan,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_model,
@@ -27,7 +27,7 @@ def saved_plan(stack: str, microbatches: int, *, each: bool | None) -> SavedPlan
     job = TrainingJob(
         model=MODEL, global_batch_size=microbatches, seq_len=64, precision=Precision.BF16
     )
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         zero_stage=3, stages=(6,), attention=profile.attention, sync_each_microbatch=each
     )
     return SavedPlan(job=job, plan=plan, cluster=load_cluster("dgx-h200"), stack=profile)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from meshwright.hwprofiles import Offload, Precision, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan
-from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model
+from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob, load_model
 from meshwright.validate.counting.absent_ranks import fake_ranks
 from meshwright.validate.probe.report import probe_table
 from meshwright.validate.probe.stage_probe import (
@@ -37,7 +37,7 @@ INTERLEAVED = {
 
 def saved_plan(stack: str, *, batch: int = 8, **fields: Any) -> SavedPlan:
     profile = load_stack(stack)
-    plan = ParallelPlan(**({"stages": (4,), "attention": profile.attention} | fields))
+    plan = ResolvedPlan(**({"stages": (4,), "attention": profile.attention} | fields))
     job = TrainingJob(
         model=GPT, global_batch_size=batch * plan.dp, seq_len=64, precision=Precision.BF16
     )

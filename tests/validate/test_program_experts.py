@@ -17,7 +17,7 @@ from meshwright.hwprofiles import (  # noqa: E402
     load_stack,
 )
 from meshwright.planner.reports.plan_file import SavedPlan  # noqa: E402
-from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob  # noqa: E402
+from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob  # noqa: E402
 from meshwright.simulator.model import Experts, LatentAttention  # noqa: E402
 from meshwright.validate.programs.experts import Dispatch, ExpertGroup  # noqa: E402
 from meshwright.validate.ranks.prediction import predict_ranks  # noqa: E402
@@ -108,7 +108,7 @@ def saved(
     }
     return SavedPlan(
         job=TrainingJob(model=model, global_batch_size=count * fields.get("dp", 1), seq_len=512),
-        plan=ParallelPlan(**(usual | fields)),
+        plan=ResolvedPlan(**(usual | fields)),
         cluster=load_cluster("dgx-a100"),
         stack=profile,
     )

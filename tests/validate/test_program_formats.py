@@ -16,7 +16,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.planner.reports.plan_file import SavedPlan
-from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob
 from meshwright.validate.comparison.checks import CheckVerdict, compare_rank
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.programs.build import build_program, check_program
@@ -62,7 +62,7 @@ def saved_plan(
 ) -> SavedPlan:
     profile = load_stack(stack)
     whole: dict[str, Any] = {"dp": 4, "stages": (2,), "attention": profile.attention}
-    plan = ParallelPlan(**{**whole, **fields})
+    plan = ResolvedPlan(**{**whole, **fields})
     job = TrainingJob(model=model, global_batch_size=batch, seq_len=tokens, precision=precision)
     return SavedPlan(job=job, plan=plan, cluster=load_cluster("dgx-a100"), stack=profile)
 
@@ -146,4 +146,4 @@ def request_of(saved: SavedPlan) -> ProgramRequest:
 def test_fields_without_a_program_are_refused_by_name(fields: dict[str, Any]) -> None:
     name, value = next(iter(fields.items()))
     with pytest.raises(PlanError, match=f"^{name}={value} has no PyTorch program; allowed: leave"):
-        check_program(load_stack("megatron-core"), ParallelPlan(**fields))
+        check_program(load_stack("megatron-core"), ResolvedPlan(**fields))

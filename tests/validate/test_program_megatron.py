@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402, N812
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute  # noqa: E402
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob  # noqa: E402
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob  # noqa: E402
 from meshwright.simulator.model import Experts, LatentAttention  # noqa: E402
 from meshwright.validate.programs.contract.weights import token_batch  # noqa: E402
 from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage  # noqa: E402
@@ -96,38 +96,38 @@ MODELS = {
     ),
 }
 UNFUSED, FLASH = Attention.UNFUSED, Attention.FLASH
-HYBRID = ParallelPlan(
+HYBRID = ResolvedPlan(
     tp=2, pp=2, dp=2, stages=(2, 2), zero_stage=1, sequence_parallel=True, attention=FLASH
 )
-INTERLEAVED = ParallelPlan(
+INTERLEAVED = ResolvedPlan(
     pp=2, num_virtual_stages=2, schedule="interleaved", stages=(1, 1, 1, 1), attention=FLASH
 )
 # Name: model, plan, stack. What test_agreement_gloo.py trains beside another way is not here.
-CASES: dict[str, tuple[str, ParallelPlan, str]] = {
-    "one unfused 2021": ("gpt", ParallelPlan(stages=(4,)), "megatron-lm-2021"),
+CASES: dict[str, tuple[str, ResolvedPlan, str]] = {
+    "one unfused 2021": ("gpt", ResolvedPlan(stages=(4,)), "megatron-lm-2021"),
     "one selective": (
         "llama",
-        ParallelPlan(stages=(4,), recompute=Recompute.SELECTIVE),
+        ResolvedPlan(stages=(4,), recompute=Recompute.SELECTIVE),
         "megatron-lm-2022",
     ),
     "tp2 2021 full": (
         "gpt",
-        ParallelPlan(tp=2, stages=(4,), recompute=Recompute.FULL, microbatch_size=2),
+        ResolvedPlan(tp=2, stages=(4,), recompute=Recompute.FULL, microbatch_size=2),
         "megatron-lm-2021",
     ),
     "deepseek": ("deepseek", replace(HYBRID, ep=4, etp=1), "megatron-core"),
     "tp2 sp full": (
         "llama-tied",
-        ParallelPlan(tp=2, stages=(4,), sequence_parallel=True, recompute=Recompute.FULL),
+        ResolvedPlan(tp=2, stages=(4,), sequence_parallel=True, recompute=Recompute.FULL),
         "megatron-core",
     ),
-    "pp2 uneven": ("llama", ParallelPlan(pp=2, stages=(3, 1), attention=FLASH), "megatron-core"),
+    "pp2 uneven": ("llama", ResolvedPlan(pp=2, stages=(3, 1), attention=FLASH), "megatron-core"),
     "pp2 interleaved llama": (
         "llama-tied",
         replace(INTERLEAVED, recompute=Recompute.FULL),
         "megatron-core",
     ),
-    "dp2 zero 2022": ("llama", ParallelPlan(dp=2, stages=(4,), zero_stage=1), "megatron-lm-2022"),
+    "dp2 zero 2022": ("llama", ResolvedPlan(dp=2, stages=(4,), zero_stage=1), "megatron-lm-2022"),
     "tp2 pp2 interleaved sp": (
         "gpt",
         replace(INTERLEAVED, tp=2, sequence_parallel=True),
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
         replace(INTERLEAVED, dp=2, zero_stage=1),
         "megatron-core",
     ),
-    "pp4": ("llama-tied", ParallelPlan(pp=4, stages=(1, 1, 1, 1)), "megatron-lm-2022"),
+    "pp4": ("llama-tied", ResolvedPlan(pp=4, stages=(1, 1, 1, 1)), "megatron-lm-2022"),
     "cp2 tp2 sp ring": (
         "gpt",
         replace(HYBRID, pp=1, cp=2, stages=(4,), cp_type=ContextParallel.RING),
@@ -146,12 +146,12 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
     ),
     "cp4 ring full": (
         "llama",
-        ParallelPlan(cp=4, stages=(4,), attention=FLASH, recompute=Recompute.FULL),
+        ResolvedPlan(cp=4, stages=(4,), attention=FLASH, recompute=Recompute.FULL),
         "megatron-core",
     ),
     "cp2 pp2 all-to-all": (
         "sinks",
-        ParallelPlan(
+        ResolvedPlan(
             cp=2,
             pp=2,
             dp=2,
@@ -169,7 +169,7 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
     ),
     "cp4 ring of swaps": (
         "gpt",
-        ParallelPlan(
+        ResolvedPlan(
             cp=4,
             cp_inner=2,
             cp_type=ContextParallel.RING_OF_SWAPS,
@@ -181,7 +181,7 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
     ),
     "ep2 dp4": (
         "mixed",
-        ParallelPlan(dp=4, ep=2, stages=(4,), zero_stage=1, recompute=Recompute.FULL),
+        ResolvedPlan(dp=4, ep=2, stages=(4,), zero_stage=1, recompute=Recompute.FULL),
         "megatron-core",
     ),
     "ep2 etp2": (
@@ -192,12 +192,12 @@ CASES: dict[str, tuple[str, ParallelPlan, str]] = {
     "tp2 experts": ("mixed", replace(HYBRID, dp=1), "megatron-core"),
     "hybrid 2021": (
         "gpt-untied",
-        ParallelPlan(tp=2, pp=2, stages=(2, 2), recompute=Recompute.FULL),
+        ResolvedPlan(tp=2, pp=2, stages=(2, 2), recompute=Recompute.FULL),
         "megatron-lm-2021",
     ),
 }
 # Other number formats and dropout: they train, near the same losses.
-NEAR: dict[str, tuple[str, ParallelPlan, str, Precision, float]] = {
+NEAR: dict[str, tuple[str, ResolvedPlan, str, Precision, float]] = {
     f"{precision} {stack}": ("gpt", plan, stack, precision, dropout)
     for stack, plan, precision, dropout in (
         ("megatron-core", HYBRID, Precision.BF16, 0.0),
@@ -209,13 +209,13 @@ NEAR: dict[str, tuple[str, ParallelPlan, str, Precision, float]] = {
         ),
         (
             "megatron-lm-2021",
-            ParallelPlan(pp=2, dp=2, stages=(2, 2), recompute=Recompute.FULL),
+            ResolvedPlan(pp=2, dp=2, stages=(2, 2), recompute=Recompute.FULL),
             Precision.FP16,
             0.0,
         ),
         (
             "megatron-lm-2022",
-            ParallelPlan(tp=2, dp=2, stages=(4,), zero_stage=1, recompute=Recompute.FULL),
+            ResolvedPlan(tp=2, dp=2, stages=(4,), zero_stage=1, recompute=Recompute.FULL),
             Precision.FP32,
             0.1,
         ),

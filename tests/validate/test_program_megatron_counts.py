@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from meshwright.hwprofiles import Attention, Recompute, StackProfile, load_stack  # noqa: E402
-from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob, load_model  # noqa: E402
+from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob, load_model  # noqa: E402
 from meshwright.simulator.model.parameters import (  # noqa: E402
     local_shape,
     padded_vocab_size,
@@ -30,7 +30,7 @@ TINY = ModelSpec(
 
 def request(
     job: TrainingJob,
-    plan: ParallelPlan,
+    plan: ResolvedPlan,
     stack: str | StackProfile,
     rank: int = 0,
     *,
@@ -72,7 +72,7 @@ class LayerCounts:
 
 def one_layer(*, dropout: float, **options: object) -> LayerCounts:
     """Count one layer of GPT-3 at tp 8 in 16 bits, forward and backward."""
-    plan = ParallelPlan(tp=8, stages=(1,), **options)
+    plan = ResolvedPlan(tp=8, stages=(1,), **options)
     model = GPT3.model_copy(update={"num_layers": 1})
     job = TrainingJob(model=model, global_batch_size=1, seq_len=S)
     with fake_cluster(0, 8):
@@ -165,7 +165,7 @@ def test_recomputation_repeats_all_of_what_it_does_not_keep(
     recompute: Recompute, again: int
 ) -> None:
     job = TrainingJob(model=TINY, global_batch_size=3, seq_len=16)
-    plan = ParallelPlan(stages=(4,), recompute=recompute)
+    plan = ResolvedPlan(stages=(4,), recompute=recompute)
     flops = [
         second_step(request(job, each, "megatron-lm-2022"))[1].flops
         for each in (plan, replace(plan, recompute=Recompute.NONE))
@@ -187,7 +187,7 @@ def model_states(model: ModelSpec, num_layers: int, tp: int) -> int:
 )
 def test_one_rank_of_3072(name: str, stages: tuple[int, ...], pp_rank: int) -> None:
     model = load_model(name)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=8, pp=64, dp=6, stages=stages, zero_stage=1, sequence_parallel=True, attention=FLASH
     )
     job = TrainingJob(model=model, global_batch_size=1536, seq_len=2048)
@@ -223,7 +223,7 @@ def test_buckets_close_when_full_from_the_back_of_each_chunk() -> None:
     h, limit = 32, 4352
     stack = load_stack("megatron-core").model_copy(update=buckets_of(limit))
     job = TrainingJob(model=TINY, global_batch_size=4, seq_len=16)
-    plan = ParallelPlan(pp=2, dp=2, stages=(1, 3), zero_stage=0, attention=FLASH)
+    plan = ResolvedPlan(pp=2, dp=2, stages=(1, 3), zero_stage=0, attention=FLASH)
     program, oracle = second_step(request(job, plan, stack))
     mlp = [h, 4 * h * h, 4 * h, 4 * h * h]  # biases and weights from the back
     # Both norms; queries, keys and values ahead of the output product, which is made first.
@@ -237,7 +237,7 @@ def test_buckets_close_when_full_from_the_back_of_each_chunk() -> None:
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_a_sharded_table_on_two_stages_has_a_bucket_of_its_own(zero_stage: int) -> None:
     job = TrainingJob(model=TINY, global_batch_size=4, seq_len=16)
-    plan = ParallelPlan(pp=2, dp=2, stages=(2, 2), zero_stage=zero_stage, attention=FLASH)
+    plan = ResolvedPlan(pp=2, dp=2, stages=(2, 2), zero_stage=zero_stage, attention=FLASH)
     for rank, first in ((0, False), (2, True)):
         program, _ = second_step(request(job, plan, "megatron-core", rank))
         sizes = [bucket.weights.numel() for bucket in program.buffers[0].buckets]
@@ -249,7 +249,7 @@ def test_a_sharded_table_on_two_stages_has_a_bucket_of_its_own(zero_stage: int) 
 def test_only_the_first_stage_is_reduced_in_buckets() -> None:
     stack = load_stack("megatron-core").model_copy(update=buckets_of(4288))
     job = TrainingJob(model=TINY, global_batch_size=4, seq_len=16)
-    plan = ParallelPlan(pp=2, dp=2, stages=(2, 2), zero_stage=1, attention=FLASH)
+    plan = ResolvedPlan(pp=2, dp=2, stages=(2, 2), zero_stage=1, attention=FLASH)
     counts = []
     for rank in (0, 2):
         program, _ = second_step(request(job, plan, stack, rank))
@@ -260,7 +260,7 @@ def test_only_the_first_stage_is_reduced_in_buckets() -> None:
 
 def test_without_overlap_each_chunk_is_reduced_once() -> None:
     job = TrainingJob(model=TINY, global_batch_size=4, seq_len=16)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         pp=2, dp=2, num_virtual_stages=2, schedule="interleaved", stages=(1, 1, 1, 1)
     )
     program, oracle = second_step(request(job, plan, "megatron-lm-2022"))
@@ -271,7 +271,7 @@ def test_without_overlap_each_chunk_is_reduced_once() -> None:
 
 def test_all_collectives_of_a_step_of_a_hybrid_plan() -> None:
     job = TrainingJob(model=TINY, global_batch_size=8, seq_len=16)
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=2, pp=2, dp=2, stages=(2, 2), zero_stage=1, sequence_parallel=True, attention=FLASH
     )
     h, m = 32, 4
@@ -314,7 +314,7 @@ def test_all_collectives_of_a_step_of_a_hybrid_plan() -> None:
 
 def test_messages_are_cut_between_tensor_ranks_that_all_hold_them() -> None:
     job = TrainingJob(model=TINY, global_batch_size=4, seq_len=16)
-    plan = ParallelPlan(tp=2, pp=2, stages=(2, 2), microbatch_size=2)
+    plan = ResolvedPlan(tp=2, pp=2, stages=(2, 2), microbatch_size=2)
     _, oracle = second_step(request(job, plan, "megatron-lm-2021", rank=1))
     activation = 2 * 2 * 16 * 32
     calls = {(call.axis, call.op, call.size_bytes): call.num_calls for call in oracle.collectives}
@@ -325,7 +325,7 @@ def test_messages_are_cut_between_tensor_ranks_that_all_hold_them() -> None:
 
 def test_a_stage_keeps_its_input_and_not_its_output() -> None:
     model = TINY.model_copy(update={"seq_len": 256, "max_positions": 256})
-    plan = ParallelPlan(pp=4, stages=(1, 1, 1, 1), schedule="gpipe")
+    plan = ResolvedPlan(pp=4, stages=(1, 1, 1, 1), schedule="gpipe")
     peaks = []
     for num_microbatches in (2, 3):
         job = TrainingJob(model=model, global_batch_size=num_microbatches, seq_len=256)
@@ -343,7 +343,7 @@ def test_an_update_copies_16_bit_gradients_alone(stack: str, temporary: int) -> 
     sizes = {"hidden_size": 256, "head_dim": 256 // TINY.num_heads, "ffn_hidden_size": 1024}
     model = TINY.model_copy(update=sizes)
     job = TrainingJob(model=model, global_batch_size=1, seq_len=2)
-    plan = ParallelPlan(tp=1, stages=(4,))
+    plan = ResolvedPlan(tp=1, stages=(4,))
     program, oracle = second_step(request(job, plan, stack))
     parameters = sum(bucket.weights.numel() for bucket in program.buffers[0].buckets)
     assert load_stack(stack).optimizer_temporary_bytes == temporary
@@ -357,7 +357,7 @@ def test_an_update_copies_16_bit_gradients_alone(stack: str, temporary: int) -> 
 
 def test_plans_without_a_program_are_refused() -> None:
     job = TrainingJob(model=TINY, global_batch_size=4, seq_len=16)
-    plan = ParallelPlan(stages=(4,))
+    plan = ResolvedPlan(stages=(4,))
     for model, degree, message in (
         (TINY.model_copy(update={"num_kv_heads": 1}), 2, "num_kv_heads=1 and tp=2"),
         (TINY.model_copy(update={"positions": "alibi"}), 1, "no program"),

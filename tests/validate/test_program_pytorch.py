@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from meshwright.hwprofiles import Attention, ContextParallel, Precision, Recompute
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob
 from meshwright.simulator.model import Experts
 from meshwright.validate.programs.pytorch import reference
 from meshwright.validate.programs.pytorch.reference import reference_losses
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
     model: ModelSpec
     stack: str
-    plan: ParallelPlan
+    plan: ResolvedPlan
 
 
 class Outcome(NamedTuple):
@@ -62,9 +62,9 @@ class Outcome(NamedTuple):
     norms: list[float]
 
 
-def plan(**fields: Any) -> ParallelPlan:
+def plan(**fields: Any) -> ResolvedPlan:
     usual = {"stages": (4,), "zero_stage": 3, "attention": Attention.FLASH}
-    return ParallelPlan(**(usual | fields))
+    return ResolvedPlan(**(usual | fields))
 
 
 OPERATORS = Recompute.SELECTIVE_OP

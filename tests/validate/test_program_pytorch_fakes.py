@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.hwprofiles import Attention, Precision, Recompute, load_stack
-from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.counting.internals import tensors_in
 from meshwright.validate.counting.oracle import RankOracle
@@ -54,19 +54,19 @@ ROOT = TIED + POSITIONS
 MESSAGE, PER_TOKEN = SIZE * TOKENS * WIDTH, SIZE * TOKENS
 
 
-def plan(**fields: Any) -> ParallelPlan:
+def plan(**fields: Any) -> ResolvedPlan:
     usual = {
         "stages": (LAYERS,),
         "zero_stage": 3,
         "attention": Attention.FLASH,
         "microbatch_size": SIZE,
     }
-    return ParallelPlan(**(usual | fields))
+    return ResolvedPlan(**(usual | fields))
 
 
 def request(
     stack: str,
-    parallel: ParallelPlan,
+    parallel: ResolvedPlan,
     *,
     rank: int = 0,
     model: ModelSpec = GPT,

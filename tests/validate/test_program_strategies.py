@@ -16,7 +16,7 @@ from link_bytes import module_link_bytes, server_link_bytes, sharded_worker_byte
 
 from meshwright.hwprofiles import Precision, Recompute, load_cluster, load_stack
 from meshwright.planner.reports.plan_file import SavedPlan
-from meshwright.simulator import ModelSpec, ParallelPlan, ParameterServer, PlanError, TrainingJob
+from meshwright.simulator import ModelSpec, ParameterServer, PlanError, ResolvedPlan, TrainingJob
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.counting.oracle import RankOracle
 from meshwright.validate.programs.build import build_program
@@ -49,11 +49,11 @@ def job_of(batch: int = 8, precision: Precision = Precision.FP32, tokens: int = 
     return TrainingJob(model=GPT, global_batch_size=batch, seq_len=tokens, precision=precision)
 
 
-def plan_of(dp: int, servers: ParameterServer | None = None, **fields: Any) -> ParallelPlan:
-    return ParallelPlan(dp=dp, stages=(2,), parameter_server=servers, **fields)
+def plan_of(dp: int, servers: ParameterServer | None = None, **fields: Any) -> ResolvedPlan:
+    return ResolvedPlan(dp=dp, stages=(2,), parameter_server=servers, **fields)
 
 
-def saved_plan(stack: str, job: TrainingJob, plan: ParallelPlan) -> SavedPlan:
+def saved_plan(stack: str, job: TrainingJob, plan: ResolvedPlan) -> SavedPlan:
     return SavedPlan(job=job, plan=plan, cluster=load_cluster("dgx-a100"), stack=load_stack(stack))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from documents.makers.training_times import efficiency, predicted_minutes, published_times
 from meshwright.hwprofiles import Precision, Recompute, load_cluster, load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob, load_model, simulate
+from meshwright.simulator import ResolvedPlan, TrainingJob, load_model, simulate
 
 
 @pytest.mark.parametrize("num_gpus", sorted(published_times()))
@@ -29,6 +29,6 @@ def test_gpt3_on_1024_gpus_takes_about_34_days() -> None:
         seq_len=2048,
         precision=Precision.FP16,
     )
-    plan = ParallelPlan(tp=8, pp=16, dp=8, recompute=Recompute.FULL, stages=(6,) * 16)
+    plan = ResolvedPlan(tp=8, pp=16, dp=8, recompute=Recompute.FULL, stages=(6,) * 16)
     step = simulate(job, plan, load_cluster("dgx-a100"), load_stack("megatron-lm-2021"))
     assert 300e9 / step.tokens_per_s / 86_400 == pytest.approx(34, rel=0.05)

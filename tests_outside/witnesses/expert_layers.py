@@ -16,7 +16,7 @@ from meshwright.hwprofiles import (
     RecomputeModule,
     load_stack,
 )
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.model import EXPERT_LAYER, BlockKind, Experts, LatentAttention, ModelSpec
 from meshwright.validate.counting import RankOracle, fake_cluster
@@ -157,7 +157,7 @@ def derived(  # noqa: PLR0913 -- what a layer is, and what its ranks are
         model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS, precision=Precision.BF16
     )
     attention = Attention.UNFUSED if profile.megatron_layers else Attention.FLASH
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         tp=tp,
         dp=max(1, ep * etp // tp),
         ep=ep,

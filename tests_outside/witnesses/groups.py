@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-from meshwright.simulator import ParallelPlan
+from meshwright.simulator import ResolvedPlan
 from meshwright.simulator.layout import table_rank
 from meshwright.validate.ranks import plan_groups
 
 
-def groups_of(plan: ParallelPlan, rank: int) -> Mapping[tuple[int, ...], str]:
+def groups_of(plan: ResolvedPlan, rank: int) -> Mapping[tuple[int, ...], str]:
     """Return the axis of each group that *rank* is in, as comparisons name them.
 
-    >>> groups_of(ParallelPlan(tp=2, dp=2, stages=(1,)), 1)
+    >>> groups_of(ResolvedPlan(tp=2, dp=2, stages=(1,)), 1)
     {(0, 1, 2, 3): 'world', (0, 1): 'tp', (1, 3): 'dp'}
     """
     if plan.cp > 1:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from meshwright.hwprofiles import Precision, Recompute, RecomputeMethod
 from meshwright.planner.export.texts import layout_text
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import repeated_modules
 from meshwright.simulator.model import ModelSpec
 from witnesses import apex
@@ -52,7 +52,7 @@ def prediction_spec(config: TransformerConfig, stage: int | None) -> ModuleSpec 
     return get_gpt_mtp_block_spec(config, layers[-1], use_transformer_engine=False, vp_stage=stage)
 
 
-def recompute_settings(plan: ParallelPlan) -> dict[str, object]:
+def recompute_settings(plan: ResolvedPlan) -> dict[str, object]:
     """Return what of a plan's layers runs again, and of a layer."""
     if plan.recompute is Recompute.NONE:
         return {}
@@ -76,7 +76,7 @@ def embedding_ranks(ranks: list[int], *, config: TransformerConfig, tied: bool) 
     return sorted({*ends})
 
 
-def layout_of(plan: ParallelPlan, num_predictions: int = 0) -> str | None:
+def layout_of(plan: ResolvedPlan, num_predictions: int = 0) -> str | None:
     """Return what tells Megatron-Core of stages that are not equal."""
     if len({*plan.stages}) <= 1:
         return None
@@ -90,7 +90,7 @@ def activation_of(model: ModelSpec) -> Callable[[Tensor], Tensor]:
     return functional.silu if model.gated_mlp else functional.gelu
 
 
-def transformer_config(job: TrainingJob, plan: ParallelPlan) -> TransformerConfig:
+def transformer_config(job: TrainingJob, plan: ResolvedPlan) -> TransformerConfig:
     """Return Megatron-Core's configuration of a plan."""
     model = job.transformer
     is_bf16 = job.precision is Precision.BF16

@@ -12,7 +12,7 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch.nn import functional
 
 from meshwright.hwprofiles import RecomputeModule
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.model import Experts, ModelSpec
 from witnesses import megatron_config, megatron_job
 from witnesses.boundary import modules_converted, values_answered
@@ -130,7 +130,7 @@ def megatron_module(
         create_gloo_process_groups=False,
     )
     job = TrainingJob(model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS)
-    plan = ParallelPlan(tp=tp, sequence_parallel=tp > 1, stages=(2,))
+    plan = ResolvedPlan(tp=tp, sequence_parallel=tp > 1, stages=(2,))
     config = megatron_config.transformer_config(job, plan)
     config = replace(
         config,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.hwprofiles import Recompute
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from witnesses.torchtitan_parts import (
     PARAMETERS,
     SCHEDULES,
@@ -85,7 +85,7 @@ class Made(QuietMetrics):
         return self
 
 
-def trainer_config(job: TrainingJob, plan: ParallelPlan) -> "Trainer.Config":
+def trainer_config(job: TrainingJob, plan: ResolvedPlan) -> "Trainer.Config":
     """Return torchtitan's configuration of a plan."""
     shards = plan.dp_shard or plan.dp
     return Trainer.Config(

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.model import Experts, ModelSpec
 from witnesses import torchtitan_parts
 from witnesses.torchtitan_parts import (
@@ -252,7 +252,7 @@ def moe_args(experts: Experts) -> MoEArgs:
     )
 
 
-def job_config(job: TrainingJob, plan: ParallelPlan) -> JobConfig:
+def job_config(job: TrainingJob, plan: ResolvedPlan) -> JobConfig:
     """Return torchtitan's configuration of a plan."""
     config = JobConfig()
     config.model.name = config.model.flavor = NAME

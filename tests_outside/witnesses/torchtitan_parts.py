@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from meshwright.hwprofiles import Precision
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.validate.ranks import ByteKind
 from witnesses.groups import groups_of
 
@@ -102,16 +102,16 @@ class QuietMetrics:
         return False
 
 
-def local_batch_size(job: TrainingJob, plan: ParallelPlan) -> int:
+def local_batch_size(job: TrainingJob, plan: ResolvedPlan) -> int:
     """Return the sequences that a rank's `step` takes: all of a pipeline, else a microbatch."""
     size = plan.microbatch_size
     return size * plan.num_microbatches(job) if plan.pp > 1 else size
 
 
-def stage_modules(plan: ParallelPlan, head: str) -> list[list[str]]:
+def stage_modules(plan: ResolvedPlan, head: str) -> list[list[str]]:
     """Return the modules of each stage; the last one is *head*.
 
-    >>> stage_modules(ParallelPlan(pp=2, stages=(1, 2)), "output")
+    >>> stage_modules(ResolvedPlan(pp=2, stages=(1, 2)), "output")
     [['tok_embeddings', 'layers.0'], ['layers.1', 'layers.2', 'norm', 'output']]
     """
     layers = iter(range(sum(plan.stages)))

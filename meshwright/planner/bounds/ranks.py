@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from meshwright.planner.bounds.data_parallel import DataParallelTimes
 from meshwright.planner.bounds.ways import Counts, Ways
 from meshwright.planner.space import Column, ShapeTable, Space
-from meshwright.simulator import CostModel, ParallelPlan
+from meshwright.simulator import CostModel, ResolvedPlan
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Mesh
 from meshwright.simulator.ledger import price, tied_table
@@ -28,7 +28,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def of(
-        cls, space: Space, table: ShapeTable, costs: CostModel, index: int, plan: ParallelPlan
+        cls, space: Space, table: ShapeTable, costs: CostModel, index: int, plan: ResolvedPlan
     ) -> "Sharing":
         """Return that of layout *index* of a space, which is *plan* but for its stages."""
         stack, precision, shape = space.stack, space.job.precision, table.shapes[table.index[index]]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.hwprofiles import format_bytes
-from meshwright.simulator import ParallelPlan, StepResult
+from meshwright.simulator import ResolvedPlan, StepResult
 from meshwright.simulator.layout import AXES, PLAN_FIELDS
 
 
@@ -23,7 +23,7 @@ class Change:
         crossing: What of it goes between nodes that usually does not; empty where nothing does.
     """
 
-    plan: ParallelPlan
+    plan: ResolvedPlan
     fields: Mapping[str, object]
     saved_bytes: int
     device_bytes: int

@@ -23,7 +23,7 @@ from meshwright.planner.space import (
     enumerate_space,
     lacks,
 )
-from meshwright.simulator import CostModel, ModelSpec, ParallelPlan, PlanError, StepResult, simulate
+from meshwright.simulator import CostModel, ModelSpec, PlanError, ResolvedPlan, StepResult, simulate
 from meshwright.simulator.layout import (
     AXES,
     PLAN_FIELDS,
@@ -31,6 +31,7 @@ from meshwright.simulator.layout import (
     Axis,
     ExpertAxis,
     stages_rule,
+    without_defaults,
 )
 from meshwright.simulator.memory import usable_bytes
 
@@ -55,7 +56,7 @@ class Trials:
     num_passes: int = 0
     num_trials: int = 0
 
-    def change(self, plan: ParallelPlan, fields: Fields) -> tuple[Change, bool] | None:
+    def change(self, plan: ResolvedPlan, fields: Fields) -> tuple[Change, bool] | None:
         """Return what *fields*, which make *plan*, come to, and whether it fits then.
 
         Returns:
@@ -64,7 +65,7 @@ class Trials:
         after = self.step(plan)
         return None if after is None else (Change.of(self.before, after, fields), after.memory.fits)
 
-    def step(self, plan: ParallelPlan) -> StepResult | None:
+    def step(self, plan: ResolvedPlan) -> StepResult | None:
         """Return the simulated step of *plan*.
 
         Returns:
@@ -99,7 +100,7 @@ class Trials:
         before = self.before
         for fields in wanted:
             try:
-                plan, differing = switched(before.job, before.plan, fields)
+                plan, differing = switched(before, fields)
             except PlanError:
                 continue
             change = None if plan == before.plan else self.change(plan, differing)
@@ -211,6 +212,7 @@ def _layouts(trials: Trials, num_gpus: int, tp: int) -> Iterator[tuple[Change, b
     if least_state_bytes(before.job, stack, plan, num_gpus) > limit_bytes:
         return
     names = ("attention", *SWITCHES) if isinstance(before.job.model, ModelSpec) else SWITCHES
+    plan = without_defaults(before.job, stack, plan)
     kept = {name: (getattr(plan, name),) for name in names}
     kept["stages"] = (stages_rule(before.job, plan, stack) or stack.stage_split,)
     space = enumerate_space(before.job, stack, num_gpus, SpaceLimits(**kept))
@@ -223,7 +225,7 @@ def _layouts(trials: Trials, num_gpus: int, tp: int) -> Iterator[tuple[Change, b
         changed = space.plan(index)
         fields: dict[str, object] = {} if num_gpus == plan.world_size else {"gpus": num_gpus}
         for name in COLUMNS:
-            if name not in kept and getattr(changed, name) != getattr(plan, name):
+            if name not in kept and getattr(changed, name) != getattr(before.plan, name):
                 fields[name] = getattr(changed, name)
         change = trials.change(changed, fields)
         if change is not None:

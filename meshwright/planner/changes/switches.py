@@ -1,18 +1,22 @@
 """What of a plan can be switched, one thing at a time."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import chain
-from math import prod
 
 from meshwright.hwprofiles import ContextParallel, StackProfile, StageSplit, Strategy
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, resolve_stages
-from meshwright.simulator.layout import AXES, PLAN_FIELDS, usual_zero_stages
+from meshwright.simulator import ResolvedPlan, StepResult, resolve
+from meshwright.simulator.layout import (
+    AXES,
+    PLAN_FIELDS,
+    overridden,
+    said_of,
+    usual_zero_stages,
+)
 
 Fields = Mapping[str, object]
 
 
-def switches(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
+def switches(plan: ResolvedPlan, stack: StackProfile) -> Iterator[Fields]:
     """Yield the single changes of *plan* that may save memory.
 
     They are the other values of fields that have few, a higher ZeRO stage, more shards, smaller
@@ -40,7 +44,7 @@ def switches(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
                 yield {axis.value: 2 * plan.degree(axis)}
 
 
-def _chosen(plan: ParallelPlan, name: str, value: object) -> Iterator[Fields]:
+def _chosen(plan: ResolvedPlan, name: str, value: object) -> Iterator[Fields]:
     """Yield the changes of *plan* to one value of a field: of a ring of swaps for each size."""
     if value is ContextParallel.RING_OF_SWAPS:
         sizes = (each for each in range(2, plan.cp) if plan.cp % each == 0)
@@ -51,7 +55,7 @@ def _chosen(plan: ParallelPlan, name: str, value: object) -> Iterator[Fields]:
         yield {name: value}
 
 
-def neighbours(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
+def neighbours(plan: ResolvedPlan, stack: StackProfile) -> Iterator[Fields]:
     """Yield the plans one change away: `switches`, and those that take more memory.
 
     Others are half the ranks along an axis, larger microbatches, more or fewer virtual stages and
@@ -71,27 +75,16 @@ def neighbours(plan: ParallelPlan, stack: StackProfile) -> Iterator[Fields]:
             yield {axis.value: plan.degree(axis) // 2}
 
 
-def switched(job: TrainingJob, plan: ParallelPlan, fields: Fields) -> tuple[ParallelPlan, Fields]:
-    """Return *plan* with *fields* on as many devices, and all the fields that differ.
+def switched(step: StepResult, fields: Fields) -> tuple[ResolvedPlan, Fields]:
+    """Return the plan of *step* with *fields* on as many devices, and all the fields that differ.
 
     Raises:
         PlanError: If there is no such plan.
     """
-    values = dict(fields)
-    rule = values.pop("stages", None)
-    degrees = {axis: values.get(axis, plan.degree(axis)) for axis in AXES}
+    job, cluster, stack, plan = step.job, step.cluster, step.stack, step.plan
+    said = overridden(said_of(job, cluster, stack, plan), fields, plan, keeps_model=True)
+    changed = resolve(job, cluster, stack, said, num_gpus=plan.world_size)
+    if not fields.keys() & AXES.keys():
+        return changed, fields
     (rest,) = (axis for axis, known in AXES.items() if known.takes_rest)
-    others = prod(int(str(degree)) for axis, degree in degrees.items() if axis is not rest)
-    if values.keys() & AXES.keys():
-        if plan.world_size % others:
-            raise PlanError(f"{plan.world_size} devices are no multiple of {others}")
-        values[rest.value] = plan.world_size // others
-    same = {name: getattr(plan, name) for name in PLAN_FIELDS}
-    changed = ParallelPlan.of(same | values | {"stages": (), "prediction_stage": None})
-    if rule is not None:
-        wanted = StageSplit(str(rule))
-        stages = resolve_stages(job.model, job.seq_len, changed.num_stages, wanted)
-        return replace(changed, stages=stages), values | {"stages": rule}
-    if changed.num_stages == plan.num_stages:
-        changed = replace(changed, stages=plan.stages, prediction_stage=plan.prediction_stage)
-    return changed, values
+    return changed, {**fields, rest.value: changed.degree(rest)}

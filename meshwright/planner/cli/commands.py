@@ -254,6 +254,9 @@ def print_report(report: "RenderableType", width: int) -> int:
     that of the report.
     """
     from rich.console import Console
+    from rich.segment import Segments
+
+    from meshwright.hwprofiles import shown_text
 
     printed, on_terminal = StringIO(), sys.stdout.isatty()
     is_told = on_terminal or os.environ.get("COLUMNS", "").isdigit()
@@ -265,9 +268,14 @@ def print_report(report: "RenderableType", width: int) -> int:
         emoji=False,
         highlight=False,
     )
-    console.print(report)
+    # Colours are sequences that a terminal obeys; those of a text from a file are shown instead.
+    plain = [
+        each if each.control else each._replace(text=shown_text(each.text))
+        for each in console.render(report)
+    ]
+    console.print(Segments(plain))
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
-    write_text(sys.stdout, "\n".join(lines) + "\n")
+    write_text(sys.stdout, "\n".join(lines) + "\n", is_styled=True)
     return 0
 
 
@@ -325,12 +333,20 @@ def progress_bar(*, estimates: bool = False) -> Iterator[Callable[[str, int, int
         yield report
 
 
-def write_text(stream: TextIO, text: str) -> None:
+def write_text(stream: TextIO, text: str, *, is_styled: bool = False) -> None:
     """Write *text*, whatever letters the stream knows.
+
+    Args:
+        stream: Standard output or error.
+        text: With its line ends.
+        is_styled: Whether it has sequences of ours that a terminal obeys.
 
     Raises:
         OSError: If the stream takes no more; it names the stream.
     """
+    from meshwright.hwprofiles import shown_text
+
+    text = text if is_styled else shown_text(text)
     encoding = stream.encoding or "utf-8"
     try:
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))

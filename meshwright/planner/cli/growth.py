@@ -9,8 +9,8 @@ from meshwright.planner.options import Given
 from meshwright.planner.search import Progress, SearchResult, search
 from meshwright.planner.space import SpaceLimits
 from meshwright.simulator import (
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     parse_stages,
@@ -58,7 +58,7 @@ def simulated(
     if quantity is Quantity.LAYERS and isinstance(listed, tuple) and listed:
         raise PlanError(f"--max {quantity} and --stages {given['stages']} contradict each other")
 
-    def plan_of(job: TrainingJob, size: int | None) -> ParallelPlan:
+    def plan_of(job: TrainingJob, size: int | None) -> ResolvedPlan:
         own = {} if size is None else {name: size}
         return resolve_plan(replace(setting, job=job), {**given, **own})
 
@@ -73,7 +73,7 @@ def simulated(
     )
 
 
-def step_of(setting: Setting, plan: ParallelPlan) -> StepResult:
+def step_of(setting: Setting, plan: ResolvedPlan) -> StepResult:
     """Return the step of *plan* in *setting*."""
     limit = setting.memory_limit_bytes
     return simulate(setting.job, plan, setting.cluster, setting.stack, memory_limit_bytes=limit)

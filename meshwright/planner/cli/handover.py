@@ -98,7 +98,6 @@ def _imported(options: ImportOptions, given: Given) -> "SavedPlan":
         STACK_FACT,
         get_framework,
         read_framework_file,
-        settled,
     )
     from meshwright.planner.reports import SavedPlan
     from meshwright.simulator.layout import check_sharding, stack_refusal
@@ -128,9 +127,7 @@ def _imported(options: ImportOptions, given: Given) -> "SavedPlan":
     refusal = stack_refusal(setting.job, plan, setting.stack)
     if refusal is not None:
         raise PlanError(refusal)
-    return settled(
-        SavedPlan(job=setting.job, plan=plan, cluster=setting.cluster, stack=setting.stack)
-    )
+    return SavedPlan(job=setting.job, plan=plan, cluster=setting.cluster, stack=setting.stack)
 
 
 def _known(options: ImportOptions, given: Given) -> "Facts":
@@ -166,8 +163,6 @@ def _words(values: Mapping[str, object]) -> Given:
     stages = found.get("stages")
     if isinstance(stages, tuple):
         found["stages"] = ",".join(map(str, stages))
-    if found.get("dp_shard") == found.get("dp"):
-        found.pop("dp_shard", None)
     return found
 
 

@@ -5,13 +5,13 @@ from math import prod
 from typing import Any, cast
 
 from meshwright.hwprofiles import ContextParallel, Recompute, StageSplit, shown, suggestion
-from meshwright.planner.cli.request import Setting, check_fields, read_modules
-from meshwright.planner.options import ALL, ALSO, ASKABLE, Given, option_of
+from meshwright.planner.cli.request import Setting
+from meshwright.planner.options import ALL, ALSO, ASKABLE, Given, check_given, option_of
 from meshwright.planner.space import SpaceLimits, askable_values, is_searched
 from meshwright.simulator import (
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     get_schedule,
     parse_stages,
@@ -24,7 +24,9 @@ from meshwright.simulator.layout import (
     SHARDS,
     Axis,
     experts_refusal,
+    model_refusal,
     near_multiples,
+    read_modules,
     stack_gaps,
     stack_refusal,
 )
@@ -37,7 +39,12 @@ def read_limits(setting: Setting, given: Given) -> SpaceLimits:
         PlanError: If pins contradict each other, the model or the number of devices.
     """
     given = _with_recompute(given)
-    check_fields(setting.job, given)
+    check_given(given)
+    for name, value in given.items():
+        field = PLAN_FIELDS.get(name)
+        refusal = None if field is None else model_refusal(field, value, setting.job.model)
+        if refusal is not None:
+            raise PlanError(refusal)
     check_pins(setting, given)
     schedule, rule = given.get("schedule"), _stage_rule(cast("str | None", given.get("stages")))
     pins = {each.name: (given[each.name],) for each in SEARCHED_FIELDS if each.name in given}
@@ -189,7 +196,7 @@ def _check_pairs(given: Given) -> None:
             raise PlanError(refusal)
 
 
-def _probe(given: Given, setting: Setting) -> ParallelPlan:
+def _probe(given: Given, setting: Setting) -> ResolvedPlan:
     """Return a plan with the pinned switches, to ask a stack whether it offers them.
 
     A free degree is one at which a pinned switch has an effect, where the stack has the axis for
@@ -224,7 +231,7 @@ def _probe(given: Given, setting: Setting) -> ParallelPlan:
         "recompute_layers": number,
         "stages": (number or 1,),
     }
-    plan = ParallelPlan.of(usual | switches)
+    plan = ResolvedPlan.of(usual | switches)
     return replace(plan, schedule=get_schedule(plan.schedule).name)
 
 

@@ -12,8 +12,8 @@ from meshwright.planner.search import Progress
 from meshwright.simulator import (
     BuiltStep,
     CostModel,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     account,
@@ -84,7 +84,7 @@ class Explanation:
 
 def explain(
     job: TrainingJob,
-    plan: ParallelPlan,
+    plan: ResolvedPlan,
     cluster: Cluster,
     stack: StackProfile,
     *,
@@ -165,9 +165,9 @@ def _neighbours(
     return tuple(sorted(found, key=lambda each: (each.change.step_ps, each.change.options)))
 
 
-def _changed(step: StepResult, fields: Fields) -> tuple[ParallelPlan, Fields] | None:
+def _changed(step: StepResult, fields: Fields) -> tuple[ResolvedPlan, Fields] | None:
     try:
-        return switched(step.job, step.plan, fields)
+        return switched(step, fields)
     except PlanError:
         return None
 

@@ -13,7 +13,6 @@ from meshwright.planner.export.registry import (
     export_plan,
     get_framework,
     read_framework_file,
-    settled,
 )
 from meshwright.planner.export.table import STACK_FACT, Facts
 from meshwright.planner.export.texts import FRAMEWORK_FILE
@@ -31,6 +30,5 @@ __all__ = [
     "job_name",
     "nodes_of",
     "read_framework_file",
-    "settled",
     "slurm_script",
 ]

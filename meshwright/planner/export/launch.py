@@ -1,11 +1,13 @@
 """A framework that trains, and the scripts that start its job, with Slurm or by hand."""
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from meshwright.planner.export.table import Facts, Keys, Row
+from meshwright.planner.export.texts import remarks
 from meshwright.simulator import PlanError
 
 PORT = 29500  # torchrun's own
@@ -24,7 +26,7 @@ class Launch:
 
     Args:
         name: Of the job, letters that no scheduler misreads.
-        summary: What it is, in a line.
+        remarks: What it is, in comments of a line each.
         num_nodes: Nodes that it fills.
         per_node: Ranks on each of them.
         command: What the starter starts, a line of the script each.
@@ -35,7 +37,7 @@ class Launch:
     """
 
     name: str
-    summary: str
+    remarks: tuple[str, ...]
     num_nodes: int
     per_node: int
     command: tuple[str, ...]
@@ -95,7 +97,7 @@ def slurm_script(launch: Launch) -> str:
         *limit,
         "#SBATCH --output=%x-%j.log",
         "",
-        f"# {launch.summary}",
+        *remarks(launch.remarks).splitlines(),
         "# Where it may run is yours to say: sbatch --partition=... --account=... THIS-FILE",
         "",
         "set -euo pipefail",
@@ -127,7 +129,7 @@ def hand_script(launch: Launch) -> str:
     results = [f'results={launch.results}/run-"{run_name}"', 'mkdir -p "$results"', ""]
     lines = [
         "#!/bin/bash",
-        f"# {launch.summary}",
+        *remarks(launch.remarks).splitlines(),
         f"# {usage}",
         "",
         "set -euo pipefail",
@@ -172,7 +174,7 @@ def _srun(launch: Launch) -> list[str]:
             f"--main_process_port {PORT}",
         ]
         inner = " ".join([launch.starter, *meeting, *launch.command])
-        return ['export HEAD_NODE="${hosts[0]}"', f"{srun} bash -c '{inner}'"]
+        return ['export HEAD_NODE="${hosts[0]}"', f"{srun} bash -c {shlex.quote(inner)}"]
     return _joined(
         f"{srun} {launch.starter}",
         [

@@ -18,7 +18,7 @@ from meshwright.planner.export.megatron_core import (
     stages_row,
 )
 from meshwright.planner.export.table import Facts, Keys, Row, Words
-from meshwright.planner.export.texts import command_words
+from meshwright.planner.export.texts import command_words, single_quoted
 
 WORDS = Words("megatron-bridge")
 # Recipes of src/megatron/bridge/recipes/llama by the name of a model.
@@ -91,7 +91,7 @@ def _command(export: Export) -> tuple[str, ...]:
     keys = dict(export.keys)
     recipe = keys.pop("recipe")
     start = f"scripts/training/run_recipe.py --recipe {recipe} --mode pretrain --dataset mock"
-    return (start, *(f"'{key}={_hydra(value)}'" for key, value in keys.items()))
+    return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in keys.items()))
 
 
 def _hydra(value: object) -> str:

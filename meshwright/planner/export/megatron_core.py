@@ -160,7 +160,7 @@ def _expert_ranks(words: Words, key: Callable[[str], str]) -> Row:
         if not _has_experts(facts):
             return {}
         etp = facts.get("etp")
-        return {ranks: facts.get("ep")} | ({} if etp is None else {widths: etp})
+        return {ranks: facts.get("ep")} | ({} if etp in (None, facts.get("tp")) else {widths: etp})
 
     def read(keys: Keys, facts: Facts) -> Keys:
         if not _has_experts(facts):

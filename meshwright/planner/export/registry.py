@@ -1,7 +1,6 @@
 """The frameworks that plans are handed to and read from, and the way there and back."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,13 +24,11 @@ from meshwright.planner.export.launch import (
 )
 from meshwright.planner.export.table import Facts, Keys, read_keys, write_keys
 from meshwright.planner.reports import SavedPlan, named
-from meshwright.simulator import ParallelPlan, PlanError
+from meshwright.simulator import PlanError
 from meshwright.simulator.layout import (
     DP_CP,
     PLAN_FIELDS,
-    chosen_formats,
-    reshards_units,
-    syncs_by_default,
+    without_defaults,
 )
 
 FRAMEWORKS: Mapping[str, Framework] = {
@@ -39,15 +36,6 @@ FRAMEWORKS: Mapping[str, Framework] = {
     for each in (megatron_lm, megatron_bridge, torchtitan, deepspeed, accelerate, torchrun)
 }
 BATCH_SCRIPT = "run.sbatch"
-# Fields of which a plan says None where it does what its stack does.
-HABITS = (
-    "cp_type",
-    "dp_shard",
-    "reshard_after_forward",
-    "gradient_precision",
-    "reduce_precision",
-    "sync_each_microbatch",
-)
 
 
 class Handover(NamedTuple):
@@ -158,7 +146,7 @@ def _script(
     num_nodes, per_node = nodes_of(saved.plan.world_size, saved.cluster.devices_per_node)
     launch = Launch(
         name=job_name(f"{framework.name}-{saved.job.model.name}"),
-        summary="\n# ".join(export.remarks),
+        remarks=tuple(export.remarks),
         num_nodes=num_nodes,
         per_node=per_node,
         command=framework.command(export),
@@ -170,7 +158,7 @@ def _script(
 
 
 def facts_of(saved: SavedPlan) -> Facts:
-    """Return all that a plan says, habits of its stack included, by the names of the fields.
+    """Return all that a plan says, by the names of the fields.
 
     Raises:
         PlanError: If the model is no transformer, or its ranks are not those of a mesh.
@@ -182,9 +170,8 @@ def facts_of(saved: SavedPlan) -> Facts:
         )
     model, plan, job = saved.job.transformer, saved.plan, saved.job
     values: dict[str, object] = {name: getattr(plan, name) for name in PLAN_FIELDS}
-    values |= habits(saved) | {
-        name: getattr(plan, name) for name in HABITS if getattr(plan, name) is not None
-    }
+    departing = without_defaults(job, saved.stack, plan)
+    values |= {name: getattr(departing, name) for name in ("etp", "dispatcher")}
     values |= {
         DP_CP: plan.number(DP_CP),
         **named(job, "global_batch_size", "seq_len", "precision"),
@@ -194,39 +181,3 @@ def facts_of(saved: SavedPlan) -> Facts:
         "prediction_layers": model.prediction_layers,
     }
     return Facts(values, model, saved.stack)
-
-
-def habits(saved: SavedPlan) -> dict[str, object]:
-    """Return what the stack does where the plan says None; None for what has no effect."""
-    plan, stack = saved.plan, saved.stack
-    kept, reduced = chosen_formats(stack, saved.job.precision, plan.gradient_formats)
-    summed = plan.num_microbatches(saved.job) > 1 and plan.dp > 1
-    return {
-        "cp_type": stack.context_parallel[0] if plan.cp > 1 else None,
-        "dp_shard": plan.dp,
-        "reshard_after_forward": reshards_units(plan, stack) if plan.zero_stage >= 3 else None,
-        "gradient_precision": kept,
-        "reduce_precision": reduced,
-        "sync_each_microbatch": (
-            bool(syncs_by_default(stack, plan.zero_stage, plan.pp)) if summed else None
-        ),
-    }
-
-
-def settled(saved: SavedPlan) -> SavedPlan:
-    """Return *saved* with None where its plan says what its stack does anyway.
-
-    The wire follows the format in which gradients are kept, so that one is looked at first.
-    """
-    own = {name: getattr(saved.plan, name) for name in HABITS}
-    bare = _with(saved.plan, dict.fromkeys((*HABITS, "cp_inner")))
-    if own["gradient_precision"] != habits(replace(saved, plan=bare))["gradient_precision"]:
-        bare = _with(bare, {"gradient_precision": own["gradient_precision"]})
-    usual = habits(replace(saved, plan=bare)) | {"gradient_precision": None}
-    kept = {name: None if usual[name] in (None, value) else value for name, value in own.items()}
-    kept |= {"gradient_precision": bare.gradient_precision, "cp_inner": saved.plan.cp_inner}
-    return replace(saved, plan=_with(bare, kept))
-
-
-def _with(plan: ParallelPlan, changes: Mapping[str, object]) -> ParallelPlan:
-    return ParallelPlan.of({name: getattr(plan, name) for name in PLAN_FIELDS} | {**changes})

@@ -3,10 +3,10 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
-from meshwright.hwprofiles import FileKind, shown
+from meshwright.hwprofiles import FileKind, quoted, shown, single_line
 from meshwright.planner.export.table import Keys
 from meshwright.simulator import PlanError
 
@@ -46,9 +46,9 @@ def flat(document: Mapping[str, object], prefix: str = "") -> Keys:
     return found
 
 
-def remarks(lines: list[str]) -> str:
-    """Return *lines* as remarks of TOML, YAML and shells."""
-    return "".join(f"# {line}\n" for line in lines)
+def remarks(lines: Iterable[str]) -> str:
+    """Return *lines* as comments of TOML, YAML and shells, each on one line whatever it holds."""
+    return "".join(f"# {single_line(line)}\n" for line in lines)
 
 
 def toml_text(keys: Keys) -> str:
@@ -62,8 +62,14 @@ def toml_text(keys: Keys) -> str:
     tables: dict[str, list[str]] = {}
     for key, value in keys.items():
         section, _, name = key.rpartition(".")
-        tables.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
+        tables.setdefault(section, []).append(f"{name} = {_toml_value(value)}")
     return "\n".join(f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in tables.items())
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def read_toml(text: str) -> Keys:
@@ -125,7 +131,9 @@ def _yaml_word(value: object) -> str:
     if not isinstance(value, str):
         return json.dumps(value)
     is_plain = _YAML_PLAIN.fullmatch(value) and value.lower() not in _YAML_WORDS
-    return value if is_plain else "'" + value.replace("'", "''") + "'"
+    if is_plain:
+        return value
+    return "'" + value.replace("'", "''") + "'" if value.isprintable() else quoted(value)
 
 
 _YAML_LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_][A-Za-z0-9_.-]*):(?: +(?P<value>.*))?")
@@ -188,6 +196,15 @@ def _shell_words(value: object) -> str:
     return " ".join(shlex.quote(str(each)) for each in words)
 
 
+def single_quoted(word: str) -> str:
+    """Return *word* in single quotes, which a shell reads as it stands.
+
+    >>> print(single_quoted("a=$b"), single_quoted("it's"))
+    'a=$b' 'it'"'"'s'
+    """
+    return "'" + word.replace("'", "'\"'\"'") + "'"
+
+
 def command_words(text: str) -> list[str]:
     """Return the words of all lines of a script, its continued lines joined.
 
@@ -238,10 +255,10 @@ def tyro_options(keys: Keys) -> list[str]:
         if isinstance(value, bool):
             found.append(f"--{section}.{'' if value else 'no-'}{name.replace('_', '-')}")
         elif isinstance(value, list):
-            parts = (each if isinstance(each, str) else ",".join(each) for each in value)
-            found.append(f"--{key} {' '.join(parts)}")
+            parts = [each if isinstance(each, str) else ",".join(each) for each in value]
+            found.append(f"--{key} {_shell_words(parts)}")
         else:
-            found.append(f"--{key} {value}")
+            found.append(f"--{key} {_shell_words(value)}")
     return found
 
 

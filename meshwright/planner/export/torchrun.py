@@ -6,7 +6,7 @@ What the script does is in planner/data/train.py.txt; the lines before it say th
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwright.hwprofiles import Attention, Offload, Precision, Recompute
+from meshwright.hwprofiles import Attention, Offload, Precision, Recompute, quoted, single_line
 from meshwright.planner.export.launch import Export, Framework
 from meshwright.planner.export.table import Facts, Keys, Row, Words, check_model
 
@@ -95,7 +95,7 @@ def _files(export: Export) -> Mapping[str, str]:
     lines = [
         '"""Trains a model on random tokens, laid out as a plan says.',
         "",
-        *export.remarks,
+        *(quoted(single_line(line))[1:-1] for line in export.remarks),
         '"""',
         "",
         *(f"{key} = {value!r}" for key, value in export.keys.items()),

@@ -1,14 +1,14 @@
 """What the states of a model take at least, however devices divide them."""
 
 from meshwright.hwprofiles import Offload, StackProfile
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import gradient_bytes
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import count_trained_parameters
 
 
 def least_state_bytes(
-    job: TrainingJob, stack: StackProfile, plan: ParallelPlan, num_gpus: int
+    job: TrainingJob, stack: StackProfile, plan: ResolvedPlan, num_gpus: int
 ) -> int:
     """Return no more bytes than the live ones of the fullest of so many devices, in any layout.
 
@@ -24,7 +24,7 @@ def least_state_bytes(
     >>> from meshwright.hwprofiles import load_stack
     >>> from meshwright.simulator import load_model
     >>> job = TrainingJob(model=load_model("gpt2"), global_batch_size=8, seq_len=1024)
-    >>> least_state_bytes(job, load_stack("megatron-core"), ParallelPlan(), 8) * 8 / 124439808
+    >>> least_state_bytes(job, load_stack("megatron-core"), ResolvedPlan(), 8) * 8 / 124439808
     18.0
     """
     if plan.offload is not Offload.NONE:

@@ -19,10 +19,10 @@ from meshwright.planner.largest.quantity import (
     stretches,
 )
 from meshwright.planner.search import Progress
-from meshwright.simulator import ParallelPlan, PlanError, StepResult, TrainingJob, simulate
+from meshwright.simulator import PlanError, ResolvedPlan, StepResult, TrainingJob, simulate
 from meshwright.simulator.layout import TP_CP, Quantity, check_sharding
 
-PlanOf: TypeAlias = Callable[[TrainingJob, int | None], ParallelPlan]
+PlanOf: TypeAlias = Callable[[TrainingJob, int | None], ResolvedPlan]
 """Returns the plan of a job, with so large a microbatch where it is not the plan's own."""
 
 
@@ -56,7 +56,7 @@ class Trials:
     progress: Progress | None = None
     steps: dict[int, StepResult | PlanError] = field(default_factory=dict)
 
-    def plan(self, value: int) -> tuple[TrainingJob, ParallelPlan]:
+    def plan(self, value: int) -> tuple[TrainingJob, ResolvedPlan]:
         """Return job and plan at *value*."""
         if self.quantity is Quantity.SEQ_LEN:
             job = replace(self.job, seq_len=value)
@@ -90,7 +90,7 @@ class Trials:
             raise found
         return found
 
-    def _run(self, job: TrainingJob, plan: ParallelPlan) -> StepResult:
+    def _run(self, job: TrainingJob, plan: ResolvedPlan) -> StepResult:
         limit = self.memory_limit_bytes
         return simulate(job, plan, self.cluster, self.stack, memory_limit_bytes=limit)
 
@@ -139,7 +139,7 @@ def find_largest_of_plan(  # noqa: PLR0913 -- the public entry; what is optional
     return _nothing(trials, values)
 
 
-def _lengths(job: TrainingJob, plan: ParallelPlan) -> Values:
+def _lengths(job: TrainingJob, plan: ResolvedPlan) -> Values:
     _, end = most_tokens(job)
     halves = 2 * plan.cp if plan.cp > 1 else 1
     split = plan.number(TP_CP) if plan.sequence_parallel else 1
@@ -148,7 +148,7 @@ def _lengths(job: TrainingJob, plan: ParallelPlan) -> Values:
     return Values([(low, high) for low, high in ranges if low <= high], step, end)
 
 
-def _microbatches(job: TrainingJob, plan: ParallelPlan) -> Values:
+def _microbatches(job: TrainingJob, plan: ResolvedPlan) -> Values:
     """Return the divisors of a replica's sequences, each a range of its own: all are tried."""
     check_sharding(job, plan)
     sequences = job.global_batch_size // plan.dp
@@ -157,7 +157,7 @@ def _microbatches(job: TrainingJob, plan: ParallelPlan) -> Values:
     return Values([(size, size) for size in sizes], 1, end)
 
 
-def _batches(job: TrainingJob, plan: ParallelPlan) -> Values:
+def _batches(job: TrainingJob, plan: ResolvedPlan) -> Values:
     check_sharding(job, plan)
     step = plan.dp * plan.num_microbatches(job)
     ranges = microbatch_ranges(MOST_SEQUENCES // step)
@@ -166,7 +166,7 @@ def _batches(job: TrainingJob, plan: ParallelPlan) -> Values:
     return Values([(low * step, high * step) for low, high in ranges], step, end, how)
 
 
-def _layers(job: TrainingJob, plan: ParallelPlan) -> Values:
+def _layers(job: TrainingJob, plan: ResolvedPlan) -> Values:
     """Return the numbers of layers that give all stages as many."""
     most, end = most_layers(job)
     step = plan.pp * plan.num_virtual_stages
@@ -174,7 +174,7 @@ def _layers(job: TrainingJob, plan: ParallelPlan) -> Values:
     return Values([(first, most // step * step)], step, end, "stages of as many layers each; ")
 
 
-_VALUES: dict[Quantity, Callable[[TrainingJob, ParallelPlan], Values]] = {
+_VALUES: dict[Quantity, Callable[[TrainingJob, ResolvedPlan], Values]] = {
     Quantity.SEQ_LEN: _lengths,
     Quantity.MICRO_BATCH: _microbatches,
     Quantity.GLOBAL_BATCH: _batches,

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 
-from meshwright.hwprofiles import PS_PER_S, Source, counted, format_time
+from meshwright.hwprofiles import PS_PER_S, Source, counted, format_time, single_line
 from meshwright.planner.matmul.study import MatmulStudy, Pipeline, ProductRow, Refusal, shape_text
 from meshwright.planner.matmul.wording import boxing_text, chain_text, format_sent, product_text
 from meshwright.planner.reports import (
@@ -193,13 +193,14 @@ def _facts(study: MatmulStudy) -> Iterator[tuple[str, str]]:
     yield "placements", "S(i) split along dim i, R replicated, P partial sum; all start replicated"
     yield "boxing", f"{_boxing_meaning(study)}; FLOPs and bytes are those of one device"
     device = cluster.device
-    yield "compute", f"{device.gemm.kind}, without kernel launch: {device.gemm.source}"
+    source = single_line(device.gemm.source)
+    yield "compute", f"{device.gemm.kind}, without kernel launch: {source}"
     kinds = _kinds(study)
     if kinds:
         yield "comm", ", ".join(f"{name} {kind}" for name, kind in kinds.items())
     for link in (cluster.intra_node, cluster.inter_node):
         if link is cluster.intra_node or study.num_devices > cluster.devices_per_node:
-            yield "link", f"{link.title}, {link.kind}: {link.source}"
+            yield "link", f"{link.title}, {link.kind}: {single_line(link.source)}"
     shares = {source: _source_ps(study, source) for source in Source}
     total = sum(shares.values()) or 1
     text = ", ".join(f"{source} {time / total:.1%}" for source, time in shares.items())

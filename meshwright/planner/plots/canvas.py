@@ -4,17 +4,20 @@ from io import BytesIO
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogFormatter
 
 from meshwright.hwprofiles import Cluster, Offload, StackProfile, counted, format_time
-from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
+from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob
 
 WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8.0, 5.0, 150
 TEXT_POINTS, SMALL_POINTS, TITLE_POINTS = 8.5, 7.5, 11.5
@@ -39,6 +42,23 @@ class Picture(Figure):
         shown = BytesIO()
         save_figure(self, shown)
         return shown.getvalue()
+
+    def draw(self, renderer: RendererBase) -> None:
+        """Draw the figure with its texts as they stand: a name with dollars is no formula.
+
+        Powers of ten on a logarithmic axis are matplotlib's own formulas. A letter that the font
+        lacks is an empty box, which says as much as a warning with a line of our code.
+        """
+        for text in self.findobj(Text):
+            text.set_parse_math(False)
+        for axes in self.axes:
+            for axis in (axes.xaxis, axes.yaxis):
+                if isinstance(axis.get_major_formatter(), LogFormatter):
+                    for tick in axis.get_major_ticks():
+                        tick.label1.set_parse_math(True)
+        with catch_warnings():
+            filterwarnings("ignore", "Glyph .* missing from")
+            super().draw(renderer)
 
 
 def new_figure() -> Figure:
@@ -131,7 +151,7 @@ def describe_task(job: TrainingJob, cluster: Cluster, num_gpus: int) -> str:
     return f"{job.model.title} on {cluster.name}, {gpus}, global batch {job.batch_text}"
 
 
-def describe_plan(plan: ParallelPlan) -> str:
+def describe_plan(plan: ResolvedPlan) -> str:
     """Return the degrees of a layout in one short line."""
     degrees = " ".join(f"{axis}{degree}" for axis, degree in plan.degrees.items())
     return f"{degrees} vpp{plan.num_virtual_stages} mb{plan.microbatch_size}"
@@ -149,7 +169,7 @@ def step_headline(step: StepResult) -> str:
     return f"One training step: {format_time(step.step_time_s)}, {step.bubble_fraction:.1%} idle"
 
 
-def describe_options(plan: ParallelPlan) -> list[str]:
+def describe_options(plan: ResolvedPlan) -> list[str]:
     """Return what a layout has besides its degrees, each in a few words."""
     options = [f"recompute {plan.recompute}", f"ZeRO-{plan.zero_stage}", plan.schedule]
     if plan.offload is not Offload.NONE:

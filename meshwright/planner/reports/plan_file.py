@@ -29,9 +29,8 @@ from meshwright.hwprofiles import (
     suggestion,
 )
 from meshwright.simulator import (
-    ParallelPlan,
-    ParameterServer,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     check_plan,
     list_models,
@@ -42,7 +41,7 @@ from meshwright.simulator.layout import (
     PLAN_FIELDS,
     SERVER_FIELDS,
     PlanField,
-    with_stages,
+    resolve,
 )
 from meshwright.simulator.model import AnyModel, parse_any_model
 
@@ -64,7 +63,7 @@ class SavedPlan:
     """What a plan file holds."""
 
     job: TrainingJob
-    plan: ParallelPlan
+    plan: ResolvedPlan
     cluster: Cluster
     stack: StackProfile
 
@@ -116,11 +115,13 @@ _ServerEntry = _entry("_ServerEntry", SERVER_FIELDS)
 _PlanEntry = _entry("_PlanEntry", PLAN_FIELDS, parameter_server=_ServerEntry | None)
 
 
-def _plan(entry: _Entry) -> ParallelPlan:
-    """Return the plan of an entry; raises PlanError where no layout can be so."""
-    values = entry.model_dump()
-    servers = values.pop("parameter_server")
-    return ParallelPlan.of({**values, "parameter_server": servers and ParameterServer(**servers)})
+def _said(entry: _Entry) -> dict[str, object]:
+    """Return what an entry says of a plan; in files of old a field is null where its stack says it.
+
+    Files that leave rare fields out mean their defaults.
+    """
+    values = {name: value for name, value in entry.model_dump().items() if value is not None}
+    return {name: value for name, value in values.items() if value != ()}
 
 
 class _PlanFile(_Entry):
@@ -132,7 +133,7 @@ class _PlanFile(_Entry):
     plan: _PlanEntry  # type: ignore[valid-type]  # made of the declared fields
 
 
-def plan_fields(plan: ParallelPlan) -> dict[str, Json]:
+def plan_fields(plan: ResolvedPlan) -> dict[str, Json]:
     """Return every field of a plan by name, rare ones that are not as usual."""
     values: dict[str, Json] = {
         name: list(value) if isinstance(value, tuple) else value
@@ -205,7 +206,7 @@ def read_plan(path: Path) -> SavedPlan:
     stack = resolved("stack", load_stack, lambda data: _profile(StackProfile, data))
     try:
         job = TrainingJob(model=model, **entry.job.model_dump())
-        plan = _plan(entry.plan)
+        plan = resolve(job, cluster, stack, _said(entry.plan))
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from None
     return SavedPlan(job=job, plan=plan, cluster=cluster, stack=stack)
@@ -218,8 +219,7 @@ def read_runnable_plan(path: Path) -> SavedPlan:
         PlanError: As `read_plan`, or if the plan can never run: before anything is built of it.
     """
     saved = read_plan(path)
-    job, stack = saved.job, saved.stack
-    check_plan(job, with_stages(job, saved.plan, stack), saved.cluster, stack)
+    check_plan(saved.job, saved.plan, saved.cluster, saved.stack)
     return saved
 
 

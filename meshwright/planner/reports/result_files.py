@@ -12,7 +12,7 @@ from meshwright.planner.reports.output_folder import names_in, new_folder
 from meshwright.planner.reports.plan_file import SavedPlan, plan_document
 from meshwright.planner.reports.tables_csv import plans_csv, stages_csv
 from meshwright.planner.search import SearchResult
-from meshwright.simulator import ParallelPlan, StepResult
+from meshwright.simulator import ResolvedPlan, StepResult
 
 # Plans whose breakdowns stand side by side: with more a bar is no higher than its name.
 MOST_BARS = 6
@@ -63,7 +63,7 @@ def _write_plans(
     files: Path,
     results: Sequence[StepResult],
     budget: Budget | None,
-    likes: Sequence[Sequence[ParallelPlan]] | None = None,
+    likes: Sequence[Sequence[ResolvedPlan]] | None = None,
 ) -> None:
     for rank, result in enumerate(results, 1):
         _write(files / _plan_file(rank), json_text(plan_document(saved_plan(result))))

@@ -24,8 +24,8 @@ from meshwright.planner.reports.step import (
 )
 from meshwright.planner.search import FrontierPoint, Held, SearchResult
 from meshwright.planner.space import waste_hints
-from meshwright.simulator import ModelSpec, ParallelPlan, ParameterServer, StepResult, TrainingJob
-from meshwright.simulator.layout import SEARCHED_FIELDS, PlanField, stages_rule
+from meshwright.simulator import ModelSpec, ParameterServer, ResolvedPlan, StepResult, TrainingJob
+from meshwright.simulator.layout import SEARCHED_FIELDS, PlanField, stages_rule, without_defaults
 
 MAX_FRONTIER_LINES = 8
 WORD_COLUMNS = {each.declaration.heading for each in SEARCHED_FIELDS if each.choices} | {"proven"}
@@ -76,7 +76,7 @@ def proof_text(result: SearchResult) -> str:
     return f"within {result.bound_gap_fraction:.1%} of the optimum over {over}"
 
 
-def layout_text(plan: ParallelPlan, job: TrainingJob) -> str:
+def layout_text(plan: ResolvedPlan, job: TrainingJob) -> str:
     """Return a plan in one line, for people."""
     servers = plan.parameter_server
     return (
@@ -108,7 +108,7 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield from change_facts(result.nearest.changes)
 
 
-def _shared(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[str]:
+def _shared(result: SearchResult, plans: Sequence[ResolvedPlan]) -> list[str]:
     """Return the fields that a table of *plans* leaves out, as all have the same."""
     plan, shown = plans[0], _shown_fields(result, plans)
     return [
@@ -194,7 +194,7 @@ def _column(head: str, cells: Sequence[str], *, is_first: bool = False) -> Colum
     return Column(head=head, cells=cells, is_word=head in WORD_COLUMNS, is_first=is_first)
 
 
-def _shown_fields(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[PlanField]:
+def _shown_fields(result: SearchResult, plans: Sequence[ResolvedPlan]) -> list[PlanField]:
     """Return the fields that a table of *plans* shows: degrees, and what is not the same in all."""
     return [
         field
@@ -204,14 +204,14 @@ def _shown_fields(result: SearchResult, plans: Sequence[ParallelPlan]) -> list[P
     ]
 
 
-def _value(result: SearchResult, plan: ParallelPlan, field: PlanField) -> object:
+def _value(result: SearchResult, plan: ResolvedPlan, field: PlanField) -> object:
     """Return the value of a field in a table: of stages the rule, None where it is the stack's."""
     if field.name != "stages":
-        return getattr(plan, field.name)
+        return getattr(without_defaults(result.job, result.stack, plan), field.name)
     return stages_rule(result.job, plan, result.stack)
 
 
-def _layout_columns(result: SearchResult, plans: Sequence[ParallelPlan]) -> Iterator[Column]:
+def _layout_columns(result: SearchResult, plans: Sequence[ResolvedPlan]) -> Iterator[Column]:
     """Yield a column for each field that is shown."""
     for field in _shown_fields(result, plans):
         yield layout_column(field, [_text(_value(result, plan, field)) for plan in plans])

@@ -28,14 +28,14 @@ from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget, TrainingRun
 from meshwright.simulator import (
     AsyncRun,
-    ParallelPlan,
     ParameterServer,
+    ResolvedPlan,
     StageMemory,
     StepResult,
     TrainingJob,
     count_parameters,
 )
-from meshwright.simulator.layout import PLAN_FIELDS, Axis, known_values
+from meshwright.simulator.layout import PLAN_FIELDS, Axis, known_values, without_defaults
 
 WIDTH = 100
 WIDEST = 1000
@@ -159,7 +159,7 @@ def yes_no(value: bool) -> str:  # noqa: FBT001  (one value, nothing to mix it u
 
 
 def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
-    plan = result.plan
+    plan = without_defaults(result.job, result.stack, result.plan)
     microbatches = counted(result.num_microbatches, "microbatch")
     batches = f"{microbatches}, microbatch_size={plan.microbatch_size}"
     facts = [
@@ -186,7 +186,7 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
     return facts
 
 
-def _gradient_facts(plan: ParallelPlan) -> list[tuple[str, str]]:
+def _gradient_facts(plan: ResolvedPlan) -> list[tuple[str, str]]:
     """Return what the plan says about gradients beside the stack's habits."""
     words = []
     if plan.gradient_precision is not None:
@@ -213,7 +213,7 @@ def _async_text(run: AsyncRun) -> str:
     return f"{rounds}; stale by {stale}"
 
 
-def degrees_text(plan: ParallelPlan) -> str:
+def degrees_text(plan: ResolvedPlan) -> str:
     """Return the degrees of a plan in one line."""
     return " ".join(f"{axis}={degree}" for axis, degree in plan.degrees.items())
 
@@ -225,7 +225,7 @@ def value_text(value: object) -> str:
     return yes_no(value) if isinstance(value, bool) else str(value)
 
 
-def switches_text(plan: ParallelPlan, job: TrainingJob) -> str:
+def switches_text(plan: ResolvedPlan, job: TrainingJob) -> str:
     """Return the switches of a plan, and what else of it is not as usual and has no line."""
     shown = (
         each

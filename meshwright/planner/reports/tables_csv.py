@@ -6,7 +6,7 @@ from meshwright.hwprofiles import PS_PER_S, Cluster, StackProfile
 from meshwright.planner.reports.documents import COST, FIGURES, named
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.plan_file import job_fields
-from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
+from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob
 from meshwright.simulator.layout import PLAN_FIELDS
 
 Row = Mapping[str, object]
@@ -15,7 +15,7 @@ Row = Mapping[str, object]
 def plans_csv(
     results: Sequence[StepResult],
     budget: Budget | None = None,
-    likes: Sequence[Sequence[ParallelPlan]] | None = None,
+    likes: Sequence[Sequence[ResolvedPlan]] | None = None,
 ) -> str:
     """Return a CSV with one row for each plan: `plan_rows`."""
     return table_csv(plan_rows(results, budget, likes))
@@ -24,7 +24,7 @@ def plans_csv(
 def plan_rows(
     results: Sequence[StepResult],
     budget: Budget | None = None,
-    likes: Sequence[Sequence[ParallelPlan]] | None = None,
+    likes: Sequence[Sequence[ResolvedPlan]] | None = None,
 ) -> list[Row]:
     """Return one row for each plan, best first, counted from 1.
 

@@ -1,13 +1,12 @@
 """The search: price, prune with reasons, simulate best first, prove."""
 
 from meshwright.planner.search.density import Density
-from meshwright.planner.search.finalists import MAX_PASSES, Progress
+from meshwright.planner.search.finalists import Progress
 from meshwright.planner.search.result import FrontierPoint, Nearest, SearchResult, SimulatedPlan
 from meshwright.planner.search.search import search, with_kernels
 from meshwright.planner.search.varied import ONLY_ONE, UNEQUAL, Held
 
 __all__ = [
-    "MAX_PASSES",
     "ONLY_ONE",
     "UNEQUAL",
     "Density",

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.planner.search.finalists import NEVER_PS, Finalists
-from meshwright.simulator import ParallelPlan, TrainingJob
-from meshwright.simulator.layout import SEARCHED_FIELDS, stages_rule
+from meshwright.simulator import ResolvedPlan, TrainingJob
+from meshwright.simulator.layout import SEARCHED_FIELDS, stages_rule, without_defaults
 
 # A simpler plan stands for others if it takes at most so much longer and so much more memory: less
 # than a prediction is off on average (docs/accuracy.md).
@@ -18,7 +18,7 @@ MOST_RUNS = 200
 BOUNDS_A_ROW = 10
 
 
-def complexity(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> tuple[int, ...]:
+def complexity(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> tuple[int, ...]:
     """Return a key that is less for a simpler plan, of all fields that are searched.
 
     A plan is simpler if fewer of its fields differ from what is usual, the stack's or the field's
@@ -28,11 +28,12 @@ def complexity(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> tup
     >>> from meshwright.simulator import load_model
     >>> job = TrainingJob(model=load_model("gpt2"), global_batch_size=8, seq_len=1024)
     >>> stack = load_stack("megatron-core")
-    >>> plans = [ParallelPlan(microbatch_size=size) for size in (1, 2)]
+    >>> plans = [ResolvedPlan(microbatch_size=size) for size in (1, 2)]
     >>> complexity(job, plans[0], stack) < complexity(job, plans[1], stack)
     True
     """
     usual = {"zero_stage": stack.zero_stage, "attention": stack.attention, "stages": None}
+    plan = without_defaults(job, stack, plan)
     codes = []
     for each in SEARCHED_FIELDS:
         if not each.declaration.axis:

@@ -12,6 +12,7 @@ from meshwright.planner.search.density import Density, layout_density
 from meshwright.planner.search.result import SimulatedPlan
 from meshwright.planner.space import Candidates, Column, Space
 from meshwright.simulator import (
+    MAX_PASSES,
     BuiltStep,
     CostModel,
     StepResult,
@@ -27,10 +28,6 @@ FIRST_BOUNDS = 4
 NEVER_PS = 2**63 - 1
 
 Progress = Callable[[str, int, int], None]
-
-# Stages x microbatches of a layout that is simulated: fifteen times the 64 x 512 of the largest
-# published steps. More would take minutes and gigabytes.
-MAX_PASSES = 500_000
 
 
 # The fastest runs, of so many passes in all, are kept whole to be reported without another run:

@@ -6,7 +6,7 @@ from meshwright.hwprofiles import Cluster, StackProfile, counted
 from meshwright.planner.changes import Change
 from meshwright.planner.search.density import Density
 from meshwright.planner.search.varied import Varied
-from meshwright.simulator import ParallelPlan, StepResult, TrainingJob
+from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob
 from meshwright.simulator.account import Shown
 
 
@@ -22,7 +22,7 @@ class SimulatedPlan:
         fits: Whether ``device_bytes`` is at most what a device may use.
     """
 
-    plan: ParallelPlan
+    plan: ResolvedPlan
     step_ps: int
     peak_bytes: int
     device_bytes: int
@@ -40,7 +40,7 @@ class FrontierPoint:
         proven: Whether no layout of the whole space, simulated or not, beats it.
     """
 
-    plan: ParallelPlan
+    plan: ResolvedPlan
     step_ps: int
     device_bytes: int
     proven: bool
@@ -56,7 +56,7 @@ class Nearest:
         changes: The cheapest changes that make it fit, the fastest first.
     """
 
-    plan: ParallelPlan
+    plan: ResolvedPlan
     lacks_bytes: int
     changes: tuple[Change, ...]
 
@@ -100,7 +100,7 @@ class SearchResult(Shown):
     rejections: dict[str, int]
     varied: Varied
     plans: tuple[StepResult, ...]
-    like: tuple[tuple[ParallelPlan, ...], ...]
+    like: tuple[tuple[ResolvedPlan, ...], ...]
     evaluated: tuple[SimulatedPlan, ...]
     frontier: tuple[FrontierPoint, ...]
     density: Density | None

@@ -15,7 +15,7 @@ from meshwright.hwprofiles import (
 from meshwright.planner.bounds import StepBounds
 from meshwright.planner.footprint import device_bytes_column, host_bytes_column, peak_bytes
 from meshwright.planner.search.alike import Rows
-from meshwright.planner.search.finalists import MAX_PASSES, Field, Finalists, Progress, Proof, Runs
+from meshwright.planner.search.finalists import Field, Finalists, Progress, Proof, Runs
 from meshwright.planner.search.frontier import find_frontier
 from meshwright.planner.search.nearest import find_nearest
 from meshwright.planner.search.result import SearchResult
@@ -30,7 +30,7 @@ from meshwright.planner.space import (
     enumerate_space,
     lacks,
 )
-from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob
+from meshwright.simulator import MAX_PASSES, CostModel, ModelSpec, PlanError, TrainingJob
 from meshwright.simulator.layout import attention_kernels
 from meshwright.simulator.memory import usable_bytes
 from meshwright.simulator.step import host_refusal

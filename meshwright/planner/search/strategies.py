@@ -16,8 +16,8 @@ from meshwright.planner.search.finalists import Field, Runs
 from meshwright.planner.space import Column, Space, SpaceLimits, enumerate_space
 from meshwright.simulator import (
     CostModel,
-    ParallelPlan,
     ParameterServer,
+    ResolvedPlan,
     StepResult,
     TooManyTasksError,
     TrainingJob,
@@ -41,7 +41,7 @@ class StrategySpace(Space):
 
     servers: tuple[Servers, ...] = ()
 
-    def plan(self, index: int) -> ParallelPlan:
+    def plan(self, index: int) -> ResolvedPlan:
         """Return layout *index* as a plan."""
         servers = self.servers[index]
         wanted = None if servers is None else ParameterServer(servers=servers)

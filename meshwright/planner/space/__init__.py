@@ -6,7 +6,7 @@ from meshwright.planner.space.columns import (
     few_rows,
     is_constant,
 )
-from meshwright.planner.space.limits import COLUMNS, SpaceLimits
+from meshwright.planner.space.limits import COLUMNS, LONG_SEQUENCE, SpaceLimits, is_searched
 from meshwright.planner.space.moments import (
     BESIDE,
     PERIODS,
@@ -25,10 +25,8 @@ from meshwright.planner.space.rules import RULES, Candidates, apply_rules, lacks
 from meshwright.planner.space.settings import PASSES
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
 from meshwright.planner.space.space import (
-    LONG_SEQUENCE,
     Space,
     enumerate_space,
-    is_searched,
 )
 from meshwright.planner.space.switches import (
     SWITCHES,

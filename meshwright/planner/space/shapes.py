@@ -9,7 +9,7 @@ from meshwright.planner.space.columns import Column, distinct
 from meshwright.planner.space.pipelines import block_kinds
 from meshwright.planner.space.prices import Prices
 from meshwright.planner.space.space import Space
-from meshwright.simulator import CostModel, ParallelPlan
+from meshwright.simulator import CostModel, ResolvedPlan
 from meshwright.simulator.blocks import BlockShape, plan_parameters
 from meshwright.simulator.layout import (
     DP_CP,
@@ -87,7 +87,7 @@ def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     )
 
 
-def _degrees(plan: ParallelPlan) -> tuple[int, int, int | None]:
+def _degrees(plan: ResolvedPlan) -> tuple[int, int, int | None]:
     return plan.tp, plan.ep, plan.etp
 
 

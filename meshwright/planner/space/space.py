@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, product
 from math import prod
-from typing import Self
+from typing import Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import Recompute, StackProfile, StageSplit
 from meshwright.planner.space.columns import Column, chosen_rows, combinations, distinct
 from meshwright.planner.space.experts import expert_degrees, slices_shards
-from meshwright.planner.space.limits import SpaceLimits
+from meshwright.planner.space.limits import SpaceLimits, is_searched
 from meshwright.planner.space.pipelines import (
     Pipeline,
     are_equal,
@@ -24,7 +24,7 @@ from meshwright.planner.space.pipelines import (
 )
 from meshwright.planner.space.settings import product_of, with_switches
 from meshwright.planner.space.switches import BASIC, BASIC_FIELDS, SWITCHES, divisors
-from meshwright.simulator import SCHEDULES, ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator import SCHEDULES, PlanError, ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import (
     ALL_ALONE,
     AXES,
@@ -42,6 +42,7 @@ from meshwright.simulator.layout import (
     known_values,
     model_refusal,
     plan_stages,
+    resolve,
     stack_gaps,
     usual_zero_stages,
 )
@@ -60,7 +61,6 @@ OF_PIPELINES = (
 )
 # Fields whose values depend on the virtual stages, too.
 OF_VIRTUAL_STAGES = ("num_virtual_stages", "schedule", "microbatch_size", "stages")
-LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Space:
 
     @cached_property
     def num_shards(self) -> Column:
-        """Ranks of each layout that share one set of shards; see `ParallelPlan.num_shards`."""
+        """Ranks of each layout that share one set of shards; see `ResolvedPlan.num_shards`."""
         shards = self.column("dp_shard")
         return self.column("cp") * np.where(shards, shards, self.column("dp"))
 
@@ -142,7 +142,7 @@ class Space:
         ]
 
     @cached_property
-    def _plans(self) -> list[ParallelPlan]:
+    def _plans(self) -> list[ResolvedPlan]:
         """The first plan with each of the pipelines."""
         return self.plans(self._pipeline_columns[0].tolist())
 
@@ -158,25 +158,38 @@ class Space:
         )
         return block_kinds(self.job.model, chain(*self._stages) if made else ())
 
-    def plan(self, index: int) -> ParallelPlan:
+    def plan(self, index: int) -> ResolvedPlan:
         """Return layout *index* as a plan."""
         return self.plans([index])[0]
 
-    def plans(self, indices: Sequence[int]) -> list[ParallelPlan]:
+    def plans(self, indices: Sequence[int]) -> list[ResolvedPlan]:
         """Return layouts as plans."""
         rules = PLAN_FIELDS["stages"].values(self.column("stages")[indices].tolist())
         return [
-            replace(plan, stages=stage_layers(self.job, plan.num_stages, rule))
-            for plan, rule in zip(self.plans_without_stages(indices), rules, strict=True)
+            resolve(
+                self.job,
+                None,
+                self.stack,
+                {**values, "stages": self._layers(values, rule)},
+            )
+            for values, rule in zip(self._values(indices), rules, strict=True)
         ]
 
-    def plans_without_stages(self, indices: Sequence[int]) -> list[ParallelPlan]:
+    def plans_without_stages(self, indices: Sequence[int]) -> list[ResolvedPlan]:
         """Return layouts as plans that leave the layers of their stages open."""
+        return [ResolvedPlan.of(values) for values in self._values(indices)]
+
+    def _layers(self, values: Mapping[str, object], rule: object) -> tuple[int, ...]:
+        """Return the layers of each virtual stage of a layout with *values*."""
+        pp, vpp = (cast("int", values[name]) for name in ("pp", "num_virtual_stages"))
+        return stage_layers(self.job, pp * vpp, rule)
+
+    def _values(self, indices: Sequence[int]) -> list[dict[str, object]]:
+        """Return the fields of layouts but for their stages; None is what the stack does."""
         fields = [field for field in SEARCHED_FIELDS if field.name != "stages"]
         names = [field.name for field in fields]
         columns = [field.values(self.columns[field.name][indices].tolist()) for field in fields]
-        rows = zip(*columns, strict=True)
-        return [ParallelPlan.of(dict(zip(names, row, strict=True))) for row in rows]
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def enumerate_space(
@@ -203,21 +216,6 @@ def enumerate_space(
     space = Space(job=job, stack=stack, num_gpus=num_gpus, columns=columns)
     kept = slices_shards(space.column)
     return space if kept.all() else space.chosen(np.flatnonzero(kept))
-
-
-def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:
-    """Return whether degrees of *axis* are laid out: of a rare one if it is asked for.
-
-    Sequences are cut unasked where they are long and the stack does so: of GPT-3 on 3,072 GPUs it
-    makes 6.6 times as many layouts, and the search 3.6 times as long, whose best has cp = 1.
-    """
-    known = AXES[axis]
-    if not known.is_rare or limits.values(axis) is not None:
-        return True
-    said = (each for each in SEARCHED_FIELDS if axis in {each.name, each.declaration.acts_on})
-    is_asked = any(limits.asks_for(each.name) for each in said)
-    is_offered = bool(getattr(stack, known.offered_by or "", False))
-    return is_offered and (is_asked or job.seq_len >= LONG_SEQUENCE)
 
 
 def _degrees(

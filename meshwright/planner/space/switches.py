@@ -18,7 +18,7 @@ from meshwright.hwprofiles import (
     StackProfile,
     Strategy,
 )
-from meshwright.simulator import ParallelPlan, TrainingJob
+from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import (
     MAX_ZERO_STAGE,
     PLAN_FIELDS,
@@ -229,7 +229,7 @@ def _overlaps(
             yield {name: None}
             continue
         said = {each: PLAN_FIELDS[each].value(getattr(place, each)) for each in names}
-        plan = ParallelPlan.of({**said, "dp": place.ep, name: overlap})
+        plan = ResolvedPlan.of({**said, "dp": place.ep, name: overlap})
         schedule = plan.schedule_of(stack.pipeline_runtime)
         is_plain = schedule.interleaves or schedule.refusal(place.pp, 1, 1) is None
         if is_plain and overlap_refusal(job, plan, stack) is None:
@@ -292,7 +292,7 @@ def _moments(
     """Yield the formats of Adam's moments: the stack's unless asked for."""
     name = "moment_precision"
     for moments in cast("tuple[Precision | None, ...]", wanted.get(name, (None,))):
-        plan = ParallelPlan(zero_stage=place.zero_stage, moment_precision=moments)
+        plan = ResolvedPlan(zero_stage=place.zero_stage, moment_precision=moments)
         if moments is None or moments_refusal(job, plan, stack) is None:
             yield {name: moments}
 

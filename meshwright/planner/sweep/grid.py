@@ -16,7 +16,7 @@ from meshwright.planner.options import ALSO, REPLICATION, SWEPT, JobOptions
 from meshwright.planner.reports import job_fields, known_by, plan_fields
 from meshwright.planner.space import SpaceLimits
 from meshwright.planner.sweep.varied import MOST_CELLS, Value, Variation
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import SEARCHED_FIELDS
 
 REPLICATED = {each.key for each in REPLICATION.options}
@@ -54,7 +54,7 @@ class Task(NamedTuple):
     num_gpus: int
     memory_limit_bytes: int | None
     limits: SpaceLimits | None
-    plan: ParallelPlan | None
+    plan: ResolvedPlan | None
 
     @property
     def digest(self) -> str:

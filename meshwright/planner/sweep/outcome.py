@@ -18,7 +18,7 @@ from meshwright.planner.reports import (
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import waste_hints
 from meshwright.planner.sweep.grid import Task
-from meshwright.simulator import ParallelPlan, PlanError, StepResult, simulate
+from meshwright.simulator import PlanError, ResolvedPlan, StepResult, simulate
 
 Document: TypeAlias = dict[str, Json]
 
@@ -48,7 +48,7 @@ def refused(reason: str) -> Document:
     return {"outcome": Outcome.REFUSED, "reason": reason}
 
 
-def _simulated(task: Task, plan: ParallelPlan) -> Document:
+def _simulated(task: Task, plan: ResolvedPlan) -> Document:
     limit_bytes = task.memory_limit_bytes
     step = simulate(task.job, plan, task.cluster, task.stack, memory_limit_bytes=limit_bytes)
     memory = step.memory

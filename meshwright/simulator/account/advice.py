@@ -1,15 +1,16 @@
 """What a user should know before relying on a result."""
 
-from meshwright.hwprofiles import Offload, Precision, StackProfile, format_bytes
+from meshwright.hwprofiles import Offload, Precision, StackProfile, format_bytes, single_line
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_BYTES, ALIGNED_ELEMENTS, CostModel
 from meshwright.simulator.layout import (
     DP_CP,
     PLAN_FIELDS,
     Axis,
-    ParallelPlan,
+    ResolvedPlan,
     TrainingJob,
     is_unwrapped,
+    without_defaults,
 )
 from meshwright.simulator.model import AnyModel, ModelSpec
 
@@ -21,7 +22,7 @@ NOTEWORTHY_FRACTION = 0.05
 
 def plan_warnings(
     job: TrainingJob,
-    plan: ParallelPlan,
+    plan: ResolvedPlan,
     memory: MemoryResult,
     costs: CostModel,
     extrapolated_fraction: float,
@@ -31,9 +32,9 @@ def plan_warnings(
         *_model_warnings(job.model),
         *_memory_warnings(memory),
         *_alignment_warnings(job, plan),
-        *_degree_one_warnings(job, plan, costs.stack),
+        *_degree_one_warnings(job, without_defaults(job, costs.stack, plan), costs.stack),
         *_autocast_warnings(job, plan, costs.stack),
-        *_expert_warnings(job, plan),
+        *_expert_warnings(job, without_defaults(job, costs.stack, plan)),
         *_evidence_warnings(plan, costs, extrapolated_fraction),
     )
 
@@ -41,7 +42,7 @@ def plan_warnings(
 def _model_warnings(model: AnyModel) -> list[str]:
     if not isinstance(model, ModelSpec) or not model.left_out:
         return []
-    return [f"{model.name}: {model.left_out}"]
+    return [single_line(f"{model.name}: {model.left_out}")]
 
 
 def _memory_warnings(memory: MemoryResult) -> list[str]:
@@ -60,7 +61,7 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
     return []
 
 
-def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
+def _alignment_warnings(job: TrainingJob, plan: ResolvedPlan) -> list[str]:
     if job.precision is Precision.FP32:
         return []
     of_linear = ALIGNED_BYTES if job.precision.is_eight_bit else ALIGNED_ELEMENTS
@@ -71,7 +72,7 @@ def _alignment_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
     ]
 
 
-def _degree_one_warnings(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> list[str]:
+def _degree_one_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> list[str]:
     warnings = _alone_warnings(plan, stack) if _shards_alone(job, plan, stack) else []
     for axis in Axis:
         if axis is Axis.DP and _shards_alone(job, plan, stack):
@@ -90,7 +91,7 @@ def _degree_one_warnings(job: TrainingJob, plan: ParallelPlan, stack: StackProfi
     return warnings
 
 
-def _shards_alone(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> bool:
+def _shards_alone(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> bool:
     """Return whether fully_shard runs on one rank.
 
     It shards nothing there, but still copies units, in the format of products, out of the shards
@@ -101,7 +102,7 @@ def _shards_alone(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     return stack.is_fully_sharded and plan.dp_cp == 1 and not is_plain
 
 
-def _alone_warnings(plan: ParallelPlan, stack: StackProfile) -> list[str]:
+def _alone_warnings(plan: ResolvedPlan, stack: StackProfile) -> list[str]:
     """Return what is predicted of a ZeRO stage that a stack of fully_shard does not have."""
     if plan.zero_stage in stack.zero_stages:
         return []
@@ -109,7 +110,7 @@ def _alone_warnings(plan: ParallelPlan, stack: StackProfile) -> list[str]:
     return [f"{said}: {stack.name} runs fully_shard on one rank, too"]
 
 
-def _autocast_warnings(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> list[str]:
+def _autocast_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> list[str]:
     """Return what is said of one device that the stack runs without fully_shard.
 
     torchtitan up to 0.2 runs it under autocast (`maybe_enable_amp` of distributed/utils.py, 0.2.2).
@@ -121,7 +122,7 @@ def _autocast_warnings(job: TrainingJob, plan: ParallelPlan, stack: StackProfile
     return [f"{said}; predicted is fully_shard on one rank"]
 
 
-def _expert_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
+def _expert_warnings(job: TrainingJob, plan: ResolvedPlan) -> list[str]:
     """Return what is said of experts that every rank has all of."""
     if plan.ep > 1:
         return []
@@ -131,7 +132,7 @@ def _expert_warnings(job: TrainingJob, plan: ParallelPlan) -> list[str]:
 
 
 def _evidence_warnings(
-    plan: ParallelPlan, costs: CostModel, extrapolated_fraction: float
+    plan: ResolvedPlan, costs: CostModel, extrapolated_fraction: float
 ) -> list[str]:
     warnings = []
     if costs.spans.in_step(Axis.TP, plan.tp, 1).crosses_nodes:

@@ -2,7 +2,7 @@
 
 from meshwright.hwprofiles import ContextParallel, StackProfile
 from meshwright.simulator.blocks import BlockOperators, BlockShape, BlockTable, FlashAttention, Gemm
-from meshwright.simulator.layout import ParallelPlan, TrainingJob, rank_stages
+from meshwright.simulator.layout import ResolvedPlan, TrainingJob, rank_stages
 
 # Gathered keys are masked for a rank's early and its late rows alone, of half the width each.
 _MASKED_HALVES = 2
@@ -10,7 +10,7 @@ _MASKED_HALVES = 2
 
 def rank_flops(
     job: TrainingJob,
-    plan: ParallelPlan,
+    plan: ResolvedPlan,
     stack: StackProfile,
     pp_rank: int,
     *,

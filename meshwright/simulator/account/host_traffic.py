@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, StackProfile
-from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.layout import ResolvedPlan, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
 from meshwright.simulator.replication import unit_shards
 from meshwright.simulator.step import owned_share
@@ -20,7 +20,7 @@ NO_TRAFFIC = HostTraffic(0, 0)
 
 
 def host_traffic(
-    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int, shard: int = 0
+    job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int, shard: int = 0
 ) -> HostTraffic:
     """Return the bytes that cross a rank's link to the host in one step, each way.
 

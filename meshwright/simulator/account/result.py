@@ -10,7 +10,7 @@ from meshwright.simulator.account.shown import Shown
 from meshwright.simulator.blocks import hardware_flops, model_flops
 from meshwright.simulator.costs import COMMUNICATION, Category, peak_flops_per_s
 from meshwright.simulator.engine import StepTimes, StepWork
-from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.layout import ResolvedPlan, TrainingJob
 from meshwright.simulator.memory import Overheads
 from meshwright.simulator.schedules import get_schedule
 
@@ -176,7 +176,7 @@ class StepResult(Shown):
     """
 
     job: TrainingJob
-    plan: ParallelPlan
+    plan: ResolvedPlan
     cluster: Cluster
     stack: StackProfile
     step_ps: int

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import SHIFTED_BYTES, BlockTable
 from meshwright.simulator.costs import sent_ratio
-from meshwright.simulator.layout import Axis, MeshAxis, ParallelPlan, TrainingJob
+from meshwright.simulator.layout import Axis, MeshAxis, ResolvedPlan, TrainingJob
 from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, pass_entries, rank_ledger
 
 OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)
@@ -47,7 +47,7 @@ class Traffic(NamedTuple):
 
 
 def rank_traffic(
-    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+    job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int
 ) -> tuple[Traffic, ...]:
     """Return the tensor- and data-parallel collectives of a pipeline rank in one step.
 
@@ -64,7 +64,7 @@ def rank_traffic(
 
 
 def closing_traffic(
-    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+    job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int
 ) -> tuple[Traffic, ...]:
     """Return the collectives after the last backward pass, but for those of the replicas.
 
@@ -76,7 +76,7 @@ def closing_traffic(
 
 
 def token_traffic(
-    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+    job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int
 ) -> tuple[Traffic, ...]:
     """Return what all ranks of a stage sum of the tokens of experts, if routing has biases."""
     entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
@@ -84,7 +84,7 @@ def token_traffic(
 
 
 def norm_traffic(
-    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+    job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int
 ) -> tuple[Traffic, ...]:
     """Return what sums the gradient norm, and the tokens, where that goes axis by axis.
 
@@ -95,7 +95,7 @@ def norm_traffic(
 
 
 def message_traffic(
-    job: TrainingJob, plan: ParallelPlan, stack: StackProfile, pp_rank: int
+    job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int
 ) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
     """Return what a pipeline rank sends, and what it receives with the gathers that follow."""
     entries = pass_entries(StepSetting.of(job, plan, stack), BlockTable(), pp_rank)
@@ -114,7 +114,7 @@ def _traffic(entries: Iterable[LedgerEntry], moments: tuple[Moment, ...]) -> tup
     return tuple(Traffic(*call, count) for call, count in counted.items() if count)
 
 
-def norm_ranks(plan: ParallelPlan) -> int:
+def norm_ranks(plan: ResolvedPlan) -> int:
     """Return over how many ranks the gradient norm is summed; 1 where each has all gradients.
 
     Replicas of a set of shards hold the same gradients: one set is enough.

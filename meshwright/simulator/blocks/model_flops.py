@@ -29,7 +29,7 @@ from meshwright.simulator.graph import (
     WeightGradients,
     Work,
 )
-from meshwright.simulator.layout import ParallelPlan, TrainingJob, repeated_layers
+from meshwright.simulator.layout import ResolvedPlan, TrainingJob, repeated_layers
 from meshwright.simulator.model import (
     EMBEDDING,
     HEAD,
@@ -66,7 +66,7 @@ def model_flops(job: TrainingJob) -> int:
     return (1 + BACKWARD_FACTOR) * forward
 
 
-def hardware_flops(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> int:
+def hardware_flops(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> int:
     """Return the model FLOPs plus what recomputation repeats of the layers on *stack*."""
     undivided = replace(plan, ep=1, etp=None)  # first: ranks that cut sequences may have experts
     one = replace(undivided, tp=1, cp=1, cp_type=None, cp_inner=None, microbatch_size=1)

@@ -19,7 +19,7 @@ from meshwright.hwprofiles import (
     Strategy,
 )
 from meshwright.simulator.layout import (
-    ParallelPlan,
+    ResolvedPlan,
     TrainingJob,
     context_way,
     is_unwrapped,
@@ -155,7 +155,7 @@ class BlockShape(WeightShape):
     def of(
         cls,
         job: TrainingJob,
-        plan: ParallelPlan,
+        plan: ResolvedPlan,
         stack: StackProfile,
         parameters: "PlanParameters | None" = None,
     ) -> "BlockShape":
@@ -300,7 +300,7 @@ class PlanParameters(NamedTuple):
     of_experts: Mapping[BlockKind, int]
 
 
-def plan_parameters(model: AnyModel, plan: ParallelPlan, stack: StackProfile) -> PlanParameters:
+def plan_parameters(model: AnyModel, plan: ResolvedPlan, stack: StackProfile) -> PlanParameters:
     """Return the parameters that a rank of *plan* holds of a block of each kind."""
     ends = 1 if stack.tp_plan else None
     return _rank_parameters(model, plan.tp, (plan.ep, plan.etp), stack.vocabulary_multiple, ends)
@@ -321,7 +321,7 @@ def _rank_parameters(
     )
 
 
-def _accumulated_bytes(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> int:
+def _accumulated_bytes(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> int:
     """Return what is read and written of an expert's gradient; other layers' are hidden."""
     if not isinstance(job.model, ModelSpec) or job.model.experts is None:
         return 0
@@ -331,13 +331,13 @@ def _accumulated_bytes(job: TrainingJob, plan: ParallelPlan, stack: StackProfile
     return 2 * (stack.gradient_bytes if kept is None else kept.num_bytes)
 
 
-def _dispatcher(plan: ParallelPlan, stack: StackProfile) -> Dispatcher:
+def _dispatcher(plan: ResolvedPlan, stack: StackProfile) -> Dispatcher:
     """Return how tokens go to experts on other ranks."""
     habit = next(iter(stack.dispatchers), Dispatcher.ALL_TO_ALL)
     return habit if plan.dispatcher is None or plan.ep == 1 else plan.dispatcher
 
 
-def _cp_inner(plan: ParallelPlan) -> int:
+def _cp_inner(plan: ResolvedPlan) -> int:
     """Return the ranks that swap tokens for heads in a ring of swaps; 1 where that is no such."""
     inner = plan.cp_inner or 1
     return 1 if inner == plan.cp else inner

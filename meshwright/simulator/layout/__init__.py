@@ -15,7 +15,13 @@ from meshwright.simulator.layout.axes import (
     near_multiples,
     repeated_modules,
 )
-from meshwright.simulator.layout.fields import PlanField, in_option_order
+from meshwright.simulator.layout.defaults import Said, read_modules
+from meshwright.simulator.layout.fields import (
+    SERVER_FIELDS,
+    ParameterServer,
+    PlanField,
+    in_option_order,
+)
 from meshwright.simulator.layout.formats import (
     STACKS_OWN,
     Casts,
@@ -62,7 +68,7 @@ from meshwright.simulator.layout.plan import (
     PLAN_FIELDS,
     SEARCHED_FIELDS,
     SHARDS,
-    ParallelPlan,
+    ResolvedPlan,
 )
 from meshwright.simulator.layout.refusals import (
     check_sharding,
@@ -77,7 +83,13 @@ from meshwright.simulator.layout.refusals import (
     sums_microbatches,
     syncs_by_default,
 )
-from meshwright.simulator.layout.servers import SERVER_FIELDS, ParameterServer
+from meshwright.simulator.layout.resolution import (
+    ParallelPlan,
+    overridden,
+    resolve,
+    said_of,
+    without_defaults,
+)
 from meshwright.simulator.layout.splits import (
     check_predictions,
     num_predictions,
@@ -136,6 +148,8 @@ __all__ = [
     "Quantity",
     "Redistribution",
     "Replicate",
+    "ResolvedPlan",
+    "Said",
     "Split",
     "Stage",
     "TrainingJob",
@@ -166,12 +180,14 @@ __all__ = [
     "offered_formats",
     "optimizer_bytes",
     "overlap_refusal",
+    "overridden",
     "pair_span",
     "parse_stages",
     "plan_stages",
     "prediction_place",
     "rank_stages",
     "read_layout",
+    "read_modules",
     "reads_table",
     "receives_streams",
     "redistribute",
@@ -179,7 +195,9 @@ __all__ = [
     "repeated_layers",
     "repeated_modules",
     "reshards_units",
+    "resolve",
     "resolve_stages",
+    "said_of",
     "shard_shape",
     "stack_gaps",
     "stack_refusal",
@@ -192,5 +210,6 @@ __all__ = [
     "usual_zero_stages",
     "whole_model",
     "with_stages",
+    "without_defaults",
     "zero_communication",
 ]

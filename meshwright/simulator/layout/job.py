@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import cast
 
 from meshwright.hwprofiles import Precision
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.model import AnyModel, Experts, ModelSpec
+from meshwright.simulator.model import AnyModel, Experts, ModelSpec, load_model
 
 
 class Quantity(StrEnum):
@@ -32,21 +33,25 @@ class TrainingJob:
     """One training step to lay out: the model, its batch and its number format.
 
     Args:
-        model: Architecture that is trained.
+        model: Architecture that is trained, or the name of a built-in one.
         global_batch_size: Sequences of one optimizer step, over all ranks.
-        seq_len: Tokens of a sequence.
+        seq_len: Tokens of a sequence; by default as the model is trained.
         precision: Number format of parameters and activations.
         imbalance: Load of the hottest routed expert over the mean; 1 is balanced routing.
     """
 
     model: AnyModel
     global_batch_size: int
-    seq_len: int
+    seq_len: int = cast("int", None)  # that of the model: `__post_init__`
     precision: Precision = Precision.BF16
     imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse a batch or a sequence that no run could have."""
+        if isinstance(self.model, str):
+            object.__setattr__(self, "model", load_model(self.model))
+        if self.seq_len is None:
+            object.__setattr__(self, "seq_len", self.model.seq_len)
         for field, limit in (("global_batch_size", 10**7), ("seq_len", 10**8)):
             value = getattr(self, field)
             if not 1 <= value <= limit:

@@ -20,7 +20,7 @@ from meshwright.simulator.layout.axes import (
 )
 from meshwright.simulator.layout.fields import Condition, Gap, Number
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import PLAN_FIELDS, ParallelPlan
+from meshwright.simulator.layout.plan import PLAN_FIELDS, ResolvedPlan
 from meshwright.simulator.model import ModelSpec
 
 # Ways in which ranks swap tokens for heads, and the ranks that divide the heads then.
@@ -106,7 +106,7 @@ class Mesh:
         self._cp_inner = cp_inner
 
     @classmethod
-    def of(cls, plan: ParallelPlan, node_size: int = 1) -> "Mesh":
+    def of(cls, plan: ResolvedPlan, node_size: int = 1) -> "Mesh":
         """Return the mesh of *plan*."""
         degrees = {axis.value: plan.degree(axis) for axis in Axis}
         experts, inner = (plan.expert_tp, plan.ep), plan.cp_inner or 1
@@ -203,7 +203,7 @@ class Mesh:
         ) or (size > self.node_size and abs(distance) > 0)
 
 
-def context_way(plan: ParallelPlan, stack: StackProfile) -> ContextParallel | None:
+def context_way(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | None:
     """Return how context-parallel ranks attend to each other's tokens, None where there are none.
 
     Without a word of it as the stack does; a ring where the stack has no way to.  A ring of swaps
@@ -211,7 +211,7 @@ def context_way(plan: ParallelPlan, stack: StackProfile) -> ContextParallel | No
     it so, too (attn_forward_func_with_cp).
 
     >>> from meshwright.hwprofiles import load_stack
-    >>> plan = ParallelPlan(cp=8, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=8)
+    >>> plan = ResolvedPlan(cp=8, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=8)
     >>> context_way(plan, load_stack("megatron-core"))
     <ContextParallel.ALL_TO_ALL: 'all-to-all'>
     """

@@ -20,7 +20,7 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.layout.axes import DP_CP, Axis
 from meshwright.simulator.layout.fields import Condition, Gap
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import PLAN_FIELDS, SHARDS, ParallelPlan
+from meshwright.simulator.layout.plan import PLAN_FIELDS, SHARDS, ResolvedPlan
 from meshwright.simulator.layout.stages import empty_refusal, prediction_refusal
 from meshwright.simulator.model import (
     EXPERT_LAYER,
@@ -128,7 +128,7 @@ def _checkpoints_gap() -> Gap:
 
 
 def layer_refusal(
-    model: ModelSpec, seq_len: int, plan: ParallelPlan, stack: StackProfile
+    model: ModelSpec, seq_len: int, plan: ResolvedPlan, stack: StackProfile
 ) -> str | None:
     """Return which fact of its layers *stack* does not offer, or None when it offers all."""
     facts = model.layer_facts(seq_len)
@@ -225,7 +225,7 @@ def parts_refusal(job: TrainingJob, model: ModelSpec, stack: StackProfile) -> st
     return None if model.experts is None else _expert_refusal(model.name, model.experts, stack)
 
 
-def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def passes_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot recompute, or group, what *plan* says, or None when it can."""
     of_layers = modules_refusal(job, plan, stack) or methods_refusal(plan, stack)
     of_layers = of_layers or prediction_refusal(job, plan, stack) or empty_refusal(job, plan, stack)
@@ -233,7 +233,7 @@ def passes_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) ->
     return of_layers or beside
 
 
-def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def modules_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why parts of a layer that *plan* names cannot run again, or None when they can."""
     for each in plan.recompute_modules:
         if each not in stack.recompute_modules:
@@ -258,7 +258,7 @@ def modules_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
     return None
 
 
-def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
+def methods_refusal(plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why the layers that *plan* counts cannot be recomputed, or None when they can.
 
     Megatron-Core asks a stage for layers that it has not where checkpoints do not divide them.
@@ -278,7 +278,7 @@ def methods_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     return None
 
 
-def group_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
+def group_refusal(plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why microbatches cannot go in groups of the size of *plan*, or None when they can."""
     size = plan.microbatch_group_size
     if size is None:
@@ -292,7 +292,7 @@ def group_refusal(plan: ParallelPlan, stack: StackProfile) -> str | None:
     return None
 
 
-def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def overlap_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why no exchange can run beside another microbatch, or None when it can.
 
     As Megatron-Core refuses it (TransformerConfig of core 0.16); of schedules it has 1F1B and, in a
@@ -306,9 +306,9 @@ def overlap_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
         "recompute=full; allowed: none, selective": plan.recompute is Recompute.FULL,
         "recompute_modules=moe; allowed: other parts": RecomputeModule.MOE
         in plan.recompute_modules,
+        "zero_stage=3; allowed: 0, 1": plan.zero_stage == MAX_ZERO_STAGE,
         "sync_each_microbatch=True; allowed: False": plan.sync_each_microbatch,
         f"kernels={stack.kernels}; allowed: {Kernels.FUSED}": stack.kernels is not Kernels.FUSED,
-        "zero_stage=3; allowed: 0, 1": plan.zero_stage == MAX_ZERO_STAGE,
         f"schedule={plan.schedule}; allowed: {', '.join(OVERLAPPED)}": plan.schedule
         not in OVERLAPPED,
     }

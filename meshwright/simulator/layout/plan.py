@@ -30,13 +30,18 @@ from meshwright.simulator.layout.axes import (
     check_modules,
     check_stages,
 )
-from meshwright.simulator.layout.fields import Declaration, degree, fields_of, written
+from meshwright.simulator.layout.fields import (
+    Declaration,
+    ParameterServer,
+    degree,
+    fields_of,
+    written,
+)
 from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.servers import ParameterServer
 from meshwright.simulator.schedules import SCHEDULES, Schedule, get_schedule
 
-# Numbers of ranks that share a set of shards, and one of those experts that they hold the same of.
+# Ranks that share a set of shards, and of these those that hold the same experts.
 SHARDS, EXPERT_SHARDS = "shards", "expert shards"
 
 
@@ -173,7 +178,6 @@ class Recomputation(Degrees):
         is_rare=True,
         offered_by="recompute_methods",
     ).field(None)
-    """Which layers a number of `recompute_layers` is of; None is `BLOCK`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,12 +235,10 @@ class PlanFields(Recomputation):
     dp_shard: int | None = Declaration(
         help="Ranks that share one set of shards [--dp].", heading="shard", group="replication"
     ).field(None)
-    """Fewer than all data-parallel ranks make replicas of the shards (hybrid sharding)."""
 
     reshard_after_forward: bool | None = Declaration(
         help="Gather again for backward [the stack's].", heading="reshard", group="replication"
     ).field(None)
-    """Free a unit's sharded parameters after its forward pass; if not, they are kept until then."""
 
     gradient_precision: Precision | None = Declaration(
         help="Format of kept gradients [the stack's].",
@@ -244,7 +246,6 @@ class PlanFields(Recomputation):
         heading="grads",
         group="replication",
     ).field(None)
-    """Number format in which gradients are kept; None is the stack's."""
 
     reduce_precision: Precision | None = Declaration(
         help="Format of reduced ones [the stack's].",
@@ -253,7 +254,6 @@ class PlanFields(Recomputation):
         group="replication",
         acts_on=DP_CP,
     ).field(None)
-    """None is the stack's, or what goes with the gradient precision."""
 
     moment_precision: Precision | None = Declaration(
         help="Format of Adam's moments, in a precision-aware optimizer [the stack's].",
@@ -271,7 +271,7 @@ class PlanFields(Recomputation):
         group="replication",
         acts_on=DP_CP,
     ).field(None)
-    """Reduce gradients in every microbatch, not in the last alone; None is the stack's habit."""
+    """Reduce gradients in every microbatch, not in the last alone."""
 
     offload: Offload = Declaration(
         help="What is kept and updated on the host.",
@@ -291,11 +291,11 @@ class PlanFields(Recomputation):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class ParallelPlan(PlanFields):
+class ResolvedPlan(PlanFields):
     """A complete layout; the product of its degrees is the world size.
 
-    >>> ParallelPlan(tp=8, pp=2, dp=4)
-    ParallelPlan(tp=8, pp=2, dp=4)
+    >>> ResolvedPlan(tp=8, pp=2, dp=4)
+    ResolvedPlan(tp=8, pp=2, dp=4)
     """
 
     def __post_init__(self) -> None:
@@ -381,7 +381,7 @@ class ParallelPlan(PlanFields):
         return job.global_batch_size // (self.dp * self.microbatch_size)
 
     @classmethod
-    def of(cls, values: Mapping[str, object]) -> "ParallelPlan":
+    def of(cls, values: Mapping[str, object]) -> "ResolvedPlan":
         """Return the plan with *values* by the names of its fields."""
         return cls(**cast("dict[str, Any]", dict(values)))
 
@@ -392,9 +392,9 @@ class ParallelPlan(PlanFields):
             for each in PLAN_FIELDS.values()
             if getattr(self, each.name) != each.default
         )
-        return f"ParallelPlan({', '.join(said)})"
+        return f"ResolvedPlan({', '.join(said)})"
 
 
-PLAN_FIELDS = {each.name: each for each in fields_of(ParallelPlan)}
+PLAN_FIELDS = {each.name: each for each in fields_of(ResolvedPlan)}
 # What a search varies: a column of its space each, in this order.
 SEARCHED_FIELDS = tuple(each for each in PLAN_FIELDS.values() if each.declaration.heading)

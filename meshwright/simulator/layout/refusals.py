@@ -33,7 +33,7 @@ from meshwright.simulator.layout.parts import (
     prediction_gaps,
     zero_gaps,
 )
-from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS, ParallelPlan
+from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS, ResolvedPlan
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec
 
 OFFLOADS = Condition("offload", gt, PLAN_FIELDS["offload"].code(Offload.NONE))
@@ -183,7 +183,7 @@ def _unwrapped_gaps(precision: Precision) -> Iterator[Gap]:
         yield Gap(Axis.DP, reason, (alone, Condition(axis, gt, 1)), computed)
 
 
-def check_sharding(job: TrainingJob, plan: ParallelPlan) -> None:
+def check_sharding(job: TrainingJob, plan: ResolvedPlan) -> None:
     """Raise PlanError unless *plan* divides the tensors and the batch of *job* evenly.
 
     Raises:
@@ -248,7 +248,7 @@ def model_refusal(field: PlanField, value: object, model: AnyModel) -> str | Non
     )
 
 
-def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def stack_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot run *plan*, or None when it can."""
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
         return f"parameter_server is not offered by stack {stack.name}; it has no servers"
@@ -270,7 +270,7 @@ def stack_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> 
     return _gradient_refusal(job, plan, stack)
 
 
-def moments_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def moments_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why moments cannot have the format of *plan*, or None when they can.
 
     Megatron-Core's precision-aware optimizer is its distributed one, on the device; Megatron
@@ -288,7 +288,7 @@ def moments_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -
     return why and f"moment_precision={plan.moment_precision} does not go with {why}"
 
 
-def _job_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def _job_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot train such a model in such a format, or None when it can."""
     if not isinstance(job.model, ModelSpec):
         if stack.is_fully_sharded:
@@ -316,7 +316,7 @@ def _not_offered(
     field: str,
     value: object,
     allowed: tuple[object, ...],
-    plan: ParallelPlan,
+    plan: ResolvedPlan,
     stack: StackProfile,
     whose: str = "",
 ) -> str:
@@ -333,7 +333,7 @@ def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Num
     return ((zero_stage >= 2) | stack.is_fully_sharded) & (pp == 1) & stack.reduces_each_microbatch
 
 
-def reshards_units(plan: ParallelPlan, stack: StackProfile) -> bool:
+def reshards_units(plan: ResolvedPlan, stack: StackProfile) -> bool:
     """Return whether *plan* frees a unit's parameters after its forward pass."""
     if plan.reshard_after_forward is None:
         return plan.pp == 1 or stack.reshards_in_pipelines
@@ -348,7 +348,7 @@ def sums_microbatches(syncs_each: Number, pp: Number, num_microbatches: Number) 
     return (pp > 1) | ((num_microbatches > 1) & (syncs_each == 0))
 
 
-def reduces_once(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> bool:
+def reduces_once(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> bool:
     """Return whether *plan* sums gradients over microbatches before it reduces them."""
     each = plan.sync_each_microbatch
     if each is None:
@@ -356,7 +356,7 @@ def reduces_once(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> b
     return bool(sums_microbatches(each, plan.pp, plan.num_microbatches(job)))
 
 
-def _gradient_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def _gradient_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why *stack* cannot treat gradients as *plan* wants, or None when it can."""
     sync = plan.sync_each_microbatch
     if plan.find_unused and sync:

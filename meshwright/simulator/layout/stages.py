@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import PipelineRuntime, RecomputeMethod, StackProfile, StageSplit
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import ParallelPlan
+from meshwright.simulator.layout.plan import ResolvedPlan
 from meshwright.simulator.layout.splits import split_layers
 from meshwright.simulator.model import (
     COPY,
@@ -48,7 +48,7 @@ class Checkpoints(NamedTuple):
     num_ahead: int = 0
 
     @classmethod
-    def of(cls, plan: ParallelPlan, index: int = 0) -> "Checkpoints":
+    def of(cls, plan: ResolvedPlan, index: int = 0) -> "Checkpoints":
         """Return those of the virtual stage number *index* of *plan*, in model order.
 
         Megatron-Core counts layers of each virtual stage as of a TransformerBlock
@@ -194,7 +194,7 @@ def whole_model(model: AnyModel) -> Stage:
     )
 
 
-def repeated_layers(model: AnyModel, plan: ParallelPlan) -> tuple[BlockRun, ...]:
+def repeated_layers(model: AnyModel, plan: ResolvedPlan) -> tuple[BlockRun, ...]:
     """Return the layers of *model* of which backward computes again what the plan recomputes."""
     if not Checkpoints.of(plan).keeps_layers:
         return model.layer_runs
@@ -259,7 +259,7 @@ def reads_table(model: AnyModel, stage: Stage) -> bool:
     return reads and shares_table(model)
 
 
-def table_rank(plan: ParallelPlan) -> int:
+def table_rank(plan: ResolvedPlan) -> int:
     """Return which pipeline rank has the other copy of a shared table: the head's, if no other.
 
     That is 0 where the first rank has all use of it.
@@ -278,7 +278,7 @@ def copies_table(model: AnyModel, stage: Stage) -> bool:
     return reads_table(model, stage) and not stage.has_embedding
 
 
-def plan_stages(model: AnyModel, plan: ParallelPlan) -> tuple[Stage, ...]:
+def plan_stages(model: AnyModel, plan: ResolvedPlan) -> tuple[Stage, ...]:
     """Return the virtual stages of *plan*, in model order, with what it recomputes of each."""
     stages = model_stages(model, plan.stages, plan.prediction_stage)
     if plan.recompute_layers is None:
@@ -289,11 +289,11 @@ def plan_stages(model: AnyModel, plan: ParallelPlan) -> tuple[Stage, ...]:
     )
 
 
-def rank_stages(model: AnyModel, plan: ParallelPlan, pp_rank: int) -> tuple[Stage, ...]:
+def rank_stages(model: AnyModel, plan: ResolvedPlan, pp_rank: int) -> tuple[Stage, ...]:
     """Return the virtual stages of pipeline rank ``r``: number ``r, p + r, 2 p + r, ...``.
 
     >>> from meshwright.simulator.model import load_model
-    >>> plan = ParallelPlan(pp=2, num_virtual_stages=2, stages=(1, 2, 3, 6))
+    >>> plan = ResolvedPlan(pp=2, num_virtual_stages=2, stages=(1, 2, 3, 6))
     >>> rank_stages(load_model("gpt2"), plan, 0)[1].blocks
     (BlockRun(kind='layer', num_blocks=3),)
     """
@@ -324,7 +324,7 @@ def resolve_stages(
     return tuple(wanted)
 
 
-def with_stages(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> ParallelPlan:
+def with_stages(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> ResolvedPlan:
     """Return *plan* with the stages of the stack's rule where it lists none.
 
     Raises:
@@ -336,7 +336,7 @@ def with_stages(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> Pa
     return replace(plan, stages=stages)
 
 
-def stages_rule(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> StageSplit | None:
+def stages_rule(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> StageSplit | None:
     """Return the rule that gives the stages of *plan*; None if it is the stack's, or none does."""
     if not plan.stages:
         return None
@@ -350,7 +350,7 @@ def stages_rule(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> St
     return None if rule is own else rule
 
 
-def prediction_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def prediction_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why layers that predict further tokens are not on the stage of *plan*, or None.
 
     Megatron-Core takes any behind all layers, of a rank's virtual stages the last, but of the first
@@ -384,7 +384,7 @@ def prediction_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile
     return None
 
 
-def empty_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def empty_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why a stage between the first and the last one cannot be empty, or None if it can."""
     if 0 not in plan.stages[1:-1]:
         return None

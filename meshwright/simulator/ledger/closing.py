@@ -23,7 +23,7 @@ from meshwright.simulator.layout import (
     GroupSpan,
     Mesh,
     MeshAxis,
-    ParallelPlan,
+    ResolvedPlan,
     Stage,
     pair_span,
     strided_span,
@@ -113,7 +113,7 @@ def _tensor_sums(
 
 
 def tied_table(
-    shape: BlockShape, wire: WireBytes, mesh: Mesh, plan: ParallelPlan
+    shape: BlockShape, wire: WireBytes, mesh: Mesh, plan: ResolvedPlan
 ) -> list[StepCollective]:
     """Return what two stages sum of the gradient of a table that both hold.
 

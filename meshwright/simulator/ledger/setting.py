@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Mesh, ParallelPlan, Stage, TrainingJob, plan_stages
+from meshwright.simulator.layout import Mesh, ResolvedPlan, Stage, TrainingJob, plan_stages
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.replication import (
     Replication,
@@ -25,7 +25,7 @@ class StepSetting:
     """
 
     job: TrainingJob
-    plan: ParallelPlan
+    plan: ResolvedPlan
     stages: tuple[Stage, ...]
     shape: BlockShape
     mesh: Mesh
@@ -36,7 +36,7 @@ class StepSetting:
 
     @classmethod
     def of(
-        cls, job: TrainingJob, plan: ParallelPlan, stack: StackProfile, node_size: int = 1
+        cls, job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, node_size: int = 1
     ) -> "StepSetting":
         """Return the setting of *plan* on nodes of so many devices."""
         mesh, shape = Mesh.of(plan, node_size), BlockShape.of(job, plan, stack)

@@ -11,7 +11,7 @@ from meshwright.simulator.layout import (
     ContextAxis,
     ExpertAxis,
     Mesh,
-    ParallelPlan,
+    ResolvedPlan,
     TrainingJob,
     table_rank,
 )
@@ -48,7 +48,7 @@ class Overheads(NamedTuple):
 
     @classmethod
     def of_plan(
-        cls, job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile
+        cls, job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: StackProfile
     ) -> Self:
         """Return those of a rank of *plan*."""
         is_tied = shares_table(job.model) and table_rank(plan) > 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, Self,
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from meshwright.hwprofiles import nearest_names
+from meshwright.hwprofiles import LINE_RULE, TEXT_RULE, has_controls, nearest_names
 from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
 
@@ -48,9 +48,14 @@ class Model(Fields):
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
-        for field, text in (("name", self.name), ("title", self.title)):
-            if not text.isprintable():
-                raise ValueError(f"{field}={shorten(text)} must be printable, on one line")
+        for field in type(self).model_fields:
+            text = getattr(self, field)
+            if not isinstance(text, str):
+                continue
+            if field in {"name", "title"} and not text.isprintable():
+                raise ValueError(f"{field}={shorten(text)} must {LINE_RULE}")
+            if has_controls(text):
+                raise ValueError(f"{field}={shorten(text)} must {TEXT_RULE}")
         return self
 
 

@@ -22,7 +22,7 @@ from meshwright.simulator.layout import (
     GroupSpan,
     Mesh,
     MeshAxis,
-    ParallelPlan,
+    ResolvedPlan,
     Stage,
     casts_of,
     copies_table,
@@ -155,7 +155,7 @@ class Replication(NamedTuple):
         )
 
 
-def replication_of(plan: ParallelPlan, stack: StackProfile, mesh: Mesh) -> Replication:
+def replication_of(plan: ResolvedPlan, stack: StackProfile, mesh: Mesh) -> Replication:
     """Return the data-parallel side of *plan*.
 
     Shards lie on neighbouring ranks, replicas of them further apart.
@@ -200,7 +200,7 @@ class WireBytes(NamedTuple):
 
     @classmethod
     def of(
-        cls, stack: StackProfile, precision: Precision, plan: ParallelPlan | None = None
+        cls, stack: StackProfile, precision: Precision, plan: ResolvedPlan | None = None
     ) -> "WireBytes":
         """Return the bytes of *stack*, with the formats of *plan*; fp32 gathers fp32."""
         wanted = STACKS_OWN if plan is None else plan.gradient_formats

@@ -15,7 +15,7 @@ from meshwright.simulator.blocks import (
 )
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
-from meshwright.simulator.layout import REPLICATED, ParallelPlan, Stage, TrainingJob
+from meshwright.simulator.layout import REPLICATED, ResolvedPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
 from meshwright.simulator.memory import (
     FULLNESS,
@@ -95,7 +95,7 @@ def overhead_per_million(stack: StackProfile) -> int:
     return round(stack.step_overhead_fraction * PPM)
 
 
-def build_step(job: TrainingJob, plan: ParallelPlan, costs: CostModel) -> BuiltStep:
+def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltStep:
     """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
     setting = StepSetting.of(job, plan, costs.stack, costs.cluster.devices_per_node)
     host = HostSide(costs, setting.wire, setting.state, setting.replication)

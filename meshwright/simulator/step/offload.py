@@ -16,7 +16,15 @@ from meshwright.hwprofiles import Cluster, Offload, Source, StackProfile
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import RankWork
-from meshwright.simulator.layout import Axis, Mesh, ParallelPlan, Stage, TrainingJob
+from meshwright.simulator.layout import (
+    STACKS_OWN,
+    Axis,
+    Mesh,
+    ResolvedPlan,
+    Stage,
+    TrainingJob,
+    chosen_formats,
+)
 from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
 from meshwright.simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
 from meshwright.simulator.replication import (
@@ -60,7 +68,7 @@ class HostSide(NamedTuple):
 
 
 def offload_refusal(
-    job: TrainingJob, plan: ParallelPlan, cluster: Cluster, stack: StackProfile
+    job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: StackProfile
 ) -> str | None:
     """Return why *plan* cannot offload as it says, or None when it can."""
     offload = plan.offload
@@ -91,12 +99,13 @@ def host_refusal(offload: Offload, cluster: Cluster) -> str | None:
     )
 
 
-def _format_refusal(job: TrainingJob, plan: ParallelPlan, stack: StackProfile) -> str | None:
+def _format_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return why gradients kept as *plan* says do not go with shards on the host, if so.
 
     There a gradient has the format of its parameter, as PyTorch's Adam wants it.
     """
-    if plan.offload is not Offload.PARAMETERS or plan.gradient_precision is None:
+    own = chosen_formats(stack, job.precision, STACKS_OWN).kept
+    if plan.offload is not Offload.PARAMETERS or plan.gradient_precision in (None, own):
         return None
     state = StateBytes.of(stack, job.precision, plan.gradient_formats)
     if state.gradient == state.sharded_parameter:

@@ -17,7 +17,7 @@ from meshwright.simulator.account import (
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import Task, TaskKind, TaskTimes, with_overhead
 from meshwright.simulator.errors import TooManyTasksError
-from meshwright.simulator.layout import ParallelPlan, TrainingJob
+from meshwright.simulator.layout import ResolvedPlan, TrainingJob
 from meshwright.simulator.memory import (
     MemoryEvent,
     Overheads,
@@ -114,7 +114,7 @@ class StrategyCase(NamedTuple):
     """What was asked for."""
 
     job: TrainingJob
-    plan: ParallelPlan
+    plan: ResolvedPlan
     costs: CostModel
     memory_limit_bytes: int | None
 

@@ -5,7 +5,15 @@ from typing import NamedTuple
 
 from rich.console import RenderableType
 
-from meshwright.hwprofiles import Cluster, Device, Link, load_cluster, load_device, load_link
+from meshwright.hwprofiles import (
+    Cluster,
+    Device,
+    Link,
+    load_cluster,
+    load_device,
+    load_link,
+    single_line,
+)
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.fit import (
     calibrated_device,
@@ -117,7 +125,8 @@ def _origins(file: RowFile | None, runs: list[NcclRun]) -> dict[Row, str]:
     if file is not None:
         origins |= dict.fromkeys(file.rows, evidence(file.machine, file.date))
     for run in runs:
-        origins |= dict.fromkeys(run.rows, f"nccl-tests, {run.path.name}, on {run.device}")
+        origin = f"nccl-tests, {single_line(run.path.name)}, on {run.device}"
+        origins |= dict.fromkeys(run.rows, origin)
     return origins
 
 

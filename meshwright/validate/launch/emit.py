@@ -62,12 +62,12 @@ def _launch(saved: SavedPlan, spec: RunSpec, spec_file: Path) -> Launch:
     num_nodes, per_node = nodes_of(saved)
     return Launch(
         name=job_name(f"validate-{saved.job.model.name}"),
-        summary=_summary(saved),
+        remarks=(_summary(saved),),
         num_nodes=num_nodes,
         per_node=per_node,
         command=_command(spec_file),
         before=tuple(_variables(spec)),
-        results=shlex.quote(str(spec_file.parent / spec.results)),
+        results=_shell_path(spec_file.parent / spec.results),
         gpus=spec.backend == "nccl",
         cpus_per_rank=spec.threads_per_rank,
         time_limit=_time_limit(spec),
@@ -129,9 +129,16 @@ def _variables(spec: RunSpec) -> list[str]:
 
 def _command(spec_file: Path) -> tuple[str, ...]:
     """Return what torchrun is told of the worker; console output is that of a node's rank 0."""
+    words = f'{_shell_path(spec_file)} --results "$results"'
     return (
         "--local-ranks-filter=0",
         "--tee=3",
         '--log-dir="$results/logs"',
-        f'-m meshwright.validate.launch.worker {shlex.quote(str(spec_file))} --results "$results"',
+        f"-m meshwright.validate.launch.worker {words}",
     )
+
+
+def _shell_path(path: Path) -> str:
+    """Return *path* as a word of a shell that no command takes for an option."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from meshwright.hwprofiles import Kernels, LayerFact, StackProfile, suggestion
-from meshwright.simulator import ModelSpec, ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import usual_zero_stages
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
@@ -100,7 +100,7 @@ def build_program(request: ProgramRequest) -> RankProgram:
     return PROGRAMS[request.stack.name](request)
 
 
-def check_program(stack: StackProfile, plan: ParallelPlan | None = None) -> None:
+def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None:
     """Raise PlanError if no program stands for *stack* and *plan*, or layers run otherwise.
 
     The programs' kernels are fused; compiled, without autocast, as much is kept.

@@ -24,7 +24,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.planner.reports import named
-from meshwright.simulator import ModelSpec, ParallelPlan, TrainingJob, resolve_stages, simulate
+from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, resolve_stages, simulate
 from meshwright.simulator.memory import workspace_bytes
 from meshwright.simulator.model import parse_model
 from meshwright.validate.published.rows import (
@@ -214,7 +214,7 @@ def _experts(row: PublishedPeak) -> dict[str, object]:
     return {"experts": experts, "dropout": "hidden-dropout" not in switches}
 
 
-def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
+def _plan(row: PublishedPeak, model: ModelSpec) -> ResolvedPlan:
     switches = row.switches
     etp = switches.get("expert-tensor-parallel-size")
     own = {
@@ -228,7 +228,7 @@ def _plan(row: PublishedPeak, model: ModelSpec) -> ParallelPlan:
         "ep": int(switches.get("expert-model-parallel-size", 1)),
         "etp": None if etp is None else int(etp),
     }
-    return ParallelPlan.of({**row.plan_columns, **own, **_context(row)})
+    return ResolvedPlan.of({**row.plan_columns, **own, **_context(row)})
 
 
 def _zero_stage(switches: Mapping[str, str]) -> int:

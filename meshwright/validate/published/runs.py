@@ -21,8 +21,8 @@ from meshwright.hwprofiles import (
 from meshwright.planner.reports import named
 from meshwright.simulator import (
     ModelSpec,
-    ParallelPlan,
     PlanError,
+    ResolvedPlan,
     TrainingJob,
     parse_stages,
     resolve_stages,
@@ -212,7 +212,7 @@ class PublishedRun(_ModelRow):
         )
 
     @property
-    def plan(self) -> ParallelPlan:
+    def plan(self) -> ResolvedPlan:
         """How the run is laid out."""
         kept, moments, *_ = (*self.gradients, None, None)
         wanted = parse_stages(self.stages) if self.stages else load_stack(self.stack).stage_split
@@ -228,7 +228,7 @@ class PublishedRun(_ModelRow):
             "stages": resolve_stages(self.model, self.seq_len, self.pp * self.vpp, wanted),
             "prediction_stage": prediction_place(self.stages),
         }
-        return ParallelPlan.of({**self.plan_columns, **own})
+        return ResolvedPlan.of({**self.plan_columns, **own})
 
 
 class PublishedLayer(_ModelRow):

@@ -6,7 +6,7 @@ from enum import StrEnum
 from statistics import fmean, median
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, load_cluster, load_stack
-from meshwright.simulator import CostModel, ParallelPlan, StepResult, TrainingJob, simulate
+from meshwright.simulator import CostModel, ResolvedPlan, StepResult, TrainingJob, simulate
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.memory import Overheads
 from meshwright.validate.published.runs import (
@@ -199,7 +199,7 @@ def layer_time_s(layer: PublishedLayer) -> float:
         seq_len=layer.seq_len,
         precision=layer.precision,
     )
-    plan = ParallelPlan.of({**layer.plan_columns, "stages": (layer.num_layers,)})
+    plan = ResolvedPlan.of({**layer.plan_columns, "stages": (layer.num_layers,)})
     costs = CostModel(load_cluster(layer.cluster), stack, plan.world_size)
     cost = costs.block_cost(BlockShape.of(job, plan, stack), "layer")
     phase = cost.forward if layer.phase is PublishedPhase.FORWARD else cost.backward

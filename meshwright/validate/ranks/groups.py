@@ -1,22 +1,22 @@
 """The process groups that a rank of a plan is in, by the axes of its mesh."""
 
-from meshwright.simulator import ParallelPlan
+from meshwright.simulator import ResolvedPlan
 from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, Mesh, table_rank
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 _AXES = ("pp", "replica", "dp", "tp")  # of these dims, as measurements name them
 
 
-def mesh_shape(plan: ParallelPlan) -> tuple[int, ...]:
+def mesh_shape(plan: ResolvedPlan) -> tuple[int, ...]:
     """Return the sizes of `MESH_DIMS`; tensor ranks vary fastest.
 
-    >>> mesh_shape(ParallelPlan(tp=2, dp=4, dp_shard=2, zero_stage=3, stages=(1,)))
+    >>> mesh_shape(ResolvedPlan(tp=2, dp=4, dp_shard=2, zero_stage=3, stages=(1,)))
     (1, 2, 2, 2)
     """
     return (plan.pp, plan.dp_cp // plan.num_shards, plan.num_shards, plan.tp)
 
 
-def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[int, ...], str]:
+def plan_groups(plan: ResolvedPlan, rank: int, *, is_tied: bool) -> dict[tuple[int, ...], str]:
     """Return the axis of each group that *rank* is in, by its ranks; none has one rank only.
 
     Args:
@@ -24,7 +24,7 @@ def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
         rank: Which one.
         is_tied: Whether two pipeline ranks hold copies of one table.
 
-    >>> plan_groups(ParallelPlan(tp=2, dp=2, stages=(1,)), 1, is_tied=False)
+    >>> plan_groups(ResolvedPlan(tp=2, dp=2, stages=(1,)), 1, is_tied=False)
     {(0, 1, 2, 3): 'world', (0, 1): 'tp', (1, 3): 'dp'}
     """
     shape = mesh_shape(plan)
@@ -41,10 +41,10 @@ def plan_groups(plan: ParallelPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
     return {ranks: axis for ranks, axis in groups.items() if len(ranks) > 1}
 
 
-def context_groups(plan: ParallelPlan, rank: int) -> dict[ContextAxis, tuple[int, ...]]:
+def context_groups(plan: ResolvedPlan, rank: int) -> dict[ContextAxis, tuple[int, ...]]:
     """Return the ranks with which *rank* swaps tokens for heads, and those of its ring of swaps.
 
-    >>> context_groups(ParallelPlan(cp=2), 1)
+    >>> context_groups(ResolvedPlan(cp=2), 1)
     {}
     """
     mesh = Mesh.of(plan)
@@ -53,7 +53,7 @@ def context_groups(plan: ParallelPlan, rank: int) -> dict[ContextAxis, tuple[int
     return {axis: mesh.group(rank, axis) for axis in ContextAxis}
 
 
-def _expert_groups(plan: ParallelPlan, rank: int) -> dict[ExpertAxis, tuple[int, ...]]:
+def _expert_groups(plan: ResolvedPlan, rank: int) -> dict[ExpertAxis, tuple[int, ...]]:
     """Return the ranks with other experts than *rank*, and those that share shards of its own."""
     if plan.ep == 1:
         return {}
@@ -67,10 +67,10 @@ def _ranks_apart(rank: int, stride: int, size: int) -> tuple[int, ...]:
     return tuple(range(first, first + stride * size, stride))
 
 
-def different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+def different_parts(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
     """Return the ranks of the replica of *rank*: all that hold different parts of the model.
 
-    >>> different_parts(ParallelPlan(dp=4, dp_shard=2, zero_stage=3, stages=(1,)), 3)
+    >>> different_parts(ResolvedPlan(dp=4, dp_shard=2, zero_stage=3, stages=(1,)), 3)
     (2, 3)
     """
     size = (plan.num_shards if plan.zero_stage else 1) * plan.tp
@@ -81,25 +81,25 @@ def different_parts(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
     )
 
 
-def batch_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+def batch_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
     """Return the ranks with other sequences, also where they have several sets of shards.
 
-    >>> batch_ranks(ParallelPlan(cp=2, dp=2), 1)
+    >>> batch_ranks(ResolvedPlan(cp=2, dp=2), 1)
     (1, 3)
     """
     return Mesh.of(plan).group(rank, Axis.DP)
 
 
-def stage_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+def stage_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
     """Return all ranks of the pipeline stages of *rank*.
 
-    >>> stage_ranks(ParallelPlan(pp=2, dp=2, stages=(1, 1)), 2)
+    >>> stage_ranks(ResolvedPlan(pp=2, dp=2, stages=(1, 1)), 2)
     (2, 3)
     """
     return _along(rank, (plan.pp, plan.world_size // plan.pp), 1)
 
 
-def table_ranks(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+def table_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
     """Return the ranks of a pipeline that may share a table, if *rank* is one of them."""
     pipeline = _along(rank, mesh_shape(plan), 0)
     ends = (pipeline[0], pipeline[table_rank(plan)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.hwprofiles import PS_PER_S, CollectiveOp, ContextParallel, LayerFact
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, StageMemory, StepResult, simulate
+from meshwright.simulator import ResolvedPlan, StageMemory, StepResult, simulate
 from meshwright.simulator.account import (
     NO_TRAFFIC,
     HostTraffic,
@@ -47,12 +47,12 @@ class RankPrediction:
     spread_bytes: int = 0
 
 
-def pipeline_rank(plan: ParallelPlan, rank: int) -> int:
+def pipeline_rank(plan: ResolvedPlan, rank: int) -> int:
     """Return where *rank* stands in its pipeline: ranks of one stage follow each other."""
     return rank // (plan.world_size // plan.pp)
 
 
-def default_ranks(plan: ParallelPlan) -> tuple[int, ...]:
+def default_ranks(plan: ResolvedPlan) -> tuple[int, ...]:
     """Return one rank of each kind: first, last, and a middle one for each number of layers."""
     stride = plan.world_size // plan.pp
     chosen = {0: None, plan.pp - 1: None}
@@ -181,12 +181,12 @@ def _host_traffic(saved: SavedPlan, rank: int) -> HostTraffic:
     return host_traffic(saved.job, plan, saved.stack, pipeline_rank(plan, rank), shard)
 
 
-def _cp_rank(plan: ParallelPlan, rank: int) -> int:
+def _cp_rank(plan: ResolvedPlan, rank: int) -> int:
     """Return which *rank* is of those with which it shares sequences."""
     return rank // plan.tp % plan.cp
 
 
-def _is_at_end(plan: ParallelPlan, rank: int) -> bool:
+def _is_at_end(plan: ResolvedPlan, rank: int) -> bool:
     """Return whether *rank* has one neighbour of those with which it shares sequences, of many."""
     return plan.cp > 2 and _cp_rank(plan, rank) in (0, plan.cp - 1)
 
@@ -234,7 +234,7 @@ def _collectives(saved: SavedPlan, rank: int) -> tuple[CollectiveCount, ...]:
     )
 
 
-def group_name(axis: MeshAxis, plan: ParallelPlan) -> str:
+def group_name(axis: MeshAxis, plan: ResolvedPlan) -> str:
     """Return the name of an axis' group: replicas that only share sequences are those of cp.
 
     Ranks that share experts may be those of another axis, whose name they have then.
@@ -244,7 +244,7 @@ def group_name(axis: MeshAxis, plan: ParallelPlan) -> str:
     return Axis.CP.value if axis is Axis.DP and plan.dp == 1 < plan.cp else axis.value
 
 
-def _usual_axis(axis: ExpertAxis, plan: ParallelPlan) -> MeshAxis:
+def _usual_axis(axis: ExpertAxis, plan: ResolvedPlan) -> MeshAxis:
     """Return the axis of layers whose groups have the same ranks as those of experts, if any."""
     mesh = Mesh.of(plan)
     usual = {
@@ -258,7 +258,7 @@ def _usual_axis(axis: ExpertAxis, plan: ParallelPlan) -> MeshAxis:
     return usual.get((mesh.stride(axis), num_ranks), axis)
 
 
-def norm_axis(plan: ParallelPlan) -> str:
+def norm_axis(plan: ResolvedPlan) -> str:
     """Return the name of the group over which the gradient norm is summed."""
     shards = plan.num_shards if plan.zero_stage else 1
     degrees = {Axis.TP: plan.tp, Axis.DP: shards, Axis.PP: plan.pp}
@@ -270,7 +270,7 @@ def norm_axis(plan: ParallelPlan) -> str:
     return _experts_name(plan, plan.world_size) or "world"
 
 
-def stage_name(plan: ParallelPlan) -> str:
+def stage_name(plan: ResolvedPlan) -> str:
     """Return the name of the group of all ranks of a stage."""
     if plan.tp == 1 and plan.num_shards == plan.dp_cp:
         return group_name(Axis.DP, plan)
@@ -281,7 +281,7 @@ def stage_name(plan: ParallelPlan) -> str:
     return _experts_name(plan, plan.tp * plan.dp_cp) or ("world" if plan.pp == 1 else "stage")
 
 
-def _experts_name(plan: ParallelPlan, num_ranks: int) -> str | None:
+def _experts_name(plan: ResolvedPlan, num_ranks: int) -> str | None:
     """Return the name of neighbours, so many, that share all experts, if they do."""
     mesh = Mesh.of(plan)
     axes = (ExpertAxis.EP, ExpertAxis.ALL) if plan.ep > 1 else ()

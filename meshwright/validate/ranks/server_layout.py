@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from meshwright.hwprofiles import StackProfile, Strategy
-from meshwright.simulator import ParallelPlan, ParameterServer
+from meshwright.simulator import ParameterServer, ResolvedPlan
 from meshwright.simulator.replication import spread
 
 
-def num_processes(plan: ParallelPlan, stack: StackProfile) -> int:
+def num_processes(plan: ResolvedPlan, stack: StackProfile) -> int:
     """Return the processes of a real run of *plan*: its ranks, and servers on hosts of their own.
 
     Workers come first. Replicas of one process are one process.
 
     >>> from meshwright.hwprofiles import load_stack
-    >>> plan = ParallelPlan(dp=4, stages=(1,), parameter_server=ParameterServer(servers=2))
+    >>> plan = ResolvedPlan(dp=4, stages=(1,), parameter_server=ParameterServer(servers=2))
     >>> num_processes(plan, load_stack("parameter-server"))
     6
     """
@@ -41,7 +41,7 @@ class ServerLayout:
     on_workers: bool
 
     @classmethod
-    def of(cls, plan: ParallelPlan) -> "ServerLayout":
+    def of(cls, plan: ResolvedPlan) -> "ServerLayout":
         """Return the layout of *plan*; one server unless it says how many."""
         servers = (plan.parameter_server or ParameterServer()).servers
         if servers == "all":

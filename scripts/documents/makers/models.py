@@ -10,7 +10,7 @@ from documents.pages import ROOT
 from documents.tables import table
 from documents.terminal import BestLayout, Step, best_of, run, scratch_folder, terminal
 from meshwright.hwprofiles import Precision, format_bytes, format_time, load_stack
-from meshwright.simulator import ParallelPlan, TrainingJob, load_model
+from meshwright.simulator import ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import model_stages
 from meshwright.simulator.memory import BlockBytes, block_bytes, stage_messages
@@ -110,7 +110,7 @@ class _Chain(NamedTuple):
         """Return the chain that a file of the page describes, with *rows* a microbatch."""
         model = load_model(str(terminal(CHAINS).folder / name))
         layers = (model.num_layers // 2,) * 2
-        plan = ParallelPlan(pp=2, microbatch_size=rows, stages=layers)
+        plan = ResolvedPlan(pp=2, microbatch_size=rows, stages=layers)
         job = TrainingJob(model=model, global_batch_size=rows, seq_len=1, precision=precision)
         shape = BlockShape.of(job, plan, load_stack("megatron-core"))
         return cls(shape, layers, block_bytes(BlockTable(), shape))

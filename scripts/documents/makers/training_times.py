@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from documents.pages import ROOT
 from meshwright import (
-    ParallelPlan,
     Precision,
+    ResolvedPlan,
     StepResult,
     TrainingJob,
     load_cluster,
@@ -69,7 +69,7 @@ def step_of_phase(phase: Phase, num_gpus: int, stack: str = STACK) -> StepResult
         seq_len=phase.seq_len,
         precision=Precision.FP16,
     )
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         dp=num_gpus, microbatch_size=phase.microbatch_size, stages=(MODEL.num_layers,)
     )
     step = simulate(job, plan, load_cluster("dgx-2"), load_stack(stack))

@@ -1,6 +1,5 @@
 """Profiles as TOML, in the form that `hwprofiles` reads."""
 
-import json
 from pathlib import Path
 
 from meshwright.hwprofiles import (
@@ -13,15 +12,12 @@ from meshwright.hwprofiles import (
     GemmKernels,
     Link,
     Profile,
+    quoted,
+    toml_key,
 )
 from meshwright.planner.reports import write_output
 
 UNUSED_LINK = "loopback"  # a cluster of one device needs a link, but sends nothing over it
-
-
-def _text(value: str) -> str:
-    """Return *value* as a basic string of TOML, which quotes as JSON does."""
-    return json.dumps(value.encode("ascii", "replace").decode("ascii"))
 
 
 def _bytes(size_bytes: int) -> str:
@@ -40,7 +36,7 @@ def _kernels(kernels: Profile) -> list[str]:
     """Return the keys of a table whose values have no unit; not those that are not there."""
     values = {name: getattr(kernels, name) for name in type(kernels).model_fields}
     return [
-        f"{name} = {_text(value) if isinstance(value, str) else f'{value:.10g}'}"
+        f"{name} = {quoted(value) if isinstance(value, str) else f'{value:.10g}'}"
         for name, value in values.items()
         if value is not None and not isinstance(value, Profile)
     ]
@@ -61,8 +57,8 @@ def _overheads(overheads: DeviceOverheads) -> list[str]:
     sizes = ("usable", "communicator", "product_workspace", "engine_workspace")
     return [
         *(f'{key} = "{_bytes(getattr(overheads, f"{key}_bytes"))}"' for key in sizes),
-        f"kind = {_text(overheads.kind)}",
-        f"source = {_text(overheads.source)}",
+        f"kind = {quoted(overheads.kind)}",
+        f"source = {quoted(overheads.source)}",
     ]
 
 
@@ -72,12 +68,12 @@ def device_toml(device: Device) -> str:
         f'{key} = "{rate / TERA:.10g} TFLOP/s"' for key, rate in device.peak_flops_per_s.items()
     ]
     lines = [
-        f"name = {_text(device.name)}",
-        f"title = {_text(device.title)}",
+        f"name = {quoted(device.name)}",
+        f"title = {quoted(device.title)}",
         f'memory_capacity = "{_bytes(device.memory_capacity_bytes)}"',
         f'memory_bandwidth = "{_rate(device.memory_bandwidth_bytes_per_s)}"',
         f"num_sms = {device.num_sms}",
-        f"source = {_text(device.source)}",
+        f"source = {quoted(device.source)}",
         *("", "[peak]", *peaks),
         *("", "[gemm]", *_kernels(device.gemm)),
         *_beside(device.gemm),
@@ -86,11 +82,11 @@ def device_toml(device: Device) -> str:
         "[flash]",
     ]
     for kernel, facts in sorted(device.flash.items()):
-        lines += ["", f"[flash.{kernel}]", *_kernels(facts)]
+        lines += ["", f"[flash.{toml_key(kernel)}]", *_kernels(facts)]
         for name in ("narrow", "narrow_window"):
             own = getattr(facts, name)
             if own is not None:
-                lines += ["", f"[flash.{kernel}.{name}]", *_kernels(own)]
+                lines += ["", f"[flash.{toml_key(kernel)}.{name}]", *_kernels(own)]
     if device.convolution is not None:
         lines += ["", "[convolution]", *_kernels(device.convolution)]
     if device.overheads is not None:
@@ -101,24 +97,24 @@ def device_toml(device: Device) -> str:
 def link_toml(link: Link) -> str:
     """Return the file of *link*."""
     lines = [
-        f"name = {_text(link.name)}",
-        f"title = {_text(link.title)}",
+        f"name = {quoted(link.name)}",
+        f"title = {quoted(link.title)}",
         f'bandwidth = "{_rate(link.bandwidth_bytes_per_s)} per direction"',
         f'latency = "{_time(link.latency_s)}"',
         f"busbw_fraction = {link.busbw_fraction:.10g}",
-        f"kind = {_text(link.kind)}",
-        f"source = {_text(link.source)}",
+        f"kind = {quoted(link.kind)}",
+        f"source = {quoted(link.source)}",
     ]
     for fact in link.collectives:
         lines += [
             "",
             "[[collectives]]",
-            f"op = {_text(fact.op)}",
+            f"op = {quoted(fact.op)}",
             f"num_ranks = {fact.num_ranks}",
             f'busbw = "{_rate(fact.busbw_bytes_per_s)}"',
             f'latency = "{_time(fact.latency_s)}"',
-            f"kind = {_text(fact.kind)}",
-            f"source = {_text(fact.source)}",
+            f"kind = {quoted(fact.kind)}",
+            f"source = {quoted(fact.source)}",
         ]
     return "\n".join(lines) + "\n"
 
@@ -126,15 +122,15 @@ def link_toml(link: Link) -> str:
 def cluster_toml(name: str, title: str, device: str, link: str, num_devices: int) -> str:
     """Return the file of one node of *num_devices*; *device* and *link* are names or paths."""
     lines = [
-        f"name = {_text(name)}",
-        f"title = {_text(title)}",
-        f"device = {_text(device)}",
+        f"name = {quoted(name)}",
+        f"title = {quoted(title)}",
+        f"device = {quoted(device)}",
         f"devices_per_node = {num_devices}",
-        f"intra_node = {_text(link)}",
-        f"inter_node = {_text(link)} # one node: no step goes between nodes",
+        f"intra_node = {quoted(link)}",
+        f"inter_node = {quoted(link)} # one node: no step goes between nodes",
         "nics_per_node = 1",
         "num_nodes = 1",
-        f"source = {_text('one machine, calibrated; its device and link say on what')}",
+        f"source = {quoted('one machine, calibrated; its device and link say on what')}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
+from meshwright.hwprofiles import single_line
+
 
 class Accelerator(StrEnum):
     """What is measured: the GPUs of this machine, or its processor."""
@@ -51,9 +53,9 @@ def machine_of(texts: dict[str, str]) -> Machine:
     """
     return Machine(
         accelerator=Accelerator(texts["accelerator"]),
-        device=texts["device"],
-        driver=texts["driver"],
-        versions=texts["versions"],
+        device=single_line(texts["device"]),
+        driver=single_line(texts["driver"]),
+        versions=single_line(texts["versions"]),
         threads=int(texts["threads"]),
         num_sms=int(texts["num_sms"]),
         memory_bytes=int(texts["memory_bytes"]),

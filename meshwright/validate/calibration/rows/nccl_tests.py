@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.hwprofiles import MEGA, CollectiveOp, FileKind, shown_path
+from meshwright.hwprofiles import MEGA, CollectiveOp, FileKind, shown_path, single_line
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.rows.rows import Row, collective
 
@@ -57,7 +57,7 @@ def read_nccl_tests(path: Path) -> NcclRun:
         raise PlanError(f"--nccl-tests {shown} lists {num_ranks} devices; allowed: 2 or more")
     num_ranks = 2 if op is CollectiveOp.P2P else num_ranks
     rows = _rows(lines, op, num_ranks, shown)
-    title = devices[0].rpartition("]")[2].strip() if devices else ""
+    title = single_line(devices[0].rpartition("]")[2]).strip() if devices else ""
     return NcclRun(path, op, num_ranks, title or "unnamed device", rows)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
-from meshwright.hwprofiles import FileKind, Precision, shown_path
+from meshwright.hwprofiles import FileKind, Precision, shown_path, single_line
 from meshwright.planner.reports import write_output
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.rows.machine import Machine, machine_of
@@ -64,7 +64,7 @@ class RowFile:
             raise PlanError(f"{shown} has no head of calibrate; allowed: what calibrate wrote")
         texts = dict(line[2:].split(": ", 1) for line in notes[1:] if ": " in line)
         try:
-            file = cls(path, machine_of(texts), texts["date"])
+            file = cls(path, machine_of(texts), single_line(texts["date"]))
             table = csv.DictReader(line for line in lines if not line.startswith("#"))
             file.rows = [_read(cells) for cells in table]
         except (KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
@@ -91,7 +91,7 @@ class RowFile:
 
 
 def _one_line(value: object) -> str:
-    return " ".join(str(value).split())
+    return " ".join(single_line(str(value)).split())
 
 
 def _csv_line(cells: Iterable[str]) -> str:

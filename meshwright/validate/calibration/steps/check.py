@@ -23,7 +23,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.planner.reports import SavedPlan, check_folder, plan_document
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob, simulate
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, simulate
 from meshwright.simulator.model import parse_model
 from meshwright.validate.calibration.steps.clock import read_steps
 from meshwright.validate.calibration.steps.table import (
@@ -115,7 +115,7 @@ def saved_plan(shape: Shape, cluster: Cluster, stack: StackProfile, num_ranks: i
         seq_len=shape.seq_len,
         precision=Precision.FP32,
     )
-    plan = ParallelPlan(
+    plan = ResolvedPlan(
         dp=num_ranks,
         microbatch_size=shape.microbatch_size,
         zero_stage=stack.zero_stage,

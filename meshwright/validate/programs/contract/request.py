@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.hwprofiles import Offload, StackProfile
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape, angle_table_bytes
 from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.ranks import ByteKind
@@ -49,7 +49,7 @@ class ProgramRequest:
     """
 
     job: TrainingJob
-    plan: ParallelPlan
+    plan: ResolvedPlan
     stack: StackProfile
     rank: int
     device: torch.device
@@ -116,7 +116,7 @@ class RankProgram(Protocol):
         """Yield tensors that live between and through steps: weights, gradients, states."""
 
 
-def refuse_offload(plan: ParallelPlan, *allowed: Offload) -> None:
+def refuse_offload(plan: ResolvedPlan, *allowed: Offload) -> None:
     """Raise PlanError for a plan that keeps on the host what no program of its stack does."""
     if plan.offload not in (Offload.NONE, *allowed):
         names = ", ".join((Offload.NONE, *allowed))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from meshwright.hwprofiles import Dispatcher
-from meshwright.simulator import ParallelPlan, PlanError, TrainingJob
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob
 from meshwright.simulator.model import Experts
 from meshwright.validate.programs.contract import Routing
 from meshwright.validate.programs.experts.balance import RoutingBias
@@ -68,7 +68,7 @@ class Taken(AutogradFunction):
         return made.scatter_(1, places, gradient), None
 
 
-def refuse_routing(job: TrainingJob, plan: ParallelPlan) -> None:
+def refuse_routing(job: TrainingJob, plan: ResolvedPlan) -> None:
     """Raise PlanError for experts whose routing no program writes."""
     experts = job.transformer.experts
     if experts is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.simulator import ParallelPlan
+from meshwright.simulator import ResolvedPlan
 from meshwright.simulator.layout import (
     Axis,
     ContextAxis,
@@ -114,7 +114,7 @@ def _context_group(
     return replace(found, levels=levels)
 
 
-def _expert_groups(plan: ParallelPlan, rank: int) -> dict[str, dist.ProcessGroup]:
+def _expert_groups(plan: ResolvedPlan, rank: int) -> dict[str, dist.ProcessGroup]:
     """Return the groups of ranks with other experts, other parts of them, or the same."""
     mesh = Mesh.of(plan)
     known = ExpertAxis.ALL, ExpertAxis.ETP, ExpertAxis.EP, ExpertAxis.EDP  # the last name counts
@@ -123,7 +123,7 @@ def _expert_groups(plan: ParallelPlan, rank: int) -> dict[str, dist.ProcessGroup
 
 
 def _expert_group(
-    plan: ParallelPlan, rank: int, groups: Mapping[str, dist.ProcessGroup], tp: dist.ProcessGroup
+    plan: ResolvedPlan, rank: int, groups: Mapping[str, dist.ProcessGroup], tp: dist.ProcessGroup
 ) -> ExpertGroup:
     """Return who shares experts: without ``ep`` the tensor-parallel ranks, which split them."""
     if plan.ep == 1:
@@ -142,7 +142,7 @@ def _expert_group(
 
 
 def _expert_replicas(
-    plan: ParallelPlan, rank: int, groups: Mapping[str, dist.ProcessGroup]
+    plan: ResolvedPlan, rank: int, groups: Mapping[str, dist.ProcessGroup]
 ) -> DataParallelGroup | None:
     """Return the ranks with the same experts, where these are others than with the same layers."""
     if plan.ep == 1:
@@ -173,7 +173,7 @@ def _mesh_group(mesh: Mesh, axis: MeshAxis, rank: int) -> dist.ProcessGroup:
     return _own_group(list(groups), mesh.group(rank, axis))
 
 
-def _norm_ranks(plan: ParallelPlan) -> list[tuple[int, ...]]:
+def _norm_ranks(plan: ResolvedPlan) -> list[tuple[int, ...]]:
     """Return the sets of ranks that hold all gradients once between them."""
     everyone = tuple(range(plan.world_size))
     if plan.zero_stage or plan.dp_cp == 1:

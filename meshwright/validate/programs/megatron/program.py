@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.hwprofiles import Precision, StackProfile
-from meshwright.simulator import ParallelPlan, PlanError
+from meshwright.simulator import PlanError, ResolvedPlan
 from meshwright.simulator.blocks import num_angle_tables
 from meshwright.simulator.layout import gradient_bytes, rank_stages
 from meshwright.simulator.model import in_engine_order, shares_table
@@ -384,7 +384,7 @@ def _stage_messages(
     return ActivationMessages(messages, shape, streams, like, groups.tp if in_parts else None)
 
 
-def _streams(plan: ParallelPlan, index: int, number: int) -> list[Streams] | None:
+def _streams(plan: ResolvedPlan, index: int, number: int) -> list[Streams] | None:
     """Return how many streams of tokens each virtual stage receives and sends, if not one always.
 
     There are that *number* behind what predicts further tokens, where that is not with the head.

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright.simulator import ParallelPlan
+from meshwright.simulator import ResolvedPlan
 from meshwright.simulator.layout import Axis, Mesh, context_way
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
@@ -131,7 +131,7 @@ def _expert_mesh(request: ProgramRequest) -> DeviceMesh | None:
     return init_device_mesh(request.device.type, shape, mesh_dim_names=EXPERT_DIMS)
 
 
-def _expert_group(plan: ParallelPlan, mesh: DeviceMesh | None) -> ExpertGroup:
+def _expert_group(plan: ResolvedPlan, mesh: DeviceMesh | None) -> ExpertGroup:
     if mesh is None:
         return ExpertGroup()
     rank = int(mesh.get_local_rank("ep"))
@@ -148,10 +148,10 @@ def _context(request: ProgramRequest, groups: dict[tuple[int, ...], str]) -> Con
     return ContextGroup(group, ranks.index(request.rank), plan.cp, request.job.seq_len, way)
 
 
-def stage_indices(plan: ParallelPlan, pp_rank: int) -> list[int]:
+def stage_indices(plan: ResolvedPlan, pp_rank: int) -> list[int]:
     """Return the virtual stages of a pipeline rank, in model order.
 
-    >>> stage_indices(ParallelPlan(pp=2, num_virtual_stages=2, stages=(1, 1, 1, 1)), 1)
+    >>> stage_indices(ResolvedPlan(pp=2, num_virtual_stages=2, stages=(1, 1, 1, 1)), 1)
     [1, 3]
     """
     return list(range(pp_rank, plan.num_stages, plan.pp))

@@ -1,0 +1,211 @@
+"""Conditions on a plan and its job, as a stack's file writes them: ``tp > 1 and not cp > 1``.
+
+Python's parser reads them; the few kinds of nodes that a condition may have are interpreted here,
+on numbers or on columns of numbers. Nothing of a file is ever run.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any, Protocol, TypeAlias
+
+from pydantic import Field, model_validator
+
+from meshwright.hwprofiles.base import Name, Profile, Text
+from meshwright.hwprofiles.complaints import ProfileError, shown
+
+# A number, or a NumPy column of numbers: both compare, and what they compare to combines with "&".
+# This package does without NumPy, so the type is open.
+Number: TypeAlias = Any
+Compare: TypeAlias = Callable[[Number, Number], Number]
+
+MOST_LETTERS = 400
+GRAMMAR = "comparisons of fields and facts, as: tp > 1 and model.experts.num_experts % ep != 0"
+COMPARISONS: Mapping[type[ast.cmpop], Compare] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+ARITHMETIC: Mapping[type[ast.operator], Compare] = {
+    ast.Mod: operator.mod,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+CONNECTIVES: Mapping[type[ast.boolop], Compare] = {ast.And: operator.and_, ast.Or: operator.or_}
+# All that a condition is made of besides names.
+NODES: tuple[type[ast.AST], ...] = (
+    *(ast.BoolOp, ast.UnaryOp, ast.Not, ast.BinOp, ast.Compare, ast.List, ast.Load, ast.Constant),
+    *(ast.And, ast.Or, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn),
+    *(ast.Mod, ast.Mult, ast.FloorDiv),
+)
+
+
+class Names(Protocol):
+    """What the names of a condition stand for."""
+
+    def number(self, name: str) -> Number:
+        """Return what a name stands for: the number of a field, or a fact of the job."""
+
+    def code(self, name: str, value: object) -> Number:
+        """Return the number of *value*, which a condition compares with *name*."""
+
+
+class Condition:
+    """A condition, parsed.
+
+    >>> condition = Condition("tp > 1 and tp % 2 == 0 or model.experts")
+    >>> sorted(condition.names)
+    ['model.experts', 'tp']
+    """
+
+    __slots__ = ("names", "parts", "text")
+
+    def __init__(self, text: str) -> None:
+        """Parse *text*.
+
+        Raises:
+            ProfileError: If it is no condition.
+        """
+        try:
+            if len(text) > MOST_LETTERS:
+                raise ValueError
+            tree = ast.parse(text, mode="eval").body
+            names = frozenset(_names(tree))
+            _check_shape(tree)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise ProfileError(f"{shown(text)} is no condition; allowed: {GRAMMAR}") from None
+        self.text, self.names = text, names
+        is_and = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
+        self.parts = tuple(tree.values) if isinstance(tree, ast.BoolOp) and is_and else (tree,)
+
+    def __repr__(self) -> str:
+        """Return the text."""
+        return f"Condition({self.text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether *other* has the same text."""
+        return isinstance(other, Condition) and self.text == other.text
+
+    def __hash__(self) -> int:
+        """Return a number of the text."""
+        return hash(self.text)
+
+    def about(self, chosen: Callable[[str], bool]) -> tuple[tuple[ast.expr, ...], ...]:
+        """Return the parts joined by ``and`` that read *chosen* names alone, and the others."""
+        are_chosen = [all(map(chosen, _names(part))) for part in self.parts]
+        pairs = [*zip(self.parts, are_chosen, strict=True)]
+        return tuple(part for part, is_so in pairs if is_so), tuple(
+            part for part, is_so in pairs if not is_so
+        )
+
+    def holds(self, names: Names) -> Number:
+        """Return whether it holds."""
+        return all_hold(self.parts, names)
+
+
+def all_hold(parts: tuple[ast.expr, ...], names: Names) -> Number:
+    """Return whether all *parts* of a condition hold; of none it is True."""
+    return reduce(operator.and_, (_truth(part, names) for part in parts), True)  # noqa: FBT003
+
+
+def names_of(parts: tuple[ast.expr, ...]) -> frozenset[str]:
+    """Return the names that *parts* of a condition read."""
+    return frozenset(name for part in parts for name in _names(part))
+
+
+def _names(node: ast.expr) -> list[str]:
+    """Return the names that a condition reads; raises ValueError for what is none."""
+    found = []
+    waiting: list[ast.AST] = [node]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, ast.Name | ast.Attribute):
+            found.append(ast.unparse(each))
+        elif isinstance(each, NODES):
+            waiting += ast.iter_child_nodes(each)
+        else:
+            raise ValueError(found)
+    if any(not all(map(str.isidentifier, name.split("."))) for name in found):
+        raise ValueError(found)
+    return found
+
+
+def _check_shape(tree: ast.expr) -> None:
+    """Raise ValueError for a chain of comparisons, and for a list or a word that none compares."""
+    compared: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            (sign,), (other,) = node.ops, node.comparators
+            if isinstance(other, ast.List) != isinstance(sign, ast.In | ast.NotIn):
+                raise ValueError(other)
+            compared += [node.left, other, *(other.elts if isinstance(other, ast.List) else ())]
+    for node in ast.walk(tree):
+        is_number = isinstance(node, ast.Constant) and type(node.value) is int
+        is_word = isinstance(node, ast.Constant) and isinstance(node.value, str | bool | None)
+        if isinstance(node, ast.Constant) and not (is_number or (is_word and node in compared)):
+            raise ValueError(node)
+        if isinstance(node, ast.List) and not (
+            node in compared and node.elts and all(isinstance(x, ast.Constant) for x in node.elts)
+        ):
+            raise ValueError(node)
+
+
+def _truth(node: ast.expr, names: Names) -> Number:
+    if isinstance(node, ast.BoolOp):
+        return reduce(CONNECTIVES[type(node.op)], (_truth(each, names) for each in node.values))
+    if isinstance(node, ast.UnaryOp):
+        return _truth(node.operand, names) == 0
+    if not isinstance(node, ast.Compare):
+        return _value(node, names) != 0
+    (sign,), (other,) = node.ops, node.comparators
+    if not isinstance(other, ast.List):
+        left = _operand(node.left, other, names)
+        return COMPARISONS[type(sign)](left, _operand(other, node.left, names))
+    number = _value(node.left, names)
+    listed = (number == _operand(each, node.left, names) for each in other.elts)
+    is_one = reduce(operator.or_, listed)
+    return is_one if isinstance(sign, ast.In) else is_one == 0
+
+
+def _value(node: ast.expr, names: Names) -> Number:
+    if isinstance(node, ast.BinOp):
+        return ARITHMETIC[type(node.op)](_value(node.left, names), _value(node.right, names))
+    if isinstance(node, ast.Constant):
+        return node.value
+    return names.number(ast.unparse(node))
+
+
+def _operand(node: ast.expr, beside: ast.expr, names: Names) -> Number:
+    """Return the number of an operand; of a word, as the name *beside* it codes it."""
+    is_word = isinstance(node, ast.Constant) and type(node.value) is not int
+    if is_word and isinstance(beside, ast.Name | ast.Attribute):
+        assert isinstance(node, ast.Constant)
+        return names.code(ast.unparse(beside), node.value)
+    return _value(node, names)
+
+
+class Refusal(Profile):
+    """Plans that a stack, or a framework that launches it, does not run: ``[refused.NAME]``.
+
+    Args:
+        field: Of the plan, which another value would help.
+        when: What holds of such plans.
+        allowed: Values of the field that go, or in words what does; facts stand in braces.
+        why: By which rule of the framework, and which version has it.
+        reason: The plans in words; by default ``when``.
+    """
+
+    field: Name
+    when: Text
+    allowed: tuple[str | int, ...] = ()
+    why: str = Field(default="", max_length=1000)
+    reason: str = Field(default="", max_length=200)
+
+    @model_validator(mode="after")
+    def _check_condition(self) -> "Refusal":
+        Condition(self.when)
+        return self
