@@ -49,6 +49,14 @@ def test_one_rank_needs_what_fully_shard_needs(
     assert simulated(saved).memory.peak_bytes == pytest.approx(counted, abs=10_000)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_any_stage_of_one_rank_is_that_of_fully_shard(stage: int) -> None:
+    saved = saved_plan("fsdp", 4, each=None)
+    other = replace(saved, plan=replace(saved.plan, zero_stage=stage))
+    assert measure_fake(other, 0) == measure_fake(saved, 0)
+    assert simulated(other).memory.peak_bytes == simulated(saved).memory.peak_bytes
+
+
 @pytest.mark.parametrize(
     ("each", "counted"),
     [(True, 141_857_277_092), (None, 141_857_277_092), (False, 130_586_641_572)],

@@ -18,7 +18,6 @@ from meshwright.simulator.model import AnyModel, ModelSpec
 # probably for retries of the allocator.
 NEARLY_FULL_FRACTION = 0.95
 NOTEWORTHY_FRACTION = 0.05
-GRADIENTS_STAGE = 2  # from which on gradients are sharded, and so reduced in each microbatch
 
 
 def plan_warnings(
@@ -107,9 +106,7 @@ def _alone_warnings(plan: ResolvedPlan, stack: StackProfile) -> list[str]:
     """Return what is predicted of a ZeRO stage that a stack of fully_shard does not have."""
     if plan.zero_stage in stack.zero_stages:
         return []
-    is_once = plan.sync_each_microbatch is None and plan.zero_stage < GRADIENTS_STAGE
-    done = "--no-sync-each-microbatch" if is_once else f"--zero {stack.zero_stage}"
-    said = f"zero_stage={plan.zero_stage} is predicted as {done}"
+    said = f"zero_stage={plan.zero_stage} is predicted as --zero {stack.zero_stage}"
     return [f"{said}: {stack.name} runs fully_shard on one rank, too"]
 
 

@@ -327,9 +327,10 @@ def _not_offered(
 def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Number:
     """Return whether *stack* reduces gradients in each microbatch unless told otherwise.
 
-    In a pipeline they stay whole until the last microbatch, whatever the stage.
+    In a pipeline they stay whole until the last microbatch, whatever the stage; fully_shard reduces
+    over one rank, too, which has any stage.
     """
-    return (zero_stage >= 2) & (pp == 1) & stack.reduces_each_microbatch
+    return ((zero_stage >= 2) | stack.is_fully_sharded) & (pp == 1) & stack.reduces_each_microbatch
 
 
 def reshards_units(plan: ResolvedPlan, stack: StackProfile) -> bool:

@@ -115,7 +115,8 @@ def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None
         if plan is not None and getattr(plan, name) is not None:
             said = f"{name}={getattr(plan, name)}"
             raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
-    if plan is not None and plan.zero_stage not in usual_zero_stages(stack):
+    wraps_alone = stack.is_fully_sharded and plan is not None and plan.dp_cp == 1
+    if plan is not None and not wraps_alone and plan.zero_stage not in usual_zero_stages(stack):
         known = ", ".join(map(str, usual_zero_stages(stack)))
         said = f"zero_stage={plan.zero_stage} has no PyTorch program on stack {stack.name}"
         raise PlanError(f"{said}; allowed: {known}")
