@@ -285,11 +285,17 @@ def test_no_layout_is_in_a_space_twice(model: str, stack: str, num_gpus: int, ba
 
 
 def test_free_switches_take_every_value_that_has_an_effect() -> None:
-    """Of 4 ranks: shards over 4, 2 or 1, freed or not, reduced in one of two formats and times."""
+    """Of 4 ranks: shards over 4, 2 or 1, freed or not, reduced at one of two times.
+
+    Numbers stay in the formats of the framework unless others are asked for.
+    """
     job = TrainingJob(model=model_of(), global_batch_size=32, seq_len=16, precision=Precision.BF16)
     place = Place(pp=1, cp=1, dp=4, zero_stage=3, has_several=1, is_lacking=0)
-    found = settings(job, load_stack("fsdp"), place, {})
-    assert len(found) == len({tuple(each.items()) for each in found}) == 3 * 2 * 2 * 2
+    usual = settings(job, load_stack("fsdp"), place, {})
+    assert len(usual) == len({tuple(each.items()) for each in usual}) == 3 * 2 * 2
+    formats = {"reduce_precision": (None, Precision.FP32)}
+    found = settings(job, load_stack("fsdp"), place, formats)
+    assert len(found) == len({tuple(each.items()) for each in found}) == 2 * len(usual)
     assert {each["sync_each_microbatch"] for each in found} == {None, False}
     alone = settings(job, load_stack("fsdp"), place._replace(has_several=0), {})
     assert {each["sync_each_microbatch"] for each in alone} == {None}

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from meshwright.hwprofiles import ContextParallel, Recompute, StageSplit, shown, suggestion
 from meshwright.planner.cli.request import Setting
-from meshwright.planner.options import ALL, ALSO, ASKABLE, Given, check_given, option_of
+from meshwright.planner.options import ALL, ALSO, ASKABLE, TOGETHER, Given, check_given, option_of
 from meshwright.planner.space import SpaceLimits, askable_values, is_searched
 from meshwright.simulator import (
     ModelSpec,
@@ -68,9 +68,19 @@ def _asked(setting: Setting, given: Given) -> dict[str, tuple[object, ...]]:
     every = {name: askable_values(each, job, stack) for name, each in ASKABLE.items()}
     offered = [name for name, values in every.items() if len(values) > 1]
     names = list(dict.fromkeys(each.strip().replace("_", "-") for each in text.split(",")))
+    for group, parts in TOGETHER.items():
+        if group in names:
+            place = names.index(group)
+            names[place : place + 1] = [each for each in parts if each in offered] or [group]
     for name in names:
+        if name in TOGETHER:
+            raise PlanError(
+                f"--also {name}: {stack.name} has one value of each for {job.model.name} in "
+                f"{job.precision}; allowed: {', '.join(offered) or 'leave it out'}"
+            )
         if name != ALL and name not in ASKABLE:
-            raise PlanError(f"--also {shown(name)} is unknown; {suggestion(name, [*ASKABLE, ALL])}")
+            every_name = [*ASKABLE, *TOGETHER, ALL]
+            raise PlanError(f"--also {shown(name)} is unknown; {suggestion(name, every_name)}")
         if name != ALL and name not in offered:
             known = ", ".join(offered) or "leave it out"
             raise PlanError(

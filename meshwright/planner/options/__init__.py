@@ -10,6 +10,7 @@ from meshwright.planner.options.plan_options import (
     REPLICATION,
     SHARED_JOB,
     SWEPT,
+    TOGETHER,
     check_given,
     option_of,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "REPLICATION",
     "SHARED_JOB",
     "SWEPT",
+    "TOGETHER",
     "ExportOptions",
     "FileOptions",
     "Given",

@@ -29,13 +29,16 @@ ASKABLE = {
     option_name(each.option)[2:]: each for each in SEARCHED_FIELDS if each.declaration.is_asked
 }
 ALL = "all"
+# What numbers are in, together: gradients, what is sent of them, and moments.
+TOGETHER = {"precision": tuple(each for each in ASKABLE if each.endswith("-precision"))}
 ALSO = Option(
     "also",
     "also",
     str,
     typer.Option(
         metavar="LIST",
-        help=f"Vary fields that are held unless asked for: {', '.join(ASKABLE)} or {ALL}.",
+        help=f"Vary fields that are held unless asked for: {', '.join([*ASKABLE, *TOGETHER])} "
+        f"or {ALL}.",
     ),
 )
 SEARCHED = {each.name for each in SEARCHED_FIELDS}

@@ -96,7 +96,12 @@ def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
     if axis in set(Axis) and not is_searched(Axis(axis), space.job, space.stack, limits):
         return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
     if len(askable_values(field, space.job, space.stack)) > 1:
-        return "ask with --also"
+        is_format = field.name.endswith("_precision")
+        return (
+            "as the framework has them: ask with --also precision"
+            if is_format
+            else "ask with --also"
+        )
     return "ask by value" if field.name in PASSES else ONLY_ONE
 
 

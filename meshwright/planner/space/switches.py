@@ -47,6 +47,7 @@ SWITCHES = tuple(
 BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
 BASIC = tuple(each.name for each in BASIC_FIELDS)
 USUAL: Setting = {name: PLAN_FIELDS[name].default for name in SWITCHES}
+OF_GRADIENTS = "gradient_precision", "reduce_precision"  # kept, and on the wire
 HABITS = "cp_type", "dispatcher"  # of which the first that a stack lists is its habit
 
 
@@ -123,13 +124,20 @@ def askable_values(field: PlanField, job: TrainingJob, stack: StackProfile) -> t
     """
     if not field.declaration.is_asked or known_values(field, job.model) is not None:
         return (field.default,)
+    if field.name in OF_GRADIENTS:
+        usual = {Precision.FP32, job.precision.storage}
+        pairs = offered_formats(stack, job.precision)
+        listed = [pair[OF_GRADIENTS.index(field.name)] for pair in pairs]
+        own = chosen_formats(stack, job.precision, Formats(None, None))
+        others = {*listed} & usual - {own[OF_GRADIENTS.index(field.name)]}
+        return field.default, *(each for each in Precision if each in others)
     offered = cast("tuple[object, ...]", getattr(stack, field.declaration.offered_by or ""))
     if field.name in HABITS:
         offered = offered[1:]
     if field.name == "moment_precision":
         is_full = job.precision is Precision.FP32  # which no such optimizer trains in
-        usual = {} if is_full else {Precision.FP32, job.precision.storage, *EIGHT_BITS}
-        offered = tuple(each for each in offered if each in usual)
+        usual_moments = {} if is_full else {Precision.FP32, job.precision.storage, *EIGHT_BITS}
+        offered = tuple(each for each in offered if each in usual_moments)
     return field.default, *(each for each in offered if each != field.default)
 
 
@@ -264,26 +272,32 @@ def _syncs(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Settin
 def _formats(
     job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
 ) -> Iterator[Setting]:
-    """Yield the formats of gradients; 16 bits are those of the training unless asked for."""
-    kept_wanted, reduced_wanted = wanted.get("gradient_precision"), wanted.get("reduce_precision")
-    seen: set[Formats] = set()
-    usual = chosen_formats(stack, job.precision, Formats(None, None))
+    """Yield the formats of gradients: the stack's unless others are asked for.
+
+    A format on the wire that is asked for alone may need gradients that are kept so, too.
+    """
+    known: dict[Formats, Formats] = {}
     for kept, reduced in offered_formats(stack, job.precision):
+        usual = chosen_formats(stack, job.precision, Formats(None, None))
         said = None if kept == usual.kept else kept
         follows = chosen_formats(stack, job.precision, Formats(said, None)).reduced
         pair = Formats(said, None if reduced == follows or place.is_whole else reduced)
-        is_own = reduced in (None, Precision.FP32, job.precision.storage, usual.reduced)
-        if pair in seen or not (
-            _is_wanted(kept_wanted, kept, said)
-            and (
-                is_own
-                if reduced_wanted is None
-                else place.is_whole or _is_wanted(reduced_wanted, reduced, pair.reduced)
-            )
-        ):
-            continue
-        seen.add(pair)
-        yield {"gradient_precision": pair.kept, "reduce_precision": pair.reduced}
+        known.setdefault(pair, Formats(kept, reduced))
+    kept_asked, reduced_asked = (wanted.get(name) for name in OF_GRADIENTS)
+    going = [
+        pair
+        for pair, (kept, reduced) in known.items()
+        if _is_wanted(kept_asked, kept, pair.kept)
+        and (
+            pair.reduced is None
+            if reduced_asked is None
+            else place.is_whole or _is_wanted(reduced_asked, reduced, pair.reduced)
+        )
+    ]
+    if kept_asked is None:
+        going = [pair for pair in going if pair.kept is None] or (going if reduced_asked else [])
+    for pair in going:
+        yield dict(zip(OF_GRADIENTS, pair, strict=True))
 
 
 def _moments(

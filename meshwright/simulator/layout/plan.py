@@ -245,6 +245,7 @@ class PlanFields(Recomputation):
         metavar="fp32|fp16|bf16",
         heading="grads",
         group="replication",
+        is_asked=True,
     ).field(None)
 
     reduce_precision: Precision | None = Declaration(
@@ -252,6 +253,7 @@ class PlanFields(Recomputation):
         metavar="fp32|fp16|bf16",
         heading="reduce",
         group="replication",
+        is_asked=True,
         acts_on=DP_CP,
     ).field(None)
 
