@@ -8,11 +8,11 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache, reduce
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from pydantic import Field, model_validator
 
-from meshwright.hwprofiles.base import Flag, Name, Profile
+from meshwright.hwprofiles.base import Flag, Name, Profile, Title
 from meshwright.hwprofiles.complaints import ProfileError, shown
 
 # A number, or a NumPy column of numbers: both compare, and what they compare to combines with "&".
@@ -219,10 +219,10 @@ class Refusal(Profile):
 
     field: Name
     when: str = Field(max_length=MOST_LETTERS)
-    allowed: tuple[Flag | str | int, ...] = ()
-    why: str = Field(default="", max_length=1000)
-    reason: str = Field(default="", max_length=200)
-    conflict: str = Field(default="", max_length=200)
+    allowed: tuple[Flag | Title | int, ...] = ()
+    why: Title | Literal[""] = ""
+    reason: Title | Literal[""] = ""
+    conflict: Title | Literal[""] = ""
 
     @model_validator(mode="after")
     def _check_condition(self) -> "Refusal":

@@ -174,7 +174,7 @@ def _usual_sequence_parallel(draft: Draft) -> bool:
         for gap in stack_gaps(draft.stack, draft.job)
         if gap.field == "sequence_parallel"
         and True in gap.allowed
-        and {each.field for each in gap.conditions} <= known.keys()
+        and gap.fields <= known.keys()
     )
 
 
