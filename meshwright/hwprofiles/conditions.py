@@ -7,12 +7,12 @@ on numbers or on columns of numbers. Nothing of a file is ever run.
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from functools import reduce
-from typing import Any, Protocol, TypeAlias
+from functools import cache, reduce
+from typing import Any, Literal, Protocol, TypeAlias
 
 from pydantic import Field, model_validator
 
-from meshwright.hwprofiles.base import Name, Profile, Text
+from meshwright.hwprofiles.base import Flag, Name, Profile, Title
 from meshwright.hwprofiles.complaints import ProfileError, shown
 
 # A number, or a NumPy column of numbers: both compare, and what they compare to combines with "&".
@@ -31,9 +31,10 @@ COMPARISONS: Mapping[type[ast.cmpop], Compare] = {
     ast.GtE: operator.ge,
 }
 ARITHMETIC: Mapping[type[ast.operator], Compare] = {
-    ast.Mod: operator.mod,
+    # A number of ranks is 0 where there are none of that kind, which divide everything.
+    ast.Mod: lambda number, ranks: number % (ranks + (ranks == 0)),
     ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
+    ast.FloorDiv: lambda number, ranks: number // (ranks + (ranks == 0)),
 }
 CONNECTIVES: Mapping[type[ast.boolop], Compare] = {ast.And: operator.and_, ast.Or: operator.or_}
 # All that a condition is made of besides names.
@@ -107,9 +108,23 @@ class Condition:
         return all_hold(self.parts, names)
 
 
+@cache
+def parsed(text: str) -> Condition:
+    """Return the condition of *text*, which several stacks may have; raises as `Condition`."""
+    return Condition(text)
+
+
 def all_hold(parts: tuple[ast.expr, ...], names: Names) -> Number:
-    """Return whether all *parts* of a condition hold; of none it is True."""
-    return reduce(operator.and_, (_truth(part, names) for part in parts), True)  # noqa: FBT003
+    """Return whether all *parts* of a condition hold; of none it is True.
+
+    What stands behind a part that no plan is left for is not looked at.
+    """
+    held: Number = True
+    for part in parts:
+        held = _truth(part, names) & held
+        if not (held.any() if hasattr(held, "any") else held):
+            break
+    return held
 
 
 def names_of(parts: tuple[ast.expr, ...]) -> frozenset[str]:
@@ -191,21 +206,26 @@ def _operand(node: ast.expr, beside: ast.expr, names: Names) -> Number:
 class Refusal(Profile):
     """Plans that a stack, or a framework that launches it, does not run: ``[refused.NAME]``.
 
+    Texts may name fields and facts in braces.
+
     Args:
-        field: Of the plan, which another value would help.
-        when: What holds of such plans.
-        allowed: Values of the field that go, or in words what does; facts stand in braces.
+        field: Of the plan, which another value would help; or ``model``, or a fact of job or stack.
+        when: What holds of such plans; empty where a stack runs what its base refuses.
+        allowed: Values of the field that go, or in words what does.
         why: By which rule of the framework, and which version has it.
-        reason: The plans in words; by default ``when``.
+        reason: The plans in words; by default ``when``.  Of a field ``model``: what it has.
+        conflict: What the field's value does not go with, where others of the plan are at fault.
     """
 
     field: Name
-    when: Text
-    allowed: tuple[str | int, ...] = ()
-    why: str = Field(default="", max_length=1000)
-    reason: str = Field(default="", max_length=200)
+    when: str = Field(max_length=MOST_LETTERS)
+    allowed: tuple[Flag | Title | int, ...] = ()
+    why: Title | Literal[""] = ""
+    reason: Title | Literal[""] = ""
+    conflict: Title | Literal[""] = ""
 
     @model_validator(mode="after")
     def _check_condition(self) -> "Refusal":
-        Condition(self.when)
+        if self.when:
+            parsed(self.when)
         return self

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ from meshwright.hwprofiles.complaints import (
     shown_path,
     suggestion,
 )
+from meshwright.hwprofiles.conditions import Refusal
 from meshwright.hwprofiles.kinds import LayerFact
 from meshwright.hwprofiles.reading import FileKind
 from meshwright.hwprofiles.schema import Cluster, Device, Link
@@ -23,6 +24,7 @@ from meshwright.hwprofiles.stack_schema import StackProfile
 
 __all__ = [
     "DEFAULT_STACK",
+    "common_refusals",
     "list_clusters",
     "list_devices",
     "list_links",
@@ -141,6 +143,21 @@ def stacks_with(facts: Iterable[LayerFact]) -> tuple[str, ...]:
     """
     wanted = frozenset(facts)
     return tuple(each for each in list_stacks() if wanted <= {*load_stack(each).layer_facts})
+
+
+@cache
+def common_refusals() -> Mapping[str, Refusal]:
+    """Return what no stack runs, by name: a stack may say otherwise under the same name.
+
+    >>> common_refusals()["offload-of-divided-experts"].field
+    'offload'
+    """
+    content = (DATA_FOLDER / "refused.toml").read_bytes()
+    data = PROFILE_FILE.parse_toml(content, "refused.toml")
+    return {
+        name: _checked(Refusal, cast("Mapping[str, object]", table), f"refused.toml: {name}")
+        for name, table in data.items()
+    }
 
 
 def load_cluster(name: str | Path | Cluster) -> Cluster:

@@ -5,7 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.hwprofiles.base import Count, Flag, Fraction, Latency, Profile
+from meshwright.hwprofiles.base import Count, Flag, Fraction, Latency, Name, Profile
+from meshwright.hwprofiles.conditions import Refusal
 from meshwright.hwprofiles.kinds import (
     ContextParallel,
     ExpertOverlap,
@@ -85,6 +86,7 @@ class StackTraits(Profile):
             where keys are wider than values, of all ways in ``context_parallel``.
         layer_facts: What its layers and ends may have beyond those of GPT and Llama.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
+        refused: Plans that it does not run, by a name that a stack based on it may say anew.
     """
 
     kernels: Kernels = Kernels.FUSED
@@ -131,6 +133,11 @@ class StackTraits(Profile):
     tp_in_pieces: Flag = Field(default=False, exclude_if=operator.not_)
     latent_context_parallel: tuple[ContextParallel, ...] = Field((), exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
+    refused: dict[Name, Refusal] = Field(default={}, exclude_if=operator.not_)
+
+    def __hash__(self) -> int:
+        """Return a number of some facts: tables have none."""
+        return hash((self.kernels, self.units, self.layer_facts, self.latent_context_parallel))
 
     def fuses_qkv(self, *, in_model: bool) -> bool:
         """Return whether queries, keys and values are one product, if they are *in_model*."""

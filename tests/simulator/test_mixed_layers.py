@@ -132,7 +132,7 @@ def test_window_and_sinks_change_no_model_flops_but_the_band() -> None:
         (MAVERICK.model_copy(update={"rotary_layers": "all", "experts": None}), "fsdp", 16384, {},
          "chunked_window of llama4-maverick is not offered by stack fsdp"),
         (MAVERICK.model_copy(update={"qk_norm": "unweighted", "experts": None}), "fsdp", 8192, {},
-         "stack fsdp shards layers of one kind; llama4-maverick has norms of heads in those with"),
+         "llama4-maverick has norms of heads in layers with positions alone, which stack fsdp"),
         (MAVERICK, "megatron-core", 8192, {}, None),
         (MAVERICK, "fsdp", 8192, {}, "experts.weighs_inputs of llama4-maverick is not offered by "),
     ],

@@ -120,7 +120,7 @@ def with_kernels(
     is_asked = limits.values("attention") is not None
     if is_asked or has_kernel or not isinstance(job.model, ModelSpec):
         return limits
-    offered = attention_kernels(job.model, stack)
+    offered = attention_kernels(job, stack)
     kernels = tuple(each for each in offered if each is not Attention.FLASH)
     return limits.pinned(attention=kernels or (stack.attention,))
 

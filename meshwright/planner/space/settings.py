@@ -90,7 +90,7 @@ def _places(
     count = job.global_batch_size // columns["dp"] // columns["microbatch_size"]
     lacks = np.zeros(len(count), np.bool_)
     for gap in stack_gaps(stack, job):
-        if {condition.field for condition in gap.conditions} <= columns.keys():
+        if gap.fields <= columns.keys():
             lacks |= gap.lacks(columns.__getitem__)
     names = ("pp", "cp", "dp", "zero_stage")
     places = [*(columns[name] for name in names), count > 1, lacks]

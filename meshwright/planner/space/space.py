@@ -273,11 +273,7 @@ def _virtual_stages(
 
 def _is_offered(job: TrainingJob, stack: StackProfile, degrees: dict[str, int]) -> bool:
     """Return whether the stack lacks nothing of such *degrees* themselves."""
-    known = (
-        gap
-        for gap in stack_gaps(stack, job)
-        if {condition.field for condition in gap.conditions} <= degrees.keys()
-    )
+    known = (gap for gap in stack_gaps(stack, job) if gap.fields <= degrees.keys())
     return not any(gap.lacks(degrees.__getitem__) for gap in known)
 
 
@@ -391,7 +387,7 @@ def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tu
     if field.name == "zero_stage":
         return tuple(sorted({0, 1, *usual_zero_stages(stack)}))
     if field.name == "attention":
-        return attention_kernels(job.model, stack)
+        return attention_kernels(job, stack)
     alone = {Recompute.SELECTIVE_OP} - {*stack.recompute_modes}
     return tuple(
         each for each in known_values(field, job.model) or field.choices if each not in alone

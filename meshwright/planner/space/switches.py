@@ -26,10 +26,9 @@ from meshwright.simulator.layout import (
     Formats,
     PlanField,
     chosen_formats,
+    conflict_of,
     known_values,
-    moments_refusal,
     offered_formats,
-    overlap_refusal,
     syncs_by_default,
 )
 from meshwright.simulator.schedules import SCHEDULES, any_core_group
@@ -240,7 +239,7 @@ def _overlaps(
         plan = ResolvedPlan.of({**said, "dp": place.ep, name: overlap})
         schedule = plan.schedule_of(stack.pipeline_runtime)
         is_plain = schedule.interleaves or schedule.refusal(place.pp, 1, 1) is None
-        if is_plain and overlap_refusal(job, plan, stack) is None:
+        if is_plain and conflict_of(name, job, plan, stack) is None:
             yield {name: overlap}
 
 
@@ -307,7 +306,7 @@ def _moments(
     name = "moment_precision"
     for moments in cast("tuple[Precision | None, ...]", wanted.get(name, (None,))):
         plan = ResolvedPlan(zero_stage=place.zero_stage, moment_precision=moments)
-        if moments is None or moments_refusal(job, plan, stack) is None:
+        if moments is None or conflict_of(name, job, plan, stack) is None:
             yield {name: moments}
 
 

@@ -15,6 +15,7 @@ from meshwright.simulator.layout.axes import (
     near_multiples,
     repeated_modules,
 )
+from meshwright.simulator.layout.capabilities import MAX_ZERO_STAGE, stack_gaps
 from meshwright.simulator.layout.defaults import Said, read_modules
 from meshwright.simulator.layout.fields import (
     SERVER_FIELDS,
@@ -44,13 +45,6 @@ from meshwright.simulator.layout.mesh import (
     strided_span,
     usual_inner,
 )
-from meshwright.simulator.layout.parts import (
-    MAX_ZERO_STAGE,
-    attention_kernels,
-    default_attention,
-    overlap_refusal,
-    usual_zero_stages,
-)
 from meshwright.simulator.layout.placement import (
     Partial,
     Placement,
@@ -71,17 +65,19 @@ from meshwright.simulator.layout.plan import (
     ResolvedPlan,
 )
 from meshwright.simulator.layout.refusals import (
+    attention_kernels,
     check_sharding,
+    conflict_of,
+    default_attention,
     experts_refusal,
     known_values,
     model_refusal,
-    moments_refusal,
     reduces_once,
     reshards_units,
-    stack_gaps,
     stack_refusal,
     sums_microbatches,
     syncs_by_default,
+    usual_zero_stages,
 )
 from meshwright.simulator.layout.resolution import (
     ParallelPlan,
@@ -158,6 +154,7 @@ __all__ = [
     "check_predictions",
     "check_sharding",
     "chosen_formats",
+    "conflict_of",
     "context_way",
     "copies_table",
     "default_attention",
@@ -174,12 +171,10 @@ __all__ = [
     "matmul_signatures",
     "model_refusal",
     "model_stages",
-    "moments_refusal",
     "near_multiples",
     "num_predictions",
     "offered_formats",
     "optimizer_bytes",
-    "overlap_refusal",
     "overridden",
     "pair_span",
     "parse_stages",

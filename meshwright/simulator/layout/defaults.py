@@ -19,13 +19,13 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, Axis, near_multiples
+from meshwright.simulator.layout.capabilities import MAX_ZERO_STAGE, stack_gaps
 from meshwright.simulator.layout.fields import ParameterServer, PlanField
 from meshwright.simulator.layout.formats import Formats, chosen_formats
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.mesh import usual_inner
-from meshwright.simulator.layout.parts import MAX_ZERO_STAGE, default_attention
 from meshwright.simulator.layout.plan import PLAN_FIELDS
-from meshwright.simulator.layout.refusals import stack_gaps, syncs_by_default
+from meshwright.simulator.layout.refusals import default_attention, syncs_by_default
 from meshwright.simulator.layout.splits import (
     check_predictions,
     num_predictions,
@@ -174,7 +174,7 @@ def _usual_sequence_parallel(draft: Draft) -> bool:
         for gap in stack_gaps(draft.stack, draft.job)
         if gap.field == "sequence_parallel"
         and True in gap.allowed
-        and {each.field for each in gap.conditions} <= known.keys()
+        and gap.fields <= known.keys()
     )
 
 

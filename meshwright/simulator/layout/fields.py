@@ -7,14 +7,11 @@ reports and CSV files theirs; `docs/plan.md` lists them. A new field is one decl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cache, reduce
-from operator import and_
+from functools import cache
 from types import NoneType, UnionType
 from typing import (
     Any,
     Literal,
-    NamedTuple,
-    TypeAlias,
     TypeVar,
     Union,
     cast,
@@ -26,9 +23,6 @@ from typing import (
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, Axis
 
-# The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
-# compare to combines with "&".  This package does without NumPy, so the type is open.
-Number: TypeAlias = Any
 T = TypeVar("T")
 DECLARATION = "declaration"
 
@@ -212,43 +206,6 @@ def in_option_order(declared_fields: tuple[PlanField, ...]) -> list[PlanField]:
             names = [other.name for other in ordered]
             ordered.insert(names.index(each.declaration.after) + 1, each)
     return ordered
-
-
-class Condition(NamedTuple):
-    """A comparison of a field's number with a constant, or with the number of another field."""
-
-    field: str
-    compare: Callable[[Number, int], Number]
-    value: int | str
-
-    def holds(self, number: Callable[[str], Number]) -> Number:
-        """Return whether it holds of a plan, from the numbers of its fields by name."""
-        value = number(self.value) if isinstance(self.value, str) else self.value
-        return self.compare(number(self.field), value)
-
-
-class Gap(NamedTuple):
-    """Values of a field that a stack does not offer.
-
-    Args:
-        field: Name of the field.
-        reason: The values in words.
-        conditions: What holds of the plans that have such a value, all of them.
-        allowed: What a plan may have instead.
-        model: Name of the model that the stack has other plans for.
-        why: What stands in the way, if that is not plain.
-    """
-
-    field: str
-    reason: str
-    conditions: tuple[Condition, ...]
-    allowed: tuple[object, ...]
-    model: str = ""
-    why: str = ""
-
-    def lacks(self, number: Callable[[str], Number]) -> Number:
-        """Return whether a plan has such a value, from the numbers of its fields by name."""
-        return reduce(and_, (each.holds(number) for each in self.conditions))
 
 
 MAX_SERVERS = 1024

@@ -3,28 +3,22 @@
 Ranks are numbered in the order of `Axis`, and nodes are filled in rank order.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from math import gcd, prod
-from operator import eq, gt, mul
+from operator import mul
 from typing import NamedTuple
 
-from meshwright.hwprofiles import ContextParallel, LayerFact, StackProfile
+from meshwright.hwprofiles import ContextParallel, StackProfile
 from meshwright.simulator.layout.axes import (
-    TP_CP,
-    TP_CP_INNER,
     Axis,
     ContextAxis,
     ExpertAxis,
     MeshAxis,
 )
-from meshwright.simulator.layout.fields import Condition, Gap, Number
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.plan import PLAN_FIELDS, ResolvedPlan
+from meshwright.simulator.layout.plan import ResolvedPlan
 from meshwright.simulator.model import ModelSpec
-
-# Ways in which ranks swap tokens for heads, and the ranks that divide the heads then.
-SWAPS = {ContextParallel.ALL_TO_ALL: TP_CP, ContextParallel.RING_OF_SWAPS: TP_CP_INNER}
 
 
 class GroupSpan(NamedTuple):
@@ -224,21 +218,6 @@ def context_way(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | No
     return plan.cp_type or next(iter(stack.context_parallel), ContextParallel.RING)
 
 
-def lacks_of_way(way: ContextParallel, facts: Collection[LayerFact]) -> tuple[str, str] | None:
-    """Return which of *facts* the ranks cannot attend with that *way*, and why, if there is one.
-
-    With sinks Transformer Engine swaps tokens for heads alone.  Windows it has where tokens are
-    gathered, too, each half of the queries beside what it sees of them.
-    """
-    if way is ContextParallel.ALL_TO_ALL:
-        return None
-    if LayerFact.ATTENTION_SINKS in facts:
-        return "attention sinks", "Transformer Engine takes attention sinks with it alone"
-    if LayerFact.WINDOW in facts and way is not ContextParallel.ALL_GATHER:
-        return "sliding windows", "a ring has no sliding windows"
-    return None
-
-
 def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel, ...]:
     """Return how ranks of *stack* may attend to each other's tokens with heads as *model* has them.
 
@@ -271,69 +250,3 @@ def usual_inner(job: TrainingJob, stack: StackProfile, tp: int, cp: int, node_si
         most = cp - 1
     fits = (each for each in range(1, most + 1) if cp % each == heads % (tp * each) == 0)
     return max((each for each in fits if tp * each <= node_size), default=1)
-
-
-def way_gaps(stack: StackProfile, model: ModelSpec, seq_len: int) -> Iterator[Gap]:
-    """Yield the plans whose ranks attend to each other's tokens as *stack* does not let them.
-
-    A swap of tokens for heads takes whole heads (attn_forward_func_with_cp).
-    """
-    split, facts = Condition(Axis.CP, gt, 1), model.layer_facts(seq_len)
-    lacking = {each: lacks_of_way(each, facts) for each in stack.context_parallel}
-    usable = tuple(each for each, lacks in lacking.items() if lacks is None)
-    is_only = len(usable) == 1
-    yield from _width_gaps(stack, model)
-    if LayerFact.CHUNKED_WINDOW in facts:
-        yield Gap(Axis.CP, "cp > 1 with chunks of a sequence", (split,), (1,), model.name)
-    for each, lacks in lacking.items():
-        for has_type in _has_way(stack, each):
-            if lacks is not None:
-                fact, why = lacks
-                reason = f"cp_type={each} with {fact}"
-                yield Gap("cp_type", reason, (split, has_type), usable, model.name, why)
-            elif each in SWAPS:
-                yield _heads_gap(each, (split, has_type), model, is_only=is_only)
-
-
-def _has_way(stack: StackProfile, way: ContextParallel) -> Iterator[Condition]:
-    """Yield what holds of plans with a *way* to attend to other ranks' tokens, each alone."""
-    types, is_habit = PLAN_FIELDS["cp_type"], way == stack.context_parallel[0]
-    yield from (Condition(types.name, eq, code) for code in (types.code(way), 0)[: 1 + is_habit])
-
-
-def _width_gaps(stack: StackProfile, model: ModelSpec) -> Iterator[Gap]:
-    """Yield the plans whose ways do not take heads as wide as *model* has them.
-
-    Of Transformer Engine 2.5 to 2.14 rings alone take keys that are wider than values; a ring of
-    swaps in which all ranks swap is none (attn_forward_func_with_cp).
-    """
-    known, split = context_ways(model, stack), Condition(Axis.CP, gt, 1)
-    said = "with latent attention"
-    if not known:
-        yield Gap(Axis.CP, f"cp > 1 {said}", (split,), (1,), model.name)
-        return
-    for way in stack.context_parallel:
-        if way not in known:
-            for has_way in _has_way(stack, way):
-                yield Gap("cp_type", f"cp_type={way} {said}", (split, has_way), known, model.name)
-    if ContextParallel.RING_OF_SWAPS in known and ContextParallel.ALL_TO_ALL not in known:
-        all_swap = Condition("cp_inner", eq, Axis.CP)
-        allowed = ("a smaller divisor of cp",)
-        yield Gap("cp_inner", f"cp_inner=cp {said}", (split, all_swap), allowed, model.name)
-
-
-def _heads_gap(
-    way: ContextParallel, has_way: tuple[Condition, ...], model: ModelSpec, *, is_only: bool
-) -> Gap:
-    """Return the plans whose swap of tokens for heads, perhaps the *only* way, would cut a head."""
-    ranks, heads = SWAPS[way], model.num_kv_heads
-
-    def cuts(number: Number, heads: int) -> Number:
-        return heads % (number + (number == 0)) != 0  # 0 where nothing is swapped
-
-    said = ranks.replace("_", " x ", 1)
-    reason = f"{said} that does not divide the {heads} key heads ({way})"
-    allowed = f"a divisor of {heads} for {said}", *(() if is_only else ("another cp_type",))
-    conditions = (*has_way, Condition(ranks, cuts, heads))
-    field = Axis.CP if ranks == TP_CP else "cp_inner"
-    return Gap(field, reason, conditions, allowed, model.name)

@@ -42,7 +42,7 @@ from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.schedules import SCHEDULES, Schedule, get_schedule
 
 # Ranks that share a set of shards, and of these those that hold the same experts.
-SHARDS, EXPERT_SHARDS = "shards", "expert shards"
+SHARDS, EXPERT_SHARDS = "shards", "expert_shards"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,13 +9,11 @@ from meshwright.hwprofiles import LayerFact
 from meshwright.simulator.model.derived import FUSED_QKV, derived_sizes, mixed_runs
 from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, ProductSize, parse
 from meshwright.simulator.model.huggingface import MAX_TOKENS
-from meshwright.simulator.model.kinds import WINDOWED_LAYERS, BlockKind, BlockRun
+from meshwright.simulator.model.kinds import LAYERS, WINDOWED_LAYERS, BlockKind, BlockRun
 from meshwright.simulator.model.parts import Experts, LatentAttention
 
 MAX_FFN_WIDTH = 4_194_304
-MAX_VOCABULARY = 16_777_216
-MAX_PREDICTION_LAYERS = 64
-
+MAX_VOCABULARY, MAX_PREDICTION_LAYERS = 16_777_216, 64
 
 Spelling = Literal[
     "llama",
@@ -32,7 +30,6 @@ Spelling = Literal[
 ]
 FUSED_MLP = {"phi3", "glm4"}
 NEVER_WITH_EXPERTS = {"gemma", "olmo2", *FUSED_QKV, *FUSED_MLP}
-PATTERN = r"^[WF]+$"
 NOT_WITH_EXPERTS = ("parallel_mlp",)
 NOT_WITH_LATENT = (
     *NOT_WITH_EXPERTS,
@@ -112,7 +109,7 @@ class ModelSpec(Model):
     logit_softcap: float = _rare(0.0, ge=0)
     scaled_embeddings: bool = _rare(usual=False)
     window: int = _rare(0, ge=0, le=MAX_TOKENS)
-    layer_pattern: str = _rare("F", pattern=PATTERN, max_length=MAX_LAYERS)
+    layer_pattern: str = _rare("F", pattern=r"^[WF]+$", max_length=MAX_LAYERS)
     chunked_window: bool = _rare(usual=False)
     prediction_layers: int = _rare(0, ge=0, le=MAX_PREDICTION_LAYERS)
     rotary_layers: Literal["all", "windowed"] = _rare("all")
@@ -126,6 +123,13 @@ class ModelSpec(Model):
     def layer_runs(self) -> tuple[BlockRun, ...]:
         """Layers in model order, by kind."""
         return mixed_runs(self.layer_pattern, self.experts, self.num_layers)
+
+    @property
+    def differs_by_window(self) -> bool:
+        """Whether weights or bytes of layers differ that are alike but for a window."""
+        kinds = {run.kind for run in self.layer_runs}
+        pairs = ({*LAYERS[:2]}, {*LAYERS[2:]})
+        return self.rotary_layers != "all" and any(pair <= kinds for pair in pairs)
 
     @property
     def query_hidden_size(self) -> int:

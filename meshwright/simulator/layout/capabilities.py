@@ -1,0 +1,392 @@
+"""What a stack does not run of all that plans may have: what its lists leave out, what it refuses.
+
+Both are conditions as stacks' files write them, read for one plan and for columns of plans.
+"""
+
+import re
+from ast import expr
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import EnumType, StrEnum
+from functools import cache, lru_cache
+from inspect import getattr_static, isclass
+from typing import NamedTuple, get_args, get_origin
+
+from pydantic import BaseModel
+
+from meshwright.hwprofiles import (
+    ContextParallel,
+    Number,
+    ProfileError,
+    RecomputeMethod,
+    RecomputeModule,
+    Refusal,
+    StackProfile,
+    all_hold,
+    common_refusals,
+    names_of,
+    parsed,
+    shown,
+    suggestion,
+)
+from meshwright.simulator.layout.axes import AXES, JOINT_AXES
+from meshwright.simulator.layout.fields import PlanField
+from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.mesh import context_ways
+from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS
+from meshwright.simulator.model import AnyModel, ModelSpec
+
+MAX_ZERO_STAGE = 3
+JOB_FACTS = ("precision", "seq_len", "global_batch_size", "imbalance")
+NUM_MICROBATCHES = "num_microbatches"
+COUNTS = (*JOINT_AXES, SHARDS, EXPERT_SHARDS, NUM_MICROBATCHES)
+TABLES: dict[str, tuple[type, ...]] = {"model": get_args(AnyModel), "stack": (StackProfile,)}
+# Traits that list which values of a field a stack offers, beside those that fields declare.
+LISTS = {"zero_stage": "zero_stages", "recompute_modules": "recompute_modules"}
+HABITS = ("cp_type", "dispatcher")  # of which a plan that says none has the first of the list
+NONE_OFFERED = {"recompute_method": "leave recompute_layers out"}  # what helps then
+IN_BRACES = re.compile(r"\{([a-z_.]+)\}")
+
+
+class Facts(NamedTuple):
+    """What conditions may say of a job and the stack that runs it."""
+
+    job: TrainingJob
+    stack: StackProfile
+
+    def value(self, name: str) -> object:
+        """Return a fact, None where the model has no such part; of a list, if it has a member."""
+        root, *path = name.split(".")
+        value: object = self.stack if root == "stack" else getattr(self.job, root)
+        for word in path:
+            value = word in value if isinstance(value, tuple) else getattr(value, word, None)
+        return value
+
+    def filled(self, text: object) -> object:
+        """Return a text with facts in the place of their names in braces."""
+        return filled(text, lambda name: self.value(name) if is_fact(name) else None)
+
+
+class Numbers(NamedTuple):
+    """What the names of a condition stand for: numbers of a plan's fields, and facts."""
+
+    field: Callable[[str], Number]
+    facts: Facts
+
+    def number(self, name: str) -> Number:
+        """Return the number of a field, or a fact: 0 for None, of a list its length."""
+        if is_fact(name):
+            value = self.facts.value(name)
+            return len(value) if isinstance(value, tuple) else 0 if value is None else value
+        if name == NUM_MICROBATCHES:
+            sequences = self.field("dp") * self.field("microbatch_size")
+            return self.facts.job.global_batch_size // sequences
+        field, _, member = name.partition(".")
+        number = self.field(field)
+        if member:
+            return number >> PLAN_FIELDS[field].declaration.members.index(member) & 1
+        if name in HABITS:
+            return number + (number == 0) * PLAN_FIELDS[name].code(usual(name, self.facts.stack))
+        return number
+
+    def code(self, name: str, value: object) -> Number:
+        """Return what *value* is where a condition compares it with *name*."""
+        if name not in PLAN_FIELDS:
+            return 0 if value is None else value
+        field = PLAN_FIELDS[name]
+        if field.choices and not (field.is_optional and value is None):
+            known = [str(each) for each in field.choices]
+            if str(value) not in known:
+                raise ProfileError(f"{name}={value} is unknown; {suggestion(str(value), known)}")
+        return field.code(value)
+
+
+def listed(field: PlanField, stack: StackProfile) -> tuple[object, ...] | None:
+    """Return the values of a field that *stack* lists, None where it lists none."""
+    offered = getattr(stack, field.declaration.offered_by or LISTS.get(field.name, ""), None)
+    return offered if isinstance(offered, tuple) and not field.declaration.axis else None
+
+
+def usual(name: str, stack: StackProfile) -> object:
+    """Return the value that a plan has which says none, of a field in `HABITS`."""
+    return next(iter(listed(PLAN_FIELDS[name], stack) or ()), None)
+
+
+def filled(text: object, value: Callable[[str], object]) -> object:
+    """Return a text with values in the place of names in braces; None leaves a name as it is."""
+
+    def found(match: re.Match[str]) -> str:
+        known = value(match[1])
+        return match[0] if known is None else str(known)
+
+    return IN_BRACES.sub(found, text) if isinstance(text, str) else text
+
+
+@cache
+def is_fact(name: str) -> bool:
+    """Return whether a name is of the job or the stack, not of the plan.
+
+    Raises:
+        ProfileError: If it is neither.
+    """
+    root, *path = name.split(".")
+    if root in TABLES and path:
+        _check_path(root, path)
+        return True
+    members = PLAN_FIELDS[root].declaration.members if root in PLAN_FIELDS else ()
+    known = [f"{root}.{each}" for each in members] if path else []
+    known = known or [*PLAN_FIELDS, *COUNTS, *JOB_FACTS]
+    if name not in known:
+        raise ProfileError(f"{shown(name)} is no field or fact; {suggestion(name, known)}")
+    return name in JOB_FACTS
+
+
+def _check_path(root: str, path: list[str]) -> None:
+    """Raise ProfileError for what no declared field or property of a table has."""
+    kinds = TABLES[root]
+    for place, word in enumerate(path):
+        known = {name: inner for kind in kinds for name, inner in _facts_of(kind).items()}
+        if word not in known:
+            name = ".".join((root, *path))
+            names = [".".join((root, *path[:place], each)) for each in known]
+            raise ProfileError(f"{shown(name)} is no field or fact; {suggestion(name, names)}")
+        kinds = known[word]
+
+
+@cache
+def _facts_of(kind: type) -> Mapping[str, tuple[type, ...]]:
+    """Return the fields and properties of a record, and the words that a list may have.
+
+    Beside each are the records that it holds, or the words of the list that it is.
+    """
+    if issubclass(kind, StrEnum):
+        return {str(each): () for each in kind}
+    found: dict[str, tuple[type, ...]] = {
+        name: () for name in dir(kind) if isinstance(getattr_static(kind, name), property)
+    }
+    for name in BaseModel.__dict__:
+        found.pop(name, None)
+    for name, field in getattr(kind, "model_fields", {}).items():
+        inner = (field.annotation, *get_args(field.annotation))
+        wanted = EnumType if get_origin(field.annotation) is tuple else type(BaseModel)
+        found[name] = tuple(each for each in inner if isclass(each) and isinstance(each, wanted))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """Plans that a stack does not run.
+
+    Args:
+        field: Name of the field that is refused; of a model, a format or a stack where `fields` are
+            none: no plan runs.
+        reason: The plans in words.
+        parts: What holds of them, all of it.
+        facts: Of the job and the stack.
+        allowed: What a plan may have instead.
+        model: Name of the model, if the stack has other plans for others.
+        why: By which rule.
+        conflict: What the field's value does not go with.
+        names: Names that it reads of a plan.
+        fields: The fields of these, and numbers of ranks.
+    """
+
+    field: str
+    reason: str
+    parts: tuple[expr, ...]
+    facts: Facts
+    allowed: tuple[object, ...]
+    model: str = ""
+    why: str = ""
+    conflict: str = ""
+    names: frozenset[str] = frozenset()
+    fields: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Note what it reads."""
+        names = frozenset(name for name in names_of(self.parts) if not is_fact(name))
+        read = {name.partition(".")[0] for name in names}
+        if NUM_MICROBATCHES in read:
+            read = read - {NUM_MICROBATCHES} | {"dp", "microbatch_size"}
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "fields", frozenset(read))
+
+    @property
+    def conditions(self) -> tuple["Reading", ...]:
+        """The same, as records."""
+        return tuple(map(Reading, sorted(self.fields)))
+
+    def lacks(self, number: Callable[[str], Number]) -> Number:
+        """Return whether it is such a plan, from the numbers of its fields by name."""
+        return all_hold(self.parts, Numbers(number, self.facts))
+
+
+class Reading(NamedTuple):
+    """A field that a condition reads."""
+
+    field: str
+
+
+def stack_gaps(stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
+    """Return what *stack* does not run of *job*, for each plan that has it.
+
+    Raises:
+        ProfileError: If a condition names what is neither a field nor a fact.
+    """
+    return _gaps(stack, job)[1]
+
+
+def job_gaps(stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
+    """Return why *stack* does not run *job*, whatever the plan; raises as `stack_gaps`."""
+    return _gaps(stack, job)[0]
+
+
+def offered_values(name: str, job: TrainingJob, stack: StackProfile) -> tuple[object, ...]:
+    """Return the values of a field that *stack* lists and does not refuse for *job* alone."""
+    field = PLAN_FIELDS[name]
+    alone = [gap for gap in stack_gaps(stack, job) if gap.fields == {name}]
+    codes = {value: {name: field.code(value)} for value in listed(field, stack) or ()}
+    return tuple(
+        value
+        for value, code in codes.items()
+        if not any(gap.lacks(code.__getitem__) for gap in alone)
+    )
+
+
+@lru_cache(maxsize=64)
+def _gaps(stack: StackProfile, job: TrainingJob) -> tuple[tuple[Gap, ...], tuple[Gap, ...]]:
+    facts = Facts(job, stack)
+    rules = stack.refused | {
+        name: rule for name, rule in common_refusals().items() if name not in stack.refused
+    }
+    found = [*_lists(facts)]
+    for name, rule in rules.items():
+        found += _refused(name, rule, facts)
+    found += _stages_in_pipelines(facts)
+    of_job = tuple(each for each in found if not each.fields)
+    return of_job, tuple(each for each in found if each.fields)
+
+
+def _refused(name: str, rule: Refusal, facts: Facts) -> Iterator[Gap]:
+    """Yield the plans that a rule refuses, unless it says nothing of such a job."""
+    if not rule.when:
+        return
+    try:
+        condition = parsed(rule.when)
+        of_job, of_plan = condition.about(is_fact)
+        if not all_hold(of_job, Numbers(lambda _: 0, facts)):
+            return
+        field = PLAN_FIELDS.get(rule.field)
+        if field is None and rule.field != "model":
+            is_fact(rule.field if rule.field in JOB_FACTS else f"stack.{rule.field}")
+    except (ProfileError, TypeError) as error:
+        text = str(error) if isinstance(error, ProfileError) else f"{shown(rule.when)}: {error}"
+        raise ProfileError(f"stack {facts.stack.name}: refused.{name}: {text}") from None
+    offered = None if field is None else listed(field, facts.stack)
+    is_of_model = any(each.startswith("model.") for each in condition.names)
+    yield Gap(
+        field=rule.field,
+        reason=str(facts.filled(rule.reason or rule.when)),
+        parts=of_plan,
+        facts=facts,
+        allowed=tuple(
+            facts.filled(each)
+            for each in rule.allowed
+            if not (field and offered and each in field.choices and each not in offered)
+        ),
+        model=facts.job.model.name if is_of_model else "",
+        why=str(facts.filled(rule.why)),
+        conflict=str(facts.filled(rule.conflict)),
+    )
+
+
+def _lists(facts: Facts) -> Iterator[Gap]:
+    """Yield what the lists and switches of a stack leave out."""
+    stack, model = facts.stack, facts.job.model
+    for axis, known in AXES.items():
+        if known.offered_by is not None and not getattr(stack, known.offered_by):
+            yield _gap(facts, axis, f"{axis} > 1", (1,))
+    fields = [each for each in PLAN_FIELDS.values() if each.declaration.axis is None]
+    for field in fields:
+        yield from _values_left_out(field, facts)
+    for field in fields:
+        if getattr(stack, field.declaration.offered_by or "", True) is False:
+            acts_on, usual = field.declaration.acts_on, field.code(field.default)
+            said = field.name if field.kind is bool else f"{field.name} > {field.default}"
+            when = f"{field.name} > {usual}" + (f" and {acts_on} > 1" if acts_on else "")
+            yield _gap(facts, field.name, when, (field.default,), said)
+    if RecomputeMethod.BLOCK not in stack.recompute_methods:
+        when = "recompute_layers > 0 and recompute_method == None"
+        allowed = stack.recompute_methods or (NONE_OFFERED["recompute_method"],)
+        yield _gap(facts, "recompute_method", when, allowed, "recompute_layers without a method")
+    yield from _zero_stages(facts)
+    if stack.context_parallel and isinstance(model, ModelSpec):
+        yield from _ways(facts, model)
+
+
+def _values_left_out(field: PlanField, facts: Facts) -> Iterator[Gap]:
+    """Yield the values of *field* that the stack does not list; stages of ZeRO are apart."""
+    offered = listed(field, facts.stack)
+    if offered is None or field.name == "zero_stage":
+        return
+    if field.declaration.members:
+        others = [each for each in RecomputeModule if each not in offered]
+        when = " or ".join(f"{field.name}.{each}" for each in others)
+        if others:
+            yield _gap(facts, field.name, when, offered or ("leave it out",), field.name)
+        return
+    known = offered or (NONE_OFFERED.get(field.name, "leave it out"),) * field.is_optional
+    for value in field.choices:
+        if value not in offered:
+            when, said = f"{field.name} == {str(value)!r}", f"{field.name}={value}"
+            yield _gap(facts, field.name, when, known, said)
+
+
+def _zero_stages(facts: Facts) -> Iterator[Gap]:
+    """Yield the ZeRO stages that a stack lacks; of one rank a stage has no effect."""
+    name, offered = "zero_stage", facts.stack.zero_stages
+    in_pipelines = _pipeline_stages(facts.stack)
+    for stage in range(MAX_ZERO_STAGE + 1):
+        when, said = f"{name} == {stage} and dp_cp > 1", f"{name}={stage}"
+        if stage not in offered:
+            yield _gap(facts, name, f"{when} and pp > 1", in_pipelines, said)
+            yield _gap(facts, name, when, offered, said)
+
+
+def _stages_in_pipelines(facts: Facts) -> Iterator[Gap]:
+    """Yield the ZeRO stages that a stack has without a pipeline alone."""
+    in_pipelines = _pipeline_stages(facts.stack)
+    for stage in facts.stack.zero_stages:
+        if stage not in in_pipelines:
+            when, said = f"zero_stage == {stage} and dp_cp > 1 and pp > 1", f"zero_stage={stage}"
+            gap = _gap(facts, "zero_stage", when, in_pipelines, f"{said} in a pipeline")
+            yield replace(gap, why="pp=1 goes with it")
+
+
+def _pipeline_stages(stack: StackProfile) -> tuple[int, ...]:
+    return tuple(each for each in stack.zero_stages if each in stack.pipeline_zero_stages)
+
+
+def _ways(facts: Facts, model: ModelSpec) -> Iterator[Gap]:
+    """Yield the ways of context parallelism that do not take heads as wide as *model* has them.
+
+    Of Transformer Engine 2.5 to 2.14 rings alone take keys that are wider than values; a ring of
+    swaps in which all ranks swap is none (attn_forward_func_with_cp).
+    """
+    known, said = context_ways(model, facts.stack), "with latent attention"
+    if not known:
+        yield replace(_gap(facts, "cp", "cp > 1", (1,), f"cp > 1 {said}"), model=model.name)
+        return
+    for way in facts.stack.context_parallel:
+        if way not in known:
+            when, words = f"cp > 1 and cp_type == '{way}'", f"cp_type={way} {said}"
+            yield replace(_gap(facts, "cp_type", when, known, words), model=model.name)
+    if ContextParallel.RING_OF_SWAPS in known and ContextParallel.ALL_TO_ALL not in known:
+        when, allowed = "cp > 1 and cp_inner == cp", ("a smaller divisor of cp",)
+        gap = _gap(facts, "cp_inner", when, allowed, f"cp_inner=cp {said}")
+        yield replace(gap, model=model.name)
+
+
+def _gap(facts: Facts, field: str, when: str, allowed: tuple[object, ...], reason: str = "") -> Gap:
+    parts = parsed(when).parts
+    return Gap(field=field, reason=reason or when, parts=parts, facts=facts, allowed=allowed)
