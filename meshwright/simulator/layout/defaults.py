@@ -172,9 +172,7 @@ def _usual_sequence_parallel(draft: Draft) -> bool:
     return any(
         gap.lacks(number)
         for gap in stack_gaps(draft.stack, draft.job)
-        if gap.field == "sequence_parallel"
-        and True in gap.allowed
-        and gap.fields <= known.keys()
+        if gap.field == "sequence_parallel" and True in gap.allowed and gap.fields <= known.keys()
     )
 
 

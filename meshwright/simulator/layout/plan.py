@@ -86,7 +86,6 @@ class Degrees:
         heading="etp",
         of_experts=True,
     ).field(None)
-    """Ranks that split the widths of an expert; None: as many as split other layers."""
 
     dispatcher: Dispatcher | None = Declaration(
         help="How tokens go to ranks of experts [the stack's].",
@@ -230,7 +229,6 @@ class PlanFields(Recomputation):
     parameter_server: ParameterServer | None = Declaration(
         group="replication", after="offload"
     ).field(None)
-    """Servers of a stack that has them; the data-parallel ranks are workers."""
 
     dp_shard: int | None = Declaration(
         help="Ranks that share one set of shards [--dp].", heading="shard", group="replication"
