@@ -309,14 +309,3 @@ WORDS = (
     "simulate gpt2 --cluster dgx-a100 --gpus 8 --global-batch 8 --out made",
     "simulate --plan made/plan.json",
 )
-
-
-def test_pictures_are_compared_by_their_pixels(tmp_path: Path) -> None:
-    from PIL import Image
-
-    names = [tmp_path / f"{each}.png" for each in ("red", "again", "blue")]
-    for path, colour in zip(names, ("red", "red", "blue"), strict=True):
-        Image.new("RGB", (8, 8), colour).save(path, compress_level=len(path.name) % 10)
-    assert look_alike(names[0], names[1])
-    assert not look_alike(names[0], names[2])
-    assert not look_alike(tmp_path / "none.png", names[0])

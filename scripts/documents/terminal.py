@@ -17,6 +17,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import meshwright
+from documents.numbers import save_with_numbers
 from documents.pages import PICTURE, DocumentError, commands_of, fences, read_page
 
 PROGRAM = "meshwright "  # how a line begins that is run
@@ -91,7 +92,7 @@ class Terminal:
                 self.output(earlier)
             words = shlex.split(command)[1:]
             is_drawn = self._has_pictures or not out_folder(command)
-            with contextlib.nullcontext() if is_drawn else without_pictures():
+            with pictures_with_numbers() if is_drawn else without_pictures():
                 self._outputs[command] = run(words, self.folder)
         return self._outputs[command]
 
@@ -111,6 +112,13 @@ def scratch_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="meshwright-pages-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+@contextlib.contextmanager
+def pictures_with_numbers() -> Iterator[None]:
+    """Let every picture carry the digest of its numbers."""
+    with patch("meshwright.planner.plots.save_figure", save_with_numbers):
+        yield
 
 
 @contextlib.contextmanager
