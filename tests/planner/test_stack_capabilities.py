@@ -165,7 +165,7 @@ def test_every_rule_reads_what_there_is(name: str, model: str) -> None:
 def test_a_search_reads_rules_of_fields_that_it_does_not_vary() -> None:
     job = TrainingJob(model=load_model("gpt2"), global_batch_size=8, seq_len=1024)
     counts = [
-        int(np.count_nonzero(lacks(enumerate_space(job, stack, 8))))
+        int(np.count_nonzero(lacks(enumerate_space(job, stack, 8, SpaceLimits()))))
         for stack in (
             with_rule("dp > 1 and find_unused"),
             with_rule("dp > 1 and not find_unused"),
