@@ -67,6 +67,7 @@ def test_rests_of_two_weights_share_a_cell() -> None:
 def test_what_megatron_fsdp_does_not_take_is_refused_by_name() -> None:
     plans = [
         (ResolvedPlan(dp=4, pp=2, zero_stage=3, stages=(6, 6)), Precision.BF16),
+        (ResolvedPlan(pp=2, zero_stage=3, stages=(6, 6)), Precision.BF16),
         (ResolvedPlan(dp=8, zero_stage=3, stages=(12,)), Precision.FP8),
         (ResolvedPlan(dp=8, zero_stage=2, stages=(12,)), Precision.BF16),
     ]

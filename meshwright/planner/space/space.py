@@ -91,6 +91,9 @@ class Space:
             return self._joint[name]
         if name in {SHARDS, EXPERT_SHARDS}:
             return self.num_shards if name == SHARDS else self.expert_shards
+        if name not in self.columns:  # a field that no search varies, which a stack's rule may read
+            field = PLAN_FIELDS[name]
+            return np.broadcast_to(np.int64(field.code(field.default)), len(self))
         return self.columns[name]
 
     @cached_property
