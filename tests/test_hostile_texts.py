@@ -99,7 +99,9 @@ def texts_of(kind: object, value: object, route: ROUTE) -> Iterator[tuple[str, R
     if kind is str:
         yield "", route
     elif isinstance(kind, type) and issubclass(kind, BaseModel):
-        for name, field in kind.model_fields.items():
+        # A condition is no free text: tests/hwprofiles/test_conditions.py.
+        free = {name: each for name, each in kind.model_fields.items() if name != "when"}
+        for name, field in free.items():
             given = value.get(name) if isinstance(value, Mapping) else None
             for where, way in texts_of(field.annotation, given, [*route, name]):
                 yield where or f"{kind.__name__}.{name}", way

@@ -8,9 +8,9 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache, reduce
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator
 
 from meshwright.hwprofiles.base import Flag, Name, Profile, Title
 from meshwright.hwprofiles.complaints import ProfileError, shown
@@ -203,6 +203,13 @@ def _operand(node: ast.expr, beside: ast.expr, names: Names) -> Number:
     return _value(node, names)
 
 
+def _checked(when: str) -> str:
+    """Return a condition, or the empty text, as it stands."""
+    if when:
+        parsed(when)
+    return when
+
+
 class Refusal(Profile):
     """Plans that a stack, or a framework that launches it, does not run: ``[refused.NAME]``.
 
@@ -218,14 +225,8 @@ class Refusal(Profile):
     """
 
     field: Name
-    when: str = Field(max_length=MOST_LETTERS)
+    when: Annotated[str, AfterValidator(_checked)]
     allowed: tuple[Flag | Title | int, ...] = ()
     why: Title | Literal[""] = ""
     reason: Title | Literal[""] = ""
     conflict: Title | Literal[""] = ""
-
-    @model_validator(mode="after")
-    def _check_condition(self) -> "Refusal":
-        if self.when:
-            parsed(self.when)
-        return self

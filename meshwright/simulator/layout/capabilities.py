@@ -64,7 +64,14 @@ class Facts(NamedTuple):
 
     def filled(self, text: object) -> object:
         """Return a text with facts in the place of their names in braces."""
-        return filled(text, lambda name: self.value(name) if is_fact(name) else None)
+
+        def value(name: str) -> object:
+            try:
+                return self.value(name) if is_fact(name) else None
+            except ProfileError:  # braces of a text that mean nothing here
+                return None
+
+        return filled(text, value)
 
 
 class Numbers(NamedTuple):

@@ -1,6 +1,6 @@
 """Kinds of blocks by name, and the order in which a model has its layers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple, Self
 
@@ -106,3 +106,9 @@ def join_runs(runs: Sequence[BlockRun]) -> tuple[BlockRun, ...]:
         else:
             joined.append(BlockRun(kind, count))
     return tuple(joined)
+
+
+def mixes_windows(runs: Iterable[BlockRun]) -> bool:
+    """Return whether of layers that are alike but for a window there are both kinds."""
+    kinds = {run.kind for run in runs}
+    return any({*pair} <= kinds for pair in (LAYERS[:2], LAYERS[2:]))

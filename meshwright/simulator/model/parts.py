@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Fields
+from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Fields, ProductSize
 
 MAX_EXPERTS = 16_384
 
@@ -124,3 +124,16 @@ class LatentAttention(Fields):
     def query_head_dim(self) -> int:
         """Width of a head's queries, and of its keys."""
         return self.plain_head_dim + self.rotary_head_dim
+
+
+def product_sizes(
+    head_dim: int, hidden_size: int, ffn_hidden_size: int, experts: Experts | None, tp: int
+) -> tuple[ProductSize, ...]:
+    """Return the sizes of a transformer's products on one of *tp* ranks."""
+    widths = {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
+    if experts is not None:
+        widths["experts.hidden_size"] = experts.hidden_size
+    return (
+        ProductSize("head dim", head_dim, is_linear=False),
+        *(ProductSize(f"{name} / tp", size // tp) for name, size in widths.items()),
+    )

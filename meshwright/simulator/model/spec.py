@@ -7,10 +7,16 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from meshwright.hwprofiles import LayerFact
 from meshwright.simulator.model.derived import FUSED_QKV, derived_sizes, mixed_runs
-from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Model, ProductSize, parse
+from meshwright.simulator.model.described import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Model,
+    ProductSize,
+    parse,
+)
 from meshwright.simulator.model.huggingface import MAX_TOKENS
-from meshwright.simulator.model.kinds import LAYERS, WINDOWED_LAYERS, BlockKind, BlockRun
-from meshwright.simulator.model.parts import Experts, LatentAttention
+from meshwright.simulator.model.kinds import WINDOWED_LAYERS, BlockKind, BlockRun, mixes_windows
+from meshwright.simulator.model.parts import Experts, LatentAttention, product_sizes
 
 MAX_FFN_WIDTH = 4_194_304
 MAX_VOCABULARY, MAX_PREDICTION_LAYERS = 16_777_216, 64
@@ -127,9 +133,7 @@ class ModelSpec(Model):
     @property
     def differs_by_window(self) -> bool:
         """Whether weights or bytes of layers differ that are alike but for a window."""
-        kinds = {run.kind for run in self.layer_runs}
-        pairs = ({*LAYERS[:2]}, {*LAYERS[2:]})
-        return self.rotary_layers != "all" and any(pair <= kinds for pair in pairs)
+        return self.rotary_layers != "all" and mixes_windows(self.layer_runs)
 
     @property
     def query_hidden_size(self) -> int:
@@ -175,13 +179,8 @@ class ModelSpec(Model):
 
     def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:
         """Return the sizes on one of *tp* ranks that should be multiples of a load."""
-        widths = {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size}
-        if self.experts is not None:
-            widths["experts.hidden_size"] = self.experts.hidden_size
-        return (
-            ProductSize("head dim", self.query_head_dim, is_linear=False),
-            *(ProductSize(f"{name} / tp", size // tp) for name, size in widths.items()),
-        )
+        sizes = self.query_head_dim, self.hidden_size, self.ffn_hidden_size, self.experts
+        return product_sizes(*sizes, tp)
 
     @model_validator(mode="before")
     @classmethod
