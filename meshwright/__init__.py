@@ -163,7 +163,7 @@ def _run(words: list[str]) -> int:
     from meshwright.ending import complain, write_output
 
     if words[:1] == ["--version"]:
-        from meshwright.hwprofiles.version import VERSION
+        from meshwright.hwprofiles import VERSION
 
         write_output(f"meshwright {VERSION}\n")
         return 0

@@ -22,6 +22,7 @@ ALLOWED: dict[str, str] = {
     "simulator.schedules": "",
     "simulator.layout.splits": "",
     "simulator.layout": "layout.splits model schedules",
+    "simulator.launching": "layout model",
     "simulator.graph": "layout",
     "simulator.blocks.listed": "graph layout model",
     "simulator.blocks.parts": "graph layout model",

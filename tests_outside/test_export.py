@@ -28,9 +28,9 @@ from torch.distributed.run import get_args_parser
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 from witnesses import megatron_config, torchtitan_job
 
-from meshwright.planner.export import deepspeed, export_plan, get_framework
-from meshwright.planner.export.registry import facts_of
-from meshwright.planner.export.table import Keys, write_keys
+from meshwright.hwprofiles import load_framework
+from meshwright.planner.export import export_plan, get_framework, registry
+from meshwright.planner.export.facts import Keys
 from meshwright.planner.export.texts import command_words
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ModelSpec
@@ -106,9 +106,8 @@ ACCELERATE_PLANS = (
 )
 
 
-def keys_of(saved: SavedPlan, name: str, version: str = "") -> Keys:
-    facts = facts_of(saved)
-    return write_keys(get_framework(name).write_table(version, facts), facts, name)
+def keys_of(saved: SavedPlan, name: str, version: str | None = None) -> Keys:
+    return registry.keys_of(saved, get_framework(name), registry.facts_of(saved), version)[0]
 
 
 @pytest.mark.parametrize("words", TITAN_PLANS)
@@ -373,7 +372,9 @@ def test_every_key_is_one_of_the_frameworks_own_and_a_misspelt_one_is_not(
 
 
 def test_attention_with_sinks_is_advised_as_transformers_has_it() -> None:
-    assert deepspeed.SINKS in GptOssPreTrainedModel._compatible_flash_implementations
+    lines = load_framework("deepspeed").tables["all"].fields["attention"].script
+    (kernel,) = (each.line for each in lines if each.when == "model.attention_sinks")
+    assert kernel.split('"')[1] in GptOssPreTrainedModel._compatible_flash_implementations
     assert not GptOssPreTrainedModel._supports_sdpa
 
 

@@ -31,6 +31,15 @@ from meshwright.hwprofiles.facts import (
     profile_toml,
     with_facts,
 )
+from meshwright.hwprofiles.framework_schema import (
+    OTHERWISE,
+    UNSET,
+    FieldEntry,
+    FrameworkProfile,
+    FrameworkTable,
+    list_frameworks,
+    load_framework,
+)
 from meshwright.hwprofiles.kinds import (
     EIGHT_BITS,
     Attention,
@@ -101,7 +110,8 @@ from meshwright.hwprofiles.units import (
     parse_time,
     to_ps,
 )
-from meshwright.hwprofiles.version import VERSION
+
+VERSION = "0.1.0"  # of the distribution, kept in one place; pyproject.toml reads it here
 
 __all__ = [
     "DEFAULT_STACK",
@@ -113,9 +123,11 @@ __all__ = [
     "LINE_RULE",
     "MEBI",
     "MEGA",
+    "OTHERWISE",
     "PS_PER_S",
     "TERA",
     "TEXT_RULE",
+    "UNSET",
     "VERSION",
     "Attention",
     "ChangedFact",
@@ -130,8 +142,11 @@ __all__ = [
     "EightBitKernels",
     "EightBitRecipe",
     "ExpertOverlap",
+    "FieldEntry",
     "FileKind",
     "FlashKernels",
+    "FrameworkProfile",
+    "FrameworkTable",
     "GemmKernels",
     "Kernels",
     "LayerFact",
@@ -168,10 +183,12 @@ __all__ = [
     "has_controls",
     "list_clusters",
     "list_devices",
+    "list_frameworks",
     "list_links",
     "list_stacks",
     "load_cluster",
     "load_device",
+    "load_framework",
     "load_link",
     "load_stack",
     "names_of",

@@ -1,5 +1,6 @@
 """Plans as the configurations of frameworks that train, and back."""
 
+from meshwright.planner.export.facts import STACK_FACT, Facts
 from meshwright.planner.export.launch import (
     PORT,
     Launch,
@@ -14,7 +15,6 @@ from meshwright.planner.export.registry import (
     get_framework,
     read_framework_file,
 )
-from meshwright.planner.export.table import STACK_FACT, Facts
 from meshwright.planner.export.texts import FRAMEWORK_FILE
 
 __all__ = [

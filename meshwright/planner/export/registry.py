@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Strategy, shown, suggestion
+from meshwright.hwprofiles import (
+    FrameworkTable,
+    Strategy,
+    list_frameworks,
+    load_framework,
+    shown,
+    suggestion,
+)
 from meshwright.planner.export import (
     accelerate,
     deepspeed,
@@ -13,27 +20,38 @@ from meshwright.planner.export import (
     torchrun,
     torchtitan,
 )
+from meshwright.planner.export.facts import Facts, Keys
 from meshwright.planner.export.launch import (
-    Export,
-    Framework,
     Launch,
     hand_script,
     job_name,
     nodes_of,
     slurm_script,
 )
-from meshwright.planner.export.table import Facts, Keys, read_keys, write_keys
+from meshwright.planner.export.table import (
+    Export,
+    Framework,
+    Program,
+    read_keys,
+    table_of,
+    write_keys,
+)
 from meshwright.planner.reports import SavedPlan, named
 from meshwright.simulator import PlanError
-from meshwright.simulator.layout import (
-    DP_CP,
-    PLAN_FIELDS,
-    without_defaults,
-)
+from meshwright.simulator.launching import all_gaps, chosen_tables, refusal_text
+from meshwright.simulator.layout import DP_CP, PLAN_FIELDS
 
+PROGRAMS: Mapping[str, Program] = {
+    "megatron-lm": megatron_lm.PROGRAM,
+    "megatron-bridge": megatron_bridge.PROGRAM,
+    "torchtitan": torchtitan.PROGRAM,
+    "deepspeed": deepspeed.PROGRAM,
+    "accelerate": accelerate.PROGRAM,
+    "torchrun": torchrun.PROGRAM,
+}
 FRAMEWORKS: Mapping[str, Framework] = {
-    each.FRAMEWORK.name: each.FRAMEWORK
-    for each in (megatron_lm, megatron_bridge, torchtitan, deepspeed, accelerate, torchrun)
+    name: Framework(profile=load_framework(name), program=PROGRAMS[name])
+    for name in list_frameworks()
 }
 BATCH_SCRIPT = "run.sbatch"
 
@@ -71,22 +89,54 @@ def export_plan(
         PlanError: If the framework cannot express it, and which field, or has no such version.
     """
     facts = facts_of(saved)
-    wanted = _version(framework, version)
-    keys = write_keys(framework.write_table(wanted, facts), facts, framework.name)
-    own = framework.stack(keys)
-    if saved.stack.name != own:
+    profile, program, wanted = framework.profile, framework.program, _version(framework, version)
+    keys, table = keys_of(saved, framework, facts, wanted)
+    facts.notes.extend(table.notes)
+    if saved.stack.name != table.stack:
         facts.notes.append(
-            f"memory and times of this plan are of stack {saved.stack.name}; of {own}: "
-            f"meshwright simulate --plan PLAN --stack {own}"
+            f"memory and times of this plan are of stack {saved.stack.name}; of {table.stack}: "
+            f"meshwright simulate --plan PLAN --stack {table.stack}"
         )
-    release = framework.releases.get(wanted, framework.source)
-    remarks = [_summary(saved), f"for {release}", *facts.notes]
+    remarks = [_summary(saved), f"for {profile.release_of(wanted)}", *facts.notes]
     export = Export(keys=keys, facts=facts, remarks=remarks, version=wanted)
-    files = dict(framework.files(export))
-    if slurm or framework.is_script(wanted):
+    files = dict(program.files(export))
+    if slurm or program.is_script(wanted):
         name, text = _script(framework, export, saved, slurm=slurm)
         files[name] = text
     return Handover(files, facts.notes)
+
+
+def keys_of(
+    saved: SavedPlan, framework: Framework, facts: Facts, version: str | None = None
+) -> tuple[Keys, FrameworkTable]:
+    """Return what a framework is told of a plan, and the table that says it.
+
+    Raises:
+        PlanError: If the framework cannot be told, and what.
+    """
+    wanted, profile = _version(framework, version), framework.profile
+    _check(saved, framework, wanted, facts)
+    (table,) = (
+        table
+        for table, held in chosen_tables(profile, wanted, saved.stack)
+        if all(map(facts.holds, held))
+    )
+    return _without_nothing(write_keys(table, facts, framework.program.codecs), framework), table
+
+
+def _check(saved: SavedPlan, framework: Framework, version: str, facts: Facts) -> None:
+    """Raise PlanError for the first thing of a plan that a framework cannot be told."""
+    profile = framework.profile
+    for gap in all_gaps(profile, version, saved.stack, saved.job):
+        if gap.lacks(saved.plan.number):
+            raise PlanError(refusal_text(gap, facts.get(gap.field), profile.name))
+
+
+def _without_nothing(keys: Keys, framework: Framework) -> Keys:
+    """Return the keys of which a command has options: a switch that is off has none."""
+    if not framework.profile.has_options:
+        return keys
+    return {key: each for key, each in keys.items() if each is not None and each is not False}
 
 
 def read_framework_file(
@@ -104,26 +154,29 @@ def read_framework_file(
         PlanError: If it cannot be read, or says what no plan can say.
     """
     chosen = framework or _framework_of(path)
-    if chosen.read is None:
-        known = (each.name for each in FRAMEWORKS.values() if each.read is not None)
-        raise PlanError(f"--from {chosen.name} has no file to read; allowed: {', '.join(known)}")
-    keys: Keys = chosen.read(text)
-    values = read_keys(
-        chosen.read_table(keys), keys, facts, framework=chosen.name, harmless=chosen.harmless
-    )
-    return chosen, values, chosen.stack(keys)
+    profile, program = chosen.profile, chosen.program
+    if program.read is None:
+        raise PlanError(f"--from {chosen.name} has no file to read; allowed: {', '.join(_read())}")
+    keys: Keys = program.read(text)
+    table = table_of(profile, keys)
+    values = read_keys(profile, table, keys, facts, program.codecs)
+    return chosen, values, str(table.stack)
+
+
+def _read() -> list[str]:
+    """Return the names of the frameworks whose files are read."""
+    return [each.name for each in FRAMEWORKS.values() if each.is_read]
 
 
 def _framework_of(path: Path) -> Framework:
     for each in FRAMEWORKS.values():
-        if path.suffix.lower() in each.suffixes:
+        if path.suffix.lower() in each.profile.suffixes:
             return each
-    known = sorted(each.name for each in FRAMEWORKS.values() if each.read is not None)
-    raise PlanError(f"--from is missing; allowed for {path.name}: {', '.join(known)}")
+    raise PlanError(f"--from is missing; allowed for {path.name}: {', '.join(sorted(_read()))}")
 
 
 def _version(framework: Framework, version: str | None) -> str:
-    if version is None:
+    if version is None or not version:
         return framework.versions[0] if framework.versions else ""
     if version not in framework.versions:
         known = ", ".join(framework.versions) or "leave it out"
@@ -149,8 +202,8 @@ def _script(
         remarks=tuple(export.remarks),
         num_nodes=num_nodes,
         per_node=per_node,
-        command=framework.command(export),
-        starter=framework.starter,
+        command=framework.program.command(export),
+        starter=framework.program.starter,
     )
     if slurm:
         return BATCH_SCRIPT, slurm_script(launch)
@@ -170,8 +223,6 @@ def facts_of(saved: SavedPlan) -> Facts:
         )
     model, plan, job = saved.job.transformer, saved.plan, saved.job
     values: dict[str, object] = {name: getattr(plan, name) for name in PLAN_FIELDS}
-    departing = without_defaults(job, saved.stack, plan)
-    values |= {name: getattr(departing, name) for name in ("etp", "dispatcher")}
     values |= {
         DP_CP: plan.number(DP_CP),
         **named(job, "global_batch_size", "seq_len", "precision"),

@@ -1,395 +1,228 @@
-"""A table of correspondences: what a field of a plan is called in a framework, read both ways.
+"""Writes a plan by a framework's table, and reads a file of it back.
 
-A row says it once: `write` turns values of the plan into keys of the framework, `read` turns keys
-back into values. What no row of a table speaks of is refused, in a plan and in a file.
+A table says how each field of a plan is spelled (`meshwright.hwprofiles.FrameworkTable`); what is
+irregular has a codec. What it does not speak of is refused, in a plan and in a file.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import StackProfile, shown, suggestion
-from meshwright.simulator import ModelSpec, PlanError
+from meshwright.hwprofiles import (
+    OTHERWISE,
+    FieldEntry,
+    FrameworkProfile,
+    FrameworkTable,
+    shown,
+    suggestion,
+)
+from meshwright.planner.export.facts import Facts, FileWords, Keys, spelled, theirs, value_of
+from meshwright.planner.export.launch import Starter
+from meshwright.simulator import PlanError
 from meshwright.simulator.layout import PLAN_FIELDS
 
-Keys: TypeAlias = dict[str, object]
-"""Values by the framework's keys; a key in a section is written with dots."""
-
-STACK_FACT = "stack."  # begins the name of a fact of the stack
-ABSENT = object()  # the default of a key that a file has to hold
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of a job and its plan, by the names of their fields.
-
-    In an export that is everything, in an import what the rows before have read.
-    """
-
-    values: Mapping[str, object]
-    model: ModelSpec | None = None
-    stack: StackProfile | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def number(self, name: str) -> int:
-        """Return a count; 1 where nothing is known of it."""
-        value = self.values.get(name)
-        return 1 if value is None else cast("int", value)
-
-    def get(self, name: str) -> object:
-        """Return a value, or a fact of the stack; None where nothing is known of it."""
-        if name.startswith(STACK_FACT) and self.stack is not None:
-            return cast("object", getattr(self.stack, name.removeprefix(STACK_FACT)))
-        return self.values.get(name)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of a data-parallel rank in a step."""
-        rank = self.number("dp") * self.number("microbatch_size")
-        return self.number("global_batch_size") // rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job; raises PlanError if neither the file nor the user says."""
-        if self.values.get("world_size") is None:
-            raise PlanError("--gpus is missing; the file does not say how many")
-        return self.number("world_size")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """A fact that plan and framework both tell.
-
-    Args:
-        fields: Of the job and the plan, that it speaks of.
-        keys: Of the framework.
-        write: From all values to those of the keys.
-        read: From the keys of a file and what is known so far to the values of the fields.
-    """
-
-    fields: tuple[str, ...]
-    keys: tuple[str, ...]
-    write: Callable[[Facts], Keys]
-    read: Callable[[Keys, Facts], Mapping[str, object]]
-
-
-def not_offered(field: str, value: object, framework: str, allowed: Iterable[object]) -> PlanError:
-    """Return the error of a value that a framework cannot express."""
-    known = ", ".join(_word(each) for each in allowed)
-    return PlanError(
-        f"{field}={_word(value)} cannot be expressed for {framework}; allowed: {known}"
-    )
-
-
+Roles: TypeAlias = Mapping[str, str]
+"""Keys of a framework, by what they are to a codec."""
+ANY, NO_NOTE = "*", "-"
+IN_BRACES = re.compile(r"\{([a-z_]+)\}")
 # Whole numbers, and the least that each can be.
 COUNTS = dict.fromkeys(("global_batch_size", "seq_len", "world_size", "dp", "dp_shard"), 1) | {
     name: min(each.default, 1) for name, each in PLAN_FIELDS.items() if type(each.default) is int
 }
-# What a model has that no framework needs to know.
-_LABELS = {"name", "title", "source", "seq_len", "scored_fraction", "spelling", "head_dim"}
+COUNTS |= {"prediction_layers": 0}
 
 
-def check_model(model: ModelSpec, framework: str, told: Iterable[str]) -> None:
-    """Refuse a model with facts that a framework is not told of, unless they are as usual.
-
-    Raises:
-        PlanError: Naming the first such fact.
-    """
-    known = {"positions", *told}
-    facts: dict[str, object] = {}
-    if "head_dim" not in known:
-        facts["head_dim"] = model.hidden_size // model.num_heads
-    facts["positions"] = "rotary" if model.positions == "rotary" else "learned"
-    declared = type(model).model_fields.items()
-    facts |= {name: each.default for name, each in declared if name not in _LABELS | known}
-    for name, usual in facts.items():
-        value = getattr(model, name)
-        if value != usual:
-            said = f"{name}={value}" if _is_plain(value) else name
-            raise PlanError(
-                f"model={model.name} has {said}, which cannot be expressed for {framework}; "
-                f"allowed: {_word(usual)}"
-            )
-
-
-def _word(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return "none of its own" if value is None else str(value)
-
-
-@dataclass(frozen=True, slots=True)
-class FileWords:
-    """Reads values of one framework's files that are of a kind.
+class Codec(NamedTuple):
+    """Writes, or reads, what no table can say; None where the table does.
 
     Args:
-        framework: How it is called in errors.
+        write: From the keys' names and all values to those of the keys.
+        read: From the keys' names, the keys of a file and what is known so far to values of fields.
     """
 
-    framework: str
-
-    def whole(self, keys: Keys, key: str, usual: int, *, least: int = 1) -> int:
-        """Return the whole number of a file's *key*, or *usual* where there is none.
-
-        Raises:
-            PlanError: If it is something else, or smaller than *least*.
-        """
-        value = keys.get(key, usual)
-        if type(value) is not int or value < least:
-            raise self.unknown(key, shown(value), (f"whole numbers from {least}",))
-        return value
-
-    def word(self, keys: Keys, key: str, usual: str) -> str:
-        """Return the word of a file's *key*, or *usual* where there is none.
-
-        Raises:
-            PlanError: If it is none.
-        """
-        value = keys.get(key, usual)
-        if not isinstance(value, str):
-            raise self.unknown(key, shown(value), ("a word",))
-        return value
-
-    def names(self, keys: Keys, key: str, usual: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the words that a file's *key* lists, or *usual* where there is none.
-
-        Raises:
-            PlanError: If it is no list of words.
-        """
-        value = keys.get(key, usual)
-        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-            raise self.unknown(key, shown(value), ("a list of words",))
-        return tuple(value)
-
-    def lists(self, keys: Keys, key: str) -> list[list[str]]:
-        """Return the lists of words of a file's *key*.
-
-        Raises:
-            PlanError: If it is something else, or empty.
-        """
-        value = keys[key]
-        if not isinstance(value, list) or not value:
-            raise self.unknown(key, shown(value), ("lists of words",))
-        return [[*self.names({key: each}, key, ())] for each in value]
-
-    def unknown(self, key: str, value: object, allowed: Iterable[object]) -> PlanError:
-        """Return the error of a framework's value that no plan can have."""
-        known = ", ".join(_theirs(each) for each in allowed)
-        return PlanError(
-            f"{key}={_theirs(value)} of {self.framework} is in no plan; allowed: {known}"
-        )
+    write: Callable[[Roles, Facts], Keys] | None = None
+    read: Callable[[Roles, Keys, Facts, FileWords], Keys] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Words(FileWords):
-    """Makes the rows of one framework."""
-
-    def same(self, field: str, key: str, default: object = ABSENT) -> Row:
-        """Return the row of a value that both write the same way."""
-        return Row(
-            fields=(field,),
-            keys=(key,),
-            write=lambda facts: {key: facts.get(field)},
-            read=lambda keys, _: (
-                {} if key not in keys and default is ABSENT else {field: keys.get(key, default)}
-            ),
-        )
-
-    def choice(
-        self,
-        field: str,
-        key: str,
-        choices: Mapping[object, object],
-        *,
-        default: object = ABSENT,
-        also: Mapping[object, object] | None = None,
-    ) -> Row:
-        """Return the row of a value that has other words in the framework.
-
-        Args:
-            field: Of the plan.
-            key: Of the framework.
-            choices: The framework's value by the plan's; None is written by leaving the key out.
-            default: The framework's value where a file does not have the key.
-            also: Plan's value by further values of the framework, which are only read.
-        """
-        back = {**{theirs: ours for ours, theirs in choices.items()}, **(also or {})}
-
-        def write(facts: Facts) -> Keys:
-            value = self.known(field, facts, choices)
-            return {} if choices[value] is None else {key: choices[value]}
-
-        def read(keys: Keys, _: Facts) -> Keys:
-            absent = None if None in back else default
-            theirs = keys.get(key, absent)
-            if theirs is ABSENT:
-                return {}
-            if not _is_plain(theirs) or theirs not in back:
-                raise self.unknown(key, theirs, (each for each in back if each is not None))
-            return {field: back[theirs]}
-
-        return Row(fields=(field,), keys=(key,), write=write, read=read)
-
-    def together(
-        self, field: str, choices: Mapping[object, Keys], *, absent: tuple[object, ...] = ()
-    ) -> Row:
-        """Return the row of a value that several keys tell together, as *choices* say.
-
-        Values of *absent* say as little in a file as no key.
-        """
-        names = tuple(dict.fromkeys(key for each in choices.values() for key in each))
-
-        def read(keys: Keys, _: Facts) -> Keys:
-            theirs = {key: keys[key] for key in names if key in keys and keys[key] not in absent}
-            for ours, each in choices.items():
-                if each == theirs:
-                    return {field: ours}
-            raise self.unknown(" ".join(theirs), " ".join(map(str, theirs.values())), choices)
-
-        return Row(
-            fields=(field,),
-            keys=names,
-            write=lambda facts: dict(choices[self.known(field, facts, choices)]),
-            read=read,
-        )
-
-    def rule(self, field: str, value: Callable[[Facts], object]) -> Row:
-        """Return the row of what the framework does in any case, as *value* says.
-
-        A field that has no effect in a plan is None, and anything goes.
-        """
-
-        def write(facts: Facts) -> Keys:
-            if facts.get(field) is not None:
-                self.known(field, facts, (value(facts),))
-            return {}
-
-        return Row(
-            fields=(field,), keys=(), write=write, read=lambda _, facts: {field: value(facts)}
-        )
-
-    def only(self, field: str, *values: object) -> Row:
-        """Return the row of a field of which the framework has these values; the first is read."""
-
-        def write(facts: Facts) -> Keys:
-            self.known(field, facts, values)
-            return {}
-
-        return Row(fields=(field,), keys=(), write=write, read=lambda *_: {field: values[0]})
-
-    def told(self, fields: tuple[str, ...], line: Callable[[Facts], str | None]) -> Row:
-        """Return the row of what the user's own script says; *line* is how, None for nothing."""
-
-        def write(facts: Facts) -> Keys:
-            text = line(facts)
-            if text is not None:
-                facts.notes.append(f"your script: {text}")
-            return {}
-
-        return Row(fields=fields, keys=(), write=write, read=lambda *_: {})
-
-    def one_stage(self) -> tuple[Row, ...]:
-        """Return the rows of a framework whose files know no pipelines."""
-        return (
-            self.only("pp", 1),
-            self.only("num_virtual_stages", 1),
-            self.told(("stages", "schedule"), lambda _: None),
-        )
-
-    def held(self, key: str, values: tuple[object, ...]) -> Row:
-        """Return the row of a key that no plan speaks of, and that may have these values alone."""
-
-        def read(keys: Keys, _: Facts) -> Keys:
-            if key in keys and keys[key] not in values:
-                raise self.unknown(key, keys[key], values)
-            return {}
-
-        return Row(fields=(), keys=(key,), write=lambda _: {}, read=read)
-
-    def known(self, field: str, facts: Facts, allowed: Iterable[object]) -> object:
-        """Return the value of *field* where it is one of *allowed*.
-
-        A field whose axis has one rank has no effect: then the first goes for any.
-
-        Raises:
-            PlanError: If it is none of them.
-        """
-        value, choices = facts.get(field), list(allowed)
-        if value in choices:
-            return value
-        declared = PLAN_FIELDS.get(field)
-        axis = None if declared is None else declared.declaration.acts_on
-        if axis is not None and facts.number(axis) == 1:
-            return choices[0]
-        raise not_offered(field, value, self.framework, choices)
+Codecs: TypeAlias = Mapping[str, Codec]
 
 
-def _theirs(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int | float | bool | None)
-
-
-def write_keys(table: Iterable[Row], facts: Facts, framework: str) -> Keys:
-    """Return the keys that a table makes of *facts*.
-
-    Raises:
-        PlanError: If the framework cannot express a value, or a field that is not at its default
-            stands in no row.
-    """
-    rows = tuple(table)
-    spoken = {name for row in rows for name in row.fields}
-    for name, declared in PLAN_FIELDS.items():
-        if name not in spoken and facts.get(name) != declared.default:
-            raise not_offered(name, facts.get(name), framework, (declared.default,))
-    found: Keys = {}
-    for row in rows:
-        found |= row.write(facts)
+def write_keys(table: FrameworkTable, facts: Facts, codecs: Codecs) -> Keys:
+    """Return the keys that a table makes of *facts*, of which no gap holds."""
+    known = {key for entry in table.fields.values() for key in entry.all_keys}
+    found: Keys = {
+        key: value for key, value in table.told_by.items() if value != ANY and key not in known
+    }
+    for name, entry in table.fields.items():
+        found |= _written(name, entry, facts, codecs)
     return found
 
 
+def _written(name: str, entry: FieldEntry, facts: Facts, codecs: Codecs) -> Keys:
+    if not facts.holds(entry.when):
+        return {} if entry.otherwise is None else {entry.key: entry.otherwise}
+    for each in entry.script:
+        if facts.holds(each.when):
+            if each.line != NO_NOTE:
+                facts.notes.append(f"your script: {_filled(each.line, facts)}")
+            break
+    write = codecs[entry.codec].write if entry.codec else None
+    found = _plainly_written(name, entry, facts) if write is None else write(entry.roles, facts)
+    return {**found, **entry.beside}
+
+
+def _plainly_written(name: str, entry: FieldEntry, facts: Facts) -> Keys:
+    value = facts.get(entry.tells or name)
+    if entry.values:
+        # A field without effect may have a value that the framework lacks: then any goes.
+        told = entry.values.get(spelled(value), next(iter(entry.values.values())))
+        return dict(told) if isinstance(told, dict) else {entry.key: told}
+    usual = facts.get(entry.absent_as) if entry.absent_as else entry.absent
+    return {} if not entry.key or (entry.leaves_out and value == usual) else {entry.key: value}
+
+
+def _filled(line: str, facts: Facts) -> str:
+    """Return a line with values in the place of names in braces."""
+    return IN_BRACES.sub(lambda match: str(facts.get(match[1])), line)
+
+
+def table_of(framework: FrameworkProfile, keys: Keys) -> FrameworkTable:
+    """Return the table of a framework by which a file is read.
+
+    Raises:
+        PlanError: If it is of none.
+    """
+    tables = framework.tables.values()
+    for table in tables:
+        told = table.told_by.items()
+        if told and all(key in keys and value in (ANY, keys[key]) for key, value in told):
+            return table
+    for table in tables:
+        if not table.told_by:
+            return table
+    (key, _), *_ = next(iter(tables)).told_by.items()
+    known = dict.fromkeys(each.told_by[key] for each in tables)
+    raise FileWords(framework.name).unknown(key, shown(keys.get(key)), known)
+
+
 def read_keys(
-    table: Iterable[Row], keys: Keys, facts: Facts, *, framework: str, harmless: tuple[str, ...]
+    framework: FrameworkProfile, table: FrameworkTable, keys: Keys, facts: Facts, codecs: Codecs
 ) -> dict[str, object]:
     """Return the values that *keys* of a file stand for.
 
     Args:
-        table: Of the framework.
+        framework: Whose file it is.
+        table: By which it is read.
         keys: Of the file.
         facts: What is known beside the file.
-        framework: How it is called in errors.
-        harmless: Patterns of keys that leave a layout as it is.
+        codecs: Of the framework.
 
     Raises:
-        PlanError: If there is a key that no row has, or a value that no plan can have.
+        PlanError: If there is a key that the table does not have, or a value that no plan can have.
     """
-    rows = tuple(table)
-    known = {key for row in rows for key in row.keys}
+    words = FileWords(framework.name)
     for key in keys:
-        if key not in known and not any(fnmatchcase(key, each) for each in harmless):
+        if key not in table.keys and not any(fnmatchcase(key, each) for each in framework.harmless):
             raise PlanError(
-                f"{shown(key)} of {framework} is unknown, and may change the layout; "
-                f"{suggestion(key, known)}"
+                f"{shown(key)} of {framework.name} is unknown, and may change the layout; "
+                f"{suggestion(key, table.keys)}"
             )
+    _check_held(table, keys, facts, words, whatever=True)
     values = dict(facts.values)
-    # Keys of no plan are refused first; what a framework does in any case depends on the others.
-    for row in sorted(rows, key=lambda row: 0 if not row.fields else 1 if row.keys else 2):
+    # What a framework does in any case depends on what it is told.
+    for name, entry in sorted(table.fields.items(), key=lambda each: not each[1].all_keys):
         so_far = Facts(values, facts.model, facts.stack)
-        values |= _read(row, keys, so_far, framework)
+        if so_far.holds(entry.when):
+            read = codecs[entry.codec].read if entry.codec else None
+            found = (
+                _plainly_read(name, entry, keys, so_far, words)
+                if read is None
+                else read(entry.roles, keys, so_far, words)
+            )
+            _check_counts(found, entry, keys, framework.name)
+            values |= found
+    _check_held(table, keys, Facts(values, facts.model, facts.stack), words, whatever=False)
     return values
 
 
-def _read(row: Row, keys: Keys, facts: Facts, framework: str) -> Mapping[str, object]:
-    """Return what a row reads.
+def _check_held(
+    table: FrameworkTable, keys: Keys, facts: Facts, words: FileWords, *, whatever: bool
+) -> None:
+    """Raise PlanError for keys of no plan: first for those that are held *whatever* the plan is."""
+    for key, held in table.held.items():
+        if bool(held.when) != whatever and facts.holds(held.when):
+            if held.is_required and key not in keys:
+                raise words.unknown(key, value=False, allowed=held.values)
+            words.held(keys, key, (*held.values, None))
 
-    Raises:
-        PlanError: As the row does, or naming its keys and their values where a count is none.
+
+def _plainly_read(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    if entry.values and not entry.key:
+        word = _matched(entry, keys, words)
+        return {} if word is None else {name: value_of(name, word)}
+    if entry.key and not entry.tells:
+        return _of_one_key(name, entry, keys, facts, words)
+    if entry.same_as:
+        is_world = entry.same_as == "world_size"
+        return {name: facts.world_size if is_world else facts.get(entry.same_as)}
+    for word, condition in entry.always.items():
+        if condition == OTHERWISE or facts.holds(condition):
+            return {name: value_of(name, word)}
+    return {name: value_of(name, entry.only[0])} if entry.only and not entry.script else {}
+
+
+def _of_one_key(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    said = keys.get(entry.key)
+    if said is None or said in entry.nothing:
+        if entry.absent_as:
+            usual = facts.get(entry.absent_as)
+            return {} if usual is None else {name: value_of(name, usual)}
+        said = entry.absent
+    if said is None:
+        return {}
+    if spelled(said) in entry.also:
+        return {name: value_of(name, entry.also[spelled(said)])}
+    if not entry.values:
+        return {name: said}
+    for word, told in entry.values.items():
+        if told == said:
+            return {name: value_of(name, word)}
+    raise words.unknown(entry.key, said, (*entry.values.values(), *entry.also))
+
+
+def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
+    """Return the value whose keys a file has, and no others of them; None where it has none.
+
+    A key that the file lacks, or that a value says nothing of, is as where it is absent.
     """
-    found = row.read(keys, facts)
-    said = ", ".join(f"{key}={shown(keys[key])}" for key in row.keys if key in keys)
+    absent = entry.absent if isinstance(entry.absent, dict) else {}
+    tables = {word: told for word, told in entry.values.items() if isinstance(told, dict)}
+    names = dict.fromkeys(key for each in tables.values() for key in each)
+    nothing = (None, *entry.nothing)
+    said = {key: keys[key] for key in names if key in keys and keys[key] not in nothing}
+    for word, told in tables.items():
+        is_told = all(said.get(key, absent.get(key)) == value for key, value in told.items())
+        if is_told and all(key in told or said[key] == absent.get(key) for key in said):
+            return word
+    if not said:
+        return None
+    for key, value in said.items():
+        known = dict.fromkeys(str(each[key]) for each in tables.values() if key in each)
+        if str(value) not in known:
+            raise words.unknown(key, value, known)
+    given = ", ".join(f"{key}={theirs(value)}" for key, value in said.items())
+    listed = [
+        ", ".join(f"{key}={theirs(value)}" for key, value in told.items()) or "none"
+        for told in tables.values()
+    ]
+    raise PlanError(f"{given} of {words.framework} is in no plan; allowed: {'; or '.join(listed)}")
+
+
+def _check_counts(found: Keys, entry: FieldEntry, keys: Keys, framework: str) -> None:
+    """Raise PlanError where a count is none, naming the keys of an entry and their values."""
+    said = ", ".join(f"{key}={shown(keys[key])}" for key in entry.all_keys if key in keys)
     for name, value in found.items():
         if name not in COUNTS or value is None:
             continue
@@ -397,4 +230,64 @@ def _read(row: Row, keys: Keys, facts: Facts, framework: str) -> Mapping[str, ob
             raise PlanError(f"{said} of {framework} is in no plan; allowed: a whole number")
         if value < COUNTS[name]:
             raise PlanError(f"{said or name} of {framework} leaves {name}={shown(value)}")
-    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Export:
+    """What is to be written of a plan.
+
+    Args:
+        keys: What the framework is told.
+        facts: What the plan says.
+        remarks: Lines that stand at the head of a file.
+        version: Of the framework.
+    """
+
+    keys: Keys
+    facts: Facts
+    remarks: list[str]
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """The code of a framework: its texts, and what no table can say.
+
+    Args:
+        files: Text of each file of an export, by its name.
+        command: Words that start its program, a line of a script each.
+        starter: What starts it.
+        is_script: Whether an export of a version is a script that starts the job.
+        read: From the text of a file to keys; None where nothing is read.
+        codecs: By the names that the framework's table has for them.
+    """
+
+    command: Callable[[Export], tuple[str, ...]]
+    files: Callable[[Export], Mapping[str, str]] = lambda _: {}
+    starter: Starter = Starter.TORCHRUN
+    is_script: Callable[[str], bool] = lambda _: False
+    read: Callable[[str], Keys] | None = None
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Framework:
+    """A framework that plans are handed to, or read from: its table and its program."""
+
+    profile: FrameworkProfile
+    program: Program
+
+    @property
+    def name(self) -> str:
+        """As ``--to`` and ``--from`` have it."""
+        return self.profile.name
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Those that can be asked for, the usual one first."""
+        return self.profile.versions
+
+    @property
+    def is_read(self) -> bool:
+        """Whether files of it are read."""
+        return self.program.read is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
 from meshwright.hwprofiles import FileKind, quoted, shown, single_line
-from meshwright.planner.export.table import Keys
+from meshwright.planner.export.facts import Keys
 from meshwright.simulator import PlanError
 
 FRAMEWORK_FILE = FileKind(

@@ -1,0 +1,270 @@
+"""What a framework cannot be told of a plan, read from the table that exporters and importers read.
+
+A limit is said once, as conditions on a plan and its job, and read for one plan and for columns.
+"""
+
+from ast import expr
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple, cast
+
+from meshwright.hwprofiles import (
+    OTHERWISE,
+    UNSET,
+    Condition,
+    FieldEntry,
+    FrameworkProfile,
+    FrameworkTable,
+    Number,
+    Refusal,
+    StackProfile,
+    Strategy,
+    all_hold,
+    names_of,
+)
+from meshwright.simulator.launching.plan_numbers import JobFacts, Resolved, is_fact
+from meshwright.simulator.layout import AXES, PLAN_FIELDS, PlanField, TrainingJob
+from meshwright.simulator.model import ModelSpec
+
+COUNTED = {"num_microbatches": ("dp", "microbatch_size"), "world_size": tuple(AXES)}
+NOT_PLANNED = ("parameter_server",)  # of stacks that no framework launches
+WORDS_AT_ONCE = 8  # of a list in a condition, whose length has a limit
+# What a model has that no framework needs to know.
+LABELS = {"name", "title", "source", "seq_len", "scored_fraction", "spelling", "head_dim"}
+
+
+class Reading(NamedTuple):
+    """A field that a gap reads."""
+
+    field: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchGap:
+    """Plans that a framework cannot be told.
+
+    Args:
+        field: Of the plan, or a fact of the job, whose value it is.
+        reason: The plans in words.
+        parts: What holds of them, all of it; of none no plan can be told.
+        facts: Of the job and its stack.
+        allowed: What it can have instead.
+        why: By which rule.
+    """
+
+    field: str
+    reason: str
+    parts: tuple[expr, ...]
+    facts: JobFacts
+    allowed: tuple[object, ...]
+    why: str = ""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Numbers of a plan that it reads."""
+        return frozenset(name for name in names_of(self.parts) if not is_fact(name))
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Fields of a plan, and numbers of ranks, that it reads."""
+        return frozenset(each for name in self.names for each in COUNTED.get(name, (name,)))
+
+    @property
+    def conditions(self) -> tuple[Reading, ...]:
+        """The same, as records."""
+        return tuple(map(Reading, sorted(self.fields)))
+
+    def lacks(self, number: Callable[[str], Number]) -> Number:
+        """Return whether it is such a plan, from the numbers of its fields by name."""
+        return all_hold(self.parts, Resolved(number, self.facts))
+
+
+class _Limit(NamedTuple):
+    """What a table cannot be told: texts of conditions that hold of it."""
+
+    field: str
+    texts: tuple[str, ...]
+    allowed: tuple[object, ...]
+    why: str = ""
+    reason: str = ""
+
+
+def framework_gaps(
+    framework: FrameworkProfile, version: str, stack: StackProfile, job: TrainingJob
+) -> Iterator[LaunchGap]:
+    """Yield the plans of *job* on *stack* that a version of *framework* cannot be told.
+
+    Only those that a layout decides: `framework_refusal` says what no layout helps.
+    """
+    yield from (gap for gap in all_gaps(framework, version, stack, job) if gap.names)
+
+
+def all_gaps(
+    framework: FrameworkProfile, version: str, stack: StackProfile, job: TrainingJob
+) -> Iterator[LaunchGap]:
+    """Yield the same, and what no layout helps, in the order of the table."""
+    yield from (gap for gap, _ in _gaps(framework, version, JobFacts(job, stack)))
+
+
+def framework_refusal(
+    framework: FrameworkProfile, version: str, stack: StackProfile, job: TrainingJob
+) -> str | None:
+    """Return why *framework* cannot run *job* whatever its layout, or None when it can."""
+    if stack.strategy is not Strategy.MESH:
+        return (
+            f"stack={stack.name} trains with a strategy of its own; allowed: stacks with "
+            f"strategy {Strategy.MESH}"
+        )
+    if not isinstance(job.model, ModelSpec):
+        return f"model {job.model.name} is no transformer; allowed here: one"
+    facts = JobFacts(job, stack)
+    tables = [table for table, _ in chosen_tables(framework, version, stack)]
+    refused = []
+    for gap, table in _gaps(framework, version, facts):
+        if not gap.names:
+            return refusal_text(gap, facts.value(gap.field), framework.name)
+        if table is not None:
+            refused.append((gap, table))
+    if all(any(table is each for _, each in refused) for table in tables) and refused:
+        gap = refused[0][0]
+        return refusal_text(gap, facts.value(gap.field), framework.name)
+    return None
+
+
+def refusal_text(gap: LaunchGap, value: object, framework: str) -> str:
+    """Return the line that says what a framework cannot be told, from the value of its field."""
+    known = ", ".join(map(_word, gap.allowed))
+    if gap.reason.startswith("model="):
+        return f"{gap.reason}, which cannot be expressed for {framework}; allowed: {known}"
+    of_model = gap.facts.job.model.name if gap.field.startswith("model.") else ""
+    name = f"{gap.field.removeprefix('model.')} of model {of_model}" if of_model else gap.field
+    return f"{name}={_word(value)} cannot be expressed for {framework}; allowed: {known}"
+
+
+def _word(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "none of its own" if value is None or value == UNSET else str(value)
+
+
+def chosen_tables(
+    framework: FrameworkProfile, version: str, stack: StackProfile
+) -> list[tuple[FrameworkTable, tuple[str, ...]]]:
+    """Return the tables that plans of *stack* may have, with what holds of these plans."""
+    tables = framework.tables_of(version)
+    for table in tables:
+        if any(fnmatchcase(stack.name, each) for each in table.launches):
+            return [(table, ())]
+    found: list[tuple[FrameworkTable, tuple[str, ...]]] = []
+    others: tuple[str, ...] = ()
+    for table in tables:
+        own = (table.when,) if table.when else ()
+        found.append((table, (*others, *own)))
+        others = (*others, *(f"not ({text})" for text in own))
+    return found
+
+
+def _gaps(
+    framework: FrameworkProfile, version: str, facts: JobFacts
+) -> Iterator[tuple[LaunchGap, FrameworkTable | None]]:
+    """Yield gaps, and the table of those that all plans of it have."""
+    for table, held in chosen_tables(framework, version, facts.stack):
+        for limit in _limits(table, facts):
+            of_plan = _parts(limit.texts, facts)
+            chosen = _parts(held, facts)
+            if of_plan is not None and chosen is not None:
+                gap = LaunchGap(
+                    field=limit.field,
+                    reason=limit.reason or " and ".join(limit.texts),
+                    parts=(*chosen, *of_plan),
+                    facts=facts,
+                    allowed=limit.allowed,
+                    why=limit.why,
+                )
+                yield gap, None if of_plan else table
+
+
+def _parts(texts: Iterable[str], facts: JobFacts) -> tuple[expr, ...] | None:
+    """Return what of conditions a plan decides; None where the job does not have the rest."""
+    found: list[expr] = []
+    for text in texts:
+        of_job, of_plan = Condition(text).about(is_fact)
+        if not all_hold(of_job, Resolved(lambda _: 0, facts)):
+            return None
+        found += of_plan
+    return tuple(found)
+
+
+def _limits(table: FrameworkTable, facts: JobFacts) -> Iterator[_Limit]:
+    """Yield all that a table cannot be told."""
+    model = facts.job.model
+    if table.model_facts and isinstance(model, ModelSpec):
+        yield from _model_limits(model, table.model_facts)
+    for rule in table.refused.values():
+        yield _of_refusal(rule)
+    for name, field in PLAN_FIELDS.items():
+        if name not in table.spoken and name not in NOT_PLANNED:
+            text = f"{name} != {field.code(field.default)}"
+            yield _Limit(name, (text,), (field.default,))
+    for name, entry in table.fields.items():
+        yield from _entry_limits(name, entry)
+
+
+def _of_refusal(rule: Refusal) -> _Limit:
+    return _Limit(rule.field, (rule.when,), rule.allowed, rule.why, rule.reason)
+
+
+def _model_limits(model: ModelSpec, told: tuple[str, ...]) -> Iterator[_Limit]:
+    """Yield the facts of a model that a framework is not told of, and that are not as usual."""
+    known = {"positions", *told}
+    usual: dict[str, object] = {}
+    if "head_dim" not in known:
+        usual["head_dim"] = model.hidden_size // model.num_heads
+    usual["positions"] = "rotary" if model.positions == "rotary" else "learned"
+    declared = type(model).model_fields.items()
+    usual |= {name: each.default for name, each in declared if name not in LABELS | known}
+    for name, expected in usual.items():
+        value = getattr(model, name)
+        if value != expected:
+            is_plain = isinstance(value, str | int | float | bool | None)
+            said = f"{name}={value}" if is_plain else name
+            yield _Limit("model", (), (expected,), reason=f"model={model.name} has {said}")
+
+
+def _entry_limits(name: str, entry: FieldEntry) -> Iterator[_Limit]:
+    field = PLAN_FIELDS.get(name)
+    axis = None if field is None else field.declaration.acts_on
+    # A field whose axis has one rank has no effect, and a value that is not there none either.
+    around = tuple(text for text in (entry.when, axis and f"{axis} > 1") if text)
+    said = (f"{name} != None",) if field is not None and field.is_optional else ()
+    if entry.same_as:
+        texts = (f"{name} != {entry.same_as}", *said, *around)
+        yield _Limit(name, texts, (f"that of {entry.same_as}",), entry.why)
+    others: tuple[str, ...] = ()
+    for word, condition in entry.always.items():
+        own = () if condition == OTHERWISE else (condition,)
+        is_set = said if word != UNSET else ()
+        texts = (*own, *others, f"{name} != {literal(field, word)}", *is_set, *around)
+        yield _Limit(name, texts, (_shown(word),), entry.why)
+        others = (*others, *(f"not ({text})" for text in own))
+    if entry.allowed:
+        words = [literal(field, each) for each in entry.allowed]
+        pieces = (words[at : at + WORDS_AT_ONCE] for at in range(0, len(words), WORDS_AT_ONCE))
+        texts = tuple(f"{name} not in [{', '.join(piece)}]" for piece in pieces)
+        yield _Limit(name, (*texts, *around), tuple(map(_shown, entry.allowed)), entry.why)
+
+
+def literal(field: PlanField | None, word: object) -> str:
+    """Return a value of a table as conditions write it."""
+    text = str(word).lower() if isinstance(word, bool) else str(word)
+    if text == UNSET:
+        return "None"
+    if text in ("true", "false"):
+        return text.capitalize()
+    is_number = field is None or field.kind is int
+    return text if is_number and text.isdecimal() else repr(text)
+
+
+def _shown(word: object) -> object:
+    return {"true": True, "false": False}.get(cast("str", word), word)
