@@ -200,7 +200,17 @@ def test_the_public_names_are_the_listed_ones() -> None:
     assert len(set(hwprofiles.__all__)) == len(hwprofiles.__all__)
     for name in hwprofiles.__all__:
         assert getattr(hwprofiles, name) is not None
-    modules = {"base", "complaints", "conditions", "facts", "kinds", "loader", "reading", "schema"}
+    modules = {
+        "base",
+        "complaints",
+        "conditions",
+        "facts",
+        "framework_schema",
+        "kinds",
+        "loader",
+        "reading",
+        "schema",
+    }
     modules |= {"stack_schema", "stack_traits"}
     public = {name for name in vars(hwprofiles) if not name.startswith("_")}
     assert public - modules - {"units", "version"} == set(hwprofiles.__all__)

@@ -286,7 +286,12 @@ def test_an_all_to_all_takes_what_was_published(
     ("name", "stack", "changes", "message"),
     [
         ("mixtral-8x7b", "ddp", {}, "experts of mixtral-8x7b is not offered by stack ddp; "),
-        ("mixtral-8x7b", "torchtitan", {"tp": 2, "dp": 2}, "tp=2 is not offered"),
+        (
+            "mixtral-8x7b",
+            "torchtitan",
+            {"tp": 2, "dp": 2, "sequence_parallel": True},
+            "tp=2 is not offered",
+        ),
         ("mixtral-8x7b", "torchtitan", {"dp": 16}, "dp=16 is not offered by stack torchtitan for"),
         ("mixtral-8x7b", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
         ("deepseek-v3", "torchtitan", {}, "deepseek-v3 has layers without experts beside"),

@@ -91,7 +91,7 @@ def test_torchtitan_casts_nothing_without_shards(degrees: dict[str, int]) -> Non
     """``maybe_enable_amp``: "only supported when FSDP/HSDP/CP is enabled"."""
     stack, alone = load_stack("torchtitan"), ResolvedPlan(attention=Attention.FLASH, zero_stage=3)
     job = replace(JOB, precision=Precision.BF16)
-    plan = replace(alone, **degrees)
+    plan = replace(alone, sequence_parallel="tp" in degrees, **degrees)
     refusal = stack_refusal(job, plan, stack)
     assert refusal == (
         "dp=1 is not offered by stack torchtitan; "

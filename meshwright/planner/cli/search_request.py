@@ -1,6 +1,5 @@
 """From options to what a search may vary, with pins that could never be met refused at once."""
 
-from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from meshwright.simulator.layout import (
     model_refusal,
     near_multiples,
     read_modules,
+    resolve,
     stack_gaps,
     stack_refusal,
 )
@@ -209,8 +209,8 @@ def _check_pairs(given: Given) -> None:
 def _probe(given: Given, setting: Setting) -> ResolvedPlan:
     """Return a plan with the pinned switches, to ask a stack whether it offers them.
 
-    A free degree is one at which a pinned switch has an effect, where the stack has the axis for
-    the model; experts that are split go with sequence parallelism alone.
+    A free degree is one at which a pinned field has an effect, where the stack has the axis for
+    the model.
     """
     stack, model = setting.stack, setting.job.model
     has_experts = isinstance(model, ModelSpec) and model.experts is not None
@@ -226,23 +226,19 @@ def _probe(given: Given, setting: Setting) -> ResolvedPlan:
     number = given.get("recompute_layers")
     if number is None and "max_recompute_layers" in given:
         number, switches["recompute"] = 1, Recompute.FULL
-    has_groups, pairs = "microbatch_group_size" in given, "expert_overlap" in given
-    plain = "1f1b" if pairs else stack.schedules[0]
+    plain = "1f1b" if "expert_overlap" in given else stack.schedules[0]
     usual = {
         "tp": tp,
         "cp": given.get("cp", given.get("cp_inner", 1)),
         "cp_inner": 1 if given.get("cp_type") is ContextParallel.RING_OF_SWAPS else None,
-        "sequence_parallel": has_experts and tp != 1,
         "dp": ep * cast("int", given.get("dp", 2 * _number(given, "dp_shard"))),
         "ep": ep,
-        "zero_stage": stack.zero_stage,
-        "attention": given.get("attention", stack.attention),
-        "schedule": "interleaved" if has_groups else plain,
+        "attention": stack.attention,
+        "schedule": "interleaved" if "microbatch_group_size" in given else plain,
         "recompute_layers": number,
         "stages": (number or 1,),
     }
-    plan = ResolvedPlan.of(usual | switches)
-    return replace(plan, schedule=get_schedule(plan.schedule).name)
+    return resolve(setting.job, setting.cluster, stack, {**usual, **switches})
 
 
 def _splits(given: Given, setting: Setting) -> bool:
