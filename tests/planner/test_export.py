@@ -20,6 +20,7 @@ LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan"]
 EVERY_SECOND = ["--recompute-layers", "2", "--recompute-method", "every"]
 QWEN = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096", "--stack", "torchtitan"]
+SHARING = ["--sequence-parallel"]
 GROUPED = ["--microbatch-group-size", "12"]
 ROUTED = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096"]
 MIXTRAL = ["mixtral-8x7b", "--global-batch", "64", "--seq-len", "4096"]
@@ -82,6 +83,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "8", "--zero", "3", "--recompute", "full"], ["--gpus", "8"]),
         ([*LLAMA, "--gpus", "16", "--cp", "2", "--cp-type", "all-gather"], ["--gpus", "16"]),
         ([*LLAMA, "--gpus", "16", "--cp", "8", *NESTED], ["--gpus", "16"]),
+        ([*ROUTED, "--gpus", "16", *SPLIT, "--dispatcher", "hybridep"], ["--gpus", "16"]),
     ],
     "deepspeed": [
         ([*SPEED, "--zero", "0", "--precision", "fp16"], SPED),
@@ -124,6 +126,8 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*TITAN, "--gpus", "8", "--offload", "parameters", "--no-reshard-after-forward"], []),
         ([*TITAN, "--gpus", "8", "--precision", "fp8", "--set", "kernels=eager"], []),
         ([*QWEN, "--gpus", "64", "--ep", "8"], []),
+        ([*QWEN, "--gpus", "64", "--ep", "8", "--cp", "2"], []),
+        ([*TITAN, "--gpus", "64", "--cp", "4", "--tp", "2", *SHARING, "--dp-shard", "4"], []),
     ],
 }
 ROUNDS = [
@@ -149,7 +153,7 @@ def stack_of(version: str | None, word: str) -> str:
 def is_offered(words: list[str], version: str | None) -> bool:
     """Return whether a version can express a plan that others can."""
     lacking = {
-        "0.3": ("fp8", "--ep", "--recompute-layers"),
+        "0.3": ("fp8", "--ep", "--cp", "--recompute-layers"),
         "fsdp1": ("--dp-shard", "--tp"),
     }
     return not {*words}.intersection(lacking.get(version or "", ()))
@@ -205,6 +209,8 @@ REFUSED = [
     ("torchtitan", [*GPT, "--stack", "torchtitan", "--gpus", "8"], "model=gpt2"),
     ("torchtitan", [*TITAN, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
     ("torchtitan", [*QWEN, "--gpus", "64", "--pp", "2"], "pp=2"),
+    ("torchtitan", [*TITAN, "--gpus", "8", "--cp", "2", "--cp-type", "ring"], "cp_type=ring"),
+    ("torchtitan 0.3", [*TITAN, "--gpus", "8", "--cp", "2"], "cp=2"),
     ("torchtitan", [*FSDP, "--attention", "unfused"], "attention=unfused"),
     ("torchtitan 0.3", [*TITAN, "--gpus", "8", "--precision", "fp8"], "precision=fp8"),
     ("torchtitan 0.3", [*TITAN, "--gpus", "8", *EVERY_SECOND], "recompute_layers=2"),
@@ -255,7 +261,7 @@ parallelism_config:
 """
 WRONG = [
     ("a.toml", "[parallelism]\ntensor_parallel_degre = 2\n", "tensor_parallel_degree"),
-    ("a.toml", "[parallelism]\ncontext_parallel_degree = 2\n", "allowed: 1"),
+    ("a.toml", "[parallelism]\ncontext_parallel_load_balancer = 'ptrr'\n", "allowed: headtail"),
     ("a.toml", "[activation_checkpoint]\nselective_ac_option = 'x'\n", "allowed: op, a number"),
     ("a.json", '{"zero_optimization": {"stage": 4}}', "allowed: 0, 1, 2, 3"),
     ("a.json", '{"zero_optimisation": {"stage": 1}}', "zero_optimization.stage"),

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, cast
 
-from meshwright.hwprofiles import UNSET, Condition, Number, Precision, StackProfile, shown
+from meshwright.hwprofiles import UNSET, Number, Precision, StackProfile, parsed, shown
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.launching import code_of, fact_number
 from meshwright.simulator.layout import PLAN_FIELDS
@@ -50,7 +50,7 @@ class Facts:
 
     def holds(self, text: str) -> bool:
         """Return whether a condition holds; an empty one does."""
-        return not text or bool(Condition(text).holds(_Numbers(self)))
+        return not text or bool(parsed(text).holds(_Numbers(self)))
 
     @property
     def num_microbatches(self) -> int:

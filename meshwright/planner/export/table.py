@@ -20,8 +20,9 @@ from meshwright.hwprofiles import (
 )
 from meshwright.planner.export.facts import Facts, FileWords, Keys, spelled, theirs, value_of
 from meshwright.planner.export.launch import Starter
-from meshwright.simulator import PlanError
+from meshwright.simulator import ModelSpec, PlanError, load_model
 from meshwright.simulator.layout import PLAN_FIELDS
+from meshwright.simulator.model import list_models
 
 Roles: TypeAlias = Mapping[str, str]
 """Keys of a framework, by what they are to a codec."""
@@ -133,7 +134,7 @@ def read_keys(
     values = dict(facts.values)
     # What a framework does in any case depends on what it is told.
     for name, entry in sorted(table.fields.items(), key=lambda each: not each[1].all_keys):
-        so_far = Facts(values, facts.model, facts.stack)
+        so_far = _known(values, facts)
         if so_far.holds(entry.when):
             read = codecs[entry.codec].read if entry.codec else None
             found = (
@@ -143,8 +144,17 @@ def read_keys(
             )
             _check_counts(found, entry, keys, framework.name)
             values |= found
-    _check_held(table, keys, Facts(values, facts.model, facts.stack), words, whatever=False)
+    _check_held(table, keys, _known(values, facts), words, whatever=False)
     return values
+
+
+def _known(values: Mapping[str, object], beside: Facts) -> Facts:
+    """Return what is known by now: the model is the one that a file names, if nobody else does."""
+    model, name = beside.model, values.get("model")
+    if model is None and isinstance(name, str) and name in list_models():
+        found = load_model(name)
+        model = found if isinstance(found, ModelSpec) else None
+    return Facts(values, model, beside.stack)
 
 
 def _check_held(

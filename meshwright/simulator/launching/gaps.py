@@ -12,7 +12,6 @@ from typing import NamedTuple, cast
 from meshwright.hwprofiles import (
     OTHERWISE,
     UNSET,
-    Condition,
     FieldEntry,
     FrameworkProfile,
     FrameworkTable,
@@ -22,6 +21,7 @@ from meshwright.hwprofiles import (
     Strategy,
     all_hold,
     names_of,
+    parsed,
 )
 from meshwright.simulator.launching.plan_numbers import JobFacts, Resolved, is_fact
 from meshwright.simulator.layout import AXES, PLAN_FIELDS, PlanField, TrainingJob
@@ -189,7 +189,7 @@ def _parts(texts: Iterable[str], facts: JobFacts) -> tuple[expr, ...] | None:
     """Return what of conditions a plan decides; None where the job does not have the rest."""
     found: list[expr] = []
     for text in texts:
-        of_job, of_plan = Condition(text).about(is_fact)
+        of_job, of_plan = parsed(text).about(is_fact)
         if not all_hold(of_job, Resolved(lambda _: 0, facts)):
             return None
         found += of_plan

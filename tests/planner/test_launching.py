@@ -1,0 +1,154 @@
+"""Limits of frameworks hold of exactly the plans that their exporters refuse, over whole spaces."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from meshwright.hwprofiles import load_cluster, load_framework, load_stack
+from meshwright.planner.cli import handover
+from meshwright.planner.export import FRAMEWORKS, Facts, export_plan, read_framework_file
+from meshwright.planner.options import ImportOptions
+from meshwright.planner.reports import SavedPlan
+from meshwright.planner.space import COLUMNS, Space, SpaceLimits, enumerate_space, lacks
+from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model
+from meshwright.simulator.launching import framework_gaps, framework_refusal
+from meshwright.simulator.layout import stack_refusal
+
+CLUSTER = load_cluster("dgx-h100")
+# A dense GPT, a dense Llama on long sequences, experts, and latent attention beside them.
+JOBS = {
+    "gpt2": (1024, 32),
+    "llama3-8b": (8192, 16),
+    "mixtral-8x7b": (4096, 16),
+    "qwen3-30b-a3b": (4096, 16),
+    "deepseek-v3": (4096, 16),
+}
+STACKS = ("megatron-core", "torchtitan", "torchtitan-2026-08", "deepspeed", "fsdp", "ddp")
+PAIRS = [
+    (framework, version, stack)
+    for framework, each in FRAMEWORKS.items()
+    for version in each.versions or ("",)
+    for stack in STACKS
+]
+MOST = 4  # plans of a space that are exported, and as many that are refused
+
+
+@cache
+def offered(model: str, stack: str) -> Space:
+    """Return the layouts of a small job that its stack offers."""
+    seq_len, batch = JOBS[model]
+    job = TrainingJob(model=load_model(model), global_batch_size=batch, seq_len=seq_len)
+    space = enumerate_space(job, load_stack(stack), 16, SpaceLimits())
+    return space.chosen(np.flatnonzero(~lacks(space)))
+
+
+def left(space: Space, framework: str, version: str) -> NDArray[np.bool_]:
+    """Return which layouts of a space no gap holds of."""
+    found = np.ones(len(space), np.bool_)
+    profile = load_framework(framework)
+    if framework_refusal(profile, version, space.stack, space.job) is not None:
+        return ~found
+    for gap in framework_gaps(profile, version, space.stack, space.job):
+        if gap.fields <= {*COLUMNS, "dp_cp"}:
+            found &= ~np.asarray(gap.lacks(space.column), np.bool_)
+    return found
+
+
+def chosen(space: Space, is_left: NDArray[np.bool_]) -> Iterator[tuple[SavedPlan, bool]]:
+    """Yield plans of a space, and whether a framework can be told of each."""
+    rng = random.Random(len(space))
+    for rows, is_told in ((np.flatnonzero(is_left), True), (np.flatnonzero(~is_left), False)):
+        for row in rng.sample(rows.tolist(), min(MOST, len(rows))):
+            plan = space.plan(row)
+            if stack_refusal(space.job, plan, space.stack) is not None:
+                continue  # the stack has no such model
+            yield SavedPlan(job=space.job, plan=plan, cluster=CLUSTER, stack=space.stack), is_told
+
+
+@pytest.mark.parametrize(("framework", "version", "stack"), PAIRS)
+def test_a_plan_is_exported_exactly_where_no_gap_holds(
+    framework: str, version: str, stack: str
+) -> None:
+    for model in JOBS:
+        space = offered(model, stack)
+        if not len(space):
+            continue
+        for saved, is_told in chosen(space, left(space, framework, version)):
+            assert is_exported(saved, framework, version) == is_told, saved.plan
+
+
+def is_exported(saved: SavedPlan, framework: str, version: str) -> bool:
+    """Return whether a framework can be told of a plan."""
+    try:
+        export_plan(saved, FRAMEWORKS[framework], version or None)
+    except PlanError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("framework", "version", "stack"), PAIRS)
+def test_an_exported_plan_comes_back_from_the_stack_of_its_framework(
+    framework: str, version: str, stack: str, tmp_path: Path
+) -> None:
+    profile = load_framework(framework)
+    own = {table.stack for table in profile.tables_of(version)}
+    if stack not in own or not FRAMEWORKS[framework].is_read:
+        return
+    for model in JOBS:
+        space = offered(model, stack)
+        for saved, is_told in chosen(space, left(space, framework, version)):
+            if is_told:
+                files = export_plan(saved, FRAMEWORKS[framework], version or None).files
+                path = tmp_path / "exported"
+                path.write_text(next(iter(files.values())), encoding="utf-8")
+                again, plan = read_back(path, framework, saved), saved.plan
+                if plan.dp_cp == 1:  # of one rank a stage has no effect
+                    shards = again.zero_stage, again.reshard_after_forward
+                    plan = replace(plan, zero_stage=shards[0], reshard_after_forward=shards[1])
+                assert again == plan
+
+
+def read_back(path: Path, framework: str, saved: SavedPlan) -> ResolvedPlan:
+    """Return the plan of a file, told what it leaves to a script."""
+    plan, job = saved.plan, saved.job
+    options = ImportOptions(
+        file=str(path),
+        source=framework,
+        model=job.model.name,
+        cluster=CLUSTER.name,
+        gpus=plan.world_size,
+        global_batch=job.global_batch_size,
+        seq_len=job.seq_len,
+    )
+    kept = ("attention", "recompute", "sync_each_microbatch", "microbatch_size", "reduce_precision")
+    told = {name: getattr(plan, name) for name in kept if framework in ("deepspeed", "accelerate")}
+    return handover._imported(options, told).plan
+
+
+def test_a_value_that_leaves_a_table_leaves_export_import_and_gaps(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "meshwright" / "hwprofiles" / "data" / "frameworks"
+    text = (folder / "torchtitan.toml").read_text(encoding="utf-8")
+    assert ', interleaved = "Interleaved1F1B"' in text
+    copy = tmp_path / "torchtitan.toml"
+    copy.write_text(text.replace(', interleaved = "Interleaved1F1B"', ""), encoding="utf-8")
+    less = load_framework(copy)
+    framework = FRAMEWORKS["torchtitan"]
+    space = offered("llama3-8b", "torchtitan")
+    interleaved = np.flatnonzero(left(space, "torchtitan", "0.2") & (space.column("schedule") == 2))
+    plan = space.plan(int(interleaved[0]))
+    assert plan.schedule == "interleaved"
+    saved = SavedPlan(job=space.job, plan=plan, cluster=CLUSTER, stack=space.stack)
+    files = export_plan(saved, framework, "0.2").files
+    shorter = replace(framework, profile=less)
+    with pytest.raises(PlanError, match="schedule=interleaved cannot be expressed"):
+        export_plan(saved, shorter, "0.2")
+    gaps = [*framework_gaps(less, "0.2", space.stack, space.job)]
+    assert [each.field for each in gaps if each.lacks(plan.number)] == ["schedule"]
+    with pytest.raises(PlanError, match="allowed: GPipe, 1F1B"):
+        read_framework_file(tmp_path, files["train.toml"], shorter, Facts({}))
