@@ -180,7 +180,7 @@ SWITCHED = {
         stack,
         num_gpus,
         batch,
-        limits=FEW,
+        limits=FEW.pinned(sequence_parallel=(stack == "torchtitan",)),
         frees_switches=True,
         # Also what has no shards, which torchtitan would compute in fp32: its bounds are sharp.
         changes=(("casts_shards_alone", False),) if stack == "torchtitan" else (),
