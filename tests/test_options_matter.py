@@ -117,6 +117,8 @@ SEARCH_CHANGES: dict[str, list[str]] = {
     "recompute_method": ["--recompute-layers", "2", "--recompute-method", "uniform"],
     "moment_precision": ["--moment-precision", "bf16"],
     "also": ["--also", "moment-precision"],
+    "for": ["--for", "megatron-bridge"],
+    "any": ["--any"],
     "expert_overlap": ["--expert-overlap", "microbatches"],
     "microbatch_group_size": ["--microbatch-group-size", "4"],
     "attention": ["--attention", "unfused"],

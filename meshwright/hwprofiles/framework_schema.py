@@ -178,7 +178,6 @@ class FrameworkProfile(Profile):
         name: As ``--to`` and ``--from`` have it.
         title: In words.
         source: Which release, or revision, the words are of.
-        stacks: Patterns of the names of stacks that it launches.
         suffixes: Of files that it reads.
         harmless: Patterns of keys that leave a layout as it is.
         has_options: Whether its keys are options of a command: a switch that is off is left out.
@@ -188,7 +187,6 @@ class FrameworkProfile(Profile):
     name: Name
     title: Text
     source: Text
-    stacks: tuple[str, ...]
     suffixes: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
     has_options: Flag = False

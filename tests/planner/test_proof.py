@@ -180,7 +180,7 @@ SWITCHED = {
         stack,
         num_gpus,
         batch,
-        limits=FEW.pinned(sequence_parallel=(stack == "torchtitan",)),
+        limits=FEW,
         frees_switches=True,
         # Also what has no shards, which torchtitan would compute in fp32: its bounds are sharp.
         changes=(("casts_shards_alone", False),) if stack == "torchtitan" else (),
@@ -650,20 +650,30 @@ def job_of(case: Case) -> TrainingJob:
     )
 
 
+ALWAYS_SPLIT = "whole-sequences"  # of torchtitan
+
+
 def stack_of(case: Case) -> StackProfile:
-    return load_stack(case.stack).model_copy(update=dict(case.changes))
+    """Return the stack of a case; torchtitan's tp also without sequence parallelism.
+
+    It has one of them alone, but bounds and memory are to hold for both.
+    """
+    stack = load_stack(case.stack)
+    refused = {name: rule for name, rule in stack.refused.items() if name != ALWAYS_SPLIT}
+    return stack.model_copy(update={"refused": refused, **dict(case.changes)})
 
 
 def limits_of(case: Case) -> SpaceLimits:
     """Return the limits of a case; the stack's habits where it does not free the switches."""
     stack = load_stack(case.stack)
+    every = case.limits.pinned(any_layout=True)
     if case.frees_switches:
-        return case.limits
+        return every
     switches = [name for name in SWITCHES if name not in PASSES]
     habits = {"stages": (stack.stage_split,), **dict.fromkeys(switches, (None,))}
     if isinstance(case.model, ModelSpec):
         habits["attention"] = (stack.attention,)
-    return case.limits.pinned(**habits)
+    return every.pinned(**habits)
 
 
 class Brute(NamedTuple):

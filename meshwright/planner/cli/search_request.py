@@ -5,7 +5,17 @@ from typing import Any, cast
 
 from meshwright.hwprofiles import ContextParallel, Recompute, StageSplit, shown, suggestion
 from meshwright.planner.cli.request import Setting
-from meshwright.planner.options import ALL, ALSO, ASKABLE, TOGETHER, Given, check_given, option_of
+from meshwright.planner.options import (
+    ALL,
+    ALSO,
+    ANY,
+    ASKABLE,
+    FOR,
+    TOGETHER,
+    Given,
+    check_given,
+    option_of,
+)
 from meshwright.planner.space import SpaceLimits, askable_values, is_searched
 from meshwright.simulator import (
     ModelSpec,
@@ -53,7 +63,8 @@ def read_limits(setting: Setting, given: Given) -> SpaceLimits:
     if schedule is not None:
         pins["schedule"] = (get_schedule(cast("str", schedule)).name,)
     limits = {each.limit: given[each.limit] for each in SEARCHED_FIELDS if each.limit in given}
-    return SpaceLimits(**cast("dict[str, Any]", pins | limits | _asked(setting, given)))
+    launching = {each.key: given[each.key] for each in (FOR, ANY) if each.key in given}
+    return SpaceLimits(**cast("Any", pins | limits | _asked(setting, given) | launching))
 
 
 def _asked(setting: Setting, given: Given) -> dict[str, tuple[object, ...]]:

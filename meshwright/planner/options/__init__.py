@@ -4,7 +4,9 @@ from meshwright.planner.options.claims import claim, release_claims, scratch_fol
 from meshwright.planner.options.plan_options import (
     ALL,
     ALSO,
+    ANY,
     ASKABLE,
+    FOR,
     LAYOUT,
     LIMITS,
     REPLICATION,
@@ -51,7 +53,9 @@ from meshwright.planner.options.words import (
 __all__ = [
     "ALL",
     "ALSO",
+    "ANY",
     "ASKABLE",
+    "FOR",
     "LAYOUT",
     "LIMITS",
     "MAX_GPUS",

@@ -41,6 +41,18 @@ ALSO = Option(
         f"or {ALL}.",
     ),
 )
+FOR = Option(
+    "framework",
+    "for",
+    str,
+    typer.Option("--for", metavar="FRAMEWORK", help="Launch with it [what launches the stack]."),
+)
+ANY = Option(
+    "any_layout",
+    "any",
+    bool,
+    typer.Option("--any", help="Also layouts that no framework launches.", show_default=False),
+)
 SEARCHED = {each.name for each in SEARCHED_FIELDS}
 BEHIND = {"reshard_after_forward": [BUCKET_SIZE]}
 
@@ -94,6 +106,8 @@ LIMITS = OptionGroup(
         *(each for each in REPLICATION.options if each.key in SEARCHED),
         *(_limit(each) for each in SEARCHED_FIELDS if each.declaration.is_limited),
         ALSO,
+        FOR,
+        ANY,
     ),
     _given,
 )
@@ -131,5 +145,5 @@ def check_given(given: Given) -> None:
     """
     counts = {each.key for group in (LAYOUT, LIMITS) for each in group.options} - {"zero_stage"}
     for key, value in given.items():
-        if key in counts:
+        if key in counts and not isinstance(value, str):
             check_count(_NAMES[key], value)

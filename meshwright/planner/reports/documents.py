@@ -15,7 +15,7 @@ from meshwright.planner.changes import Change
 from meshwright.planner.largest import Largest
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.plan_file import Json, job_fields, plan_fields
-from meshwright.planner.search import FrontierPoint, Held, Nearest, SearchResult
+from meshwright.planner.search import FrontierPoint, Held, Nearest, SearchResult, Unlaunchable
 from meshwright.simulator import (
     CONVENTION,
     AsyncRun,
@@ -197,6 +197,9 @@ def search_document(
             for plan, like in zip(result.plans, result.like, strict=True)
         ],
         "frontier": [_frontier_fields(point) for point in result.frontier],
+        "launcher": result.launcher or None,
+        "not_launched": result.not_launched or None,
+        "unlaunchable": _unlaunchable_fields(result.unlaunchable),
         "nearest": None if result.nearest is None else _nearest_fields(result.nearest),
         **_largest_fields(largest),
         **changed_fields(result.cluster, result.stack),
@@ -221,6 +224,17 @@ def _frontier_fields(point: FrontierPoint) -> dict[str, Json]:
         "step_time_s": point.step_ps / PS_PER_S,
         "device_bytes": point.device_bytes,
         "proven": point.proven,
+    }
+
+
+def _unlaunchable_fields(faster: Unlaunchable | None) -> dict[str, Json] | None:
+    if faster is None:
+        return None
+    return {
+        "plan": plan_fields(faster.plan),
+        "step_time_s": faster.step_ps / PS_PER_S,
+        "device_bytes": faster.device_bytes,
+        "refusals": [*faster.refusals],
     }
 
 

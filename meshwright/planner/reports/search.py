@@ -88,6 +88,7 @@ def layout_text(plan: ResolvedPlan, job: TrainingJob) -> str:
 
 def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
     yield "proof", proof_text(result)
+    yield from _launch_facts(result)
     yield "searched", ", ".join(result.varied.searched) or "nothing"
     for reason, names in _texts(result.varied.held):
         yield "held", f"{names} ({reason})"
@@ -106,6 +107,21 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield "nearest", layout_text(result.nearest.plan, result.job)
         yield "lacks", format_bytes(result.nearest.lacks_bytes)
         yield from change_facts(result.nearest.changes)
+
+
+def _launch_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
+    """Say which framework starts the plans, and what of a faster one it cannot be told."""
+    if result.launcher:
+        yield "launch", f"each plan as it stands, with {result.launcher}"
+    if result.not_launched:
+        yield "launch", f"no plan as it stands: {result.not_launched}"
+    faster = result.unlaunchable
+    if faster is not None:
+        time_s = faster.step_ps / PS_PER_S
+        gain = f", {1 - faster.step_ps / result.plans[0].step_ps:.1%} less" if result.plans else ""
+        why = "; ".join(faster.refusals)
+        layout = layout_text(faster.plan, result.job)
+        yield "not launched", f"{time_s:.4g} s{gain}, with {layout}: {why}"
 
 
 def _shared(result: SearchResult, plans: Sequence[ResolvedPlan]) -> list[str]:

@@ -2,7 +2,13 @@
 
 from meshwright.planner.search.density import Density
 from meshwright.planner.search.finalists import Progress
-from meshwright.planner.search.result import FrontierPoint, Nearest, SearchResult, SimulatedPlan
+from meshwright.planner.search.result import (
+    FrontierPoint,
+    Nearest,
+    SearchResult,
+    SimulatedPlan,
+    Unlaunchable,
+)
 from meshwright.planner.search.search import search, with_kernels
 from meshwright.planner.search.varied import ONLY_ONE, UNEQUAL, Held
 
@@ -16,6 +22,7 @@ __all__ = [
     "Progress",
     "SearchResult",
     "SimulatedPlan",
+    "Unlaunchable",
     "search",
     "with_kernels",
 ]

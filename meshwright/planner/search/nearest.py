@@ -1,17 +1,20 @@
-"""When nothing fits: the layout that misses by least, and what would help."""
+"""Layouts beside the proven ones: the nearest where none fits, a faster one none can launch."""
 
 from dataclasses import replace
 
 import numpy as np
 
 from meshwright.planner.changes import cheapest_changes
-from meshwright.planner.search.finalists import Field, Progress
-from meshwright.planner.search.result import Nearest
+from meshwright.planner.search.finalists import NEVER_PS, Field, Finalists, Progress
+from meshwright.planner.search.result import Nearest, Unlaunchable
 from meshwright.planner.space import Candidates, Column, apply_rules
+from meshwright.simulator.launching import refusal_text
 from meshwright.simulator.layout import Axis
 
 # So many layouts, those that need least by the least that is known, are sized first.
 FIRST_SIZED = 1000
+# Passes that are simulated to find a faster layout that the framework cannot be told.
+UNLAUNCHABLE_PASSES = 100_000
 
 
 def find_nearest(
@@ -53,3 +56,41 @@ def _least_needed(field: Field, indices: Column) -> tuple[Column, Column]:
     first = indices[np.argpartition(known, count - 1)[:count]]
     indices = indices[known <= field.needed_bytes(first).min()]
     return indices, field.needed_bytes(indices)
+
+
+def find_unlaunchable(
+    candidates: Candidates, field: Field, finalists: Finalists, tell: Progress
+) -> Unlaunchable | None:
+    """Return the fastest layout that the framework cannot be told, if it is faster than the best.
+
+    Args:
+        candidates: What rules look at.
+        field: The layouts.
+        finalists: Those that the framework can be told, simulated.
+        tell: Called after each run.
+    """
+    runs, space = field.runs, candidates.space
+    if space.launcher is None:
+        return None
+    left, _ = apply_rules(replace(candidates, space=replace(space, launcher=None)))
+    left[finalists.indices] = False
+    others, bounds = np.flatnonzero(left), field.bounds(np.flatnonzero(left))
+    known = (runs.step_ps[index] for index in finalists.indices.tolist() if index in runs.step_ps)
+    best_ps = min(known, default=NEVER_PS)
+    others = others[bounds.bounds_ps[others] < best_ps]
+    if not len(others):
+        return None
+    tell("simulating layouts that no framework is told", 0, 0)
+    proof = Finalists(others, bounds, runs).fastest(1, runs.num_passes + UNLAUNCHABLE_PASSES)
+    if not proof.indices or runs.step_ps[proof.indices[0]] >= best_ps:
+        return None
+    index = proof.indices[0]
+    plan, framework = space.plan(index), space.launcher.framework.name
+    gaps = [each for each in space.launcher.gaps(space.stack, space.job) if each.lacks(plan.number)]
+    refusals = (refusal_text(gap, getattr(plan, gap.field, None), framework) for gap in gaps)
+    return Unlaunchable(
+        plan=plan,
+        step_ps=runs.step_ps[index],
+        device_bytes=int(runs.device_bytes[index]),
+        refusals=tuple(dict.fromkeys(refusals)),
+    )

@@ -61,6 +61,23 @@ class Nearest:
     changes: tuple[Change, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unlaunchable:
+    """A layout that is faster than the best one, and that the framework cannot be told.
+
+    Args:
+        plan: The layout.
+        step_ps: Simulated time of the step.
+        device_bytes: Memory of the fullest device.
+        refusals: What the framework would have to be told, and cannot.
+    """
+
+    plan: ResolvedPlan
+    step_ps: int
+    device_bytes: int
+    refusals: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class SearchResult(Shown):
     """The outcome of a search over layouts.
@@ -86,6 +103,9 @@ class SearchResult(Shown):
         frontier: Memory against time, sorted by bytes; more bytes only for less time.
         density: Every feasible layout by memory and lower bound of its time; None of none.
         nearest: The layout closest to fitting, where none fits.
+        launcher: Framework and version whose files start each of ``plans``; empty for none.
+        not_launched: Why no framework starts them; empty where one does, or none was wanted.
+        unlaunchable: A faster layout that the framework cannot be told, if there is one.
     """
 
     job: TrainingJob
@@ -105,6 +125,9 @@ class SearchResult(Shown):
     frontier: tuple[FrontierPoint, ...]
     density: Density | None
     nearest: Nearest | None
+    launcher: str = ""
+    not_launched: str = ""
+    unlaunchable: Unlaunchable | None = None
 
     @property
     def listed(self) -> range:

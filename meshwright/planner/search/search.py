@@ -11,13 +11,15 @@ from meshwright.hwprofiles import (
     StackProfile,
     Strategy,
     counted,
+    load_cluster,
+    load_stack,
 )
 from meshwright.planner.bounds import StepBounds
 from meshwright.planner.footprint import device_bytes_column, host_bytes_column, peak_bytes
 from meshwright.planner.search.alike import Rows
 from meshwright.planner.search.finalists import Field, Finalists, Progress, Proof, Runs
 from meshwright.planner.search.frontier import find_frontier
-from meshwright.planner.search.nearest import find_nearest
+from meshwright.planner.search.nearest import find_nearest, find_unlaunchable
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.strategies import strategy_field
 from meshwright.planner.search.varied import Varied
@@ -25,13 +27,23 @@ from meshwright.planner.space import (
     Candidates,
     Column,
     ShapeTable,
+    Space,
     SpaceLimits,
     apply_rules,
+    cannot_be_told,
     enumerate_space,
     lacks,
+    launcher_of,
 )
-from meshwright.simulator import MAX_PASSES, CostModel, ModelSpec, PlanError, TrainingJob
-from meshwright.simulator.layout import attention_kernels
+from meshwright.simulator import (
+    MAX_PASSES,
+    CostModel,
+    ModelSpec,
+    PlanError,
+    ResolvedPlan,
+    TrainingJob,
+)
+from meshwright.simulator.layout import attention_kernels, job_refusal
 from meshwright.simulator.memory import usable_bytes
 from meshwright.simulator.step import host_refusal
 
@@ -45,8 +57,8 @@ FRONTIER_PASSES = 100_000
 
 def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-only
     job: TrainingJob,
-    cluster: Cluster,
-    stack: StackProfile,
+    cluster: Cluster | str,
+    stack: StackProfile | str,
     num_gpus: int,
     *,
     limits: SpaceLimits | None = None,
@@ -61,10 +73,10 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
 
     Args:
         job: What is trained.
-        cluster: On what.
-        stack: With what software.
+        cluster: On what: a cluster, or the name or the path of one.
+        stack: With what software, likewise.
         num_gpus: Devices that every layout occupies.
-        limits: What of the space to search.
+        limits: What of the space to search; by default what launches the stack can be told all.
         memory_limit_bytes: What a device may use; by default all that processes can have.
         top: Layouts to report.
         progress: Called with what is being done, how much is done, and of how much.
@@ -72,14 +84,18 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     Raises:
         PlanError: If *num_gpus* or *top* is out of range, or cluster or stack cannot run the job.
     """
+    cluster, stack = load_cluster(cluster), load_stack(stack)
     _check_request(cluster, num_gpus, limits, top)
+    refusal = job_refusal(job, stack)
+    if refusal is not None:
+        raise PlanError(refusal)
     asked, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
     limits = with_kernels(job, asked, cluster, stack)
     limit_bytes = usable_bytes(cluster, memory_limit_bytes)
     field = _field(job, cluster, stack, num_gpus, limits, limit_bytes=limit_bytes, tell=tell)
-    runs = field.runs
+    runs, space = field.runs, field.runs.space
     candidates = field.candidates(cluster, memory_limit_bytes)
-    tell(f"bounding the time of {counted(len(runs.space), 'layout')}", 0, 0)
+    tell(f"bounding the time of {counted(len(space), 'layout')}", 0, 0)
     finalists, rejections = _finalists(field, candidates)
     density = finalists.density  # of the bounds before any is sharpened
     proof, ranking = _rank(finalists, top, tell)
@@ -91,24 +107,30 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         cluster=cluster,
         stack=stack,
         num_gpus=num_gpus,
-        space_size=len(runs.space),
+        space_size=len(space),
         feasible=len(finalists.indices),
         simulated=len(runs.step_ps),
         optimal=proof.is_proven,
         bound_gap_fraction=_gap_fraction(proof, runs),
         rejections=rejections,
-        varied=Varied.of(runs.space, asked, ~lacks(runs.space)),
+        varied=Varied.of(space, asked, ~(lacks(space) | cannot_be_told(space))),
         plans=tuple(runs.result(index, memory_limit_bytes) for index in ranking),
-        like=tuple(
-            tuple(runs.space.plan(each) for each in alike if each != index)
-            for index, alike in ranking.items()
-        ),
+        like=_alike(space, ranking),
         evaluated=runs.evaluated(limit_bytes),
         frontier=frontier,
         density=density,
-        nearest=None
-        if len(finalists.indices)
-        else find_nearest(candidates, field, limit_bytes, tell),
+        nearest=find_nearest(candidates, field, limit_bytes, tell) if not ranking else None,
+        launcher="" if space.launcher is None else space.launcher.title,
+        not_launched=launcher_of(job, stack, asked)[1],
+        unlaunchable=find_unlaunchable(candidates, field, finalists, tell),
+    )
+
+
+def _alike(space: Space, ranking: dict[int, list[int]]) -> tuple[tuple[ResolvedPlan, ...], ...]:
+    """Return the plans that are folded into each of *ranking*."""
+    return tuple(
+        tuple(space.plan(each) for each in alike if each != index)
+        for index, alike in ranking.items()
     )
 
 

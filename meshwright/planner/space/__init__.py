@@ -6,7 +6,14 @@ from meshwright.planner.space.columns import (
     few_rows,
     is_constant,
 )
-from meshwright.planner.space.limits import COLUMNS, LONG_SEQUENCE, SpaceLimits, is_searched
+from meshwright.planner.space.limits import (
+    COLUMNS,
+    LONG_SEQUENCE,
+    Launcher,
+    SpaceLimits,
+    is_searched,
+    launcher_of,
+)
 from meshwright.planner.space.moments import (
     BESIDE,
     PERIODS,
@@ -21,7 +28,13 @@ from meshwright.planner.space.pipelines import (
     block_counts,
     lays_out_unequal,
 )
-from meshwright.planner.space.rules import RULES, Candidates, apply_rules, lacks
+from meshwright.planner.space.rules import (
+    RULES,
+    Candidates,
+    apply_rules,
+    cannot_be_told,
+    lacks,
+)
 from meshwright.planner.space.settings import PASSES
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
 from meshwright.planner.space.space import (
@@ -45,6 +58,7 @@ __all__ = [
     "SWITCHES",
     "Candidates",
     "Column",
+    "Launcher",
     "MessageColumns",
     "Pipeline",
     "Role",
@@ -56,6 +70,7 @@ __all__ = [
     "are_equal",
     "askable_values",
     "block_counts",
+    "cannot_be_told",
     "distinct",
     "divisors",
     "enumerate_space",
@@ -64,6 +79,7 @@ __all__ = [
     "is_constant",
     "is_searched",
     "lacks",
+    "launcher_of",
     "lays_out_unequal",
     "representative_microbatches",
     "waste_hints",

@@ -1,12 +1,20 @@
 """What of a space is searched."""
 
-from typing import cast
+from typing import NamedTuple, cast
 
-from meshwright.hwprofiles import StackProfile, suggestion
+from meshwright.hwprofiles import (
+    FrameworkProfile,
+    StackProfile,
+    load_framework,
+    shown,
+    suggestion,
+)
 from meshwright.simulator import PlanError, TrainingJob
-from meshwright.simulator.layout import AXES, PLAN_FIELDS, SEARCHED_FIELDS, Axis
+from meshwright.simulator.launching import LaunchGap, framework_gaps, framework_refusal
+from meshwright.simulator.layout import AXES, DP_CP, PLAN_FIELDS, SEARCHED_FIELDS, Axis
 
 LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
+LAUNCHING = "framework", "any_layout"
 COLUMNS = tuple(each.name for each in SEARCHED_FIELDS)
 
 
@@ -14,7 +22,8 @@ class SpaceLimits:
     """What of the space is searched: allowed values of a field (None: all), and largest values.
 
     Values of a field are a tuple by its name, as ``tp=(4, 8)``, rules in that of ``stages``; a
-    largest value is a number, as ``max_pp=16``.
+    largest value is a number, as ``max_pp=16``.  Layouts are those that ``framework`` can be told:
+    by default one that launches the stack; with ``any_layout`` all that the stack runs.
 
     Raises:
         PlanError: If a name is no searched field, or a limit leaves nothing of one.
@@ -23,13 +32,14 @@ class SpaceLimits:
     SpaceLimits(tp=(8,), max_pp=16)
     """
 
-    def __init__(self, **limits: tuple[object, ...] | int | None) -> None:
+    def __init__(self, **limits: tuple[object, ...] | int | str | None) -> None:
         self._limits = {name: value for name, value in limits.items() if value is not None}
-        known = [*COLUMNS, *(each.limit for each in SEARCHED_FIELDS if each.declaration.is_limited)]
+        largest = [each.limit for each in SEARCHED_FIELDS if each.declaration.is_limited]
+        known = [*COLUMNS, *LAUNCHING, *largest]
         for name, value in self._limits.items():
             if name not in known:
                 raise PlanError(f"{name} is no field of a search; {suggestion(name, known)}")
-            if isinstance(value, int) and value < 1:
+            if type(value) is int and value < 1:
                 raise PlanError(f"{name}={value} leaves nothing; allowed: at least 1")
 
     def __repr__(self) -> str:
@@ -57,7 +67,17 @@ class SpaceLimits:
         values = self.values(name) or (None,)
         return set(values) != {None} or PLAN_FIELDS[name].limit in self._limits
 
-    def pinned(self, **values: tuple[object, ...] | int) -> "SpaceLimits":
+    @property
+    def framework(self) -> str | None:
+        """The framework that is asked for, None for the stack's."""
+        return cast("str | None", self._limits.get("framework"))
+
+    @property
+    def any_layout(self) -> bool:
+        """Whether layouts that no framework can be told are searched, too."""
+        return bool(self._limits.get("any_layout"))
+
+    def pinned(self, **values: tuple[object, ...] | int | str) -> "SpaceLimits":
         """Return the same limits with other allowed, or largest, values."""
         return SpaceLimits(**self._limits | values)
 
@@ -75,3 +95,69 @@ def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: Space
     is_asked = any(limits.asks_for(each.name) for each in said)
     is_offered = bool(getattr(stack, known.offered_by or "", False))
     return is_offered and (is_asked or job.seq_len >= LONG_SEQUENCE)
+
+
+def stages_of_one_rank(limits: SpaceLimits) -> int | None:
+    """Return how many ZeRO stages say something of one rank: of moments, or what is offloaded."""
+    if limits.asks_for("offload") and limits.values("zero_stage") is None:
+        return None
+    is_asked = limits.asks_for("moment_precision") and limits.values("zero_stage") is None
+    return 2 if is_asked else 1
+
+
+class Launcher(NamedTuple):
+    """A framework whose files start the plans of a search."""
+
+    framework: FrameworkProfile
+    version: str
+
+    @property
+    def title(self) -> str:
+        """Name and version."""
+        return f"{self.framework.name} {self.version}".rstrip()
+
+    def gaps(self, stack: StackProfile, job: TrainingJob) -> tuple[LaunchGap, ...]:
+        """Return the layouts that it cannot be told."""
+        known = {*COLUMNS, DP_CP}
+        found = framework_gaps(self.framework, self.version, stack, job)
+        return tuple(gap for gap in found if gap.fields <= known)
+
+
+def launcher_of(
+    job: TrainingJob, stack: StackProfile, limits: SpaceLimits
+) -> tuple[Launcher | None, str]:
+    """Return the framework that layouts are searched for; None with the reason, if there is one.
+
+    Raises:
+        PlanError: If one is asked for that does not launch the stack, or not the job.
+    """
+    if limits.any_layout and limits.framework is not None:
+        raise PlanError("--any and --for contradict each other: allowed one of them")
+    if limits.any_layout or not stack.launched_by:
+        if limits.framework is not None:
+            raise PlanError(f"--for {limits.framework}: no framework launches stack {stack.name}")
+        return None, ""
+    known = stack.launched_by
+    if limits.framework is not None and limits.framework not in known:
+        raise PlanError(
+            f"--for {shown(limits.framework)} does not launch stack {stack.name}; "
+            f"allowed: {', '.join(known)}"
+        )
+    refusals = []
+    for name in known if limits.framework is None else (limits.framework,):
+        framework = load_framework(name)
+        version = next(
+            (each for each in framework.versions if _is_of(framework, each, stack)),
+            framework.versions[0] if framework.versions else "",
+        )
+        refusal = framework_refusal(framework, version, stack, job)
+        if refusal is None:
+            return Launcher(framework, version), ""
+        refusals.append(refusal)
+    if limits.framework is not None:
+        raise PlanError(refusals[0])
+    return None, refusals[0]
+
+
+def _is_of(framework: FrameworkProfile, version: str, stack: StackProfile) -> bool:
+    return any(table.stack == stack.name for table in framework.tables_of(version))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Cluster
+from meshwright.hwprofiles import UNSET, Cluster
 from meshwright.planner.space.columns import Column
 from meshwright.planner.space.limits import COLUMNS
 from meshwright.planner.space.space import Space
@@ -48,6 +48,23 @@ def stack_offers(candidates: Candidates) -> dict[str, Mask]:
     return reasons
 
 
+def framework_takes(candidates: Candidates) -> dict[str, Mask]:
+    """Reject what the framework that is to launch the plan cannot be told."""
+    space = candidates.space
+    if space.launcher is None:
+        return {}
+    name, reasons = space.launcher.framework.name, dict[str, Mask]()
+    for gap in space.launcher.gaps(space.stack, space.job):
+        known = ", ".join(dict.fromkeys(map(_word, gap.allowed)))
+        reason = f"{name} is told no {gap.field} but {known}"
+        reasons[reason] = reasons.get(reason, False) | gap.lacks(space.column)
+    return reasons
+
+
+def _word(value: object) -> str:
+    return "none" if value in (None, UNSET) else str(value)
+
+
 def fits_memory(candidates: Candidates) -> dict[str, Mask]:
     """Reject what needs more device memory than there is."""
     limit = usable_bytes(candidates.cluster, candidates.memory_limit_bytes)
@@ -62,6 +79,13 @@ def fits_hosts(candidates: Candidates) -> dict[str, Mask]:
     return {"needs more memory than a host has": candidates.host_bytes > have}
 
 
+def cannot_be_told(space: Space) -> Mask:
+    """Return the layouts that the framework of the search cannot be told."""
+    gaps = space.launcher.gaps(space.stack, space.job) if space.launcher else ()
+    masks = [gap.lacks(space.column) for gap in gaps]
+    return np.asarray(sum(masks, start=np.zeros(len(space), np.bool_)), np.bool_)
+
+
 def lacks(space: Space) -> Mask:
     """Return the layouts that the stack does not offer."""
     masks = [
@@ -74,6 +98,7 @@ def lacks(space: Space) -> Mask:
 
 RULES: dict[str, Rule] = {
     "stack": stack_offers,
+    "framework": framework_takes,
     "memory": fits_memory,
     "hosts": fits_hosts,
 }

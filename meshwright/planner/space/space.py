@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import Recompute, StackProfile, StageSplit
 from meshwright.planner.space.columns import Column, chosen_rows, combinations, distinct
 from meshwright.planner.space.experts import expert_degrees, slices_shards
-from meshwright.planner.space.limits import SpaceLimits, is_searched
+from meshwright.planner.space.limits import (
+    Launcher,
+    SpaceLimits,
+    is_searched,
+    launcher_of,
+    stages_of_one_rank,
+)
 from meshwright.planner.space.pipelines import (
     Pipeline,
     are_equal,
@@ -75,6 +81,7 @@ class Space:
     stack: StackProfile
     num_gpus: int
     columns: Mapping[str, Column]
+    launcher: Launcher | None = None
 
     def __len__(self) -> int:
         """Return the number of layouts."""
@@ -169,12 +176,7 @@ class Space:
         """Return layouts as plans."""
         rules = PLAN_FIELDS["stages"].values(self.column("stages")[indices].tolist())
         return [
-            resolve(
-                self.job,
-                None,
-                self.stack,
-                {**values, "stages": self._layers(values, rule)},
-            )
+            resolve(self.job, None, self.stack, self._said(values, rule))
             for values, rule in zip(self._values(indices), rules, strict=True)
         ]
 
@@ -182,10 +184,13 @@ class Space:
         """Return layouts as plans that leave the layers of their stages open."""
         return [ResolvedPlan.of(values) for values in self._values(indices)]
 
-    def _layers(self, values: Mapping[str, object], rule: object) -> tuple[int, ...]:
-        """Return the layers of each virtual stage of a layout with *values*."""
+    def _said(self, values: Mapping[str, object], rule: object) -> dict[str, object]:
+        """Return what a layout with *values* says: of one rank no stage that the stack lacks."""
         pp, vpp = (cast("int", values[name]) for name in ("pp", "num_virtual_stages"))
-        return stage_layers(self.job, pp * vpp, rule)
+        said = {**values, "stages": stage_layers(self.job, pp * vpp, rule)}
+        if values["dp"] == values["cp"] == 1 and said["zero_stage"] not in self.stack.zero_stages:
+            del said["zero_stage"]
+        return said
 
     def _values(self, indices: Sequence[int]) -> list[dict[str, object]]:
         """Return the fields of layouts but for their stages; None is what the stack does."""
@@ -216,7 +221,8 @@ def enumerate_space(
     ]
     basic = np.concatenate([*blocks, np.empty((len(BASIC), 0), np.int64)], axis=1)
     columns = with_switches(job, stack, limits, basic)
-    space = Space(job=job, stack=stack, num_gpus=num_gpus, columns=columns)
+    launcher, _ = launcher_of(job, stack, limits)
+    space = Space(job=job, stack=stack, num_gpus=num_gpus, columns=columns, launcher=launcher)
     kept = slices_shards(space.column)
     return space if kept.all() else space.chosen(np.flatnonzero(kept))
 
@@ -367,19 +373,11 @@ def _switches(
     acts_on = field.declaration.acts_on
     axes = () if acts_on is None else JOINT_AXES.get(acts_on) or (Axis(acts_on),)
     if axes and prod(fixed[axis] for axis in axes) == 1:
-        values = values[: _stages_of_one_rank(limits) if field.name == "zero_stage" else 1]
+        values = values[: stages_of_one_rank(limits) if field.name == "zero_stage" else 1]
     if field.name == "sequence_parallel" and job.seq_len % (fixed["tp"] * fixed["cp"]):
         values = tuple(value for value in values if not value)
     codes = [field.code(value) for value in values]
     return codes if acts_on is not None else sorted(codes)
-
-
-def _stages_of_one_rank(limits: SpaceLimits) -> int | None:
-    """Return how many ZeRO stages say something of one rank: of moments, or what is offloaded."""
-    if limits.asks_for("offload") and limits.values("zero_stage") is None:
-        return None
-    is_asked = limits.asks_for("moment_precision") and limits.values("zero_stage") is None
-    return 2 if is_asked else 1
 
 
 def _usual_values(job: TrainingJob, stack: StackProfile, field: PlanField) -> tuple[object, ...]:

@@ -145,18 +145,23 @@ def conflict_of(
 
 
 def _job_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
-    """Return why *stack* cannot train such a model in such a format, or None when it can."""
+    """Return why a job, or a field that its model has no use for, goes with no plan, or None."""
     for field in PLAN_FIELDS.values():
         refusal = model_refusal(field, getattr(plan, field.name), job.model)
         if refusal is not None and known_values(field, job.model):
             return refusal
+    return job_refusal(job, stack)
+
+
+def job_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
+    """Return why *stack* cannot train such a model in such a format, or None when it can."""
     facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
     for fact in facts:
         if fact not in stack.layer_facts:
             said, known = f"{fact} of {job.model.name}", ", ".join(stacks_with(facts)) or "none"
             return f"{said} is not offered by stack {stack.name}; stacks with it: {known}"
     for gap in job_gaps(stack, job):
-        return _said(gap, plan)
+        return _said(gap, ResolvedPlan())
     if job.precision not in stack.precisions:
         known = ", ".join(stack.precisions)
         said = f"precision={job.precision} is not offered by stack {stack.name}"
