@@ -218,7 +218,6 @@ CASES = {
     "fsdp deepseek 2": saved(SECOND, "fsdp", dp=2, recompute=FULL),
     "ddp latent": saved(STRAIGHT, "ddp", dp=2),
     "latent": saved(STRAIGHT, "megatron-core", tp=2, cp=2, recompute=FULL, **SP, **TWO),
-    "deepseek": saved(DEEPSEEK, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
     "titan deepseek": saved(BALANCED, "torchtitan", cp=2, dp=2, ep=2),
     "hybrid": saved(SQUARED, "megatron-core", tp=2, pp=2, dp=2, **SP),
 }
