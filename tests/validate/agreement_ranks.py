@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.pipelining  # slow to import, too
 from fake_checks import counted_ranks
 
+from meshwright.hwprofiles import Offload
 from meshwright.planner.reports.plan_file import SavedPlan
 from meshwright.validate.counting.oracle import RankOracle
 from meshwright.validate.programs.build import build_program
@@ -53,16 +54,19 @@ def count(saved: SavedPlan, rank: int) -> RankMeasurement:
             routing=routing,
         )
     )
-    oracle, steps = RankOracle(program.groups), num_steps(saved)
-    first: tuple[float, ...] = ()
+    oracle, last = RankOracle(program.groups), num_steps(saved) - 1
+    # Settled, only the last is counted; where peaks are compared, what is left from the others too.
+    first = last if saved.plan.offload is Offload.NONE else 0
+    means = means_of(map(program.run_step, range(first)))
     if saved.job.model.experts is not None:  # counts are of balanced experts, losses are not
-        first = means_of(map(program.run_step, range(steps)))
+        means += means_of(map(program.run_step, range(first, last + 1)))
         routing.is_balanced = True
     if rank in counted_ranks(saved.plan):
         with oracle:
-            means = means_of(run_counted(program, oracle, steps))
+            counted = means_of(run_counted(program, oracle, last + 1 - first, first_step=first))
     else:
-        means = means_of(map(program.run_step, range(steps)))
+        counted = means_of(map(program.run_step, range(first, last + 1)))
+    losses = means if routing.is_balanced else means + counted
     return RankMeasurement(
         rank=rank,
         world_size=saved.plan.world_size,
@@ -71,7 +75,7 @@ def count(saved: SavedPlan, rank: int) -> RankMeasurement:
         collectives=oracle.collectives,
         peak_bytes=oracle.peak_bytes,
         bytes_at_peak=oracle.bytes_at_peak,
-        losses=first or means,
+        losses=losses,
     )
 
 

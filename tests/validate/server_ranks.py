@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # imported by the first optimizer otherwise, in each rank
 import torch.distributed as dist
 
 from meshwright.hwprofiles import load_stack

@@ -169,6 +169,8 @@ INTERLEAVED: dict[str, Any] = {
 }
 UNEVEN = INTERLEAVED | {"stages": (1, 0, 2, 1)}
 SP: dict[str, Any] = {"sequence_parallel": True}
+# Two microbatches show that gradients are summed, and cost half of four.
+TWO: dict[str, Any] = {"microbatch_size": 2}
 RING: dict[str, Any] = {"cp_type": ContextParallel.RING}
 OFFLOADS: dict[str, Any] = {"offload": Offload.PARAMETERS}
 # Each way to split, send, keep or recompute occurs once, where it can together with others.
@@ -178,25 +180,27 @@ CASES = {
     "hsdp": saved(GEMMA, "fsdp", dp=4, dp_shard=2),
     "fsdp offloads": saved(NEMOTRON, "fsdp", dp=2, microbatch_size=2, **OFFLOADS),
     "titan offloads": saved(GPT, "torchtitan", tp=2, dp=2, **OFFLOADS, **SP),
-    "titan tp": saved(GPT, "torchtitan", tp=2),
-    "titan tp sp": saved(LLAMA, "torchtitan", tp=2, recompute=SELECTIVE, **SP),
-    "titan operators": saved(GPT, "torchtitan", tp=2, recompute=OPERATORS, **SP),
+    "titan tp": saved(GPT, "torchtitan", tp=2, **TWO),
+    "titan tp sp": saved(LLAMA, "torchtitan", tp=2, recompute=SELECTIVE, **SP, **TWO),
+    "titan operators": saved(GPT, "torchtitan", tp=2, recompute=OPERATORS, **SP, **TWO),
     "titan interleaved": saved(LLAMA, "torchtitan", **INTERLEAVED),
     "titan hybrid": saved(LLAMA, "torchtitan", tp=2, pp=2, dp=2, **SP),
     "ddp, norms without weights": saved(UNWEIGHTED, "ddp", dp=2),
     "fsdp sinks": saved(SINKS, "fsdp", dp=2, recompute=FULL),
     "sinks": saved(SINKS, "megatron-core", tp=2, dp=2, **SP),
     "without positions": saved(SCOUT, "megatron-core", tp=2, pp=2, recompute=FULL, **SP),
-    "tp full": saved(SINKS, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL),
-    "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP),
+    "tp full": saved(
+        SINKS, "megatron-core", tp=2, attention=Attention.UNFUSED, recompute=FULL, **TWO
+    ),
+    "tp sp selective": saved(GPT, "megatron-lm-2022", tp=2, recompute=SELECTIVE, **SP, **TWO),
     "gpipe": saved(GPT, "megatron-lm-2021", tp=2, pp=2, schedule="gpipe"),
     "1f1b of 4, one empty": saved(WINDOWED, "megatron-core", pp=4, stages=(2, 0, 1, 1)),
     "uneven interleaved": saved(PARTIAL, "megatron-core", dp=2, zero_stage=1, **UNEVEN),
     "windows among gathered": saved(
-        WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_GATHER
+        WINDOWED, "megatron-core", cp=2, cp_type=ContextParallel.ALL_GATHER, **TWO
     ),
     "zero 0, a padded table": saved(PADDED, "megatron-core", dp=2, zero_stage=0),
-    "predicting": saved(PREDICTING, "megatron-core", tp=2, cp=2, pp=2, stages=(4, 0), **SP),
+    "predicting": saved(PREDICTING, "megatron-core", tp=2, cp=2, pp=2, stages=(4, 0), **SP, **TWO),
     "predicting apart from the loss": saved(
         PREDICTING, "megatron-core", dp=1, pp=3, stages=(4, 0, 0), prediction_stage=1
     ),
@@ -213,8 +217,7 @@ CASES = {
     "fsdp deepseek": saved(DEEPSEEK, "fsdp", dp=4, ep=2),
     "fsdp deepseek 2": saved(SECOND, "fsdp", dp=2, recompute=FULL),
     "ddp latent": saved(STRAIGHT, "ddp", dp=2),
-    "latent": saved(STRAIGHT, "megatron-core", tp=2, cp=2, recompute=FULL, **SP),
-    "deepseek": saved(DEEPSEEK, "megatron-core", tp=2, pp=2, dp=2, ep=4, etp=1, **SP),
+    "latent": saved(STRAIGHT, "megatron-core", tp=2, cp=2, recompute=FULL, **SP, **TWO),
     "titan deepseek": saved(BALANCED, "torchtitan", cp=2, dp=2, ep=2),
     "hybrid": saved(SQUARED, "megatron-core", tp=2, pp=2, dp=2, **SP),
 }

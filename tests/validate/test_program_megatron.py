@@ -107,7 +107,7 @@ CASES: dict[str, tuple[str, ResolvedPlan, str]] = {
     "one unfused 2021": ("gpt", ResolvedPlan(stages=(4,)), "megatron-lm-2021"),
     "one selective": (
         "llama",
-        ResolvedPlan(stages=(4,), recompute=Recompute.SELECTIVE),
+        ResolvedPlan(stages=(4,), recompute=Recompute.SELECTIVE, microbatch_size=2),
         "megatron-lm-2022",
     ),
     "tp2 2021 full": (
@@ -118,7 +118,9 @@ CASES: dict[str, tuple[str, ResolvedPlan, str]] = {
     "deepseek": ("deepseek", replace(HYBRID, ep=4, etp=1), "megatron-core"),
     "tp2 sp full": (
         "llama-tied",
-        ResolvedPlan(tp=2, stages=(4,), sequence_parallel=True, recompute=Recompute.FULL),
+        ResolvedPlan(
+            tp=2, stages=(4,), sequence_parallel=True, recompute=Recompute.FULL, microbatch_size=2
+        ),
         "megatron-core",
     ),
     "pp2 uneven": ("llama", ResolvedPlan(pp=2, stages=(3, 1), attention=FLASH), "megatron-core"),
@@ -146,7 +148,9 @@ CASES: dict[str, tuple[str, ResolvedPlan, str]] = {
     ),
     "cp4 ring full": (
         "llama",
-        ResolvedPlan(cp=4, stages=(4,), attention=FLASH, recompute=Recompute.FULL),
+        ResolvedPlan(
+            cp=4, stages=(4,), attention=FLASH, recompute=Recompute.FULL, microbatch_size=2
+        ),
         "megatron-core",
     ),
     "cp2 pp2 all-to-all": (
@@ -173,6 +177,7 @@ CASES: dict[str, tuple[str, ResolvedPlan, str]] = {
             cp=4,
             cp_inner=2,
             cp_type=ContextParallel.RING_OF_SWAPS,
+            microbatch_size=2,
             stages=(4,),
             zero_stage=1,
             attention=FLASH,

@@ -78,7 +78,7 @@ CASES = {
     "cp tp ring": Case(
         GPT,
         "torchtitan",
-        plan(cp=2, tp=2, sequence_parallel=True, cp_type=ContextParallel.RING),
+        plan(cp=2, tp=2, sequence_parallel=True, cp_type=ContextParallel.RING, microbatch_size=2),
     ),
     "1f1b operators llama": Case(
         LLAMA, "torchtitan", plan(pp=2, stages=(1, 3), recompute=OPERATORS)

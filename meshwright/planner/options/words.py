@@ -153,7 +153,8 @@ def _leave_out_untyped(command: Any, words: Sequence[str]) -> None:  # noqa: ANN
 
     Where a word may be an option of none of these names, such as ``--help``, all are left in.
     """
-    typed = {word.partition("=")[0] for word in words if word.startswith("-")}
+    # `-` alone is a value, as of `--json -`.
+    typed = {word.partition("=")[0] for word in words if word.startswith("-") and word != "-"}
     names = {
         each.key: {option_name(each.name), f"--no{option_name(each.name)[1:]}"}
         for each in command.options

@@ -112,10 +112,10 @@ def _device(saved: SavedPlan) -> "torch.device":
 
 
 def run_counted(
-    program: "RankProgram", oracle: "RankOracle", num_steps: int
+    program: "RankProgram", oracle: "RankOracle", num_steps: int, *, first_step: int = 0
 ) -> Iterator[list["Tensor"]]:
     """Run steps of *program*, each counted afresh; after each yield its losses, if any."""
-    for step in range(num_steps):
+    for step in range(first_step, first_step + num_steps):
         gc.collect()  # what a step left in cycles of references dies at no certain time else
         for tensor, kind in program.persistent_tensors():
             oracle.mark(tensor, kind)
