@@ -30,7 +30,9 @@ if TYPE_CHECKING:
         load_stack,
     )
     from meshwright.planner import Change, SearchResult, SpaceLimits, cheapest_changes
-    from meshwright.planner.compare import Comparison
+    from meshwright.planner.compare import Comparison, compare
+    from meshwright.planner.explain import explain
+    from meshwright.planner.export import export
     from meshwright.planner.options import OptionGroup
     from meshwright.planner.search import search
     from meshwright.planner.sweep import SweepResult, sweep
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
         resolve_stages,
         simulate,
     )
+    from meshwright.validate.agreement import validate_plan
+    from meshwright.validate.scripts import count
 
 __all__ = [
     "Attention",
@@ -68,6 +72,10 @@ __all__ = [
     "SweepResult",
     "TrainingJob",
     "cheapest_changes",
+    "compare",
+    "count",
+    "explain",
+    "export",
     "list_clusters",
     "list_models",
     "list_stacks",
@@ -80,6 +88,7 @@ __all__ = [
     "search",
     "simulate",
     "sweep",
+    "validate_plan",
 ]
 
 COMMANDS = (
@@ -101,15 +110,20 @@ COMMANDS = (
 )
 USER_MISTAKE = 2
 # Where public names are looked for, those that import least first.
-PACKAGES = ("hwprofiles", "simulator", "planner", "planner.compare", "planner.sweep")
+PACKAGES = (
+    *("hwprofiles", "simulator", "planner", "planner.compare", "planner.sweep"),
+    *("planner.explain", "planner.export", "validate.agreement", "validate.scripts"),
+)
 
 
 def __getattr__(name: str) -> object:
     """Return a public name of one of the packages, imported when first asked for."""
+    if name == "__version__":
+        return import_module("meshwright.hwprofiles").VERSION
     if name in __all__:
         for package in PACKAGES:
             module = import_module(f"meshwright.{package}")
-            if name in module.__all__:
+            if name in getattr(module, "__all__", vars(module)):
                 return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

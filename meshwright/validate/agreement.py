@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from meshwright.hwprofiles import Offload, counted, suggestion
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import PlanError
+from meshwright.simulator import PlanError, StepResult
 from meshwright.simulator.layout import without_defaults
 from meshwright.validate.cli import plan_of_words
 from meshwright.validate.comparison import (
@@ -196,13 +196,25 @@ def compare_plan(plan: AgreementPlan, ranks: Iterable[int] = ()) -> Iterator[Ran
         plan: What is predicted, and run on fake tensors.
         ranks: Which ranks, or devices of one process.
     """
-    saved = plan.saved()
-    usual = plan.ranks or usual_members(saved)
-    saved, ranks = capped(saved, usual), tuple(ranks) or usual
-    predictions = predict_members(saved, ranks)
-    for measured in measure_fakes(saved, ranks):
-        checks = compare_rank(predictions[measured.rank], measured)
-        yield RankAgreement(plan=plan, rank=measured.rank, checks=tuple(checks))
+    for rank, checks in validate_plan(plan.saved(), ranks or plan.ranks):
+        yield RankAgreement(plan=plan, rank=rank, checks=checks)
+
+
+def validate_plan(
+    step: StepResult | SavedPlan, ranks: Iterable[int] = ()
+) -> Iterator[tuple[int, tuple[Check, ...]]]:
+    """Yield ranks with what their program counts beside what is predicted, on fake tensors.
+
+    Args:
+        step: What has the plan, with its job, cluster and stack.
+        ranks: Which ranks; by default one of each kind.
+    """
+    saved = SavedPlan(job=step.job, plan=step.plan, cluster=step.cluster, stack=step.stack)
+    chosen = tuple(ranks) or usual_members(saved)
+    saved = capped(saved, chosen)
+    predictions = predict_members(saved, chosen)
+    for measured in measure_fakes(saved, chosen):
+        yield measured.rank, tuple(compare_rank(predictions[measured.rank], measured))
 
 
 def plan_cells(agreement: AgreementPlan) -> tuple[str, ...]:

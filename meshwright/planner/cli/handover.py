@@ -37,7 +37,7 @@ JOB_OPTIONS = {
 def run_export(options: ExportOptions) -> int:
     """Write a plan as the configuration of a framework."""
     from meshwright.planner.export import export_plan, get_framework
-    from meshwright.planner.reports import read_plan
+    from meshwright.planner.reports import read_runnable_plan
 
     if options.plan is None:
         raise PlanError("PLAN is missing; allowed: a plan.json that search or simulate wrote")
@@ -47,7 +47,10 @@ def run_export(options: ExportOptions) -> int:
         raise PlanError(f"--to is missing; allowed: {', '.join(FRAMEWORKS)}")
     framework = get_framework(options.to)
     files, notes = export_plan(
-        read_plan(Path(options.plan)), framework, options.framework_version, slurm=options.slurm
+        read_runnable_plan(Path(options.plan)),
+        framework,
+        options.framework_version,
+        slurm=options.slurm,
     )
     _write(files, options.out, force=options.force)
     for note in notes:

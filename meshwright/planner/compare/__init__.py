@@ -1,11 +1,12 @@
 """Several plans beside each other, term by term."""
 
-from meshwright.planner.compare.comparison import Comparison, memory_terms, time_terms
+from meshwright.planner.compare.comparison import Comparison, compare, memory_terms, time_terms
 from meshwright.planner.compare.files import term_rows, write_comparison
 from meshwright.planner.compare.report import comparison_document, comparison_report
 
 __all__ = [
     "Comparison",
+    "compare",
     "comparison_document",
     "comparison_report",
     "memory_terms",

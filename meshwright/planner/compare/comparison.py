@@ -59,3 +59,14 @@ def differences(values: Sequence[int]) -> tuple[int, ...]:
     (2, -2)
     """
     return tuple(value - values[0] for value in values[1:])
+
+
+def compare(*steps: StepResult, names: Sequence[str] = ()) -> Comparison:
+    """Return steps beside each other; the first is what the others are compared with.
+
+    Args:
+        steps: Simulated steps.
+        names: What each is called; by default its number.
+    """
+    numbers = tuple(str(number) for number in range(1, len(steps) + 1))
+    return Comparison(names=tuple(names) or numbers, steps=steps)

@@ -3,7 +3,15 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from meshwright.hwprofiles import Cluster, StackProfile, Strategy, with_facts
+from meshwright.hwprofiles import (
+    DEFAULT_STACK,
+    Cluster,
+    StackProfile,
+    Strategy,
+    load_cluster,
+    load_stack,
+    with_facts,
+)
 from meshwright.planner.changes import Change, Fields, Trials, neighbours, switched
 from meshwright.planner.compare import time_terms
 from meshwright.planner.explain.memory import MemoryTerm, memory_products
@@ -12,6 +20,7 @@ from meshwright.planner.search import Progress
 from meshwright.simulator import (
     BuiltStep,
     CostModel,
+    ParallelPlan,
     PlanError,
     ResolvedPlan,
     StepResult,
@@ -19,11 +28,11 @@ from meshwright.simulator import (
     account,
     build_step,
     check_plan,
+    resolve,
     simulate,
     simulate_folded,
 )
 from meshwright.simulator.account import CriticalPath, critical_path
-from meshwright.simulator.layout import with_stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +93,9 @@ class Explanation:
 
 def explain(
     job: TrainingJob,
-    plan: ResolvedPlan,
-    cluster: Cluster,
-    stack: StackProfile,
+    plan: ParallelPlan | ResolvedPlan,
+    cluster: Cluster | str,
+    stack: StackProfile | str = DEFAULT_STACK,
     *,
     memory_limit_bytes: int | None = None,
     progress: Progress | None = None,
@@ -95,9 +104,9 @@ def explain(
 
     Args:
         job: What is trained.
-        plan: How it is laid out.
-        cluster: On what.
-        stack: With what software.
+        plan: How it is laid out; what it does not say is as the stack does it.
+        cluster: On what: a cluster, or the name or the path of one.
+        stack: With what software, likewise.
         memory_limit_bytes: What a device may use; by default all that processes can have.
         progress: Called with what is being done, how much is done, and of how much.
 
@@ -106,7 +115,8 @@ def explain(
     """
     tell = progress or (lambda _what, _done, _total: None)
     tell("simulating", 0, 0)
-    plan = with_stages(job, plan, stack)
+    cluster, stack = load_cluster(cluster), load_stack(stack)
+    plan = resolve(job, cluster, stack, plan)
     check_plan(job, plan, cluster, stack)
     costs = CostModel(cluster, stack, plan.world_size)
     built: BuiltStep | None = None

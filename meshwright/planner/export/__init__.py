@@ -11,6 +11,7 @@ from meshwright.planner.export.launch import (
 )
 from meshwright.planner.export.registry import (
     FRAMEWORKS,
+    export,
     export_plan,
     get_framework,
     read_framework_file,
@@ -24,6 +25,7 @@ __all__ = [
     "STACK_FACT",
     "Facts",
     "Launch",
+    "export",
     "export_plan",
     "get_framework",
     "hand_script",

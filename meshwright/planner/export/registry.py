@@ -37,7 +37,7 @@ from meshwright.planner.export.table import (
     write_keys,
 )
 from meshwright.planner.reports import SavedPlan, named
-from meshwright.simulator import PlanError
+from meshwright.simulator import PlanError, StepResult
 from meshwright.simulator.launching import all_gaps, chosen_tables, refusal_text
 from meshwright.simulator.layout import DP_CP, PLAN_FIELDS
 
@@ -232,3 +232,21 @@ def facts_of(saved: SavedPlan) -> Facts:
         "prediction_layers": model.prediction_layers,
     }
     return Facts(values, model, saved.stack)
+
+
+def export(
+    step: StepResult | SavedPlan, to: str, version: str | None = None, *, slurm: bool = False
+) -> Handover:
+    """Return the files that start the plan of a simulated *step*, or of a plan file.
+
+    Args:
+        step: What has the plan, with its job, cluster and stack.
+        to: Name of the framework.
+        version: Of the framework; the usual one where it is None.
+        slurm: Whether a Slurm script starts it.
+
+    Raises:
+        PlanError: As `export_plan`, or if there is no such framework.
+    """
+    saved = SavedPlan(job=step.job, plan=step.plan, cluster=step.cluster, stack=step.stack)
+    return export_plan(saved, get_framework(to), version, slurm=slurm)

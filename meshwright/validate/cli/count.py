@@ -14,7 +14,7 @@ from meshwright.planner.cli import STEP_WIDTH, check_outputs, progress_bar, show
 from meshwright.planner.options import MAX_GPUS, argument, option
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.validate.cli.options import ValidateOutput, check_range
-from meshwright.validate.ranks import Backend
+from meshwright.validate.ranks import SCRIPT_STEPS, Backend
 
 if TYPE_CHECKING:
     from meshwright.planner.reports import SavedPlan
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 DISAGREES = FAILED = 1
 MOST_STEPS = 1_000
-DEFAULT_STEPS = 3  # the first makes optimizer states, the second rebuilds DDP's buckets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,7 @@ class CountOptions:
     )
     rank: int = option(0, "R", "Which rank it is.")
     world: int | None = option(None, "N", "How many ranks there are [the plan's, or 1].")
-    steps: int = option(DEFAULT_STEPS, "K", "Optimizer steps to run; the last is counted.")
+    steps: int = option(SCRIPT_STEPS, "K", "Optimizer steps to run; the last is counted.")
     plan: str | None = option(None, "PLAN", "A plan.json; compare with what it predicts.")
 
 

@@ -12,6 +12,7 @@ from meshwright.validate.ranks.groups import (
 )
 from meshwright.validate.ranks.measurement import (
     RESULT_FILE,
+    SCRIPT_STEPS,
     Backend,
     ByteKind,
     CollectiveCount,
@@ -44,6 +45,7 @@ from meshwright.validate.ranks.server_layout import ServerLayout, num_processes
 __all__ = [
     "MESH_DIMS",
     "RESULT_FILE",
+    "SCRIPT_STEPS",
     "SEND",
     "SERVERS",
     "Backend",

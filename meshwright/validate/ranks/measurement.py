@@ -19,6 +19,9 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 T = TypeVar("T")
 
+# Of a script: the first makes optimizer states, the second rebuilds DDP's buckets.
+SCRIPT_STEPS = 3
+
 
 class Backend(StrEnum):
     """What runs the ranks."""

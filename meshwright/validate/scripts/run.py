@@ -18,7 +18,7 @@ from meshwright.validate.counting import (
     library_on_fakes,
     measurement_of,
 )
-from meshwright.validate.ranks import RankMeasurement
+from meshwright.validate.ranks import SCRIPT_STEPS, RankMeasurement
 from meshwright.validate.scripts.gpu import (
     GpuNames,
     ScriptMemories,
@@ -32,7 +32,13 @@ from meshwright.validate.scripts.libraries import libraries_answered
 from meshwright.validate.scripts.mail import Letter, LetterMissingError, LetterSentError, Mail
 from meshwright.validate.scripts.process_groups import GroupNames, groups_on_demand
 from meshwright.validate.scripts.steps import ScriptSteps, StepsCounted
-from meshwright.validate.scripts.torchrun import as_rank, launched, launches_answered, run_script
+from meshwright.validate.scripts.torchrun import (
+    as_rank,
+    check_script,
+    launched,
+    launches_answered,
+    run_script,
+)
 
 MOST_SHOWN = 20
 
@@ -209,3 +215,23 @@ def _result(run: ScriptRun, oracle: RankOracle, tensors: ScriptTensors) -> Scrip
         largest=tuple(place.largest_at_peak(MOST_SHOWN)),
         notes=tuple((what, where, n) for (what, where), n in sorted(tensors.notes.items())),
     )
+
+
+def count(
+    *words: str, rank: int = 0, world_size: int = 1, num_steps: int = SCRIPT_STEPS
+) -> ScriptCount:
+    """Return what one rank of a training script computes, sends and holds in a step, without GPUs.
+
+    Args:
+        words: The script and its arguments, as after ``torchrun``.
+        rank: Which rank it is.
+        world_size: How many there are.
+        num_steps: Optimizer steps to run; the last is counted.
+
+    Raises:
+        ScriptFailedError: If it raises, or ends with a status of failure.
+        PlanError: If it cannot be counted.
+    """
+    check_script(words)
+    run = ScriptRun(words=words, rank=rank, world_size=world_size, num_steps=num_steps)
+    return count_script(run, lambda _done: None)
