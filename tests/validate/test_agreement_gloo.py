@@ -180,7 +180,7 @@ CASES = {
     "hsdp": saved(GEMMA, "fsdp", dp=4, dp_shard=2),
     "fsdp offloads": saved(NEMOTRON, "fsdp", dp=2, microbatch_size=2, **OFFLOADS),
     "titan offloads": saved(GPT, "torchtitan", tp=2, dp=2, **OFFLOADS, **SP),
-    "titan tp": saved(GPT, "torchtitan", tp=2, **TWO),
+    "titan tp": saved(GPT, "torchtitan", tp=2, **SP, **TWO),
     "titan tp sp": saved(LLAMA, "torchtitan", tp=2, recompute=SELECTIVE, **SP, **TWO),
     "titan operators": saved(GPT, "torchtitan", tp=2, recompute=OPERATORS, **SP, **TWO),
     "titan interleaved": saved(LLAMA, "torchtitan", **INTERLEAVED),

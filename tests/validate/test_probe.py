@@ -53,7 +53,10 @@ CASES = {
     "ddp": (saved_plan("ddp", dp=64), 17),
     "fsdp": (saved_plan("fsdp", dp=64, zero_stage=3), 3),
     "titan pipeline": (saved_plan("torchtitan", dp=4, zero_stage=3, **PIPELINE), 0),
-    "titan tensor parallel": (saved_plan("torchtitan", tp=2, dp=4, zero_stage=3), 7),
+    "titan tensor parallel": (
+        saved_plan("torchtitan", tp=2, dp=4, zero_stage=3, sequence_parallel=True),
+        7,
+    ),
 }
 
 

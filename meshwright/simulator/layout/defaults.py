@@ -163,7 +163,9 @@ def _usual_dispatcher(draft: Draft) -> object:
 
 
 def _usual_sequence_parallel(draft: Draft) -> bool:
-    """Return whether activations are split along the tp axis: only where the stack must do it."""
+    """Return whether activations are split along the tp axis: where the stack does, or must."""
+    if draft.stack.splits_sequences and draft.number("tp") > 1:
+        return True
     known = {**draft.known, "sequence_parallel": False}
 
     def number(name: str) -> int:
