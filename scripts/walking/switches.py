@@ -131,4 +131,7 @@ def turned(step: StepResult) -> Iterator[tuple[Fields, ResolvedPlan]]:
             except PlanError:  # there is no such layout
                 continue
             if other != plan:
-                yield all_differing, other
+                yield (
+                    {name: each for name, each in all_differing.items() if each is not None},
+                    other,
+                )
