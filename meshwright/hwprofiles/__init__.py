@@ -21,6 +21,7 @@ from meshwright.hwprofiles.conditions import (
     Number,
     Refusal,
     all_hold,
+    filled,
     names_of,
     parsed,
 )
@@ -176,6 +177,7 @@ __all__ = [
     "common_refusals",
     "counted",
     "fact_keys",
+    "filled",
     "format_bandwidth",
     "format_bytes",
     "format_flops_per_s",

@@ -6,6 +6,7 @@ on numbers or on columns of numbers. Nothing of a file is ever run.
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, reduce
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
@@ -21,6 +22,7 @@ Number: TypeAlias = Any
 Compare: TypeAlias = Callable[[Number, Number], Number]
 
 MOST_LETTERS = 400
+IN_BRACES = re.compile(r"\{([a-z_.]+)\}")
 GRAMMAR = "comparisons of fields and facts, as: tp > 1 and model.experts.num_experts % ep != 0"
 COMPARISONS: Mapping[type[ast.cmpop], Compare] = {
     ast.Eq: operator.eq,
@@ -130,6 +132,16 @@ def all_hold(parts: tuple[ast.expr, ...], names: Names) -> Number:
 def names_of(parts: tuple[ast.expr, ...]) -> frozenset[str]:
     """Return the names that *parts* of a condition read."""
     return frozenset(name for part in parts for name in _names(part))
+
+
+def filled(text: object, value: Callable[[str], object]) -> object:
+    """Return a text with values in the place of names in braces; None leaves a name as it is."""
+
+    def found(match: re.Match[str]) -> str:
+        known = value(match[1])
+        return match[0] if known is None else str(known)
+
+    return IN_BRACES.sub(found, text) if isinstance(text, str) else text
 
 
 def _names(node: ast.expr) -> list[str]:

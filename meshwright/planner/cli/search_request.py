@@ -256,9 +256,5 @@ def _splits(given: Given, setting: Setting) -> bool:
     """Return whether the stack splits the model's tensors over two ranks, with pinned shards."""
     shards = cast("int", given.get("dp_shard", given.get("dp", 2)))
     numbers = {Axis.TP: 2, SHARDS: shards}
-    gaps = (
-        gap
-        for gap in stack_gaps(setting.stack, setting.job)
-        if {each.field for each in gap.conditions} <= numbers.keys()
-    )
+    gaps = (gap for gap in stack_gaps(setting.stack, setting.job) if gap.fields <= numbers.keys())
     return not any(gap.lacks(numbers.__getitem__) for gap in gaps)

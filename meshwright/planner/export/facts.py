@@ -6,8 +6,7 @@ from typing import NamedTuple, TypeAlias, cast
 
 from meshwright.hwprofiles import UNSET, Number, Precision, StackProfile, parsed, shown
 from meshwright.simulator import ModelSpec, PlanError
-from meshwright.simulator.launching import code_of, fact_number
-from meshwright.simulator.layout import PLAN_FIELDS
+from meshwright.simulator.layout import PLAN_FIELDS, code_of
 
 Keys: TypeAlias = dict[str, object]
 """Values by the framework's keys; a key in a section is written with dots."""
@@ -74,11 +73,7 @@ class _Numbers(NamedTuple):
     def number(self, name: str) -> Number:
         """Return the number of a field, or a fact; a count of which nothing is known is 1."""
         value, known = self.facts.get(name), PLAN_FIELDS.get(name)
-        if known is None:
-            return fact_number(name, value)
-        if value is None:
-            return known.code(known.default)
-        return known.code(value)
+        return code_of(name, known.default if known and value is None else value)
 
     def code(self, name: str, value: object) -> Number:
         """Return what *value* is where a condition compares it with *name*."""

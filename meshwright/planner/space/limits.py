@@ -10,8 +10,8 @@ from meshwright.hwprofiles import (
     suggestion,
 )
 from meshwright.simulator import PlanError, TrainingJob
-from meshwright.simulator.launching import LaunchGap, framework_gaps, framework_refusal
-from meshwright.simulator.layout import AXES, DP_CP, PLAN_FIELDS, SEARCHED_FIELDS, Axis
+from meshwright.simulator.launching import framework_gaps, framework_refusal
+from meshwright.simulator.layout import AXES, DP_CP, PLAN_FIELDS, SEARCHED_FIELDS, Axis, Gap
 
 LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 LAUNCHING = "framework", "any_layout"
@@ -116,7 +116,7 @@ class Launcher(NamedTuple):
         """Name and version."""
         return f"{self.framework.name} {self.version}".rstrip()
 
-    def gaps(self, stack: StackProfile, job: TrainingJob) -> tuple[LaunchGap, ...]:
+    def gaps(self, stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
         """Return the layouts that it cannot be told."""
         known = {*COLUMNS, DP_CP}
         found = framework_gaps(self.framework, self.version, stack, job)

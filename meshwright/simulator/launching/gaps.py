@@ -4,8 +4,7 @@ A limit is said once, as conditions on a plan and its job, and read for one plan
 """
 
 from ast import expr
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple, cast
 
@@ -15,69 +14,27 @@ from meshwright.hwprofiles import (
     FieldEntry,
     FrameworkProfile,
     FrameworkTable,
-    Number,
     Refusal,
     StackProfile,
     Strategy,
     all_hold,
-    names_of,
     parsed,
 )
-from meshwright.simulator.launching.plan_numbers import JobFacts, Resolved, is_fact
-from meshwright.simulator.layout import AXES, PLAN_FIELDS, PlanField, TrainingJob
+from meshwright.simulator.layout import (
+    PLAN_FIELDS,
+    Facts,
+    Gap,
+    Numbers,
+    PlanField,
+    TrainingJob,
+    is_fact,
+)
 from meshwright.simulator.model import ModelSpec
 
-COUNTED = {"num_microbatches": ("dp", "microbatch_size"), "world_size": tuple(AXES)}
 NOT_PLANNED = ("parameter_server",)  # of stacks that no framework launches
 WORDS_AT_ONCE = 8  # of a list in a condition, whose length has a limit
 # What a model has that no framework needs to know.
 LABELS = {"name", "title", "source", "seq_len", "scored_fraction", "spelling", "head_dim"}
-
-
-class Reading(NamedTuple):
-    """A field that a gap reads."""
-
-    field: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchGap:
-    """Plans that a framework cannot be told.
-
-    Args:
-        field: Of the plan, or a fact of the job, whose value it is.
-        reason: The plans in words.
-        parts: What holds of them, all of it; of none no plan can be told.
-        facts: Of the job and its stack.
-        allowed: What it can have instead.
-        why: By which rule.
-    """
-
-    field: str
-    reason: str
-    parts: tuple[expr, ...]
-    facts: JobFacts
-    allowed: tuple[object, ...]
-    why: str = ""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Numbers of a plan that it reads."""
-        return frozenset(name for name in names_of(self.parts) if not is_fact(name))
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Fields of a plan, and numbers of ranks, that it reads."""
-        return frozenset(each for name in self.names for each in COUNTED.get(name, (name,)))
-
-    @property
-    def conditions(self) -> tuple[Reading, ...]:
-        """The same, as records."""
-        return tuple(map(Reading, sorted(self.fields)))
-
-    def lacks(self, number: Callable[[str], Number]) -> Number:
-        """Return whether it is such a plan, from the numbers of its fields by name."""
-        return all_hold(self.parts, Resolved(number, self.facts))
 
 
 class _Limit(NamedTuple):
@@ -92,7 +49,7 @@ class _Limit(NamedTuple):
 
 def framework_gaps(
     framework: FrameworkProfile, version: str, stack: StackProfile, job: TrainingJob
-) -> Iterator[LaunchGap]:
+) -> Iterator[Gap]:
     """Yield the plans of *job* on *stack* that a version of *framework* cannot be told.
 
     Only those that a layout decides: `framework_refusal` says what no layout helps.
@@ -102,9 +59,9 @@ def framework_gaps(
 
 def all_gaps(
     framework: FrameworkProfile, version: str, stack: StackProfile, job: TrainingJob
-) -> Iterator[LaunchGap]:
+) -> Iterator[Gap]:
     """Yield the same, and what no layout helps, in the order of the table."""
-    yield from (gap for gap, _ in _gaps(framework, version, JobFacts(job, stack)))
+    yield from (gap for gap, _ in _gaps(framework, version, Facts(job, stack)))
 
 
 def framework_refusal(
@@ -118,7 +75,7 @@ def framework_refusal(
         )
     if not isinstance(job.model, ModelSpec):
         return f"model {job.model.name} is no transformer; allowed here: one"
-    facts = JobFacts(job, stack)
+    facts = Facts(job, stack)
     tables = [table for table, _ in chosen_tables(framework, version, stack)]
     refused = []
     for gap, table in _gaps(framework, version, facts):
@@ -132,7 +89,7 @@ def framework_refusal(
     return None
 
 
-def refusal_text(gap: LaunchGap, value: object, framework: str) -> str:
+def refusal_text(gap: Gap, value: object, framework: str) -> str:
     """Return the line that says what a framework cannot be told, from the value of its field."""
     known = ", ".join(map(_word, gap.allowed))
     if gap.reason.startswith("model="):
@@ -166,15 +123,15 @@ def chosen_tables(
 
 
 def _gaps(
-    framework: FrameworkProfile, version: str, facts: JobFacts
-) -> Iterator[tuple[LaunchGap, FrameworkTable | None]]:
+    framework: FrameworkProfile, version: str, facts: Facts
+) -> Iterator[tuple[Gap, FrameworkTable | None]]:
     """Yield gaps, and the table of those that all plans of it have."""
     for table, held in chosen_tables(framework, version, facts.stack):
         for limit in _limits(table, facts):
             of_plan = _parts(limit.texts, facts)
             chosen = _parts(held, facts)
             if of_plan is not None and chosen is not None:
-                gap = LaunchGap(
+                gap = Gap(
                     field=limit.field,
                     reason=limit.reason or " and ".join(limit.texts),
                     parts=(*chosen, *of_plan),
@@ -185,18 +142,18 @@ def _gaps(
                 yield gap, None if of_plan else table
 
 
-def _parts(texts: Iterable[str], facts: JobFacts) -> tuple[expr, ...] | None:
+def _parts(texts: Iterable[str], facts: Facts) -> tuple[expr, ...] | None:
     """Return what of conditions a plan decides; None where the job does not have the rest."""
     found: list[expr] = []
     for text in texts:
         of_job, of_plan = parsed(text).about(is_fact)
-        if not all_hold(of_job, Resolved(lambda _: 0, facts)):
+        if not all_hold(of_job, Numbers(lambda _: 0, facts)):
             return None
         found += of_plan
     return tuple(found)
 
 
-def _limits(table: FrameworkTable, facts: JobFacts) -> Iterator[_Limit]:
+def _limits(table: FrameworkTable, facts: Facts) -> Iterator[_Limit]:
     """Yield all that a table cannot be told."""
     model = facts.job.model
     if table.model_facts and isinstance(model, ModelSpec):

@@ -15,7 +15,15 @@ from meshwright.simulator.layout.axes import (
     near_multiples,
     repeated_modules,
 )
-from meshwright.simulator.layout.capabilities import MAX_ZERO_STAGE, stack_gaps
+from meshwright.simulator.layout.capabilities import (
+    MAX_ZERO_STAGE,
+    Facts,
+    Gap,
+    Numbers,
+    code_of,
+    is_fact,
+    stack_gaps,
+)
 from meshwright.simulator.layout.defaults import Said, read_modules
 from meshwright.simulator.layout.fields import (
     SERVER_FIELDS,
@@ -35,6 +43,7 @@ from meshwright.simulator.layout.formats import (
     main_gradient_bytes,
     offered_formats,
     optimizer_bytes,
+    syncs_by_default,
 )
 from meshwright.simulator.layout.job import Quantity, TrainingJob
 from meshwright.simulator.layout.mesh import (
@@ -77,7 +86,6 @@ from meshwright.simulator.layout.refusals import (
     reshards_units,
     stack_refusal,
     sums_microbatches,
-    syncs_by_default,
     usual_zero_stages,
 )
 from meshwright.simulator.layout.resolution import (
@@ -132,10 +140,13 @@ __all__ = [
     "Casts",
     "ContextAxis",
     "ExpertAxis",
+    "Facts",
     "Formats",
+    "Gap",
     "GroupSpan",
     "Mesh",
     "MeshAxis",
+    "Numbers",
     "ParallelPlan",
     "ParameterServer",
     "Partial",
@@ -155,6 +166,7 @@ __all__ = [
     "check_predictions",
     "check_sharding",
     "chosen_formats",
+    "code_of",
     "conflict_of",
     "context_way",
     "copies_table",
@@ -165,6 +177,7 @@ __all__ = [
     "gradient_bytes",
     "head_cost_layers",
     "in_option_order",
+    "is_fact",
     "is_unwrapped",
     "job_refusal",
     "join_stages",

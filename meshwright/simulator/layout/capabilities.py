@@ -3,27 +3,26 @@
 Both are conditions as stacks' files write them, read for one plan and for columns of plans.
 """
 
-import re
 from ast import expr
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import EnumType, StrEnum
 from functools import cache, lru_cache
-from inspect import getattr_static, isclass
-from typing import NamedTuple, get_args, get_origin
-
-from pydantic import BaseModel
+from math import prod
+from typing import NamedTuple
 
 from meshwright.hwprofiles import (
     ContextParallel,
     Number,
+    Precision,
     ProfileError,
     RecomputeMethod,
     RecomputeModule,
     Refusal,
     StackProfile,
+    Strategy,
     all_hold,
     common_refusals,
+    filled,
     names_of,
     parsed,
     shown,
@@ -31,21 +30,22 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator.layout.axes import AXES, JOINT_AXES
 from meshwright.simulator.layout.fields import PlanField
-from meshwright.simulator.layout.job import TrainingJob
+from meshwright.simulator.layout.formats import Formats, chosen_formats, syncs_by_default
+from meshwright.simulator.layout.job import TABLES, TrainingJob, check_fact
 from meshwright.simulator.layout.mesh import context_ways
 from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS
-from meshwright.simulator.model import AnyModel, ModelSpec
+from meshwright.simulator.model import ModelSpec
 
 MAX_ZERO_STAGE = 3
-JOB_FACTS = ("precision", "seq_len", "global_batch_size", "imbalance")
-NUM_MICROBATCHES = "num_microbatches"
-COUNTS = (*JOINT_AXES, SHARDS, EXPERT_SHARDS, NUM_MICROBATCHES)
-TABLES: dict[str, tuple[type, ...]] = {"model": get_args(AnyModel), "stack": (StackProfile,)}
+PRECISIONS = ("precision", "storage")  # facts that are compared with those of gradients
+GRADIENTS = "gradient_precision"
+JOB_FACTS = ("model", *PRECISIONS, "seq_len", "global_batch_size", "imbalance")
+# Counts that a plan has no number of, and of which fields they are.
+COUNTED = {"num_microbatches": ("dp", "microbatch_size"), "world_size": tuple(AXES)}
+COUNTS = (*JOINT_AXES, SHARDS, EXPERT_SHARDS, *COUNTED)
 # Traits that list which values of a field a stack offers, beside those that fields declare.
 LISTS = {"zero_stage": "zero_stages", "recompute_modules": "recompute_modules"}
-HABITS = ("cp_type", "dispatcher")  # of which a plan that says none has the first of the list
 NONE_OFFERED = {"recompute_method": "leave recompute_layers out"}  # what helps then
-IN_BRACES = re.compile(r"\{([a-z_.]+)\}")
 
 
 class Facts(NamedTuple):
@@ -57,6 +57,8 @@ class Facts(NamedTuple):
     def value(self, name: str) -> object:
         """Return a fact, None where the model has no such part; of a list, if it has a member."""
         root, *path = name.split(".")
+        if name in {"model", "storage"}:
+            return self.job.model.name if name == "model" else self.job.precision.storage
         value: object = self.stack if root == "stack" else getattr(self.job, root)
         for word in path:
             value = word in value if isinstance(value, tuple) else getattr(value, word, None)
@@ -74,6 +76,22 @@ class Facts(NamedTuple):
         return filled(text, value)
 
 
+def code_of(name: str, value: object) -> Number:
+    """Return *value* of a field or a fact as conditions compare it: 0 for None, of lists a length.
+
+    Raises:
+        ProfileError: If a field has no such value.
+    """
+    field = PLAN_FIELDS.get(GRADIENTS if name in PRECISIONS else name)
+    if field is None:
+        return len(value) if isinstance(value, tuple) else 0 if value is None else value
+    if field.choices and not (field.is_optional and value is None):
+        known = [str(each) for each in field.choices]
+        if str(value) not in known:
+            raise ProfileError(f"{name}={value} is unknown; {suggestion(str(value), known)}")
+    return field.code(value)
+
+
 class Numbers(NamedTuple):
     """What the names of a condition stand for: numbers of a plan's fields, and facts."""
 
@@ -81,52 +99,87 @@ class Numbers(NamedTuple):
     facts: Facts
 
     def number(self, name: str) -> Number:
-        """Return the number of a field, or a fact: 0 for None, of a list its length."""
+        """Return a fact, or the number of a field: what the stack does where it is not said."""
         if is_fact(name):
-            value = self.facts.value(name)
-            return len(value) if isinstance(value, tuple) else 0 if value is None else value
-        if name == NUM_MICROBATCHES:
-            sequences = self.field("dp") * self.field("microbatch_size")
-            return self.facts.job.global_batch_size // sequences
+            return code_of(name, self.facts.value(name))
+        if name in COUNTED:
+            ranks = prod(map(self.field, COUNTED[name]))
+            return ranks if name == "world_size" else self.facts.job.global_batch_size // ranks
         field, _, member = name.partition(".")
         number = self.field(field)
         if member:
             return number >> PLAN_FIELDS[field].declaration.members.index(member) & 1
-        if name in HABITS:
-            return number + (number == 0) * PLAN_FIELDS[name].code(usual(name, self.facts.stack))
-        return number
+        return number + (number == 0) * self.habit(name) if name in HABITS else number
+
+    def habit(self, name: str) -> Number:
+        """Return what a field in `HABITS` is where it is not said."""
+        return HABITS[name].number(self)
 
     def code(self, name: str, value: object) -> Number:
         """Return what *value* is where a condition compares it with *name*."""
-        if name not in PLAN_FIELDS:
-            return 0 if value is None else value
+        return code_of(name, value)
+
+
+class Habit(NamedTuple):
+    """What a stack does where a plan does not say a field, and the fields on which that depends."""
+
+    number: Callable[[Numbers], Number]
+    reads: tuple[str, ...]
+
+
+def _first(name: str, where: str, least: int) -> Habit:
+    """Return the habit of the first value that a stack lists, where a number is larger."""
+
+    def number(of: Numbers) -> Number:
         field = PLAN_FIELDS[name]
-        if field.choices and not (field.is_optional and value is None):
-            known = [str(each) for each in field.choices]
-            if str(value) not in known:
-                raise ProfileError(f"{name}={value} is unknown; {suggestion(str(value), known)}")
-        return field.code(value)
+        values = listed(field, of.facts.stack)
+        return (of.field(where) > least) * field.code(values[0]) if values else 0
+
+    return Habit(number, (where,))
+
+
+def _reshard(of: Numbers) -> Number:
+    is_freed = (of.field("pp") == 1) | of.facts.stack.reshards_in_pipelines
+    return (of.field("zero_stage") >= MAX_ZERO_STAGE) * (1 + is_freed)
+
+
+def _formats(of: Numbers, kept: Precision | None) -> Formats:
+    job, stack = of.facts
+    if stack.strategy is not Strategy.MESH:
+        return Formats(None, None)
+    return chosen_formats(stack, job.precision, Formats(kept, None))
+
+
+def _reduced(of: Numbers) -> Number:
+    """Return the format of reduction that goes with that in which gradients are kept."""
+    code, kept = PLAN_FIELDS[GRADIENTS].code, of.field(GRADIENTS)
+    return sum(
+        (kept == code(each)) * code(_formats(of, each).reduced) for each in (None, *Precision)
+    )
+
+
+def _sync(of: Numbers) -> Number:
+    syncs = syncs_by_default(of.facts.stack, of.field("zero_stage"), of.field("pp"))
+    return (of.facts.stack.strategy is Strategy.MESH) * (1 + (syncs != 0))
+
+
+HABITS: dict[str, Habit] = {
+    "cp_type": _first("cp_type", "cp", 1),
+    "etp": Habit(lambda of: of.field("tp") * (of.facts.job.experts is not None), ("tp",)),
+    "dispatcher": _first("dispatcher", "ep", 1),
+    "recompute_method": _first("recompute_method", "recompute_layers", 0),
+    "dp_shard": Habit(lambda of: of.field("dp"), ("dp",)),
+    "reshard_after_forward": Habit(_reshard, ("zero_stage", "pp")),
+    GRADIENTS: Habit(lambda of: code_of(GRADIENTS, _formats(of, None).kept), ()),
+    "reduce_precision": Habit(_reduced, (GRADIENTS,)),
+    "sync_each_microbatch": Habit(_sync, ("zero_stage", "pp")),
+}
 
 
 def listed(field: PlanField, stack: StackProfile) -> tuple[object, ...] | None:
     """Return the values of a field that *stack* lists, None where it lists none."""
     offered = getattr(stack, field.declaration.offered_by or LISTS.get(field.name, ""), None)
     return offered if isinstance(offered, tuple) and not field.declaration.axis else None
-
-
-def usual(name: str, stack: StackProfile) -> object:
-    """Return the value that a plan has which says none, of a field in `HABITS`."""
-    return next(iter(listed(PLAN_FIELDS[name], stack) or ()), None)
-
-
-def filled(text: object, value: Callable[[str], object]) -> object:
-    """Return a text with values in the place of names in braces; None leaves a name as it is."""
-
-    def found(match: re.Match[str]) -> str:
-        known = value(match[1])
-        return match[0] if known is None else str(known)
-
-    return IN_BRACES.sub(found, text) if isinstance(text, str) else text
 
 
 @cache
@@ -138,7 +191,7 @@ def is_fact(name: str) -> bool:
     """
     root, *path = name.split(".")
     if root in TABLES and path:
-        _check_path(root, path)
+        check_fact(root, path)
         return True
     members = PLAN_FIELDS[root].declaration.members if root in PLAN_FIELDS else ()
     known = [f"{root}.{each}" for each in members] if path else []
@@ -148,41 +201,9 @@ def is_fact(name: str) -> bool:
     return name in JOB_FACTS
 
 
-def _check_path(root: str, path: list[str]) -> None:
-    """Raise ProfileError for what no declared field or property of a table has."""
-    kinds = TABLES[root]
-    for place, word in enumerate(path):
-        known = {name: inner for kind in kinds for name, inner in _facts_of(kind).items()}
-        if word not in known:
-            name = ".".join((root, *path))
-            names = [".".join((root, *path[:place], each)) for each in known]
-            raise ProfileError(f"{shown(name)} is no field or fact; {suggestion(name, names)}")
-        kinds = known[word]
-
-
-@cache
-def _facts_of(kind: type) -> Mapping[str, tuple[type, ...]]:
-    """Return the fields and properties of a record, and the words that a list may have.
-
-    Beside each are the records that it holds, or the words of the list that it is.
-    """
-    if issubclass(kind, StrEnum):
-        return {str(each): () for each in kind}
-    found: dict[str, tuple[type, ...]] = {
-        name: () for name in dir(kind) if isinstance(getattr_static(kind, name), property)
-    }
-    for name in BaseModel.__dict__:
-        found.pop(name, None)
-    for name, field in getattr(kind, "model_fields", {}).items():
-        inner = (field.annotation, *get_args(field.annotation))
-        wanted = EnumType if get_origin(field.annotation) is tuple else type(BaseModel)
-        found[name] = tuple(each for each in inner if isclass(each) and isinstance(each, wanted))
-    return found
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gap:
-    """Plans that a stack does not run.
+    """Plans that a stack does not run, or that a framework cannot be told.
 
     Args:
         field: Name of the field that is refused; of a model, a format or a stack where `fields` are
@@ -212,26 +233,14 @@ class Gap:
     def __post_init__(self) -> None:
         """Note what it reads."""
         names = frozenset(name for name in names_of(self.parts) if not is_fact(name))
-        read = {name.partition(".")[0] for name in names}
-        if NUM_MICROBATCHES in read:
-            read = read - {NUM_MICROBATCHES} | {"dp", "microbatch_size"}
+        read = [each for name in names for each in COUNTED.get(name, (name.partition(".")[0],))]
+        habits = [each for name in read if name in HABITS for each in HABITS[name].reads]
         object.__setattr__(self, "names", names)
-        object.__setattr__(self, "fields", frozenset(read))
-
-    @property
-    def conditions(self) -> tuple["Reading", ...]:
-        """The same, as records."""
-        return tuple(map(Reading, sorted(self.fields)))
+        object.__setattr__(self, "fields", frozenset(read + habits))
 
     def lacks(self, number: Callable[[str], Number]) -> Number:
         """Return whether it is such a plan, from the numbers of its fields by name."""
         return all_hold(self.parts, Numbers(number, self.facts))
-
-
-class Reading(NamedTuple):
-    """A field that a condition reads."""
-
-    field: str
 
 
 def stack_gaps(stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
@@ -246,18 +255,6 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
 def job_gaps(stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
     """Return why *stack* does not run *job*, whatever the plan; raises as `stack_gaps`."""
     return _gaps(stack, job)[0]
-
-
-def offered_values(name: str, job: TrainingJob, stack: StackProfile) -> tuple[object, ...]:
-    """Return the values of a field that *stack* lists and does not refuse for *job* alone."""
-    field = PLAN_FIELDS[name]
-    alone = [gap for gap in stack_gaps(stack, job) if gap.fields == {name}]
-    codes = {value: {name: field.code(value)} for value in listed(field, stack) or ()}
-    return tuple(
-        value
-        for value, code in codes.items()
-        if not any(gap.lacks(code.__getitem__) for gap in alone)
-    )
 
 
 @lru_cache(maxsize=64)

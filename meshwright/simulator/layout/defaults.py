@@ -19,13 +19,12 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, Axis, near_multiples
-from meshwright.simulator.layout.capabilities import MAX_ZERO_STAGE, stack_gaps
+from meshwright.simulator.layout.capabilities import HABITS, Facts, Numbers, stack_gaps
 from meshwright.simulator.layout.fields import ParameterServer, PlanField
-from meshwright.simulator.layout.formats import Formats, chosen_formats
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.mesh import usual_inner
 from meshwright.simulator.layout.plan import PLAN_FIELDS
-from meshwright.simulator.layout.refusals import default_attention, syncs_by_default
+from meshwright.simulator.layout.refusals import default_attention
 from meshwright.simulator.layout.splits import (
     check_predictions,
     num_predictions,
@@ -57,8 +56,14 @@ class Draft(NamedTuple):
         """Return a field that is known by now."""
         return cast("int", self.known[name])
 
+    def code(self, name: str) -> int:
+        """Return a field that is known by now as the number of a column."""
+        return PLAN_FIELDS[name].code(self.known[name])
+
     def usual(self, field: PlanField) -> object:
         """Return what a field is where it is not said."""
+        if field.name in HABITS:
+            return field.value(Numbers(self.code, Facts(self.job, self.stack)).habit(field.name))
         rule = USUAL.get(field.name)
         return field.default if rule is None else rule(self)
 
@@ -144,10 +149,6 @@ def _others(draft: Draft) -> tuple[int, str]:
     return prod(degrees.values()), text
 
 
-def _usual_cp_type(draft: Draft) -> ContextParallel | None:
-    return next(iter(draft.stack.context_parallel), None) if draft.number("cp") > 1 else None
-
-
 def _usual_cp_inner(draft: Draft) -> int | None:
     """Return the ranks that swap tokens for heads in a ring of such groups: those of a node."""
     cp = draft.number("cp")
@@ -158,19 +159,12 @@ def _usual_cp_inner(draft: Draft) -> int | None:
     return usual_inner(draft.job, draft.stack, draft.number("tp"), cp, node_size)
 
 
-def _usual_dispatcher(draft: Draft) -> object:
-    return next(iter(draft.stack.dispatchers), None) if draft.number("ep") > 1 else None
-
-
 def _usual_sequence_parallel(draft: Draft) -> bool:
     """Return whether activations are split along the tp axis: where the stack does, or must."""
     if draft.stack.splits_sequences and draft.number("tp") > 1:
         return True
     known = {**draft.known, "sequence_parallel": False}
-
-    def number(name: str) -> int:
-        return PLAN_FIELDS[name].code(known[name])
-
+    number = draft._replace(known=known).code
     return any(
         gap.lacks(number)
         for gap in stack_gaps(draft.stack, draft.job)
@@ -227,25 +221,6 @@ def _place_of_predictions(draft: Draft, said: int | None) -> object:
     return said
 
 
-def _usual_reshard(draft: Draft) -> bool | None:
-    """Return whether gathered parameters are freed after a forward pass; None without any."""
-    if draft.number("zero_stage") < MAX_ZERO_STAGE:
-        return None
-    return draft.number("pp") == 1 or draft.stack.reshards_in_pipelines
-
-
-def _usual_format(draft: Draft, kept: object) -> Formats:
-    if draft.stack.strategy is not Strategy.MESH:
-        return Formats(None, None)
-    return chosen_formats(draft.stack, draft.job.precision, Formats(cast("Any", kept), None))
-
-
-def _usual_sync(draft: Draft) -> bool | None:
-    if draft.stack.strategy is not Strategy.MESH:
-        return None
-    return bool(syncs_by_default(draft.stack, draft.number("zero_stage"), draft.number("pp")))
-
-
 def _read_servers(draft: Draft, value: object) -> ParameterServer | None:
     """Return the servers that are asked for; on all workers where these leave no host.
 
@@ -291,44 +266,23 @@ def _read_modules(_draft: Draft, value: object) -> object:
     return read_modules(value) if isinstance(value, str) else value
 
 
-def _usual_method(draft: Draft) -> object:
-    return (
-        next(iter(draft.stack.recompute_methods), None) if draft.known["recompute_layers"] else None
-    )
-
-
-def _usual_etp(draft: Draft) -> int | None:
-    return None if draft.job.experts is None else draft.number("tp")
-
-
 def _read_schedule(_draft: Draft, value: object) -> str:
     return get_schedule(str(value)).name
 
 
-# What a field is where it is not said, but for its declared default.
+# What a field is where it is not said, but for its declared default and what stacks do.
 USUAL: dict[str, Callable[[Draft], object]] = {
     "dp": _usual_dp,
-    "cp_type": _usual_cp_type,
     "cp_inner": _usual_cp_inner,
-    "etp": _usual_etp,
-    "dispatcher": _usual_dispatcher,
     "zero_stage": lambda draft: draft.stack.zero_stage,
     "num_virtual_stages": _usual_virtual_stages,
     "sequence_parallel": _usual_sequence_parallel,
     "recompute": lambda draft: implied_recompute(draft.said),
-    "recompute_method": _usual_method,
     "attention": _usual_attention,
     "schedule": _usual_schedule,
     "stages": _usual_stages,
     "prediction_stage": _usual_prediction_stage,
     "parameter_server": _usual_servers,
-    "dp_shard": lambda draft: draft.known["dp"],
-    "reshard_after_forward": _usual_reshard,
-    "gradient_precision": lambda draft: _usual_format(draft, None).kept,
-    "reduce_precision": lambda draft: (
-        _usual_format(draft, draft.known["gradient_precision"]).reduced
-    ),
-    "sync_each_microbatch": _usual_sync,
 }
 # How what was said is read, where it is more than a word or a number.
 READERS: dict[str, Callable[[Draft, object], object]] = {

@@ -39,6 +39,15 @@ def is_unwrapped(stack: StackProfile, num_ranks: Number) -> Number:
     return (num_ranks == 1) & stack.casts_shards_alone
 
 
+def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Number:
+    """Return whether *stack* reduces gradients in each microbatch unless told otherwise.
+
+    In a pipeline they stay whole until the last microbatch, whatever the stage; fully_shard reduces
+    over one rank, too, which has any stage.
+    """
+    return ((zero_stage >= 2) | stack.is_fully_sharded) & (pp == 1) & stack.reduces_each_microbatch
+
+
 class Formats(NamedTuple):
     """Formats of a gradient: kept, and reduced; None for one that a stack has of its own."""
 

@@ -1,12 +1,20 @@
 """What is trained in a step: the model, its batch and its number format."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import cast
+from enum import EnumType, StrEnum
+from functools import cache
+from inspect import getattr_static, isclass
+from typing import cast, get_args, get_origin
 
-from meshwright.hwprofiles import Precision
+from pydantic import BaseModel
+
+from meshwright.hwprofiles import Precision, ProfileError, StackProfile, shown, suggestion
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec, load_model
+
+# What conditions may name facts of.
+TABLES: dict[str, tuple[type, ...]] = {"model": get_args(AnyModel), "stack": (StackProfile,)}
 
 
 class Quantity(StrEnum):
@@ -119,3 +127,35 @@ class TrainingJob:
     def tokens_per_step(self) -> int:
         """Tokens, or samples of a model that has none, that one optimizer step consumes."""
         return self.global_batch_size * self.seq_len
+
+
+def check_fact(root: str, path: list[str]) -> None:
+    """Raise ProfileError for what no declared field or property of a table has."""
+    kinds = TABLES[root]
+    for place, word in enumerate(path):
+        known = {name: inner for kind in kinds for name, inner in _facts_of(kind).items()}
+        if word not in known:
+            name = ".".join((root, *path))
+            names = [".".join((root, *path[:place], each)) for each in known]
+            raise ProfileError(f"{shown(name)} is no field or fact; {suggestion(name, names)}")
+        kinds = known[word]
+
+
+@cache
+def _facts_of(kind: type) -> Mapping[str, tuple[type, ...]]:
+    """Return the fields and properties of a record, and the words that a list may have.
+
+    Beside each are the records that it holds, or the words of the list that it is.
+    """
+    if issubclass(kind, StrEnum):
+        return {str(each): () for each in kind}
+    found: dict[str, tuple[type, ...]] = {
+        name: () for name in dir(kind) if isinstance(getattr_static(kind, name), property)
+    }
+    for name in BaseModel.__dict__:
+        found.pop(name, None)
+    for name, field in getattr(kind, "model_fields", {}).items():
+        inner = (field.annotation, *get_args(field.annotation))
+        wanted = EnumType if get_origin(field.annotation) is tuple else type(BaseModel)
+        found[name] = tuple(each for each in inner if isclass(each) and isinstance(each, wanted))
+    return found

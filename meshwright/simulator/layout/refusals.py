@@ -8,6 +8,7 @@ from meshwright.hwprofiles import (
     Strategy,
     Units,
     counted,
+    filled,
     stacks_with,
 )
 from meshwright.simulator.errors import PlanError
@@ -17,14 +18,17 @@ from meshwright.simulator.layout.capabilities import (
     JOB_FACTS,
     MAX_ZERO_STAGE,
     Gap,
-    filled,
+    Numbers,
     job_gaps,
-    offered_values,
     stack_gaps,
-    usual,
 )
 from meshwright.simulator.layout.fields import PlanField
-from meshwright.simulator.layout.formats import Number, eight_bit_refusal, formats_refusal
+from meshwright.simulator.layout.formats import (
+    Number,
+    eight_bit_refusal,
+    formats_refusal,
+    syncs_by_default,
+)
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ResolvedPlan
 from meshwright.simulator.layout.stages import empty_refusal, prediction_refusal
@@ -75,7 +79,13 @@ def attention_kernels(job: TrainingJob, stack: StackProfile) -> tuple[Attention,
     """Return the kernels of *stack* that attend as the model does: its own where there is none."""
     if not isinstance(job.model, ModelSpec):
         return (stack.attention,)
-    return tuple(Attention(str(each)) for each in offered_values("attention", job, stack))
+    code = PLAN_FIELDS["attention"].code
+    alone = [gap for gap in stack_gaps(stack, job) if gap.fields == {"attention"}]
+    return tuple(
+        each
+        for each in stack.attention_kernels
+        if not any(gap.lacks({"attention": code(each)}.__getitem__) for gap in alone)
+    )
 
 
 def default_attention(device: Device, stack: StackProfile) -> Attention:
@@ -208,16 +218,9 @@ def _value(gap: Gap, plan: ResolvedPlan) -> object:
         return ",".join(each for each in value if f"{gap.field}.{each}" in gap.names)
     if value is None and gap.field == "recompute_method":
         return RecomputeMethod.BLOCK
-    return usual(gap.field, gap.facts.stack) if value is None and gap.field in HABITS else value
-
-
-def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Number:
-    """Return whether *stack* reduces gradients in each microbatch unless told otherwise.
-
-    In a pipeline they stay whole until the last microbatch, whatever the stage; fully_shard reduces
-    over one rank, too, which has any stage.
-    """
-    return ((zero_stage >= 2) | stack.is_fully_sharded) & (pp == 1) & stack.reduces_each_microbatch
+    if value is None and gap.field in HABITS:
+        return field.value(Numbers(plan.number, gap.facts).habit(gap.field))
+    return value
 
 
 def reshards_units(plan: ResolvedPlan, stack: StackProfile) -> bool:
