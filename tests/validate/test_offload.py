@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -43,7 +42,6 @@ from meshwright.validate.counting.accelerator import (  # noqa: E402
     StandIn,
     stand_in,
 )
-from meshwright.validate.counting.fake_cluster import fake_cluster  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
 from meshwright.validate.ranks.measurement import (  # noqa: E402
     ByteKind,
@@ -58,6 +56,7 @@ from meshwright.validate.runs.fake import (  # noqa: E402
     measure_fake,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
 # Of sizes at which the logits decide the peak; tensors have no data. Rows of the tables are not
 # divisible by 7 ranks: the last shards are shorter.
@@ -109,68 +108,31 @@ def failed(saved: SavedPlan, measured: RankMeasurement) -> list[str]:
     return [check.quantity for check in checks if check.verdict is CheckVerdict.FAILED]
 
 
-def devices_of_gradients() -> tuple[str, str]:
-    """Return where a gradient lies on a new device beside the host, and its copy on the host."""
-    warnings.simplefilter("error")
-    device = stand_in()
-    assert stand_in() == device
-    with fake_cluster(3, 8):
-        weight = torch.ones(4, 4, device=device, requires_grad=True)
-        (weight @ weight).sum().backward()
-        work = torch.distributed.all_reduce(weight.grad, async_op=True)
-        work.wait()
-        found = str(weight.grad.device), str(weight.grad.to("cpu").device)
-    assert torch.ones(2, requires_grad=True).sum().backward() is None
-    return found
-
-
-class InOrder(NamedTuple):
-    """What a process of its own does, one after the other: PyTorch is imported once for all."""
-
-    devices: Future[tuple[str, str]]
-    counted: dict[str, Future[RankMeasurement]]
-
-
 @pytest.fixture(scope="module")
-def elsewhere() -> Iterator[InOrder]:
+def counted() -> Iterator[dict[str, Future[RankMeasurement]]]:
+    """Counts of all cases, in one process of their own: PyTorch is imported once for them."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
-        yield InOrder(
-            devices=other.submit(devices_of_gradients),
-            counted={
-                name: other.submit(_measure, saved, rank) for name, (saved, rank) in CASES.items()
-            },
-        )
-
-
-@pytest.mark.slow
-def test_a_process_gets_one_device_beside_the_host(elsewhere: InOrder) -> None:
-    assert elsewhere.devices.result(timeout=LIMIT_S) == (f"{NAME}:0", "cpu")
+        yield {name: other.submit(_measure, saved, rank) for name, (saved, rank) in CASES.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_hold_and_copy_what_is_predicted(name: str, elsewhere: InOrder) -> None:
+def test_ranks_hold_and_copy_what_is_predicted(
+    name: str, counted: dict[str, Future[RankMeasurement]]
+) -> None:
     saved, rank = CASES[name]
-    measured = elsewhere.counted[name].result()
+    measured = counted[name].result()
     assert failed(saved, measured) == []
     assert measured.bytes_at_peak[ByteKind.PARAMETERS] == 0
     assert measured.bytes_at_peak[ByteKind.OPTIMIZER] == 0
     assert measured.rank == rank
 
 
-MODEL = """
-name = "one-layer"
-num_layers = 1
-hidden_size = 64
-num_heads = 4
-vocab_size = 512
-seq_len = 64
-"""
 SCRIPT = """
 from meshwright import main
 
 print("the script runs", flush=True)
-job = ["model.toml", "--cluster", "dgx-a100", "--gpus", "2", "--global-batch", "2"]
+job = ["gpt2", "--cluster", "dgx-a100", "--gpus", "2", "--global-batch", "2", "--seq-len", "64"]
 assert main(["simulate", *job, "--stack", "fsdp", "--offload", "parameters", "--out", "o"]) == 0
 raise SystemExit(main(["validate", "o/plan.json", "--backend", "fake"]))
 """
@@ -179,7 +141,6 @@ raise SystemExit(main(["validate", "o/plan.json", "--backend", "fake"]))
 @pytest.mark.slow
 def test_a_script_without_a_guard_counts_offloading_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "model.toml").write_text(MODEL)
     command = [sys.executable, "script.py"]
     done = subprocess.run(
         command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
@@ -304,3 +265,32 @@ def test_the_device_does_nothing_in_order() -> None:
     state = device.get_rng_state()
     assert state.nbytes == 16
     device.set_rng_state(state)
+
+
+OF_A_PROCESS = """
+import torch
+from meshwright.validate.counting.accelerator import stand_in
+from meshwright.validate.counting.fake_cluster import fake_cluster
+
+device = stand_in()
+assert stand_in() == device
+with fake_cluster(3, 8):
+    weight = torch.ones(4, 4, device=device, requires_grad=True)
+    (weight @ weight).sum().backward()
+    work = torch.distributed.all_reduce(weight.grad, async_op=True)
+    work.wait()
+    print(weight.grad.device, weight.grad.to("cpu").device)
+assert torch.ones(2, requires_grad=True).sum().backward() is None
+"""
+
+
+def test_a_process_gets_one_device_beside_the_host() -> None:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", OF_A_PROCESS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (run.stdout, run.returncode) == (f"{NAME}:0 cpu\n", 0), run.stderr[-4000:]
