@@ -35,9 +35,9 @@ from meshwright.simulator.layout import (
     experts_refusal,
     model_refusal,
     near_multiples,
+    offers,
     read_modules,
     resolve,
-    stack_gaps,
     stack_refusal,
 )
 
@@ -255,6 +255,4 @@ def _probe(given: Given, setting: Setting) -> ResolvedPlan:
 def _splits(given: Given, setting: Setting) -> bool:
     """Return whether the stack splits the model's tensors over two ranks, with pinned shards."""
     shards = cast("int", given.get("dp_shard", given.get("dp", 2)))
-    numbers = {Axis.TP: 2, SHARDS: shards}
-    gaps = (gap for gap in stack_gaps(setting.stack, setting.job) if gap.fields <= numbers.keys())
-    return not any(gap.lacks(numbers.__getitem__) for gap in gaps)
+    return offers(setting.stack, setting.job, {Axis.TP: 2, SHARDS: shards})

@@ -47,9 +47,9 @@ from meshwright.simulator.layout import (
     divides,
     known_values,
     model_refusal,
+    offers,
     plan_stages,
     resolve,
-    stack_gaps,
     usual_zero_stages,
 )
 from meshwright.simulator.model import BlockKind
@@ -259,7 +259,7 @@ def _virtual_stages(
     """
     pp, model, known = degrees["pp"], job.model, tuple(SCHEDULES)
     is_needed = lays_out_unequal(model.num_layers, prod(degrees.values()), limits)
-    divides_all = pp > 1 and is_needed and _is_offered(job, stack, degrees)
+    divides_all = pp > 1 and is_needed and offers(stack, job, degrees)
     for vpp in range(1, model.num_layers // pp + 1):
         is_laid_out = divides_all or are_equal(model.num_layers, pp * vpp)
         if vpp > 1 and (pp == 1 or not is_laid_out):
@@ -278,12 +278,6 @@ def _virtual_stages(
             schedules = (offered or schedules)[:1]
         if schedules:
             yield vpp, schedules
-
-
-def _is_offered(job: TrainingJob, stack: StackProfile, degrees: dict[str, int]) -> bool:
-    """Return whether the stack lacks nothing of such *degrees* themselves."""
-    known = (gap for gap in stack_gaps(stack, job) if gap.fields <= degrees.keys())
-    return not any(gap.lacks(degrees.__getitem__) for gap in known)
 
 
 @dataclass(frozen=True, slots=True)

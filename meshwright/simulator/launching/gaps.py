@@ -14,7 +14,6 @@ from meshwright.hwprofiles import (
     FieldEntry,
     FrameworkProfile,
     FrameworkTable,
-    Refusal,
     StackProfile,
     Strategy,
     all_hold,
@@ -77,16 +76,12 @@ def framework_refusal(
         return f"model {job.model.name} is no transformer; allowed here: one"
     facts = Facts(job, stack)
     tables = [table for table, _ in chosen_tables(framework, version, stack)]
-    refused = []
-    for gap, table in _gaps(framework, version, facts):
-        if not gap.names:
-            return refusal_text(gap, facts.value(gap.field), framework.name)
-        if table is not None:
-            refused.append((gap, table))
-    if all(any(table is each for _, each in refused) for table in tables) and refused:
-        gap = refused[0][0]
-        return refusal_text(gap, facts.value(gap.field), framework.name)
-    return None
+    gaps = [*_gaps(framework, version, facts)]
+    of_all = [(gap, table) for gap, table in gaps if table is not None]
+    found = [gap for gap, _ in gaps if not gap.names]
+    if all(any(table is each for _, each in of_all) for table in tables):
+        found += [gap for gap, _ in of_all]
+    return refusal_text(found[0], facts.value(found[0].field), framework.name) if found else None
 
 
 def refusal_text(gap: Gap, value: object, framework: str) -> str:
@@ -159,17 +154,13 @@ def _limits(table: FrameworkTable, facts: Facts) -> Iterator[_Limit]:
     if table.model_facts and isinstance(model, ModelSpec):
         yield from _model_limits(model, table.model_facts)
     for rule in table.refused.values():
-        yield _of_refusal(rule)
+        yield _Limit(rule.field, (rule.when,), rule.allowed, rule.why, rule.reason)
     for name, field in PLAN_FIELDS.items():
         if name not in table.spoken and name not in NOT_PLANNED:
             text = f"{name} != {field.code(field.default)}"
             yield _Limit(name, (text,), (field.default,))
     for name, entry in table.fields.items():
         yield from _entry_limits(name, entry)
-
-
-def _of_refusal(rule: Refusal) -> _Limit:
-    return _Limit(rule.field, (rule.when,), rule.allowed, rule.why, rule.reason)
 
 
 def _model_limits(model: ModelSpec, told: tuple[str, ...]) -> Iterator[_Limit]:

@@ -1,5 +1,7 @@
 """What can never run: a plan that does not divide its job, or that its stack does not offer."""
 
+from collections.abc import Mapping
+
 from meshwright.hwprofiles import (
     Attention,
     Device,
@@ -75,16 +77,19 @@ def usual_zero_stages(stack: StackProfile) -> tuple[int, ...]:
     return tuple(each for each in stack.zero_stages if each < MAX_ZERO_STAGE)
 
 
+def offers(stack: StackProfile, job: TrainingJob, numbers: Mapping[str, int]) -> bool:
+    """Return whether *stack* lacks nothing of *job* in *numbers* of a plan's fields themselves."""
+    known = (gap for gap in stack_gaps(stack, job) if gap.fields <= numbers.keys())
+    return not any(gap.lacks(numbers.__getitem__) for gap in known)
+
+
 def attention_kernels(job: TrainingJob, stack: StackProfile) -> tuple[Attention, ...]:
     """Return the kernels of *stack* that attend as the model does: its own where there is none."""
     if not isinstance(job.model, ModelSpec):
         return (stack.attention,)
     code = PLAN_FIELDS["attention"].code
-    alone = [gap for gap in stack_gaps(stack, job) if gap.fields == {"attention"}]
     return tuple(
-        each
-        for each in stack.attention_kernels
-        if not any(gap.lacks({"attention": code(each)}.__getitem__) for gap in alone)
+        each for each in stack.attention_kernels if offers(stack, job, {"attention": code(each)})
     )
 
 
