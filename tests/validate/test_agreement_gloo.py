@@ -232,13 +232,15 @@ ALSO_FAKE = (
 )
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankMeasurement]]:
-    """What all ranks showed: see `agreement_ranks.py`; one launch, since each costs seconds."""
-    folder = tmp_path_factory.mktemp("agreement")
-    (folder / "cases").write_bytes(pickle.dumps(CASES))
+# What other ranks say when pt_gloo_runloop of PyTorch 2.13 ends its process with a protection fault
+# in libc: once in some thirty launches on a busy machine, by the kernel's log.
+GLOO_DIED = "Connection reset by peer"
+
+
+def launched(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run all ranks of the cases in *folder*."""
     script = Path(__file__).with_name("agreement_ranks.py")
-    run = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-W", "error", script, folder],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
@@ -246,6 +248,16 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankMeas
         timeout=LIMIT_S,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankMeasurement]]:
+    """What all ranks showed: see `agreement_ranks.py`; one launch, since each costs seconds."""
+    folder = tmp_path_factory.mktemp("agreement")
+    (folder / "cases").write_bytes(pickle.dumps(CASES))
+    run = launched(folder)
+    if GLOO_DIED in run.stderr:  # a thread of gloo's own in a rank; a fault of ours comes again
+        run = launched(folder)
     assert run.returncode == 0, run.stderr[-8000:]
     shown: dict[str, list[RankMeasurement]] = pickle.loads((folder / "result").read_bytes())
     return shown
