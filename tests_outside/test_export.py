@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 from witnesses import megatron_config, torchtitan_job
 
-from meshwright.hwprofiles import load_framework
+from meshwright.hwprofiles import Dispatcher, load_framework
 from meshwright.planner.export import export_plan, get_framework, registry
 from meshwright.planner.export.facts import Keys
 from meshwright.planner.export.texts import command_words
@@ -194,7 +194,8 @@ def test_megatron_core_is_told_of_experts(words: str) -> None:
     assert read.qk_layernorm == (model.qk_norm == "head")
     assert read.kv_channels == model.head_dim
     way = read.moe_flex_dispatcher_backend if read.moe_token_dispatcher_type == "flex" else None
-    assert (plan.dispatcher or None) == way
+    usual = Dispatcher.ALL_TO_ALL
+    assert (plan.dispatcher or usual) == (way or usual)
     beside = read.overlap_moe_expert_parallel_comm, read.delay_wgrad_compute
     assert beside == ((plan.expert_overlap is not None,) * 2)
 
@@ -255,7 +256,7 @@ def test_accelerate_reads_the_plan(words: str, tmp_path: Path) -> None:
         assert bool(getattr(plugin.cpu_offload, "pin_memory", False)) is (
             plan.offload == "parameters"
         )
-        if plan.dp_shard is not None:
+        if plan.dp_shard != plan.dp:
             replicas = plan.dp // plan.dp_shard
             assert (axes.dp_replicate_size, axes.dp_shard_size) == (replicas, plan.dp_shard)
         assert axes.tp_size == plan.tp

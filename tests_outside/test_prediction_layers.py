@@ -144,7 +144,7 @@ def test_megatron_core_sends_as_many_tokens_to_ranks_that_share_sequences(
 ) -> None:
     """In `roll_tensor`, to the neighbours that a rank has: ids, positions, labels and masks."""
     saved = predicting("megatron predicting", 2)
-    plan = replace(saved.plan, cp=cp, dp=1, attention=Attention.FLASH)
+    plan = replace(saved.plan, cp=cp, dp=1, dp_shard=1, attention=Attention.FLASH)
     saved = replace(saved, plan=plan, job=replace(saved.job, global_batch_size=1))
     of_step = Counter(messages(predict_members(saved, [rank])[rank].collectives))
     counted = Counter(messages(counted_head(saved, rank).forward_calls))
