@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from meshwright import main
 from meshwright.hwprofiles import list_stacks, load_cluster, load_framework, load_stack
 from meshwright.planner.cli import handover
 from meshwright.planner.export import FRAMEWORKS, Facts, export_plan, read_framework_file
@@ -207,3 +208,16 @@ def test_a_search_finds_the_fastest_of_what_can_be_launched(stack: str) -> None:
         min(others) if min(others, default=min(told)) < min(told) else None
     )
     assert found.plans[0].step_ps == min(told + others)
+
+
+@pytest.mark.parametrize("words", [["--any"], ["--for", "megatron-lm"], ["--also", "offload"]])
+def test_what_a_search_is_over_says_nothing_of_one_layout(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["gpt2", "--cluster", "dgx-a100", "--gpus", "8", "--global-batch", "16"]
+    assert main(["sweep", *job, "--vary", "tp=1,2", "--simulate", *words]) == 2
+    assert f"{words[0]} has no effect on one layout" in capsys.readouterr().err
+    plan = tmp_path / "plan.json"
+    plan.write_text((Path(__file__).parents[1] / "golden" / "plans" / "ddp.json").read_text())
+    assert main(["compare", str(plan), str(plan), *words]) == 2
+    assert f"{words[0]} has no effect on plans" in capsys.readouterr().err

@@ -233,7 +233,7 @@ ALSO_FAKE = (
 
 
 # What other ranks say when pt_gloo_runloop of PyTorch 2.13 ends its process with a protection fault
-# in libc: once in some thirty launches on a busy machine, by the kernel's log.
+# in libc: seen once, in the kernel's log, among a dozen launches on a busy machine.
 GLOO_DIED = "Connection reset by peer"
 
 

@@ -167,10 +167,14 @@ def _simulated(
     """Yield the step of each plan with each stack."""
     from meshwright.planner.cli.growth import step_of
     from meshwright.planner.cli.request import read_setting, resolve_plan
+    from meshwright.planner.options import OF_SEARCHES
 
     for limit in given:
         if limit.startswith("max_"):
             raise PlanError("--max-... has no effect on plans; allowed: with MODEL")
+        if limit in OF_SEARCHES:
+            name = OF_SEARCHES[limit].name
+            raise PlanError(f"--{name} has no effect on plans; allowed: with MODEL")
     for number, plan in enumerate(plans):
         for job in jobs:
             if progress is not None:

@@ -53,6 +53,7 @@ ANY = Option(
     bool,
     typer.Option("--any", help="Also layouts that no framework launches.", show_default=False),
 )
+OF_SEARCHES = {each.key: each for each in (ALSO, FOR, ANY)}  # of which one layout says nothing
 SEARCHED = {each.name for each in SEARCHED_FIELDS}
 BEHIND = {"reshard_after_forward": [BUCKET_SIZE]}
 
