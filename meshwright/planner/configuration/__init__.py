@@ -3,9 +3,27 @@
 from meshwright.planner.configuration.options import (
     Effect,
     Option,
+    Options,
+    OptionWord,
     Takes,
+    Unknown,
+    converted,
+    known_option,
     list_options,
     load_options,
+    read_options,
 )
 
-__all__ = ["Effect", "Option", "Takes", "list_options", "load_options"]
+__all__ = [
+    "Effect",
+    "Option",
+    "OptionWord",
+    "Options",
+    "Takes",
+    "Unknown",
+    "converted",
+    "known_option",
+    "list_options",
+    "load_options",
+    "read_options",
+]

@@ -1,6 +1,15 @@
 """Plans as the configurations of frameworks that train, and back."""
 
-from meshwright.planner.export.facts import STACK_FACT, Facts
+from meshwright.planner.export.facts import (
+    STACK_FACT,
+    Facts,
+    FileWords,
+    Keys,
+    MissingError,
+    spelled,
+    theirs,
+    value_of,
+)
 from meshwright.planner.export.launch import (
     PORT,
     Launch,
@@ -14,23 +23,33 @@ from meshwright.planner.export.registry import (
     export,
     export_plan,
     get_framework,
-    read_framework_file,
 )
+from meshwright.planner.export.table import ANY, Codec, Codecs, Framework, Program
 from meshwright.planner.export.texts import FRAMEWORK_FILE
 
 __all__ = [
+    "ANY",
     "FRAMEWORKS",
     "FRAMEWORK_FILE",
     "PORT",
     "STACK_FACT",
+    "Codec",
+    "Codecs",
     "Facts",
+    "FileWords",
+    "Framework",
+    "Keys",
     "Launch",
+    "MissingError",
+    "Program",
     "export",
     "export_plan",
     "get_framework",
     "hand_script",
     "job_name",
     "nodes_of",
-    "read_framework_file",
     "slurm_script",
+    "spelled",
+    "theirs",
+    "value_of",
 ]
