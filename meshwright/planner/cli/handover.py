@@ -96,8 +96,8 @@ def _imported(options: ImportOptions, given: Given) -> "SavedPlan":
     """Return the plan of a file, completed by options and checked by its stack."""
     from meshwright.hwprofiles import shown_path
     from meshwright.planner.cli.request import read_setting, resolve_plan
+    from meshwright.planner.configuration import FRAMEWORK_FILE
     from meshwright.planner.export import (
-        FRAMEWORK_FILE,
         STACK_FACT,
         get_framework,
         read_framework_file,

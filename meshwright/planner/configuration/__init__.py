@@ -1,5 +1,6 @@
 """Configurations that people and other programs wrote: their texts, keys and options."""
 
+from meshwright.planner.configuration.documents import FRAMEWORK_FILE, Document
 from meshwright.planner.configuration.options import (
     Effect,
     Option,
@@ -7,5 +8,29 @@ from meshwright.planner.configuration.options import (
     list_options,
     load_options,
 )
+from meshwright.planner.configuration.texts import (
+    json_keys,
+    nested,
+    read_json,
+    read_yaml,
+    toml_text,
+    yaml_text,
+)
+from meshwright.planner.configuration.toml_lines import read_toml
 
-__all__ = ["Effect", "Option", "Takes", "list_options", "load_options"]
+__all__ = [
+    "FRAMEWORK_FILE",
+    "Document",
+    "Effect",
+    "Option",
+    "Takes",
+    "json_keys",
+    "list_options",
+    "load_options",
+    "nested",
+    "read_json",
+    "read_toml",
+    "read_yaml",
+    "toml_text",
+    "yaml_text",
+]

@@ -16,11 +16,9 @@ from meshwright.planner.export.registry import (
     get_framework,
     read_framework_file,
 )
-from meshwright.planner.export.texts import FRAMEWORK_FILE
 
 __all__ = [
     "FRAMEWORKS",
-    "FRAMEWORK_FILE",
     "PORT",
     "STACK_FACT",
     "Facts",

@@ -2,10 +2,11 @@
 
 from typing import cast
 
+from meshwright.planner.configuration import read_yaml, yaml_text
 from meshwright.planner.export.facts import Facts, FileWords, Keys
 from meshwright.planner.export.launch import Starter
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import read_yaml, remarks, yaml_text
+from meshwright.planner.export.texts import remarks, said
 from meshwright.simulator import PlanError
 
 FILE = "accelerate.yaml"
@@ -51,7 +52,7 @@ PROGRAM = Program(
     files=lambda export: {FILE: remarks(export.remarks) + yaml_text(export.keys)},
     command=lambda _: (f"--config_file {FILE}", '"${SCRIPT:?is not set: your script}"'),
     starter=Starter.ACCELERATE,
-    read=read_yaml,
+    read=lambda text: said(read_yaml(text)),
     codecs={
         "mesh of Accelerate": Codec(_write_mesh, _read_mesh),
         "steps of Accelerate": Codec(_write_steps, _read_steps),

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import cast
 
+from meshwright.planner.configuration import json_keys, read_json
 from meshwright.planner.export.facts import Facts, FileWords, Keys
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import json_keys, read_json
+from meshwright.planner.export.texts import said
 from meshwright.simulator import PlanError
 
 FILE = "ds_config.json"
@@ -59,7 +60,7 @@ def _completed(roles: Roles, given: Mapping[str, int], facts: Facts, words: File
 
 def _read(text: str) -> Keys:
     """Return the keys of a file; what transformers fills in (auto) is not said."""
-    return {key: value for key, value in read_json(text).items() if value != "auto"}
+    return {key: value for key, value in said(read_json(text)).items() if value != "auto"}
 
 
 PROGRAM = Program(

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from typing import cast
 
 from meshwright.hwprofiles import Kernels, Recompute, RecomputeMethod, StageSplit
+from meshwright.planner.configuration import read_toml, toml_text
 from meshwright.planner.export.facts import Facts, FileWords, Keys, spelled
 from meshwright.planner.export.table import Codec, Export, Program, Roles
 from meshwright.planner.export.texts import (
     command_words,
-    read_toml,
     read_tyro,
     remarks,
-    toml_text,
+    said,
     tyro_options,
 )
 from meshwright.simulator import PlanError
@@ -166,7 +166,7 @@ def _command(export: Export) -> tuple[str, ...]:
 def _read(text: str) -> Keys:
     """Return the keys of a TOML file, or of a script with the command."""
     if "torchtitan.train" not in text:
-        return read_toml(text)
+        return said(read_toml(text))
     words = command_words(text)
     words = words[words.index("torchtitan.train") + 1 :]
     checkpoint = [each for each in words if each.startswith("activation-checkpoint:")]
