@@ -266,7 +266,7 @@ WRONG = [
     ("a.json", '{"zero_optimization": {"stage": 4}}', "allowed: 0, 1, 2, 3"),
     ("a.json", '{"zero_optimisation": {"stage": 1}}', "zero_optimization.stage"),
     ("a.yaml", "distributed_type: MEGATRON_LM\n", "allowed: MULTI_GPU, FSDP, DEEPSPEED"),
-    ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  - x\n", "line 3"),
+    ("a.yaml", "distributed_type: FSDP\nfsdp_config:\n  - x\n", "'fsdp_config' of acc"),
     ("a.yaml", TENSOR, "allowed: a divisor of 8 processes"),
     (
         "titan.sh",

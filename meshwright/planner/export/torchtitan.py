@@ -5,12 +5,17 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from meshwright.hwprofiles import Kernels, Recompute, RecomputeMethod, StageSplit
-from meshwright.planner.configuration import Options, OptionWord, load_options, read_options
+from meshwright.planner.configuration import (
+    Options,
+    OptionWord,
+    load_options,
+    read_options,
+    toml_text,
+)
 from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, spelled
 from meshwright.planner.export.table import Codec, Export, Program, Roles
 from meshwright.planner.export.texts import (
     remarks,
-    toml_text,
     tyro_options,
 )
 from meshwright.simulator import PlanError
