@@ -30,6 +30,7 @@ from meshwright.hwprofiles.facts import (
     changed_facts,
     fact_keys,
     profile_toml,
+    toml_document,
     with_facts,
 )
 from meshwright.hwprofiles.framework_schema import (
@@ -211,6 +212,7 @@ __all__ = [
     "stacks_with",
     "suggestion",
     "to_ps",
+    "toml_document",
     "toml_key",
     "with_facts",
 ]

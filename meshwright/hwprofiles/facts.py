@@ -122,6 +122,32 @@ def profile_toml(profile: Profile) -> str:
     return "".join(f"{line}\n" for line in _lines(profile, ""))
 
 
+def toml_document(document: Mapping[str, object]) -> str:
+    r"""Return tables in tables as TOML; what is not printable in a text is escaped.
+
+    >>> print(toml_document({"a": {"b": 1, "c": ["x\n"]}}), end="")
+    [a]
+    b = 1
+    c = ["x\n"]
+    """
+    import tomlkit  # noqa: PLC0415 (few commands write TOML)
+
+    return tomlkit.dumps(_items(document))
+
+
+def _items(value: object) -> Any:  # noqa: ANN401
+    """Return *value* with its texts as tomlkit's, escaped as `quoted` does."""
+    from tomlkit.items import String, StringType, Trivia  # noqa: PLC0415
+
+    if isinstance(value, Mapping):
+        return {key: _items(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_items(each) for each in value]
+    if isinstance(value, str):
+        return String(StringType.SLB, value, quoted(value)[1:-1], Trivia())
+    return value
+
+
 def _lines(profile: Profile, prefix: str) -> Iterator[str]:
     for name, field in type(profile).model_fields.items():
         key, value = field.alias or name, getattr(profile, name)

@@ -14,7 +14,7 @@ import stat
 import tomllib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import BinaryIO, NamedTuple
 
 from meshwright.hwprofiles.complaints import ProfileError, shown, shown_path
 
+Items = list[tuple[str, object]]
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_DIGITS = 30
 # Traces pack to a tenth or a thirtieth; what unpacks to a thousand times its size is made to.
@@ -75,12 +76,20 @@ class FileKind:
         """Return what a JSON file holds; raises as `read_text`."""
         return self.parse_json(self.read_text(path), shown_path(path))
 
-    def parse_json(self, text: str, file: str) -> object:
-        """Return what a JSON text of *file* holds; raises as `read_text`."""
+    def parse_json(
+        self, text: str, file: str, table: Callable[[Items], object] | None = None
+    ) -> object:
+        """Return what a JSON text of *file* holds; raises as `read_text`.
+
+        Args:
+            text: Of the file.
+            file: Its name, for errors.
+            table: Makes an object of its names and values, in which then a name may stand twice.
+        """
         try:
             if not self.is_exact:
                 return json.loads(text)
-            document = json.loads(text, object_pairs_hook=_unique)
+            document = json.loads(text, object_pairs_hook=table or _unique)
             mistake = _mistaken_number(document)
         except json.JSONDecodeError as error:
             place = f"line {error.lineno} column {error.colno}"
@@ -180,7 +189,7 @@ class FileKind:
         return f"a {self.title}"
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique(pairs: Items) -> dict[str, object]:
     document = dict(pairs)
     if len(document) < len(pairs):
         ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)

@@ -92,7 +92,7 @@ def _imported(
 
 
 def _source(options: ImportOptions, framework: "Framework | None") -> "Source":
-    from meshwright.planner.export import FRAMEWORK_FILE
+    from meshwright.planner.configuration import FRAMEWORK_FILE
     from meshwright.planner.importing import read_source
 
     defines = dict(_defined(each) for each in options.define or ())

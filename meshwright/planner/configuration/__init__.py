@@ -1,5 +1,6 @@
 """Configurations that people and other programs wrote: their texts, keys and options."""
 
+from meshwright.planner.configuration.documents import FRAMEWORK_FILE, Document
 from meshwright.planner.configuration.options import (
     Effect,
     Option,
@@ -13,8 +14,19 @@ from meshwright.planner.configuration.options import (
     load_options,
     read_options,
 )
+from meshwright.planner.configuration.texts import (
+    json_keys,
+    nested,
+    read_json,
+    read_yaml,
+    toml_text,
+    yaml_text,
+)
+from meshwright.planner.configuration.toml_lines import read_toml
 
 __all__ = [
+    "FRAMEWORK_FILE",
+    "Document",
     "Effect",
     "Option",
     "OptionWord",
@@ -22,8 +34,15 @@ __all__ = [
     "Takes",
     "Unknown",
     "converted",
+    "json_keys",
     "known_option",
     "list_options",
     "load_options",
+    "nested",
+    "read_json",
     "read_options",
+    "read_toml",
+    "read_yaml",
+    "toml_text",
+    "yaml_text",
 ]

@@ -25,12 +25,10 @@ from meshwright.planner.export.registry import (
     get_framework,
 )
 from meshwright.planner.export.table import ANY, Codec, Codecs, Framework, Program
-from meshwright.planner.export.texts import FRAMEWORK_FILE
 
 __all__ = [
     "ANY",
     "FRAMEWORKS",
-    "FRAMEWORK_FILE",
     "PORT",
     "STACK_FACT",
     "Codec",

@@ -2,10 +2,11 @@
 
 from typing import cast
 
+from meshwright.planner.configuration import yaml_text
 from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
 from meshwright.planner.export.launch import Starter
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import remarks, yaml_text
+from meshwright.planner.export.texts import remarks
 from meshwright.simulator import PlanError
 
 FILE = "accelerate.yaml"

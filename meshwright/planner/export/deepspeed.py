@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import cast
 
+from meshwright.planner.configuration import json_keys
 from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import json_keys
 
 FILE = "ds_config.json"
 NAMES = "batch", "micro", "steps"

@@ -10,7 +10,6 @@ from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
 from meshwright.planner.export.table import Codec, Export, Program, Roles
 from meshwright.planner.export.texts import (
     remarks,
-    toml_text,
     tyro_options,
 )
 from meshwright.simulator import PlanError

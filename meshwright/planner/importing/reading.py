@@ -152,7 +152,11 @@ class _Reader:
             if not any(names & {*is_given} for names in told):
                 self.found.complaints.append(Complaint(key, value.why))
             return False
-        text = _mistake(self.framework, key, value, options_of(self.table), self.table.keys)
+        options = options_of(self.table)
+        is_empty = value is None or value == {}
+        if is_empty and any(each.startswith(f"{key}.") for each in (*options, *self.table.keys)):
+            return False  # a section without a word in it
+        text = _mistake(self.framework, key, value, options, self.table.keys)
         if text:
             self.found.complaints.append(Complaint(key, text))
         return False

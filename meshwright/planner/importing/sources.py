@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshwright.hwprofiles import FrameworkProfile, shown
 from meshwright.planner.configuration import (
+    FRAMEWORK_FILE,
     Document,
     Option,
     OptionWord,
@@ -17,7 +18,7 @@ from meshwright.planner.configuration import (
     read_toml,
     read_yaml,
 )
-from meshwright.planner.export import FRAMEWORK_FILE, Framework
+from meshwright.planner.export import Framework
 from meshwright.planner.importing.formats import FORMATS
 from meshwright.planner.importing.reading import options_of
 from meshwright.planner.shell import Launch, find_launches, read_commands
