@@ -35,6 +35,9 @@ SPEED = ["gpt2", "--stack", "deepspeed", "--global-batch", "64", "--gpus", "8"]
 SMALL_CORE = [*GPT, "--gpus", "16"]
 FSDP = [*LLAMA, "--stack", "fsdp", "--gpus", "16"]
 DDP = [*GPT, "--stack", "ddp"]
+# What Accelerate makes of stages 1 and 2.
+ONE_BY_ONE = ["--set", "overlap_gradient_reduce=false"]
+ONCE = ["--recompute", "none"]
 SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
 SHARDED = [*CORE, "--seq-len", "4096", "--global-batch", "64"]
 NESTED = ["--cp-type", "ring+all-to-all", "--cp-inner", "4"]
@@ -111,7 +114,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*FSDP, "--dp-shard", "8"], SHARDED),
         ([*FSDP, "--tp", "2"], SHARDED),
         ([*FSDP, "--tp", "4", "--dp-shard", "2", "--recompute", "full"], SHARDED),
-        ([*SPEED, "--zero", "2", "--offload", "optimizer", "--micro-batch", "2"], SPED),
+        ([*SPEED, *ONE_BY_ONE, "--zero", "2", "--offload", "optimizer"], [*SPED, *ONCE]),
         ([*SPEED, "--zero", "3", "--precision", "fp16"], SPED),
     ],
     "torchtitan": [

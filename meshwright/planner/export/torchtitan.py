@@ -6,13 +6,16 @@ from functools import partial
 from typing import cast
 
 from meshwright.hwprofiles import Kernels, Precision, Recompute, RecomputeMethod, StageSplit
-from meshwright.planner.configuration import Options, OptionWord, load_options, read_options
+from meshwright.planner.configuration import (
+    Options,
+    OptionWord,
+    load_options,
+    read_options,
+    toml_text,
+)
 from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, spelled
 from meshwright.planner.export.table import Codec, Export, Program, Roles
-from meshwright.planner.export.texts import (
-    remarks,
-    tyro_options,
-)
+from meshwright.planner.export.texts import remarks, tyro_options
 from meshwright.simulator import PlanError
 
 TOML, COMMAND = "0.2", "0.3"

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.hwprofiles import FrameworkProfile, shown
 from meshwright.planner.configuration import (
@@ -12,6 +13,7 @@ from meshwright.planner.configuration import (
     Document,
     Option,
     OptionWord,
+    converted,
     known_option,
     read_json,
     read_options,
@@ -21,8 +23,10 @@ from meshwright.planner.configuration import (
 from meshwright.planner.export import Framework
 from meshwright.planner.importing.formats import FORMATS
 from meshwright.planner.importing.reading import options_of
-from meshwright.planner.shell import Launch, find_launches, read_commands
 from meshwright.simulator import PlanError
+
+if TYPE_CHECKING:
+    from meshwright.planner.shell import Launch
 
 READERS = {"yaml": read_yaml, "json": read_json, "toml": read_toml}
 SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
@@ -67,6 +71,9 @@ def read_source(
     """
     kind = _kind(path, text, framework)
     if kind == SCRIPT:
+        # Only scripts need a parser of shells.
+        from meshwright.planner.shell import find_launches, read_commands  # noqa: PLC0415
+
         commands = read_commands(text, file=path, defines=defines)
         folder = Path() if path is None else path.parent
         return _of_launch(_only(find_launches(commands)), framework, folder)
@@ -103,7 +110,31 @@ def _of_document(document: Document, kind: str, framework: Framework | None) -> 
             f"--from {found.name} reads {found.profile.format}, not {kind.upper()}; "
             f"allowed for {kind.upper()}: {', '.join(_of_format(kind))}"
         )
-    return Source(framework=found, keys=document.keys, lines=document.lines)
+    keys, lines = _by_present_names(document.keys, document.lines, all_options(found.profile))
+    return Source(framework=found, keys=keys, lines=lines)
+
+
+def _by_present_names(
+    keys: Mapping[str, object], lines: Mapping[str, int], options: Mapping[str, Option]
+) -> tuple[dict[str, object], dict[str, int]]:
+    """Return values and lines of a configuration by the keys' names of today.
+
+    Raises:
+        PlanError: If a key stands there by its old and its new name.
+    """
+    named = {key: known_option(key, options) for key in keys}
+    found: dict[str, object] = {}
+    for key, value in keys.items():
+        option = named[key]
+        name = key if option is None else option.key
+        if name in found:
+            raise PlanError(f"line {lines.get(key, 0)}: {key} and {name} are one key")
+        found[name] = value if option is None else converted(option, value)
+    placed = {
+        key if (option := named.get(key)) is None else option.key: line
+        for key, line in lines.items()
+    }
+    return found, placed
 
 
 def _of_format(kind: str) -> list[str]:
@@ -143,7 +174,7 @@ def all_options(profile: FrameworkProfile) -> Mapping[str, Option]:
     return found
 
 
-def _only(launches: Sequence[Launch]) -> Launch:
+def _only(launches: "Sequence[Launch]") -> "Launch":
     if len(launches) == 1:
         return launches[0]
     if not launches:
@@ -152,7 +183,7 @@ def _only(launches: Sequence[Launch]) -> Launch:
     raise PlanError(f"starts training several times ({listed}); allowed: one command")
 
 
-def _of_launch(launch: Launch, framework: Framework | None, folder: Path) -> Source:
+def _of_launch(launch: "Launch", framework: Framework | None, folder: Path) -> Source:
     found = framework or _started(launch)
     profile = found.profile
     if profile.format in READERS:
@@ -170,7 +201,7 @@ def _of_launch(launch: Launch, framework: Framework | None, folder: Path) -> Sou
     )
 
 
-def _started(launch: Launch) -> Framework:
+def _started(launch: "Launch") -> Framework:
     """Return the framework whose program a launch starts, or whose options it gives.
 
     Raises:
@@ -192,7 +223,7 @@ def _started(launch: Launch) -> Framework:
     )
 
 
-def _named_document(launch: Launch, framework: Framework, folder: Path) -> Source:
+def _named_document(launch: "Launch", framework: Framework, folder: Path) -> Source:
     """Return the configuration that a launch names, with what its command overrides."""
     kind = str(framework.profile.format)
     files = [each for each in launch.arguments if SUFFIXES.get(Path(each.text).suffix) == kind]
@@ -208,6 +239,7 @@ def _named_document(launch: Launch, framework: Framework, folder: Path) -> Sourc
         if match and word is not files[0] and Path(match["value"]).suffix not in SUFFIXES:
             keys[match["key"]] = READERS["yaml"](f"a: {match['value']}").keys["a"]
             lines[match["key"]] = word.line
+    keys, lines = _by_present_names(keys, lines, all_options(framework.profile))
     return Source(framework=framework, keys=keys, lines=lines, world_size=launch.world_size)
 
 
