@@ -97,7 +97,7 @@ def _read_stage(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     if old in keys:
         if type(keys[old]) is not bool:
             raise words.unknown(old, keys[old], (True, False))
-        said = int(keys[old])
+        said = 1 if keys[old] else 0
     said = 0 if said in (None, AUTO) else said
     if type(said) is not int or said not in STAGES:
         raise words.unknown(stage, said, STAGES)
@@ -113,8 +113,9 @@ def _is_between(value: object, least: int, most: int | None) -> bool:
     """Return whether a number, or what is filled in, lies between others."""
     if value in (None, AUTO):
         return True
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and value >= least and (most is None or value <= most)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return value >= least and (most is None or value <= most)
 
 
 def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:

@@ -173,7 +173,7 @@ def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     return {"precision": Precision.FP8}
 
 
-def _read_compiled(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_compiled(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
     """Return the kernels of layers; a loss that is compiled is in no plan."""
     components = words.names(keys, COMPILED, ("model", "loss"))
     if keys.get("compile.enable", False) is not True:
