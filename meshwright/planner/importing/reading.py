@@ -196,7 +196,7 @@ class _Reader:
             self.found.complaints.append(Complaint(key, str(error)))
             return
         if entry.asks and name not in {**self.found.values, **found}:
-            self.found.missing[name] = next((each.line for each in entry.script), entry.why)
+            self.found.missing[name] = entry.why
         self._keep(found, entry, tuple(own))
 
     def _keep(self, found: Keys, entry: FieldEntry, own: tuple[str, ...]) -> None:
