@@ -26,7 +26,7 @@ from meshwright.planner.importing.reading import options_of
 from meshwright.simulator import PlanError
 
 if TYPE_CHECKING:
-    from meshwright.planner.shell import Launch
+    from meshwright.planner.shell import Launch, Word
 
 READERS = {"yaml": read_yaml, "json": read_json, "toml": read_toml}
 SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
@@ -178,9 +178,9 @@ def all_options(profile: FrameworkProfile) -> Mapping[str, Option]:
 def _of_launch(launch: "Launch", framework: Framework | None, folder: Path) -> Source:
     found = framework or _started(launch)
     profile = found.profile
-    if profile.format in READERS:
-        return _named_document(launch, found, folder)
     read = found.program.read_words
+    if profile.format in READERS and (read is None or _files_of(launch, str(profile.format))):
+        return _named_document(launch, found, folder)
     options = all_options(profile)
     said = read_options(launch.arguments, options) if read is None else read(launch.arguments)
     stray = [f"line {each.line}: {each.unknown or shown(each.text)}" for each in said.words]
@@ -215,10 +215,14 @@ def _started(launch: "Launch") -> Framework:
     )
 
 
+def _files_of(launch: "Launch", kind: str) -> "list[Word]":
+    return [each for each in launch.arguments if SUFFIXES.get(Path(each.text).suffix) == kind]
+
+
 def _named_document(launch: "Launch", framework: Framework, folder: Path) -> Source:
     """Return the configuration that a launch names, with what its command overrides."""
     kind = str(framework.profile.format)
-    files = [each for each in launch.arguments if SUFFIXES.get(Path(each.text).suffix) == kind]
+    files = _files_of(launch, kind)
     if not files:
         raise PlanError(
             f"line {launch.program.line}: {launch.program.text} names no {kind.upper()} file"
