@@ -283,10 +283,11 @@ def _checked(data: Mapping[str, object], file: str) -> FrameworkProfile:
     common: dict[str, object] = {} if shared is None else _read(f"frameworks/shared/{shared}.toml")
     if own.get("has_options") is True:
         common = _as_options(common)
-    common = _merged(common, {key: own.pop(key) for key in TABLE_KEYS if key in own})
+    usual = {key: own.pop(key) for key in TABLE_KEYS if key in own}
     tables = cast("Mapping[str, Mapping[str, object]]", own.pop("tables", {"all": {}}))
     own["tables"] = {
-        name: _merged(_with_sections(common, table), table) for name, table in tables.items()
+        name: _merged(_merged(_with_sections(common, table), usual), table)
+        for name, table in tables.items()
     }
     try:
         return FrameworkProfile.model_validate(own, context=FROM_FILE)
@@ -305,9 +306,9 @@ def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str,
     return merged
 
 
-def _with_sections(usual: Mapping[str, object], table: Mapping[str, object]) -> dict[str, object]:
-    """Return *usual* with what other frameworks are told in sections of a table."""
-    merged = dict(usual)
+def _with_sections(common: Mapping[str, object], table: Mapping[str, object]) -> dict[str, object]:
+    """Return *common* with what other frameworks are told in sections of a table."""
+    merged = dict(common)
     for section, name in cast("Mapping[str, str]", table.get("sections", {})).items():
         other = _read(f"frameworks/{name}.toml")
         told = {key: other[key] for key in ("fields", "held", "refused") if key in other}

@@ -20,7 +20,7 @@ from meshwright.planner.export import (
     Program,
     Roles,
 )
-from meshwright.planner.formats.included import CONFIG, MARK
+from meshwright.planner.formats.included import CONFIG, MARK, with_included
 from meshwright.simulator import PlanError, load_model
 
 HUB_FILE = Path(__file__).resolve().parents[1] / "data" / "hub_models.csv"
@@ -84,7 +84,8 @@ def switch(words: FileWords, keys: Keys, key: str, usual: bool) -> bool:
 
 def model_of(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
     """Return the model that a path of a configuration, or a name on the hub, stands for."""
-    value = keys.get(roles["path"])
+    paths = _listed(roles, "path")
+    value = next((keys[key] for key in paths if keys.get(key) is not None), None)
     if isinstance(value, str) and Path(value).name == CONFIG:
         return {"model": load_model(value)}
     known = hub_models().get(str(value))
@@ -92,7 +93,7 @@ def model_of(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
         return {"model": known}
     if facts.get("model") is not None or facts.model is not None:
         return {}
-    said = f"{roles['path']}={shown(value)}" if value else f"no {roles['path']}"
+    said = f"{paths[-1]}={shown(value)}" if value else f"no {paths[-1]}"
     raise MissingError("model", f"{said} is no model that is known by its name")
 
 
@@ -422,7 +423,8 @@ def _codecs(dialect: Dialect, names: Mapping[str, str], own: Codecs) -> Codecs:
 
 
 def _program(dialect: Dialect, names: Mapping[str, str], own: Codecs | None = None) -> Program:
-    return Program(command=lambda _: (), codecs=_codecs(dialect, names, own or {}))
+    codecs = _codecs(dialect, names, own or {})
+    return Program(command=lambda _: (), included=with_included, codecs=codecs)
 
 
 PROGRAMS: Mapping[str, Program] = {
