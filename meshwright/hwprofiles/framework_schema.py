@@ -311,7 +311,7 @@ def _with_sections(common: Mapping[str, object], table: Mapping[str, object]) ->
     merged = dict(common)
     for section, name in cast("Mapping[str, str]", table.get("sections", {})).items():
         other = _read(f"frameworks/{name}.toml")
-        told = {key: other[key] for key in ("fields", "held", "refused") if key in other}
+        told = {key: each for key, each in other.items() if key in ("fields", "held", "refused")}
         merged = _merged(merged, _renamed(told, f"{section}.{{}}".format))
     return merged
 

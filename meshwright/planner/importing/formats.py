@@ -17,7 +17,10 @@ from meshwright.simulator import PlanError
 
 FORMATS: Mapping[str, Framework] = {
     **{name: each for name, each in FRAMEWORKS.items() if each.is_read},
-    **{name: Framework(profile=load_framework(name), program=each) for name, each in PROGRAMS.items()},
+    **{
+        name: Framework(profile=load_framework(name), program=each)
+        for name, each in PROGRAMS.items()
+    },
 }
 
 
