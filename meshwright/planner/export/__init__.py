@@ -24,7 +24,7 @@ from meshwright.planner.export.registry import (
     export_plan,
     get_framework,
 )
-from meshwright.planner.export.table import ANY, Codec, Codecs, Framework, Program
+from meshwright.planner.export.table import ANY, Codec, Codecs, Framework, Program, Roles
 
 __all__ = [
     "ANY",
@@ -40,6 +40,7 @@ __all__ = [
     "Launch",
     "MissingError",
     "Program",
+    "Roles",
     "export",
     "export_plan",
     "get_framework",
