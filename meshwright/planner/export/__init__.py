@@ -18,6 +18,7 @@ from meshwright.planner.export.launch import (
     nodes_of,
     slurm_script,
 )
+from meshwright.planner.export.megatron_core import CODECS as MEGATRON_CODECS
 from meshwright.planner.export.registry import (
     FRAMEWORKS,
     export,
@@ -29,6 +30,7 @@ from meshwright.planner.export.table import ANY, Codec, Codecs, Framework, Progr
 __all__ = [
     "ANY",
     "FRAMEWORKS",
+    "MEGATRON_CODECS",
     "PORT",
     "STACK_FACT",
     "Codec",

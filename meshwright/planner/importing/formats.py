@@ -2,13 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from meshwright.hwprofiles import (
-    FieldEntry,
-    FrameworkProfile,
-    load_framework,
-    shown,
-    suggestion,
-)
+from meshwright.hwprofiles import FieldEntry, FrameworkProfile, load_framework, shown, suggestion
 from meshwright.planner.configuration import Effect, Option
 from meshwright.planner.export import FRAMEWORKS, Framework, spelled
 from meshwright.planner.formats import PROGRAMS
@@ -18,8 +12,8 @@ from meshwright.simulator import PlanError
 FORMATS: Mapping[str, Framework] = {
     **{name: each for name, each in FRAMEWORKS.items() if each.is_read},
     **{
-        name: Framework(profile=load_framework(name), program=each)
-        for name, each in PROGRAMS.items()
+        name: Framework(profile=load_framework(name), program=program)
+        for name, program in PROGRAMS.items()
     },
 }
 

@@ -21,6 +21,7 @@ from meshwright.planner.configuration import (
     read_yaml,
 )
 from meshwright.planner.export import Framework
+from meshwright.planner.formats import resolved
 from meshwright.planner.importing.formats import FORMATS
 from meshwright.planner.importing.reading import options_of
 from meshwright.simulator import PlanError
@@ -129,6 +130,8 @@ def _whole(
         PlanError: If a file is not there, or a key stands there by its old and its new name.
     """
     found, placed = dict(keys), dict(lines)
+    if framework.profile.has_references:
+        found = resolved(found)
     if framework.program.included is not None:
         found = framework.program.included(found, folder)
         sections = {key: key.partition(".")[0] for key in found if key not in placed}
