@@ -88,9 +88,9 @@ Argv = list[str]
 
 
 def batch_header(text: str) -> dict[str, str]:
-    """Return the options of a batch script's header.
+    r"""Return the options of a batch script's header.
 
-    >>> batch_header("#SBATCH --nodes=4  # of eight\\n#SBATCH -n 32\\n#SBATCH --exclusive\\n")
+    >>> batch_header("#SBATCH --nodes=4  # of eight\n#SBATCH -n 32\n#SBATCH --exclusive\n")
     {'nodes': '4', 'ntasks': '32', 'exclusive': ''}
     """
     found = HEADER.findall(text)
@@ -116,7 +116,7 @@ def started(
     environment = {**_slurm(header), **variables, "PATH": str(programs), "HOME": str(script.parent)}
     give_away(scratch)
     nobody = NOBODY if os.geteuid() == 0 else None
-    with subprocess.Popen(
+    with subprocess.Popen(  # noqa: S603  (its PATH has stand-ins alone)
         [bash, str(script), *words],
         cwd=script.parent,
         env=environment,
@@ -173,9 +173,9 @@ def _slurm(header: Mapping[str, str]) -> dict[str, str]:
 
 
 def _records(text: str) -> list[Argv]:
-    """Return noted commands: each the number of its arguments, its name and these.
+    r"""Return noted commands: each the number of its arguments, its name and these.
 
-    >>> _records("2\\0torchrun\\0a.py\\0--x\\0" "0\\0python\\0")
+    >>> _records("2\0torchrun\0a.py\0--x\0" "0\0python\0")
     [['torchrun', 'a.py', '--x'], ['python']]
     """
     words, found = text.split("\0")[:-1], []

@@ -5,6 +5,7 @@ Not one line of ours is used: defaults are those of megatron/training/arguments.
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import PurePath
 
 Claims = dict[str, object]
@@ -34,7 +35,7 @@ def program_of(argv: Sequence[str]) -> str:
     """
     if argv[0] not in STARTERS:
         return ""
-    modules = [b for a, b in zip(argv, argv[1:], strict=False) if a in ("-m", "--module")]
+    modules = [b for a, b in pairwise(argv) if a in ("-m", "--module")]
     programs = [each for each in modules if each not in LAUNCHERS]
     scripts = [PurePath(each).name for each in argv[1:] if each.endswith(".py")]
     return (programs + scripts + [""])[0]
@@ -90,7 +91,11 @@ def command_claims(argv: Sequence[str], num_devices: int) -> Claims:
         virtual = layers // pp // number("num-layers-per-virtual-pipeline-stage", 1)
     claims: Claims = {
         "world_size": world,
-        **{"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep},
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "dp": dp,
+        "ep": ep,
         "num_virtual_stages": virtual,
         "microbatch_size": micro,
         "global_batch_size": number("global-batch-size", micro * dp),
