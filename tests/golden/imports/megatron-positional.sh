@@ -12,9 +12,9 @@ END
 
 torchrun --nnodes=6 --nproc_per_node=8 pretrain_gpt.py \
     --tensor-model-parallel-size=$TP --pipeline-model-parallel-size=$PP \
-    --num-layers=48 --hidden-size=1600 --num-attention-heads=25 \
-    --seq-length=1024 --max-position-embeddings=1024 \
+    --num-layers=40 --hidden-size=5120 --num-attention-heads=40 \
+    --seq-length=2048 --max-position-embeddings=2048 \
     --micro-batch-size=1 --global-batch-size=$SEQUENCES \
     --bf16 --use-distributed-optimizer --data-path=$DATA \
-    --tokenizer-type=GPT2BPETokenizer --vocab-file=vocab.json --merge-file=merges.txt \
+    --tokenizer-type=NullTokenizer --vocab-size=51199 \
     --lr=1e-4 --train-iters=100

@@ -1,6 +1,6 @@
 #!/bin/bash
 #SBATCH --job-name=dense-llama
-#SBATCH --nodes=4
+#SBATCH --nodes=8
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --time=04:00:00
