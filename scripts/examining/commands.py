@@ -4,7 +4,7 @@ Not one line of ours is used: defaults are those of megatron/training/arguments.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import PurePath
 
@@ -64,12 +64,35 @@ def options_of(argv: Sequence[str]) -> Options:
     return found
 
 
-def command_claims(argv: Sequence[str], num_devices: int) -> Claims:
+def devices_of(argv: Sequence[str], header: Mapping[str, str], otherwise: int) -> int:
+    """Return how many devices a command trains on.
+
+    Args:
+        argv: All its words.
+        header: Options of the batch script that it is of.
+        otherwise: Where nobody says it.
+
+    >>> devices_of(["deepspeed", "--num_nodes", "2", "--num_gpus=8", "a.py"], {}, 1)
+    16
+    >>> devices_of(["python", "a.py"], {"nodes": "4", "ntasks-per-node": "8"}, 1)
+    32
+    """
+    said = options_of(argv)
+    own = {"torchrun": ("nnodes", "nproc-per-node"), "deepspeed": ("num-nodes", "num-gpus")}
+    nodes, each = own.get(argv[0], own["torchrun"])
+    if each in said and said[each][0].isdecimal():
+        return int((said.get(nodes) or ["1"])[0].rpartition(":")[2]) * int(said[each][0])
+    if argv[0].startswith("python") and "nodes" in header and "ntasks-per-node" in header:
+        return int(header["nodes"]) * int(header["ntasks-per-node"])
+    return otherwise
+
+
+def command_claims(argv: Sequence[str], world: int) -> Claims:
     """Return what a command says of its plan, by names of a plan's fields.
 
     Args:
         argv: All its words.
-        num_devices: Of the run, where the command does not say it.
+        world: Devices of the run.
     """
     said = options_of(argv)
 
@@ -77,10 +100,6 @@ def command_claims(argv: Sequence[str], num_devices: int) -> Claims:
         words = said.get(name) or [str(otherwise)]
         return int(float(words[0]))
 
-    world = num_devices
-    if "nproc-per-node" in said and said["nproc-per-node"][0].isdecimal():
-        nodes = (said.get("nnodes") or ["1"])[0].rpartition(":")[2]
-        world = number("nproc-per-node", 1) * int(nodes)
     tp, pp = number("tensor-model-parallel-size", 1), number("pipeline-model-parallel-size", 1)
     cp, layers = number("context-parallel-size", 1), number("num-layers", 0)
     dp = world // (tp * pp * cp)

@@ -50,7 +50,10 @@ def configuration_claims(path: Path, told: Mapping[str, str]) -> Claims | None:
         tree: object = tomllib.loads(text)
         return torchtitan_claims(tree) if at(tree, "training") is not None else None
     if path.suffix == ".json":
-        tree = json.loads(text)
+        try:
+            tree = json.loads(text)
+        except json.JSONDecodeError:
+            return None  # a template
         is_theirs = at(tree, "zero_optimization") or at(tree, "train_batch_size")
         return deepspeed_claims(tree, told) if is_theirs else None
     tree = yaml.safe_load(text)

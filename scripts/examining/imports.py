@@ -13,7 +13,7 @@ from meshwright.planner.reports import read_plan
 from meshwright.simulator.layout import PLAN_FIELDS
 
 ASKED = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: ([\w]+)=)?")
-MISSING = re.compile(r"is missing|are missing|give it with|not set|is asked for|lacks|needs? ")
+MISSING = re.compile(r"is missing|give it with|not set|does not say")
 MOST_ROUNDS = 6
 
 Claims = dict[str, object]
@@ -63,10 +63,9 @@ def _answered(
     refusal: str, answers: Answers, options: dict[str, str], variables: dict[str, str]
 ) -> bool:
     """Add what a refusal asks for, and return whether any of it is new."""
-    if not MISSING.search(refusal):
-        return False
     before = len(options) + len(variables)
-    for option, variable in ASKED.findall(refusal):
+    asking = "\n".join(line for line in refusal.splitlines() if MISSING.search(line))
+    for option, variable in ASKED.findall(asking):
         if option == "define" and variable:
             variables.setdefault(variable, answers.variables.get(variable, "given"))
         elif option in answers.options:

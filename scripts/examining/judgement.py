@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from examining.bash import give_away, started
-from examining.commands import TRAINS, command_claims, launches, program_of
+from examining.bash import batch_header, give_away, started
+from examining.commands import TRAINS, command_claims, devices_of, launches, program_of
 from examining.configurations import configuration_claims
 from examining.imports import Answers, Claims, Imported, imported
 
@@ -69,7 +69,9 @@ def _script_claims(
         return None
     if not TRAINS.match(program_of(commands[0])):
         return None
-    return command_claims(commands[0], int(found.options.get("gpus", answers.options["gpus"])))
+    header = batch_header(script.read_text(encoding="utf-8", errors="replace"))
+    gpus = int(found.options.get("gpus", answers.options["gpus"]))
+    return command_claims(commands[0], devices_of(commands[0], header, gpus))
 
 
 def _parameters(text: str, answers: Answers) -> tuple[Answers, list[str]]:
