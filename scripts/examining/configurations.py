@@ -121,6 +121,7 @@ def deepspeed_claims(tree: object, told: Mapping[str, str]) -> Claims:
     steps = at(tree, "gradient_accumulation_steps")
     if steps not in UNTOLD and isinstance(steps, int):
         claims["num_microbatches"] = steps
+    claims["tp"] = at(tree, "tensor_parallel.autotp_size", 0) or 1
     claims["offload"] = _offload(
         at(tree, "zero_optimization.offload_optimizer.device"),
         at(tree, "zero_optimization.offload_param.device"),
@@ -138,6 +139,11 @@ def accelerate_claims(tree: object, told: Mapping[str, str]) -> Claims:
     claims: Claims = {"precision": {"no": "fp32", "False": "fp32"}.get(mixed, mixed)}
     if at(tree, "num_processes") is not None:
         claims["world_size"] = at(tree, "num_processes")
+    degrees = "parallelism_config.parallelism_config_"
+    claims["tp"] = at(tree, degrees + "tp_size", 1)
+    for field, key in (("dp_shard", "dp_shard_size"), ("cp", "cp_size")):
+        if at(tree, degrees + key) is not None:
+            claims[field] = at(tree, degrees + key)
     section = "fsdp_config." if kind == "FSDP" else "deepspeed_config."
     if kind == "FSDP":
         strategy = str(at(tree, section + "fsdp_sharding_strategy", "FULL_SHARD"))

@@ -14,6 +14,7 @@ from meshwright.simulator.layout import PLAN_FIELDS
 
 ASKED = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: ([\w]+)=)?")
 MISSING = re.compile(r"is missing|give it with|not set|does not say")
+DENIED = re.compile(r"--([a-z-]+) \S+ is not what the file says")
 MOST_ROUNDS = 6
 
 Claims = dict[str, object]
@@ -62,8 +63,12 @@ def imported(file: Path, cluster: str, answers: Answers) -> Imported:
 def _answered(
     refusal: str, answers: Answers, options: dict[str, str], variables: dict[str, str]
 ) -> bool:
-    """Add what a refusal asks for, and return whether any of it is new."""
+    """Add what a refusal asks for, drop what the file says, and return whether any of it is new."""
     before = len(options) + len(variables)
+    if denied := [name for name in DENIED.findall(refusal) if name in options]:
+        for name in denied:
+            del options[name]
+        return True
     asking = "\n".join(line for line in refusal.splitlines() if MISSING.search(line))
     for option, variable in ASKED.findall(asking):
         if option == "define" and variable:
