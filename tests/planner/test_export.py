@@ -35,6 +35,11 @@ SPEED = ["gpt2", "--stack", "deepspeed", "--global-batch", "64", "--gpus", "8"]
 SMALL_CORE = [*GPT, "--gpus", "16"]
 FSDP = [*LLAMA, "--stack", "fsdp", "--gpus", "16"]
 DDP = [*GPT, "--stack", "ddp"]
+# What Accelerate makes of stages 1 and 2.
+ONE_BY_ONE = ["--set", "overlap_gradient_reduce=false"]
+ONCE = ["--recompute", "none"]
+SINGLE = ["--micro-batch", "1"]
+AT_LAST, EACH = ["--no-sync-each-microbatch"], ["--sync-each-microbatch", *SINGLE]
 SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
 SHARDED = [*CORE, "--seq-len", "4096", "--global-batch", "64"]
 NESTED = ["--cp-type", "ring+all-to-all", "--cp-inner", "4"]
@@ -86,33 +91,41 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*ROUTED, "--gpus", "16", *SPLIT, "--dispatcher", "hybridep"], ["--gpus", "16"]),
     ],
     "deepspeed": [
-        ([*SPEED, "--zero", "0", "--precision", "fp16"], SPED),
-        ([*SPEED, "--zero", "1", "--micro-batch", "4"], SPED),
+        ([*SPEED, "--zero", "0", "--precision", "fp16"], [*SPED, *ONCE]),
+        ([*SPEED, "--zero", "1", "--micro-batch", "4"], [*SPED, *ONCE]),
         ([*SPEED, "--zero", "2", "--recompute", "full"], [*SPED, "--recompute", "full"]),
-        ([*SPEED, "--zero", "3"], SPED),
-        ([*SPEED, "--zero", "2", "--offload", "optimizer"], SPED),
-        ([*SPEED, "--zero", "1", "--tp", "2"], SPED),
-        ([*SPEED, "--zero", "1", "--precision", "bf16", "--reduce-precision", "fp32"], SPED),
-        ([*SPEED, "--zero", "1", "--set", "gradient_bucket_parameters=1000000"], SPED),
+        ([*SPEED, "--zero", "3"], [*SPED, *ONCE]),
+        ([*SPEED, "--zero", "2", "--offload", "optimizer"], [*SPED, *ONCE]),
+        ([*SPEED, "--zero", "1", "--tp", "2"], [*SPED, *ONCE]),
+        (
+            [*SPEED, "--zero", "1", "--precision", "bf16", "--reduce-precision", "fp32"],
+            [*SPED, *ONCE],
+        ),
+        ([*SPEED, "--zero", "1", "--set", "gradient_bucket_parameters=1000000"], [*SPED, *ONCE]),
+        ([*SPEED, *ONE_BY_ONE, "--zero", "3"], [*SPED, *ONCE]),
     ],
     "accelerate": [
-        ([*DDP, "--gpus", "8"], SPED),
-        ([*DDP, "--gpus", "16", "--find-unused"], [*SPED, "--find-unused"]),
+        ([*DDP, "--gpus", "8"], [*SPED, *ONCE, *AT_LAST, *SINGLE]),
+        (
+            [*DDP, "--gpus", "16", "--find-unused"],
+            [*SPED, *ONCE, *AT_LAST, *SINGLE, "--find-unused"],
+        ),
         (
             [*DDP, "--gpus", "8", "--micro-batch", "4", "--recompute", "full"],
-            [*SPED, "--micro-batch", "4", "--recompute", "full"],
+            [*SPED, *AT_LAST, "--micro-batch", "4", "--recompute", "full"],
         ),
-        ([*FSDP, "--recompute", "full"], SHARDED),
-        ([*FSDP, "--no-reshard-after-forward", "--precision", "fp16"], SHARDED),
+        ([*FSDP, "--recompute", "full"], [*SHARDED, *EACH]),
+        ([*FSDP, "--no-reshard-after-forward", "--precision", "fp16"], [*SHARDED, *EACH]),
+        ([*FSDP, *AT_LAST], [*SHARDED, *AT_LAST, *SINGLE]),
         (
             [*FSDP, "--micro-batch", "4", "--offload", "parameters"],
             [*SHARDED, "--micro-batch", "4"],
         ),
-        ([*FSDP, "--dp-shard", "8"], SHARDED),
-        ([*FSDP, "--tp", "2"], SHARDED),
-        ([*FSDP, "--tp", "4", "--dp-shard", "2", "--recompute", "full"], SHARDED),
-        ([*SPEED, "--zero", "2", "--offload", "optimizer", "--micro-batch", "2"], SPED),
-        ([*SPEED, "--zero", "3", "--precision", "fp16"], SPED),
+        ([*FSDP, "--dp-shard", "8"], [*SHARDED, *EACH]),
+        ([*FSDP, "--tp", "2"], [*SHARDED, *EACH]),
+        ([*FSDP, "--tp", "4", "--dp-shard", "2", "--recompute", "full"], [*SHARDED, *EACH]),
+        ([*SPEED, *ONE_BY_ONE, "--zero", "2", "--offload", "optimizer"], [*SPED, *ONCE]),
+        ([*SPEED, "--zero", "3", "--precision", "fp16"], [*SPED, *ONCE]),
     ],
     "torchtitan": [
         ([*TITAN, "--gpus", "8"], []),
