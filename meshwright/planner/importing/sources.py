@@ -76,7 +76,8 @@ def read_source(
 
         commands = read_commands(text, file=path, defines=defines)
         folder = Path() if path is None else path.parent
-        return _of_launch(_only(find_launches(commands)), framework, folder)
+        (launch,) = find_launches(commands)
+        return _of_launch(launch, framework, folder)
     if defines:
         raise PlanError(f"--define goes with scripts; {path} is {kind.upper()}")
     document = READERS[kind](text)
@@ -172,15 +173,6 @@ def all_options(profile: FrameworkProfile) -> Mapping[str, Option]:
     for table in profile.tables.values():
         found |= {key: each for key, each in options_of(table).items() if key not in found}
     return found
-
-
-def _only(launches: "Sequence[Launch]") -> "Launch":
-    if len(launches) == 1:
-        return launches[0]
-    if not launches:
-        raise PlanError("no command of it starts training")
-    listed = "; ".join(f"line {each.program.line}: {each.program.text}" for each in launches)
-    raise PlanError(f"starts training several times ({listed}); allowed: one command")
 
 
 def _of_launch(launch: "Launch", framework: Framework | None, folder: Path) -> Source:
