@@ -228,8 +228,9 @@ def _read_words(words: Sequence[OptionWord]) -> Options:
 
     What it leaves out is as in the configuration that it names.
     """
-    found = read_options(words, load_options(COMMAND_OPTIONS))
-    checkpoint = [each for each in found.words if each.text.startswith(CHECKPOINT)]
+    checkpoint = [each for each in words if each.text.startswith(CHECKPOINT)]
+    others = [each for each in words if each not in checkpoint]
+    found = read_options(others, load_options(COMMAND_OPTIONS))
     for key in [each for each in found.keys if ".no-" in each or ".no_" in each]:
         value, line = found.keys.pop(key), found.lines.pop(key)
         positive = re.sub(r"\.no[-_]", ".", key).replace("-", "_")
@@ -241,8 +242,7 @@ def _read_words(words: Sequence[OptionWord]) -> Options:
     for each in checkpoint:
         found.keys[key], found.lines[key] = each.text.removeprefix(CHECKPOINT), each.line
     recipe = RECIPES.get(str(found.keys.get("config")), {})
-    keys = {**recipe, **found.keys}
-    return found._replace(keys=keys, words=[each for each in found.words if each not in checkpoint])
+    return found._replace(keys={**recipe, **found.keys})
 
 
 def _words_of(value: object) -> list[str]:

@@ -14,6 +14,7 @@ from meshwright.hwprofiles import (
     FieldEntry,
     FrameworkProfile,
     FrameworkTable,
+    load_framework,
     nearest_names,
     shown,
 )
@@ -101,7 +102,19 @@ def table_of(framework: FrameworkProfile, keys: Keys) -> FrameworkTable:
 
 def options_of(table: FrameworkTable) -> Mapping[str, Option]:
     """Return the options that a configuration of a table's may hold, by key."""
-    return {key: each for name in table.options for key, each in load_options(name).items()}
+    found = {key: each for name in table.options for key, each in load_options(name).items()}
+    for section, framework in table.sections.items():
+        for other in load_framework(framework).tables.values():
+            inner = options_of(other).items()
+            found |= {f"{section}.{key}": _in_section(section, each) for key, each in inner}
+    return found
+
+
+def _in_section(section: str, option: Option) -> Option:
+    """Return an option of another framework that stands in a section."""
+    is_old = option.effect is Effect.RENAMED
+    allowed = tuple(f"{section}.{each}" for each in option.allowed) if is_old else option.allowed
+    return option._replace(key=f"{section}.{option.key}", allowed=allowed)
 
 
 def read_keys(
@@ -237,7 +250,7 @@ def _mistake(
     if isinstance(value, Unknown):
         return value.why
     said = spelled(value)
-    if said in option.allowed or (not option.allowed and value in (False, None)):
+    if said in option.allowed or (not option.allowed and value in (False, None, "", [])):
         return ""
     allowed = ", ".join(option.allowed) or "leave it out"
     why = f" ({option.why})" if option.why else ""
