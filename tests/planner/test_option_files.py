@@ -47,13 +47,13 @@ def test_a_framework_is_known_by_keys_that_it_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list_options())
-def test_old_names_have_new_ones_and_switches_have_no_values(name: str) -> None:
-    options = load_options(name)
+def test_what_files_of_options_allow_is_of_held_ones_and_old_names_have_new_ones(name: str) -> None:
+    known = {key: each for file in list_options() for key, each in load_options(file).items()}
+    options = load_options(name).values()
     assert options
-    for option in options.values():
+    for option in options:
         if option.effect is Effect.RENAMED:
             (new,) = option.allowed
-            assert options[new].effect is not Effect.RENAMED
-            assert options[new].takes is option.takes
+            assert known[new].effect is not Effect.RENAMED, option
         elif option.effect is not Effect.HELD or option.takes is Takes.NOTHING:
             assert not option.allowed, option
