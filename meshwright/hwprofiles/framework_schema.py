@@ -6,7 +6,7 @@ Exporters, importers and the search read the same tables: a value that leaves on
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, TypeAlias, cast
+from typing import Annotated, Literal, TypeAlias, cast
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -19,6 +19,8 @@ UNSET = "unset"  # a field that is None, where a file has no null
 NULL = "null"  # the same of a framework's own value
 OTHERWISE = "otherwise"  # the last of several conditions
 
+Format: TypeAlias = Literal["options", "overrides", "yaml", "json", "toml"]
+"""How a framework is told: by options or ``KEY=VALUE`` of a command, or by a file."""
 Theirs: TypeAlias = Flag | Annotated[int, Field(strict=True)] | str | list[str]
 """A value as a framework has it."""
 Told: TypeAlias = Theirs | dict[str, Theirs]
@@ -64,6 +66,7 @@ class FieldEntry(Profile):
         beside: Keys that are written beside, and on which no layout depends.
         codec: Name of the code that writes or reads what is irregular.
         fields: Further fields of which the codec tells.
+        asks: Whether it is asked for where a file does not say it: the user's own script does.
         why: By which rule, and which version has it.
     """
 
@@ -86,6 +89,7 @@ class FieldEntry(Profile):
     beside: dict[str, Theirs] = Field(default_factory=dict)
     codec: str = ""
     fields: tuple[str, ...] = ()
+    asks: Flag = False
     why: str = ""
 
     @property
@@ -138,6 +142,7 @@ class FrameworkTable(Profile):
         launches: Patterns of the names of stacks whose plans it trains in any case.
         when: Which plans of other stacks it trains.
         told_by: Values by which a file of it is known.
+        options: Files of options that its configuration, or its command, may hold.
         notes: What is to be said of such an export.
         model_facts: Facts of a model that it is told; all others must be as usual.  Where there are
             none nothing is asked of a model.
@@ -152,6 +157,7 @@ class FrameworkTable(Profile):
     launches: tuple[str, ...] = ()
     when: str = ""
     told_by: dict[str, Theirs] = Field(default_factory=dict)
+    options: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     model_facts: tuple[str, ...] = ()
     fields: dict[str, FieldEntry] = Field(default_factory=dict)
@@ -178,7 +184,10 @@ class FrameworkProfile(Profile):
         name: As ``--to`` and ``--from`` have it.
         title: In words.
         source: Which release, or revision, the words are of.
-        suffixes: Of files that it reads.
+        format: Of the configurations that it reads; none where it only writes.
+        known_by: Keys, or sections, one of which a configuration of it has.
+        programs: Patterns of the programs, or modules, that a script of it starts.
+        is_written: Whether plans are handed to it.
         harmless: Patterns of keys that leave a layout as it is.
         has_options: Whether its keys are options of a command: a switch that is off is left out.
         tables: Of its versions and engines; the first that goes with a plan is its.
@@ -187,7 +196,10 @@ class FrameworkProfile(Profile):
     name: Name
     title: Text
     source: Text
-    suffixes: tuple[str, ...] = ()
+    format: Format | None = None
+    known_by: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+    is_written: Flag = True
     harmless: tuple[str, ...] = ()
     has_options: Flag = False
     tables: dict[Name, FrameworkTable] = Field(min_length=1)

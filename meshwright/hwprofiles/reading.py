@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from meshwright.hwprofiles.complaints import ProfileError, shown, shown_path
 
@@ -64,6 +64,13 @@ class FileKind:
             ValueError: As `error`, naming the file, if it is none of this kind.
         """
         return self._decoded(self._content(path), shown_path(path))
+
+    def read_stream(self, stream: BinaryIO) -> str:
+        """Return the text of a stream, such as standard input; raises as `read_text`."""
+        content = stream.read(self.most_bytes + 1)
+        if len(content) > self.most_bytes:
+            raise self.error(f"too large for {self._a}; allowed: at most {self.most_bytes:,} bytes")
+        return self._decoded(content, "standard input")
 
     def read_json(self, path: Path) -> object:
         """Return what a JSON file holds; raises as `read_text`."""

@@ -1,6 +1,15 @@
 """Plans as the configurations of frameworks that train, and back."""
 
-from meshwright.planner.export.facts import STACK_FACT, Facts
+from meshwright.planner.export.facts import (
+    STACK_FACT,
+    Facts,
+    FileWords,
+    Keys,
+    MissingError,
+    spelled,
+    theirs,
+    value_of,
+)
 from meshwright.planner.export.launch import (
     PORT,
     Launch,
@@ -14,21 +23,31 @@ from meshwright.planner.export.registry import (
     export,
     export_plan,
     get_framework,
-    read_framework_file,
 )
+from meshwright.planner.export.table import ANY, Codec, Codecs, Framework, Program
 
 __all__ = [
+    "ANY",
     "FRAMEWORKS",
     "PORT",
     "STACK_FACT",
+    "Codec",
+    "Codecs",
     "Facts",
+    "FileWords",
+    "Framework",
+    "Keys",
     "Launch",
+    "MissingError",
+    "Program",
     "export",
     "export_plan",
     "get_framework",
     "hand_script",
     "job_name",
     "nodes_of",
-    "read_framework_file",
     "slurm_script",
+    "spelled",
+    "theirs",
+    "value_of",
 ]

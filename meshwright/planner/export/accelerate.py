@@ -2,11 +2,11 @@
 
 from typing import cast
 
-from meshwright.planner.configuration import read_yaml, yaml_text
-from meshwright.planner.export.facts import Facts, FileWords, Keys
+from meshwright.planner.configuration import yaml_text
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
 from meshwright.planner.export.launch import Starter
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import remarks, said
+from meshwright.planner.export.texts import remarks
 from meshwright.simulator import PlanError
 
 FILE = "accelerate.yaml"
@@ -41,7 +41,7 @@ def _read_steps(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     steps = words.whole(keys, key, 1)
     batch = cast("int | None", facts.get("global_batch_size"))
     if batch is None:
-        raise PlanError(f"--global-batch is missing; {key} is {steps}")
+        raise MissingError("global_batch_size", f"{key} is {steps}")
     each = facts.world_size * steps
     if batch % each:
         raise PlanError(f"--global-batch {batch} is not a multiple of {each} = ranks x {key}")
@@ -52,7 +52,6 @@ PROGRAM = Program(
     files=lambda export: {FILE: remarks(export.remarks) + yaml_text(export.keys)},
     command=lambda _: (f"--config_file {FILE}", '"${SCRIPT:?is not set: your script}"'),
     starter=Starter.ACCELERATE,
-    read=lambda text: said(read_yaml(text)),
     codecs={
         "mesh of Accelerate": Codec(_write_mesh, _read_mesh),
         "steps of Accelerate": Codec(_write_steps, _read_steps),

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import cast
 
-from meshwright.planner.configuration import json_keys, read_json
-from meshwright.planner.export.facts import Facts, FileWords, Keys
+from meshwright.planner.configuration import json_keys
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import said
-from meshwright.simulator import PlanError
 
 FILE = "ds_config.json"
 NAMES = "batch", "micro", "steps"
@@ -42,13 +40,13 @@ def _completed(roles: Roles, given: Mapping[str, int], facts: Facts, words: File
     """
     if facts.get("world_size") is None:
         names = ", ".join(roles[name] for name in NAMES)
-        raise PlanError(f"--gpus is missing; the file leaves out one of {names}")
+        raise MissingError("world_size", f"the file leaves out one of {names}")
     dp, steps = facts.world_size // facts.number("tp"), given.get("steps", 1)
     batch = given.get("batch", cast("int | None", facts.get("global_batch_size")))
     size = given.get("micro", cast("int | None", facts.get("microbatch_size")))
     if batch is None and size is None:
-        raise PlanError(
-            f"--micro-batch is missing; the file has neither {roles['batch']} nor {roles['micro']}"
+        raise MissingError(
+            "microbatch_size", f"the file has neither {roles['batch']} nor {roles['micro']}"
         )
     if batch is None:
         batch = cast("int", size) * steps * dp
@@ -58,14 +56,8 @@ def _completed(roles: Roles, given: Mapping[str, int], facts: Facts, words: File
     return {"global_batch_size": batch, "microbatch_size": size or batch // each, "dp": dp}
 
 
-def _read(text: str) -> Keys:
-    """Return the keys of a file; what transformers fills in (auto) is not said."""
-    return {key: value for key, value in said(read_json(text)).items() if value != "auto"}
-
-
 PROGRAM = Program(
     files=lambda export: {FILE: json_keys(export.keys)},
     command=lambda _: ('"${SCRIPT:?is not set: your script}"', f"--deepspeed_config {FILE}"),
-    read=_read,
     codecs={"batches of DeepSpeed": Codec(_write_batches, _read_batches)},
 )

@@ -4,12 +4,12 @@ Overrides are those of scripts/training/run_recipe.py in v0.6.0
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge, commit 51885cf1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from meshwright.planner.configuration import Options, OptionWord
 from meshwright.planner.export import megatron_core
-from meshwright.planner.export.facts import Keys
 from meshwright.planner.export.table import Export, Program
-from meshwright.planner.export.texts import command_words, single_quoted
+from meshwright.planner.export.texts import single_quoted
 
 
 def _command(export: Export) -> tuple[str, ...]:
@@ -27,16 +27,15 @@ def _hydra(value: object) -> str:
     )
 
 
-def _read(text: str) -> Keys:
-    """Return the overrides of a script, and its recipe; the runner's own options are no keys."""
-    words = command_words(text)
-    found: Keys = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        key, sign, value = word.partition("=")
-        if word == "--recipe":
-            found["recipe"] = following
-        elif sign and ("." in key or key == "mixed_precision") and not word.startswith("-"):
-            found[key] = _value(value)
+def _read_words(words: Sequence[OptionWord]) -> Options:
+    """Return the overrides of a command, and its recipe; the runner's own options are no keys."""
+    found = Options({}, {}, [], [])
+    for word, following in zip(words, [*(each.text for each in words[1:]), ""], strict=True):
+        key, sign, value = word.text.partition("=")
+        if word.text == "--recipe":
+            found.keys["recipe"], found.lines["recipe"] = following, word.line
+        elif sign and ("." in key or key == "mixed_precision") and not key.startswith("-"):
+            found.keys[key], found.lines[key] = _value(value), word.line
     return found
 
 
@@ -48,5 +47,8 @@ def _value(text: str) -> object:
 
 
 PROGRAM = Program(
-    command=_command, is_script=lambda _: True, read=_read, codecs=megatron_core.CODECS
+    command=_command,
+    is_script=lambda _: True,
+    read_words=_read_words,
+    codecs=megatron_core.CODECS,
 )

@@ -12,7 +12,7 @@ from meshwright.planner.export import megatron_core
 from meshwright.planner.export.facts import Facts, FileWords, Keys
 from meshwright.planner.export.megatron_core import expert_fields
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import command_words, flags, layer_numbers, read_flags
+from meshwright.planner.export.texts import flags, layer_numbers
 from meshwright.simulator import ModelSpec, PlanError
 
 # Formats of exp_avg_dtype; the first is that of any other optimizer.
@@ -151,7 +151,6 @@ SAMPLE: Keys = {
 PROGRAM = Program(
     command=lambda export: ("pretrain_gpt.py", *flags(export.keys), *flags(SAMPLE)),
     is_script=lambda _: True,
-    read=lambda text: read_flags(command_words(text)),
     codecs={
         **megatron_core.CODECS,
         "ranks of torchrun": Codec(lambda *_: {}, _read_ranks),

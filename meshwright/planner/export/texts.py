@@ -5,17 +5,10 @@ import shlex
 from collections.abc import Iterable
 
 from meshwright.hwprofiles import single_line
-from meshwright.planner.configuration import Document
 from meshwright.planner.export.facts import Keys
-from meshwright.simulator import PlanError
 
 # A list of digits, and how often it is repeated, as "[0,1]*12".
 LISTS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
-
-
-def said(document: Document) -> Keys:
-    """Return the keys of a document that have values."""
-    return {key: value for key, value in document.keys.items() if value != {}}
 
 
 def remarks(lines: Iterable[str]) -> str:
@@ -49,44 +42,6 @@ def single_quoted(word: str) -> str:
     return "'" + word.replace("'", "'\"'\"'") + "'"
 
 
-def command_words(text: str) -> list[str]:
-    """Return the words of all lines of a script, its continued lines joined.
-
-    Raises:
-        PlanError: If a quote is not closed.
-    """
-    try:
-        return shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise PlanError(f"not words of a shell: {error}") from None
-
-
-def read_flags(words: list[str]) -> Keys:
-    """Return options by their names, without dashes; a flag alone is True.
-
-    >>> read_flags(["python", "x.py", "--bf16", "--lr", "0.1", "--tp=2"])
-    {'bf16': True, 'lr': 0.1, 'tp': 2}
-    >>> read_flags(["torchrun", "--nproc-per-node", "8", "x.py", "--bf16"])
-    {'nproc-per-node': 8, 'bf16': True}
-    """
-    found: Keys = {}
-    name = ""
-    for word in words:
-        if word.endswith(".py"):  # ends what is its launcher's
-            name = ""
-        elif re.match(r"--[A-Za-z]", word):
-            name, sign, value = word[2:].partition("=")
-            if name in found:
-                raise PlanError(f"--{name} appears twice")
-            found[name] = _number(value) if sign else True
-            name = "" if sign else name
-        elif name and found[name] is True:
-            found[name] = _number(word)
-        elif name:
-            found[name] = f"{found[name]} {word}"
-    return found
-
-
 def tyro_options(keys: Keys) -> list[str]:
     """Return *keys* as options of a command that tyro parses.
 
@@ -104,21 +59,6 @@ def tyro_options(keys: Keys) -> list[str]:
         else:
             found.append(f"--{key} {_shell_words(value)}")
     return found
-
-
-def read_tyro(words: list[str]) -> Keys:
-    """Return options that tyro parses; of a list, its words in one text.
-
-    >>> read_tyro(["--a.no-b-c", "--a.d_e", "x,y", "z"])
-    {'a.b_c': False, 'a.d_e': 'x,y z'}
-    """
-    keys: Keys = {}
-    for key, value in read_flags(words).items():
-        section, dot, name = key.rpartition(".")
-        no = name.startswith("no-")
-        name = name.removeprefix("no-").replace("-", "_")
-        keys[f"{section}{dot}{name}"] = value is not True if no else value
-    return keys
 
 
 def _number(text: str) -> object:

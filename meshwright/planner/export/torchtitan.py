@@ -1,22 +1,28 @@
 """torchtitan: TOML up to 0.2, options of its command from 0.3 on."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from meshwright.hwprofiles import Kernels, Recompute, RecomputeMethod, StageSplit
-from meshwright.planner.configuration import read_toml, toml_text
-from meshwright.planner.export.facts import Facts, FileWords, Keys, spelled
+from meshwright.planner.configuration import (
+    Options,
+    OptionWord,
+    load_options,
+    read_options,
+    toml_text,
+)
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, spelled
 from meshwright.planner.export.table import Codec, Export, Program, Roles
 from meshwright.planner.export.texts import (
-    command_words,
-    read_tyro,
     remarks,
-    said,
     tyro_options,
 )
 from meshwright.simulator import PlanError
 
 TOML, COMMAND = "0.2", "0.3"
+CHECKPOINT, COMPILED = "activation-checkpoint:", "compile.components"
+COMMAND_OPTIONS = "torchtitan-0.3"
 PARTS = "parallelism.module_fqns_per_model_part"
 SELECTIVE, OPERATORS = "selective", "op"
 MODES: Mapping[str, Recompute] = {
@@ -39,7 +45,7 @@ def _read_replicas(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
     others = facts.number("tp") * facts.number("pp") * facts.number("cp")
     if shards == -1:
         if facts.get("world_size") is None:
-            raise PlanError(f"--gpus is missing; {shard} is what it leaves")
+            raise MissingError("world_size", f"{shard} is what it leaves")
         shards = facts.world_size // (others * replicas)
     dp = replicas * shards
     return {"dp": dp, "dp_shard": shards, "world_size": dp * others}
@@ -163,32 +169,49 @@ def _command(export: Export) -> tuple[str, ...]:
     return (start, *tyro_options(keys), f"activation-checkpoint:{checkpoint}")
 
 
-def _read(text: str) -> Keys:
-    """Return the keys of a TOML file, or of a script with the command."""
-    if "torchtitan.train" not in text:
-        return said(read_toml(text))
-    words = command_words(text)
-    words = words[words.index("torchtitan.train") + 1 :]
-    checkpoint = [each for each in words if each.startswith("activation-checkpoint:")]
-    keys = read_tyro([each for each in words if each not in checkpoint])
-    if PARTS in keys:
-        keys[PARTS] = [part.split(",") for part in str(keys[PARTS]).split()]
-    if "compile.components" in keys:
-        keys["compile.components"] = str(keys["compile.components"]).replace(",", " ").split()
+def _read_words(words: Sequence[OptionWord]) -> Options:
+    """Return the options of a command of 0.3, which tyro parses: ``--a.no-b`` is a false ``a.b``.
+
+    Raises:
+        PlanError: If no subcommand says what is recomputed.
+    """
+    found = read_options(words, load_options(COMMAND_OPTIONS))
+    checkpoint = [each for each in found.words if each.text.startswith(CHECKPOINT)]
     if not checkpoint:
         raise PlanError(
-            "activation-checkpoint:... is missing, which each configuration has of its own; "
+            f"{CHECKPOINT}... is missing, which each configuration has of its own; "
             "allowed: none, selective, full"
         )
-    keys["activation-checkpoint"] = checkpoint[0].partition(":")[2]
-    return keys
+    for key in [each for each in found.keys if ".no-" in each or ".no_" in each]:
+        value, line = found.keys.pop(key), found.lines.pop(key)
+        positive = re.sub(r"\.no[-_]", ".", key).replace("-", "_")
+        found.keys[positive], found.lines[positive] = value is not True, line
+    for key, split in ((PARTS, _parts), (COMPILED, _names)):
+        if key in found.keys:
+            found.keys[key] = split(found.keys[key])
+    key = CHECKPOINT.rstrip(":")
+    found.keys[key] = checkpoint[-1].text.removeprefix(CHECKPOINT)
+    found.lines[key] = checkpoint[-1].line
+    return found._replace(words=[each for each in found.words if each not in checkpoint])
+
+
+def _words_of(value: object) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list) else str(value).split()
+
+
+def _parts(value: object) -> list[list[str]]:
+    return [each.split(",") for each in _words_of(value)]
+
+
+def _names(value: object) -> list[str]:
+    return [name for each in _words_of(value) for name in each.split(",")]
 
 
 PROGRAM = Program(
     files=_files,
     command=_command,
     is_script=lambda version: version == COMMAND,
-    read=_read,
+    read_words=_read_words,
     codecs={
         "replicas of torchtitan": Codec(_write_replicas, _read_replicas),
         "batches of torchtitan": Codec(_write_batches, _read_batches),

@@ -1,0 +1,159 @@
+"""From a framework's configuration to a plan.
+
+Imports are local, so that a command waits for no more than it needs.
+"""
+# ruff: noqa: PLC0415
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from meshwright.planner.options import Given, ImportOptions, JobOptions
+from meshwright.simulator import MistakesError, PlanError
+
+if TYPE_CHECKING:
+    from meshwright.planner.export import Framework
+    from meshwright.planner.importing import Imported, Source
+    from meshwright.planner.reports import SavedPlan
+
+STANDARD_INPUT = "-"
+
+
+def run_import(options: ImportOptions, layout: Given, replication: Given) -> int:
+    """Read a framework's configuration as a plan."""
+    from meshwright.planner.cli.handover import write_files
+    from meshwright.planner.reports import check_file, json_text, plan_document
+
+    framework = _framework(options)
+    if options.options:
+        return _list_options(framework)
+    if options.file is None:
+        raise PlanError("FILE is missing; allowed: a configuration of a framework, or -")
+    if options.out is not None:
+        check_file("--out", options.out)
+    imported, saved = _imported(options, framework, {**layout, **replication})
+    if options.explain:
+        _explain(imported, saved)
+        if options.out is None:
+            return 0
+    write_files({"plan.json": json_text(plan_document(saved))}, options.out, force=False)
+    return 0
+
+
+def _framework(options: ImportOptions) -> "Framework | None":
+    from meshwright.planner.importing import get_format
+
+    return None if options.source is None else get_format(options.source)
+
+
+def _imported(
+    options: ImportOptions, framework: "Framework | None", given: Given
+) -> "tuple[Imported, SavedPlan]":
+    """Return the plan of a file, completed by options and checked by its stack."""
+    from meshwright.hwprofiles import shown_path
+    from meshwright.planner.cli.request import read_setting, resolve_plan
+    from meshwright.planner.importing import JOB_OPTIONS, import_source
+    from meshwright.planner.reports import SavedPlan
+    from meshwright.simulator import ModelSpec, load_model
+    from meshwright.simulator.layout import check_sharding, stack_refusal
+
+    model = None if options.model is None else load_model(options.model)
+    said = {name: getattr(options, option) for name, option in JOB_OPTIONS.items()}
+    told = {name: value for name, value in {**said, **given}.items() if value is not None}
+    name = "standard input"
+    try:
+        if options.file != STANDARD_INPUT:
+            name = shown_path(Path(options.file or ""))
+        imported = import_source(
+            _source(options, framework),
+            told,
+            model if isinstance(model, ModelSpec) else None,
+            options.stack,
+        )
+    except MistakesError as errors:
+        raise errors.of_file(name) from None
+    except PlanError as error:
+        text = str(error)
+        raise PlanError(text if text.startswith(name) else f"{name}: {text}") from None
+    job = JobOptions(
+        **cast("Any", {option: imported.values.get(name) for name, option in JOB_OPTIONS.items()}),
+        stack=options.stack or imported.stack,
+        set=[*_facts(imported.values), *(options.set or ())],
+    )
+    setting = read_setting(job, model=imported.model)
+    plan = resolve_plan(setting, {**_words(imported.values), **given})
+    check_sharding(setting.job, plan)
+    refusal = stack_refusal(setting.job, plan, setting.stack)
+    if refusal is not None:
+        raise PlanError(refusal)
+    saved = SavedPlan(job=setting.job, plan=plan, cluster=setting.cluster, stack=setting.stack)
+    return imported, saved
+
+
+def _source(options: ImportOptions, framework: "Framework | None") -> "Source":
+    from meshwright.planner.configuration import FRAMEWORK_FILE
+    from meshwright.planner.importing import read_source
+
+    defines = dict(_defined(each) for each in options.define or ())
+    if options.file == STANDARD_INPUT:
+        return read_source(None, FRAMEWORK_FILE.read_stream(sys.stdin.buffer), framework, defines)
+    path = Path(options.file or "")
+    return read_source(path, FRAMEWORK_FILE.read_text(path), framework, defines)
+
+
+def _defined(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not (name.isidentifier() or name.isdigit()):
+        raise PlanError(f"--define {text!r} is not allowed; it must be NAME=VALUE")
+    return name, value
+
+
+def _facts(values: Mapping[str, object]) -> Iterable[str]:
+    """Yield what is said of the stack's facts as ``--set`` has it."""
+    from meshwright.planner.export import STACK_FACT
+
+    for name, value in values.items():
+        if name.startswith(STACK_FACT):
+            yield f"{name.removeprefix(STACK_FACT)}={str(value).lower()}"
+
+
+def _words(values: Mapping[str, object]) -> Given:
+    """Return the fields of a plan as options give them."""
+    from meshwright.simulator.layout import PLAN_FIELDS
+
+    found = {name: values[name] for name in PLAN_FIELDS if values.get(name) is not None}
+    stages = found.get("stages")
+    if isinstance(stages, tuple):
+        found["stages"] = ",".join(map(str, stages))
+    return found
+
+
+def _explain(imported: "Imported", saved: "SavedPlan") -> None:
+    """Print each value of the plan beside where it is from; what nobody says the stack decides."""
+    from meshwright.planner.cli.handover import say
+    from meshwright.planner.export import theirs
+    from meshwright.simulator.layout import PLAN_FIELDS
+
+    said = {name for name, _, _ in imported.rows}
+    others = [
+        (name, theirs(value), f"stack {saved.stack.name}")
+        for name in PLAN_FIELDS
+        if name not in said and (value := getattr(saved.plan, name)) not in (None, ())
+    ]
+    rows = [("field", "value", "from"), *imported.rows, *others]
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for name, value, origin in rows:
+        say(sys.stdout, f"{name:<{first}}  {value:<{min(second, 20)}}  {origin}")
+
+
+def _list_options(framework: "Framework | None") -> int:
+    """Print what each key of a framework means here."""
+    from meshwright.planner.cli.handover import say
+    from meshwright.planner.importing import FORMATS, meanings
+
+    if framework is None:
+        raise PlanError(f"--options needs --from; allowed: {', '.join(FORMATS)}")
+    for key, meaning in meanings(framework.profile):
+        say(sys.stdout, f"{key:<44}  {meaning}")
+    return 0
