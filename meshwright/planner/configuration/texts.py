@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, cast
 
-from meshwright.hwprofiles import shown, toml_document
+from meshwright.hwprofiles import shown, toml_table
 from meshwright.planner.configuration.documents import (
     FRAMEWORK_FILE,
     PLACE,
@@ -135,4 +135,4 @@ def toml_text(keys: Mapping[str, object]) -> str:
     b = 1
     c = ["x"]
     """
-    return toml_document(nested(keys))
+    return toml_table(nested(keys)).as_string()
