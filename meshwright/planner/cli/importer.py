@@ -133,18 +133,25 @@ def _explain(imported: "Imported", saved: "SavedPlan") -> None:
     """Print each value of the plan beside where it is from; what nobody says the stack decides."""
     from meshwright.planner.cli.handover import say
     from meshwright.planner.export import theirs
+    from meshwright.planner.importing import Row
     from meshwright.simulator.layout import PLAN_FIELDS
 
-    said = {name for name, _, _ in imported.rows}
-    others = [
-        (name, theirs(value), f"stack {saved.stack.name}")
+    said = {row.name for row in imported.rows}
+    others = (
+        Row(name, theirs(value), (), f"stack {saved.stack.name}")
         for name in PLAN_FIELDS
         if name not in said and (value := getattr(saved.plan, name)) not in (None, ())
-    ]
-    rows = [("field", "value", "from"), *imported.rows, *others]
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    for name, value, origin in rows:
-        say(sys.stdout, f"{name:<{first}}  {value:<{min(second, 20)}}  {origin}")
+    )
+    say(sys.stdout, f"{'field':<22}  {'value':<13}  line  said there, or by whom")
+    for row in (*imported.rows, *others):
+        first, *further = row.said or ((0, row.otherwise),)
+        say(sys.stdout, f"{row.name:<22}  {row.value:<13}  {_line(*first)}")
+        for each in further:
+            say(sys.stdout, f"{'':<22}  {'':<13}  {_line(*each)}")
+
+
+def _line(number: int, text: str) -> str:
+    return f"{number or '':>4}  {text}"
 
 
 def _list_options(framework: "Framework | None") -> int:

@@ -213,6 +213,6 @@ def converted(option: Option, value: object) -> object:
             if option.takes is Takes.NUMBER:
                 return number
             return int(number) if number.is_integer() and abs(number) < 10**15 else value
-    if option.takes is Takes.BOOLEAN and isinstance(value, str):
+    if option.takes in {Takes.BOOLEAN, Takes.OPTIONAL} and isinstance(value, str):
         return {"true": True, "false": False}.get(value.lower(), value)
     return value

@@ -7,6 +7,7 @@ irregular has a codec. What it does not speak of is refused, in a plan and in a 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from meshwright.hwprofiles import (
@@ -106,6 +107,8 @@ class Program:
         is_script: Whether an export of a version is a script that starts the job.
         read_words: From the words of its command, behind the program, to its keys; None where
             they are options as others have them.
+        included: Keys of a configuration, and its folder, to the keys with those of the files that
+            it names; None where it names none.
         codecs: By the names that the framework's table has for them.
     """
 
@@ -114,6 +117,7 @@ class Program:
     starter: Starter = Starter.TORCHRUN
     is_script: Callable[[str], bool] = lambda _: False
     read_words: Callable[[Sequence[OptionWord]], Options] | None = None
+    included: Callable[[Keys, Path], Keys] | None = None
     codecs: Mapping[str, Codec] = field(default_factory=dict)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.planner.export import Facts, theirs
 from meshwright.planner.importing.models import built_in_name, differences
@@ -36,6 +37,15 @@ REQUIRED: Mapping[str, str] = {
 }
 
 
+class Row(NamedTuple):
+    """A value, and the lines of the configuration, or in words who else, that say it."""
+
+    name: str
+    value: str
+    said: tuple[tuple[int, str], ...]
+    otherwise: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
     """What a configuration and the options beside it say.
@@ -50,7 +60,7 @@ class Imported:
     values: Mapping[str, object]
     model: ModelSpec | str
     stack: str | None
-    rows: tuple[tuple[str, str, str], ...]
+    rows: tuple[Row, ...]
 
 
 def import_source(
@@ -146,18 +156,21 @@ def _refuse(source: Source, complaints: Iterable[Complaint], missing: Mapping[st
         raise MistakesError(dict.fromkeys(lines))
 
 
-def _rows(
-    source: Source, reading: Reading, given: Mapping[str, object]
-) -> Iterable[tuple[str, str, str]]:
+def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iterable[Row]:
     """Yield each value with where it is from: its lines, or who says it where there are none."""
     for name, value in reading.values.items():
         origin, keys = reading.origins.get(name, (Origin.OPTION, ()))
         text = value.name if isinstance(value, ModelSpec) else theirs(value)
-        lines = sorted({source.lines[key] for key in keys if key in source.lines})
-        if origin is Origin.FILE and lines:
-            said = ", ".join(f"{key}={theirs(source.keys[key])}" for key in keys)
-            yield name, text, f"line {', '.join(map(str, lines))}: {said}"
+        told = tuple(
+            (source.lines.get(key, 0), f"{key}={theirs(source.keys[key])}")
+            for key in keys
+            if key in source.keys
+        )
+        if value is None:
+            continue
+        if origin is Origin.FILE and told:
+            yield Row(name, text, told)
         elif name == "world_size" and source.world_size is not None:
-            yield name, text, "its launcher"
+            yield Row(name, text, (), "its launcher")
         else:
-            yield name, text, f"{asked_by(name)}" if name in given else str(origin)
+            yield Row(name, text, (), asked_by(name) if name in given else str(origin))

@@ -14,6 +14,7 @@ from meshwright.hwprofiles import (
     FieldEntry,
     FrameworkProfile,
     FrameworkTable,
+    load_framework,
     nearest_names,
     shown,
 )
@@ -101,7 +102,19 @@ def table_of(framework: FrameworkProfile, keys: Keys) -> FrameworkTable:
 
 def options_of(table: FrameworkTable) -> Mapping[str, Option]:
     """Return the options that a configuration of a table's may hold, by key."""
-    return {key: each for name in table.options for key, each in load_options(name).items()}
+    found = {key: each for name in table.options for key, each in load_options(name).items()}
+    for section, framework in table.sections.items():
+        for other in load_framework(framework).tables.values():
+            inner = options_of(other).items()
+            found |= {f"{section}.{key}": _in_section(section, each) for key, each in inner}
+    return found
+
+
+def _in_section(section: str, option: Option) -> Option:
+    """Return an option of another framework that stands in a section."""
+    is_old = option.effect is Effect.RENAMED
+    allowed = tuple(f"{section}.{each}" for each in option.allowed) if is_old else option.allowed
+    return option._replace(key=f"{section}.{option.key}", allowed=allowed)
 
 
 def read_keys(
@@ -165,7 +178,7 @@ class _Reader:
         """Complain of keys of no plan: first of those held *whatever* the plan is."""
         facts, words = self._known(), FileWords(self.framework.name)
         for key, held in self.table.held.items():
-            if bool(held.when) != whatever or not facts.holds(held.when):
+            if bool(held.when) == whatever or not facts.holds(held.when):
                 continue
             try:
                 if held.is_required and key not in keys:
@@ -196,7 +209,7 @@ class _Reader:
             self.found.complaints.append(Complaint(key, str(error)))
             return
         if entry.asks and name not in {**self.found.values, **found}:
-            self.found.missing[name] = next((each.line for each in entry.script), entry.why)
+            self.found.missing[name] = entry.why
         self._keep(found, entry, tuple(own))
 
     def _keep(self, found: Keys, entry: FieldEntry, own: tuple[str, ...]) -> None:
@@ -237,7 +250,7 @@ def _mistake(
     if isinstance(value, Unknown):
         return value.why
     said = spelled(value)
-    if said in option.allowed or (not option.allowed and value in (False, None)):
+    if said in option.allowed or (not option.allowed and value in (False, None, "", [])):
         return ""
     allowed = ", ".join(option.allowed) or "leave it out"
     why = f" ({option.why})" if option.why else ""

@@ -21,12 +21,13 @@ from meshwright.planner.configuration import (
     read_yaml,
 )
 from meshwright.planner.export import Framework
+from meshwright.planner.formats import resolved
 from meshwright.planner.importing.formats import FORMATS
 from meshwright.planner.importing.reading import options_of
 from meshwright.simulator import PlanError
 
 if TYPE_CHECKING:
-    from meshwright.planner.shell import Launch
+    from meshwright.planner.shell import Launch, Word
 
 READERS = {"yaml": read_yaml, "json": read_json, "toml": read_toml}
 SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
@@ -76,11 +77,13 @@ def read_source(
 
         commands = read_commands(text, file=path, defines=defines)
         folder = Path() if path is None else path.parent
-        return _of_launch(_only(find_launches(commands)), framework, folder)
+        (launch,) = find_launches(commands)
+        return _of_launch(launch, framework, folder)
     if defines:
         raise PlanError(f"--define goes with scripts; {path} is {kind.upper()}")
     document = READERS[kind](text)
-    return _of_document(document, kind, framework)
+    folder = Path() if path is None else path.parent
+    return _of_document(document, kind, framework, folder)
 
 
 def _kind(path: Path | None, text: str, framework: Framework | None) -> str:
@@ -103,15 +106,37 @@ def _kind(path: Path | None, text: str, framework: Framework | None) -> str:
     return "yaml" if re.fullmatch(r"[\w.-]+:( .*)?", first) else SCRIPT
 
 
-def _of_document(document: Document, kind: str, framework: Framework | None) -> Source:
+def _of_document(
+    document: Document, kind: str, framework: Framework | None, folder: Path
+) -> Source:
     found = framework or _recognised(document, kind)
     if found.profile.format != kind:
         raise PlanError(
             f"--from {found.name} reads {found.profile.format}, not {kind.upper()}; "
             f"allowed for {kind.upper()}: {', '.join(_of_format(kind))}"
         )
-    keys, lines = _by_present_names(document.keys, document.lines, all_options(found.profile))
+    keys, lines = _whole(found, document.keys, document.lines, folder)
     return Source(framework=found, keys=keys, lines=lines)
+
+
+def _whole(
+    framework: Framework, keys: Mapping[str, object], lines: Mapping[str, int], folder: Path
+) -> tuple[dict[str, object], dict[str, int]]:
+    """Return values and lines with those of the files that a configuration names.
+
+    These have the line that names their file.
+
+    Raises:
+        PlanError: If a file is not there, or a key stands there by its old and its new name.
+    """
+    found, placed = dict(keys), dict(lines)
+    if framework.profile.has_references:
+        found = resolved(found)
+    if framework.program.included is not None:
+        found = framework.program.included(found, folder)
+        sections = {key: key.partition(".")[0] for key in found if key not in placed}
+        placed |= {key: lines[name] for key, name in sections.items() if name in lines}
+    return _by_present_names(found, placed, all_options(framework.profile))
 
 
 def _by_present_names(
@@ -174,28 +199,20 @@ def all_options(profile: FrameworkProfile) -> Mapping[str, Option]:
     return found
 
 
-def _only(launches: "Sequence[Launch]") -> "Launch":
-    if len(launches) == 1:
-        return launches[0]
-    if not launches:
-        raise PlanError("no command of it starts training")
-    listed = "; ".join(f"line {each.program.line}: {each.program.text}" for each in launches)
-    raise PlanError(f"starts training several times ({listed}); allowed: one command")
-
-
 def _of_launch(launch: "Launch", framework: Framework | None, folder: Path) -> Source:
     found = framework or _started(launch)
     profile = found.profile
-    if profile.format in READERS:
-        return _named_document(launch, found, folder)
     read = found.program.read_words
+    if profile.format in READERS and (read is None or _files_of(launch, str(profile.format))):
+        return _named_document(launch, found, folder)
     options = all_options(profile)
     said = read_options(launch.arguments, options) if read is None else read(launch.arguments)
     stray = [f"line {each.line}: {each.unknown or shown(each.text)}" for each in said.words]
+    keys, lines = _whole(found, said.keys, said.lines, folder)
     return Source(
         framework=found,
-        keys=said.keys,
-        lines=said.lines,
+        keys=keys,
+        lines=lines,
         world_size=launch.world_size,
         refusals=[*said.refusals, *stray],
     )
@@ -223,10 +240,14 @@ def _started(launch: "Launch") -> Framework:
     )
 
 
+def _files_of(launch: "Launch", kind: str) -> "list[Word]":
+    return [each for each in launch.arguments if SUFFIXES.get(Path(each.text).suffix) == kind]
+
+
 def _named_document(launch: "Launch", framework: Framework, folder: Path) -> Source:
     """Return the configuration that a launch names, with what its command overrides."""
     kind = str(framework.profile.format)
-    files = [each for each in launch.arguments if SUFFIXES.get(Path(each.text).suffix) == kind]
+    files = _files_of(launch, kind)
     if not files:
         raise PlanError(
             f"line {launch.program.line}: {launch.program.text} names no {kind.upper()} file"
@@ -239,7 +260,7 @@ def _named_document(launch: "Launch", framework: Framework, folder: Path) -> Sou
         if match and word is not files[0] and Path(match["value"]).suffix not in SUFFIXES:
             keys[match["key"]] = READERS["yaml"](f"a: {match['value']}").keys["a"]
             lines[match["key"]] = word.line
-    keys, lines = _by_present_names(keys, lines, all_options(framework.profile))
+    keys, lines = _whole(framework, keys, lines, path.parent)
     return Source(framework=framework, keys=keys, lines=lines, world_size=launch.world_size)
 
 

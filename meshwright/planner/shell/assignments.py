@@ -1,0 +1,127 @@
+"""Assignments of a shell: values, arrays, and the commands that declare variables."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshwright.planner.shell.expansion import fields, fragments, key_of, word_ranges
+from meshwright.planner.shell.fields import field_of
+from meshwright.planner.shell.interpreter import Interpreter, Status
+from meshwright.planner.shell.state import Key, Variable
+from meshwright.planner.shell.texts import Text, written
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+ELEMENT = re.compile(r"\[(.+?)\]\+?=(.*)", re.DOTALL)
+
+
+def assign(shell: Interpreter, node: "Node") -> str:
+    """Carry out an assignment; return the name of the variable."""
+    name_node = node.children[0]
+    operator = next(each for each in node.children if each.type in {"=", "+="})
+    place, key = shell.place(node), None
+    name = shell.frame.source.part(name_node.start_byte, name_node.end_byte).characters
+    if name_node.type == "subscript":
+        start = name_node.children[2].start_byte
+        name = name.partition("[")[0]
+        key = key_of(shell, name, node, start, name_node.end_byte - 1)
+    value = node.children[-1]
+    if value.type == "array" and value is not operator:
+        _assign_array(shell, name, value, is_added=operator.type == "+=")
+        return name
+    parts = fragments(shell, node, operator.end_byte, node.end_byte, "word")
+    text = field_of(parts).text
+    if operator.type == "+=":
+        before = shell.state.variables.get(name)
+        elements = before.elements if before is not None else {}
+        old = elements.get(0 if key is None else key)
+        if before is None:
+            old = shell.told(name)
+        text = shell.join([old or Text(), text], place)
+    shell.assign(name, text, place, key=key)
+    return name
+
+
+def _assign_array(shell: Interpreter, name: str, node: "Node", *, is_added: bool) -> None:
+    before = shell.state.variables.get(name)
+    is_keyed = before is not None and before.is_keyed
+    elements: dict[Key, Text] = dict(before.elements) if is_added and before is not None else {}
+    following = max((each for each in elements if isinstance(each, int)), default=-1) + 1
+    shell.spend(shell.place(node), steps=1 + len(elements) // 10)
+    inner = [each for each in node.children[1:-1] if each.type != "comment"]
+    for start, stop in word_ranges(inner):
+        raw = ELEMENT.fullmatch(shell.frame.source.part(start, stop).characters)
+        if raw is not None:
+            at = start + len(raw[1].encode()) + 1
+            key = key_of(shell, name, node, start + 1, at)
+            value = shell.frame.source.part(at, stop).characters.index("=") + at + 1
+            text = field_of(fragments(shell, node, value, stop, "word")).text
+            elements[key] = text
+            following = key + 1 if isinstance(key, int) else following
+            continue
+        nodes = [each for each in inner if start <= each.start_byte < stop]
+        for each in fields(shell, node, nodes):
+            elements[following] = each.text
+            following += 1
+    shell.state.variables[name] = Variable(elements, is_array=True, is_keyed=is_keyed)
+
+
+def run_declaration(shell: Interpreter, node: "Node") -> Status:
+    """Carry out ``export``, ``declare``, ``local``, ``readonly``."""
+    keyword, *rest = node.children
+    flags = ""
+    for each in rest:
+        text = shell.frame.source.part(each.start_byte, each.end_byte).characters
+        if each.type == "variable_assignment":
+            name = shell.frame.source.part(
+                each.children[0].start_byte, each.children[0].end_byte
+            ).characters.partition("[")[0]
+            declare(shell, keyword.type, flags, name)
+            assign(shell, each)
+        elif text.startswith("-"):
+            flags += text[1:]
+        else:
+            declare_words(
+                shell, keyword.type, flags, [one.text for one in fields(shell, node, [each])]
+            )
+    return True
+
+
+def declare_words(shell: Interpreter, keyword: str, flags: str, words: Sequence[Text]) -> None:
+    """Carry out a declaration whose assignments are words: ``export "A=$B"``."""
+    for word in words:
+        name, equals, value = word.characters.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*\+?", name):
+            continue
+        is_added, name = name.endswith("+"), name.rstrip("+")
+        declare(shell, keyword, flags, name)
+        if equals:
+            text = word.part(len(word.characters) - len(value), len(word.characters))
+            old = shell.state.variables.get(name)
+            if is_added and old is not None and old.texts:
+                text = shell.join([old.texts[0], text], word.place)
+            shell.assign(name, text, word.place)
+
+
+def declare(shell: Interpreter, keyword: str, flags: str, name: str) -> None:
+    """Make a variable local, exported or an array."""
+    state = shell.state
+    if "n" in flags and keyword != "export":
+        cause = f"`{keyword} -n` of {name} is not read"
+        raise shell.unknowns.refusal(0, cause)
+    is_local = keyword == "local" or (keyword in {"declare", "typeset"} and "g" not in flags)
+    if is_local and shell.frame.is_function:
+        if name not in state.local:
+            state.local[name] = state.variables.get(name)
+        state.variables[name] = Variable({0: written("", 0)})
+    if keyword == "export" or "x" in flags:
+        if "n" in flags:
+            state.exported -= {name}
+        else:
+            state.exported |= {name}
+    if "A" in flags or "a" in flags:
+        before = state.variables.get(name)
+        is_fresh = before is None or not before.is_array
+        if is_fresh:
+            state.variables[name] = Variable({}, is_array=True, is_keyed="A" in flags)

@@ -1,0 +1,164 @@
+"""Texts of a shell script: the line that each character was written at, and what of them is unknown.
+
+An unknown part of a text is one character of a private plane, a mark: so texts are joined, split
+and compared as usual, and a word still says what of it is unknown, and why.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshwright.simulator import PlanError
+
+FIRST_MARK = 0xF0000
+MARKS = re.compile("[\U000f0000-\U000ffffd]")
+FILE_STRIDE = 10_000_000  # a place is a line number, plus this for each file read before
+MOST_CHARACTERS = 200_000  # of one value
+LIKELY_COUNT = re.compile(r"GPU|NODE|NPROC|NUM_|WORLD")
+LIKELY_OPTIONS = re.compile(r"ARG|OPT|FLAG|EXTRA|CMD", re.IGNORECASE)
+
+
+class Word(NamedTuple):
+    """A word of a command, expanded.
+
+    Args:
+        text: The word; what is unknown of it stands there as it was written: ``$X``.
+        line: Where it was written, from 1: an element of an array or a part of a string there.
+        unknown: Why it is not known, as a sentence with the remedy; empty where it is known.
+        is_open: It may stand for any number of words, options among them.
+        file: The file it was written in, where that is not the script itself.
+    """
+
+    text: str
+    line: int
+    unknown: str = ""
+    is_open: bool = False
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Characters with the place that each was written at."""
+
+    characters: str = ""
+    places: Sequence[int] = ()
+
+    def part(self, start: int, stop: int) -> "Text":
+        """Return the characters from *start* to *stop*."""
+        return Text(self.characters[start:stop], self.places[start:stop])
+
+    @property
+    def place(self) -> int:
+        """The place of the first character, 0 where there is none."""
+        return self.places[0] if self.places else 0
+
+
+def written(characters: str, place: int) -> Text:
+    """Return *characters* that were all written at one place."""
+    return Text(characters, (place,) * len(characters))
+
+
+def joined(parts: Sequence[Text]) -> Text:
+    """Return texts after each other."""
+    if len(parts) == 1:
+        return parts[0]
+    places: list[int] = []
+    for part in parts:
+        places.extend(part.places)
+    return Text("".join(part.characters for part in parts), tuple(places))
+
+
+class Unknown(NamedTuple):
+    """A part of a text that the script does not tell.
+
+    Args:
+        shown: As it stands in messages: ``$X``.
+        cause: ``$X at line 3 is not set in the file``.
+        name: Of the variable that would tell it; empty where no variable does.
+        is_unset: A variable that nothing sets: a test for an empty value finds it empty.
+        is_open: It may stand for any number of words.
+        is_usual: The success of a command that a script counts on: ``cd x && python y.py``.
+    """
+
+    shown: str
+    cause: str
+    name: str = ""
+    is_unset: bool = False
+    is_open: bool = False
+    is_usual: bool = False
+
+    @property
+    def message(self) -> str:
+        """The cause, with the remedy."""
+        if not self.name:
+            return f"{self.cause}; give the command as it runs (`bash -x` prints it)"
+        sample = "VALUE"
+        if LIKELY_OPTIONS.search(self.name):
+            sample = '""'
+        elif LIKELY_COUNT.search(self.name):
+            sample = "8"
+        return f"{self.cause}; give it with --define {self.name}={sample}"
+
+
+@dataclass(slots=True)
+class Unknowns:
+    """What a script does not tell, each with the mark that stands for it, and the files read."""
+
+    listed: list[Unknown] = field(default_factory=list)
+    marks: dict[Unknown, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=lambda: [""])
+
+    def mark(self, unknown: Unknown) -> str:
+        """Return the character that stands for an unknown."""
+        if unknown not in self.marks:
+            if len(self.listed) >= 60_000:
+                raise PlanError("the script has more than 60,000 unknown values")
+            self.marks[unknown] = chr(FIRST_MARK + len(self.listed))
+            self.listed.append(unknown)
+        return self.marks[unknown]
+
+    def meaning(self, mark: str) -> Unknown:
+        """Return what a mark stands for."""
+        return self.listed[ord(mark) - FIRST_MARK]
+
+    def first(self, characters: str) -> Unknown | None:
+        """Return the first unknown part of a text, None where all is known."""
+        found = MARKS.search(characters)
+        return self.meaning(found[0]) if found else None
+
+    def without_unset(self, characters: str) -> str:
+        """Return a text in which unset variables are empty, as the script would find them."""
+        return MARKS.sub(
+            lambda found: "" if self.meaning(found[0]).is_unset else found[0], characters
+        )
+
+    def shown(self, characters: str) -> str:
+        """Return a text in which what is unknown stands as it was written."""
+        return MARKS.sub(lambda found: self.meaning(found[0]).shown, characters)
+
+    def where(self, place: int) -> str:
+        """Return ``line 12``, or ``line 12 of FILE`` where that is not the script itself."""
+        number, line = divmod(place, FILE_STRIDE)
+        return f"line {line} of {self.files[number]}" if number else f"line {line}"
+
+    def refusal(self, place: int, problem: str) -> PlanError:
+        """Return the error of a script that cannot be read on."""
+        number, line = divmod(place, FILE_STRIDE)
+        file = f"{self.files[number]}: " if number else ""
+        return PlanError(f"{file}line {line}: {problem}")
+
+    def word(self, text: Text, place: int, *, is_quoted: bool = True) -> Word:
+        """Return the word that a text is; *place* is that of the command."""
+        number, line = divmod(text.place or place, FILE_STRIDE)
+        unknown = self.first(text.characters)
+        is_open = not is_quoted and any(
+            self.meaning(mark).is_open for mark in MARKS.findall(text.characters)
+        )
+        return Word(
+            self.shown(text.characters),
+            line,
+            unknown.message if unknown else "",
+            is_open,
+            self.files[number],
+        )
