@@ -64,6 +64,8 @@ def _write_gradients(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+    if facts.get("precision") is None:
+        return {}  # which is refused
     stored = _stored(facts)
     is_half = roles["fp32"] not in keys
     if stored is Precision.BF16:
@@ -179,14 +181,15 @@ def _stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         count, odd = divmod(each, words.whole(keys, roles["per_stage"], 1))
         rest += odd + len(fixed)
     ranks = [fixed.get(rank, each) for rank in range(pp)]
-    if rest or not count or any(size % count for size in ranks):
+    stages = [size // max(count, 1) for _ in range(count) for size in ranks]
+    if stages:
+        stages[0] -= ends["embedding"]
+        stages[-1] -= ends["loss"]
+    if rest or min(stages, default=-1) < 0 or any(size % count for size in ranks):
         said = ", ".join(
             f"{roles[role]}={keys[roles[role]]}" for role in STAGE_ROLES if roles[role] in keys
         )
         raise PlanError(f"{said} of {words.framework} does not divide {layers} layers")
-    stages = [size // count for _ in range(count) for size in ranks]
-    stages[0] -= ends["embedding"]
-    stages[-1] -= ends["loss"]
     is_even = len({*stages}) == 1
     split = {"stages": StageSplit.EVEN if is_even else tuple(stages)} if pp > 1 else {}
     return {"num_virtual_stages": count, **split}

@@ -21,7 +21,7 @@ NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
 GPT2_TOKENIZER, GPT2_FILE, GPT2_TOKENS = "GPT2BPETokenizer", "gpt2-vocab", 50257
 TIKTOKEN_TOKENS = 131072
-MULTIPLE = 128  # of --make-vocab-size-divisible-by
+MULTIPLE_KEY, MULTIPLE = "make-vocab-size-divisible-by", 128
 SIZES = {
     "num-layers": "num_layers",
     "hidden-size": "hidden_size",
@@ -88,7 +88,7 @@ def read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         "source": f"options of {words.framework}",
         **{name: said.whole(key, 0) for key, name in SIZES.items()},
         "seq_len": length or sizes["max-position-embeddings"],
-        "vocab_size": _vocabulary(said, like, facts.number("tp")),
+        "vocab_size": _vocabulary(said, like),
         **_attention(said),
         **_mlp(said),
         **_windows(said),
@@ -308,17 +308,18 @@ def _expert_layers(said: _Said) -> Keys:
     )
 
 
-def _vocabulary(said: _Said, like: ModelSpec | None, tp: int) -> int:
+def _vocabulary(said: _Said, like: ModelSpec | None) -> int:
     """Return the tokens of the vocabulary: those of *like* where padding makes both equal."""
     found = _told_vocabulary(said)
-    if found is None and like is None:
-        kind = said.keys.get("tokenizer-type", GPT2_TOKENIZER)
-        raise MissingError("model", f"the vocabulary is that of the files of {kind}")
-    if like is None or found is None:
-        return found or 0 if like is None else like.vocab_size
-    multiple = said.whole("make-vocab-size-divisible-by", MULTIPLE) * tp
-    is_equal = multiple and -(-like.vocab_size // multiple) == -(-found // multiple)
-    return like.vocab_size if is_equal else found
+    if like is None:
+        if found is None:
+            kind = said.keys.get("tokenizer-type", GPT2_TOKENIZER)
+            raise MissingError("model", f"the vocabulary is that of the files of {kind}")
+        return found
+    multiple = said.whole(MULTIPLE_KEY, MULTIPLE) * said.whole("tensor-model-parallel-size", 1)
+    own = like.vocab_size
+    is_equal = found is None or (multiple and -(-found // multiple) == -(-own // multiple))
+    return own if found is None or is_equal else found
 
 
 def _told_vocabulary(said: _Said) -> int | None:
