@@ -1,0 +1,8 @@
+"""Configurations of frameworks that are only read: what their tables cannot say."""
+
+from meshwright.planner.formats import nanotron
+from meshwright.planner.formats.references import resolved
+
+CODECS = {**nanotron.CODECS}
+
+__all__ = ["CODECS", "resolved"]
