@@ -32,7 +32,6 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         words.whole(keys, MODEL + name, usual)
         for name, usual in (("d_model", 2048), ("n_heads", 16))
     )
-    bias, positions = not keys.get(f"{MODEL}no_bias", False), _positions(keys)
     norm = words.word(keys, f"{MODEL}norm_type", "low_precision_layernorm")
     if norm not in NORMS:
         raise words.unknown(f"{MODEL}norm_type", norm, NORMS)
@@ -50,11 +49,11 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         "vocab_size": words.whole(keys, f"{MODEL}vocab_size", 50368),
         "seq_len": facts.get("seq_len") or longest,
         "max_positions": longest,
-        "positions": positions,
+        "positions": _positions(keys),
         "norm": NORMS[norm],
-        "attention_bias": bias if own is None else own,
-        "output_bias": bias,
-        "mlp_bias": bias,
+        "attention_bias": own is not False,
+        "output_bias": True,
+        "mlp_bias": True,
         "tied_embeddings": keys.get(f"{MODEL}tie_word_embeddings", True),
         "dropout": any(keys.get(each, 0) for each in DROPOUTS),
         "fused_qkv": keys.get(f"{ATTENTION}fused_qkv", True),

@@ -87,7 +87,7 @@ class _Axes(NamedTuple):
 
 
 def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the degrees of all axes: data, and what shares parameters or experts, is one of ours."""
+    """Return the degrees of all axes; of ours, data, fsdp and expert are one."""
     degrees, is_open = _axes(roles, keys, facts, words)
     tensor, both = degrees["tensor"], degrees["tensor_sequence"]
     if tensor > 1 and both > 1:

@@ -22,6 +22,7 @@ SIZES = {
     "max_position_embeddings": 2048,
     "vocab_size": 32000,
 }
+MEBIBYTE = 1024 * 1024
 GATHERED = "llama3_ring_attention"
 
 
@@ -112,6 +113,16 @@ def _read_overlap(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     return {} if tp == 1 or keys.get(key) else {"stack.tp_overlap_fraction": 0.0}
 
 
+def _read_buckets(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return how many parameters a bucket of DistributedDataParallel holds."""
+    size = 4 if facts.get("precision") == "fp32" else 2
+    return {
+        "stack.gradient_bucket_parameters": words.whole(keys, roles["megabytes"], 25)
+        * (MEBIBYTE // size),
+        "stack.gradient_bucket_parameters_per_replica": 0,
+    }
+
+
 def _read_context(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     """Return ranks with parts of a sequence: each gathers keys and values of all heads at once."""
     cp, kernel = words.whole(keys, roles["cp"], 1), keys.get(roles["kernel"])
@@ -154,6 +165,7 @@ CODECS: Mapping[str, Codec] = {
     "ranks of nanotron": Codec(read=_read_ranks),
     "batch of nanotron": Codec(read=_read_batch),
     "overlap of nanotron": Codec(read=_read_overlap),
+    "buckets of nanotron": Codec(read=_read_buckets),
     "context of nanotron": Codec(read=_read_context),
     "stages of nanotron": Codec(read=_read_stages),
 }
