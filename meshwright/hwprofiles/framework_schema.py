@@ -188,6 +188,7 @@ class FrameworkProfile(Profile):
         known_by: Keys, or sections, one of which a configuration of it has.
         programs: Patterns of the programs, or modules, that a script of it starts.
         is_written: Whether plans are handed to it.
+        has_references: Whether values of its files may name other keys: ``${section.key}``.
         harmless: Patterns of keys that leave a layout as it is.
         has_options: Whether its keys are options of a command: a switch that is off is left out.
         tables: Of its versions and engines; the first that goes with a plan is its.
@@ -200,6 +201,7 @@ class FrameworkProfile(Profile):
     known_by: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
     is_written: Flag = True
+    has_references: Flag = False
     harmless: tuple[str, ...] = ()
     has_options: Flag = False
     tables: dict[Name, FrameworkTable] = Field(min_length=1)

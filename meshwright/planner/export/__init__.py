@@ -18,17 +18,19 @@ from meshwright.planner.export.launch import (
     nodes_of,
     slurm_script,
 )
+from meshwright.planner.export.megatron_core import CODECS as MEGATRON_CODECS
 from meshwright.planner.export.registry import (
     FRAMEWORKS,
     export,
     export_plan,
     get_framework,
 )
-from meshwright.planner.export.table import ANY, Codec, Codecs, Framework, Program
+from meshwright.planner.export.table import ANY, Codec, Codecs, Framework, Program, Roles
 
 __all__ = [
     "ANY",
     "FRAMEWORKS",
+    "MEGATRON_CODECS",
     "PORT",
     "STACK_FACT",
     "Codec",
@@ -40,6 +42,7 @@ __all__ = [
     "Launch",
     "MissingError",
     "Program",
+    "Roles",
     "export",
     "export_plan",
     "get_framework",

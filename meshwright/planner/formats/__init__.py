@@ -1,15 +1,13 @@
 """Configurations of frameworks that are only read: what their tables cannot say."""
 
-from meshwright.planner.export import MEGATRON_CODECS
 from meshwright.planner.formats import llm_foundry, maxtext, nanotron, nemo
 from meshwright.planner.formats.references import resolved
 
-CODECS = {
-    **MEGATRON_CODECS,
-    **nanotron.CODECS,
-    **llm_foundry.CODECS,
-    **maxtext.CODECS,
-    **nemo.CODECS,
+PROGRAMS = {
+    "nanotron": nanotron.PROGRAM,
+    "llm-foundry": llm_foundry.PROGRAM,
+    "maxtext": maxtext.PROGRAM,
+    "nemo": nemo.PROGRAM,
 }
 
-__all__ = ["CODECS", "resolved"]
+__all__ = ["PROGRAMS", "resolved"]

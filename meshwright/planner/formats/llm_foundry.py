@@ -3,10 +3,8 @@
 Rules are those of llm-foundry 0.22 (commit 8c8dd48f) and of Composer 0.30.
 """
 
-from collections.abc import Mapping
-
 from meshwright.hwprofiles import Precision
-from meshwright.planner.export import Codec, Facts, FileWords, Keys, Roles
+from meshwright.planner.export import Codec, Facts, FileWords, Keys, MissingError, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 
@@ -104,19 +102,21 @@ def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     return {"seq_len": length}
 
 
-def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the batch, and a microbatch that is no larger than a rank's share of it."""
-    if roles["batch"] not in keys or facts.get("world_size") is None:
+def _read_microbatch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return a microbatch that is no larger than a rank's share of the batch."""
+    if roles["batch"] not in keys:
         return {}
     batch, ranks = words.whole(keys, roles["batch"], 1), facts.world_size
     if batch % ranks:
         raise words.unknown(roles["batch"], batch, (f"multiples of {ranks} ranks",))
-    found: Keys = {"global_batch_size": batch, "dp": ranks}
-    if keys.get(roles["micro"], AUTOMATIC) == AUTOMATIC:
+    size = keys.get(roles["micro"], AUTOMATIC)
+    if size == AUTOMATIC:
         size = facts.get("microbatch_size")
-        return found if size is None else {**found, "microbatch_size": size}
+        if size is None:
+            raise MissingError("microbatch_size", f"{roles['micro']} is {AUTOMATIC}")
+        return {"dp": ranks, "microbatch_size": size}
     micro = words.whole(keys, roles["micro"], 1)
-    return {**found, "microbatch_size": min(micro, batch // ranks)}
+    return {"dp": ranks, "microbatch_size": min(micro, batch // ranks)}
 
 
 def _read_shards(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
@@ -159,12 +159,15 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     return {"attention": kernels[str(kernel)]}
 
 
-CODECS: Mapping[str, Codec] = {
-    "model of llm-foundry": Codec(read=_read_model),
-    "length of llm-foundry": Codec(read=_read_length),
-    "batch of llm-foundry": Codec(read=_read_batch),
-    "shards of llm-foundry": Codec(read=_read_shards),
-    "reduction of llm-foundry": Codec(read=_read_reduction),
-    "segments of llm-foundry": Codec(read=_read_segments),
-    "attention of llm-foundry": Codec(read=_read_attention),
-}
+PROGRAM = Program(
+    command=lambda _: (),  # it is only read
+    codecs={
+        "model of llm-foundry": Codec(read=_read_model),
+        "length of llm-foundry": Codec(read=_read_length),
+        "microbatch of llm-foundry": Codec(read=_read_microbatch),
+        "shards of llm-foundry": Codec(read=_read_shards),
+        "reduction of llm-foundry": Codec(read=_read_reduction),
+        "segments of llm-foundry": Codec(read=_read_segments),
+        "attention of llm-foundry": Codec(read=_read_attention),
+    },
+)

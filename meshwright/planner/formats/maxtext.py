@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
 
-from meshwright.planner.export import Codec, Facts, FileWords, Keys, Roles
+from meshwright.planner.export import Codec, Facts, FileWords, Keys, Program, Roles
 from meshwright.simulator import ModelSpec, PlanError, list_models
 from meshwright.simulator.model import parse_model
 
@@ -215,10 +215,13 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     return {"attention": kernels[kernel]}
 
 
-CODECS: Mapping[str, Codec] = {
-    "model of MaxText": Codec(read=_read_model),
-    "axes of MaxText": Codec(read=_read_axes),
-    "batch of MaxText": Codec(read=_read_batch),
-    "pipeline of MaxText": Codec(read=_read_pipeline),
-    "attention of MaxText": Codec(read=_read_attention),
-}
+PROGRAM = Program(
+    command=lambda _: (),  # it is only read
+    codecs={
+        "model of MaxText": Codec(read=_read_model),
+        "axes of MaxText": Codec(read=_read_axes),
+        "batch of MaxText": Codec(read=_read_batch),
+        "pipeline of MaxText": Codec(read=_read_pipeline),
+        "attention of MaxText": Codec(read=_read_attention),
+    },
+)

@@ -6,7 +6,7 @@ Rules are those of commit 2411b022 (src/nanotron), version 0.4 of the package.
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
-from meshwright.planner.export import Codec, Facts, FileWords, Keys, Roles
+from meshwright.planner.export import Codec, Facts, FileWords, Keys, Program, Roles
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.model import parse_model
 
@@ -159,13 +159,16 @@ def _ranks(model: ModelSpec, pp: int) -> Iterator[int]:
             rank += 1
 
 
-CODECS: Mapping[str, Codec] = {
-    "model of nanotron": Codec(read=_read_model),
-    "length of nanotron": Codec(read=_read_length),
-    "ranks of nanotron": Codec(read=_read_ranks),
-    "batch of nanotron": Codec(read=_read_batch),
-    "overlap of nanotron": Codec(read=_read_overlap),
-    "buckets of nanotron": Codec(read=_read_buckets),
-    "context of nanotron": Codec(read=_read_context),
-    "stages of nanotron": Codec(read=_read_stages),
-}
+PROGRAM = Program(
+    command=lambda _: (),  # it is only read
+    codecs={
+        "model of nanotron": Codec(read=_read_model),
+        "length of nanotron": Codec(read=_read_length),
+        "ranks of nanotron": Codec(read=_read_ranks),
+        "batch of nanotron": Codec(read=_read_batch),
+        "overlap of nanotron": Codec(read=_read_overlap),
+        "buckets of nanotron": Codec(read=_read_buckets),
+        "context of nanotron": Codec(read=_read_context),
+        "stages of nanotron": Codec(read=_read_stages),
+    },
+)

@@ -7,7 +7,7 @@ language_modeling), commit 8cfedd72.
 from collections.abc import Mapping
 
 from meshwright.hwprofiles import Precision
-from meshwright.planner.export import Codec, Facts, FileWords, Keys, Roles
+from meshwright.planner.export import MEGATRON_CODECS, Codec, Facts, FileWords, Keys, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 
@@ -203,14 +203,18 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     return {"attention": kernels[backend] if keys.get(roles["engine"]) is True else "unfused"}
 
 
-CODECS: Mapping[str, Codec] = {
-    "model of NeMo": Codec(read=_read_model),
-    "length of NeMo": Codec(read=_read_length),
-    "ranks of NeMo": Codec(read=_read_ranks),
-    "precision of NeMo": Codec(read=_read_precision),
-    "gradients of NeMo": Codec(read=_read_gradients),
-    "overlap of NeMo": Codec(read=_read_overlap),
-    "buckets of NeMo": Codec(read=_read_buckets),
-    "sequences of NeMo": Codec(read=_read_sequences),
-    "attention of NeMo": Codec(read=_read_attention),
-}
+PROGRAM = Program(
+    command=lambda _: (),  # it is only read
+    codecs={
+        **MEGATRON_CODECS,
+        "model of NeMo": Codec(read=_read_model),
+        "length of NeMo": Codec(read=_read_length),
+        "ranks of NeMo": Codec(read=_read_ranks),
+        "precision of NeMo": Codec(read=_read_precision),
+        "gradients of NeMo": Codec(read=_read_gradients),
+        "overlap of NeMo": Codec(read=_read_overlap),
+        "buckets of NeMo": Codec(read=_read_buckets),
+        "sequences of NeMo": Codec(read=_read_sequences),
+        "attention of NeMo": Codec(read=_read_attention),
+    },
+)

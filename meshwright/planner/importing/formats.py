@@ -2,13 +2,20 @@
 
 from collections.abc import Iterator, Mapping
 
-from meshwright.hwprofiles import FieldEntry, FrameworkProfile, shown, suggestion
+from meshwright.hwprofiles import FieldEntry, FrameworkProfile, load_framework, shown, suggestion
 from meshwright.planner.configuration import Effect, Option
 from meshwright.planner.export import FRAMEWORKS, Framework, spelled
+from meshwright.planner.formats import PROGRAMS
 from meshwright.planner.importing.reading import options_of
 from meshwright.simulator import PlanError
 
-FORMATS: Mapping[str, Framework] = {name: each for name, each in FRAMEWORKS.items() if each.is_read}
+FORMATS: Mapping[str, Framework] = {
+    **{name: each for name, each in FRAMEWORKS.items() if each.is_read},
+    **{
+        name: Framework(profile=load_framework(name), program=program)
+        for name, program in PROGRAMS.items()
+    },
+}
 
 
 def get_format(name: str) -> Framework:

@@ -237,7 +237,7 @@ def _mistake(
     if isinstance(value, Unknown):
         return value.why
     said = spelled(value)
-    if said in option.allowed or (not option.allowed and value in (False, None)):
+    if said in option.allowed or (not option.allowed and value in (False, None, "", [])):
         return ""
     allowed = ", ".join(option.allowed) or "leave it out"
     why = f" ({option.why})" if option.why else ""

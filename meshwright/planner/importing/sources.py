@@ -21,6 +21,7 @@ from meshwright.planner.configuration import (
     read_yaml,
 )
 from meshwright.planner.export import Framework
+from meshwright.planner.formats import resolved
 from meshwright.planner.importing.formats import FORMATS
 from meshwright.planner.importing.reading import options_of
 from meshwright.simulator import PlanError
@@ -111,7 +112,8 @@ def _of_document(document: Document, kind: str, framework: Framework | None) -> 
             f"--from {found.name} reads {found.profile.format}, not {kind.upper()}; "
             f"allowed for {kind.upper()}: {', '.join(_of_format(kind))}"
         )
-    keys, lines = _by_present_names(document.keys, document.lines, all_options(found.profile))
+    told = resolved(document.keys) if found.profile.has_references else document.keys
+    keys, lines = _by_present_names(told, document.lines, all_options(found.profile))
     return Source(framework=found, keys=keys, lines=lines)
 
 
@@ -235,6 +237,7 @@ def _named_document(launch: "Launch", framework: Framework, folder: Path) -> Sou
         if match and word is not files[0] and Path(match["value"]).suffix not in SUFFIXES:
             keys[match["key"]] = READERS["yaml"](f"a: {match['value']}").keys["a"]
             lines[match["key"]] = word.line
+    keys = resolved(keys) if framework.profile.has_references else keys
     keys, lines = _by_present_names(keys, lines, all_options(framework.profile))
     return Source(framework=framework, keys=keys, lines=lines, world_size=launch.world_size)
 
