@@ -165,7 +165,7 @@ class _Reader:
         """Complain of keys of no plan: first of those held *whatever* the plan is."""
         facts, words = self._known(), FileWords(self.framework.name)
         for key, held in self.table.held.items():
-            if bool(held.when) != whatever or not facts.holds(held.when):
+            if bool(held.when) == whatever or not facts.holds(held.when):
                 continue
             try:
                 if held.is_required and key not in keys:
