@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.hwprofiles import FrameworkProfile, load_framework
 from meshwright.hwprofiles.framework_schema import list_frameworks
-from meshwright.planner.configuration import Effect, Takes, list_options, load_options
+from meshwright.planner.configuration import Effect, Option, Takes, list_options, load_options
 
 WITH_OPTIONS = [
     name
@@ -46,11 +46,18 @@ def test_a_framework_is_known_by_keys_that_it_has(name: str) -> None:
     assert {*profile.known_by} <= starts
 
 
+def options_beside(name: str) -> dict[str, Option]:
+    """Return the options of a file, and of those that a framework's table has beside it."""
+    tables = (table for each in list_frameworks() for table in load_framework(each).tables.values())
+    files = {name, *(each for table in tables if name in table.options for each in table.options)}
+    return {key: option for file in files for key, option in load_options(file).items()}
+
+
 @pytest.mark.parametrize("name", list_options())
 def test_old_names_have_new_ones_and_switches_have_no_values(name: str) -> None:
-    options = load_options(name)
+    options = options_beside(name)
     assert options
-    for option in options.values():
+    for option in load_options(name).values():
         if option.effect is Effect.RENAMED:
             (new,) = option.allowed
             assert options[new].effect is not Effect.RENAMED
