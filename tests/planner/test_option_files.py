@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.hwprofiles import FrameworkProfile, load_framework
 from meshwright.hwprofiles.framework_schema import list_frameworks
-from meshwright.planner.configuration import Effect, Option, Takes, list_options, load_options
+from meshwright.planner.configuration import Effect, Takes, list_options, load_options
 
 WITH_OPTIONS = [
     name
@@ -46,21 +46,14 @@ def test_a_framework_is_known_by_keys_that_it_has(name: str) -> None:
     assert {*profile.known_by} <= starts
 
 
-def options_beside(name: str) -> dict[str, Option]:
-    """Return the options of a file, and of those that a framework's table has beside it."""
-    tables = (table for each in list_frameworks() for table in load_framework(each).tables.values())
-    files = {name, *(each for table in tables if name in table.options for each in table.options)}
-    return {key: option for file in files for key, option in load_options(file).items()}
-
-
 @pytest.mark.parametrize("name", list_options())
-def test_old_names_have_new_ones_and_switches_have_no_values(name: str) -> None:
-    options = options_beside(name)
+def test_what_files_of_options_allow_is_of_held_ones_and_old_names_have_new_ones(name: str) -> None:
+    known = {key: each for file in list_options() for key, each in load_options(file).items()}
+    options = load_options(name).values()
     assert options
-    for option in load_options(name).values():
+    for option in options:
         if option.effect is Effect.RENAMED:
             (new,) = option.allowed
-            assert options[new].effect is not Effect.RENAMED
-            assert options[new].takes is option.takes
+            assert known[new].effect is not Effect.RENAMED, option
         elif option.effect is not Effect.HELD or option.takes is Takes.NOTHING:
             assert not option.allowed, option

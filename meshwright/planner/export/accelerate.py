@@ -35,9 +35,11 @@ def _read_mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys
         raise words.unknown(roles["tp"], tp, (f"a divisor of {ranks} processes",))
     dp = ranks // tp
     is_said = any(key in keys for key in roles.values())
+    if dp % replicas:
+        raise words.unknown(roles["replicas"], replicas, (f"a divisor of {dp} ranks",))
     shards = words.whole(keys, roles["shards"], 1 if is_said else dp)
     if shards * replicas != dp:
-        raise words.unknown(roles["shards"], shards, (f"{dp} / {roles['replicas']}",))
+        raise words.unknown(roles["shards"], shards, (dp // replicas,))
     if shards == 1 and ranks > 1:
         raise words.unknown(roles["shards"], shards, ("more than 1, for FSDP to shard across",))
     return {"tp": tp, "dp": dp, "dp_shard": shards}

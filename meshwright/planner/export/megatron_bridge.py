@@ -1,22 +1,39 @@
 """Megatron Bridge: a recipe with overrides of its ConfigContainer.
 
 Overrides are those of scripts/training/run_recipe.py in v0.6.0
-(https://github.com/NVIDIA-NeMo/Megatron-Bridge, commit 51885cf1).
+(https://github.com/NVIDIA-NeMo/Megatron-Bridge, commit 51885cf1); recipes and options are data.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import cast
 
+from meshwright.hwprofiles import Precision, ProfileError
 from meshwright.planner.configuration import Options, OptionWord
+from meshwright.planner.configuration.recipes import load_recipes
 from meshwright.planner.export import megatron_core
-from meshwright.planner.export.table import Export, Program
+from meshwright.planner.export.bridge_overrides import RECIPES, read_overrides, said_of_section
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
+from meshwright.planner.export.megatron_core import CODECS
+from meshwright.planner.export.table import Codec, Export, Program, Roles
 from meshwright.planner.export.texts import single_quoted
+from meshwright.simulator import ModelSpec, PlanError, load_model
+
+NULL_TOKENIZER = "NullTokenizer"
+# What the dtypes of moments are called here; the first is that of any other optimizer.
+MOMENTS = {
+    "float32": Precision.FP32,
+    "float16": Precision.FP16,
+    "bfloat16": Precision.BF16,
+    "uint8": Precision.FP8,
+}
 
 
 def _command(export: Export) -> tuple[str, ...]:
     keys = dict(export.keys)
-    recipe = keys.pop("recipe")
+    recipe = str(keys.pop("recipe"))
     start = f"scripts/training/run_recipe.py --recipe {recipe} --mode pretrain --dataset mock"
-    return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in keys.items()))
+    said = said_of_section(load_recipes(RECIPES).find(recipe), keys)
+    return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in said.items()))
 
 
 def _hydra(value: object) -> str:
@@ -28,27 +45,125 @@ def _hydra(value: object) -> str:
 
 
 def _read_words(words: Sequence[OptionWord]) -> Options:
-    """Return the overrides of a command, and its recipe; the runner's own options are no keys."""
-    found = Options({}, {}, [], [])
-    for word, following in zip(words, [*(each.text for each in words[1:]), ""], strict=True):
-        key, sign, value = word.text.partition("=")
-        if word.text == "--recipe":
-            found.keys["recipe"], found.lines["recipe"] = following, word.line
-        elif sign and ("." in key or key == "mixed_precision") and not key.startswith("-"):
-            found.keys[key], found.lines[key] = _value(value), word.line
-    return found
+    return read_overrides(words)
 
 
-def _value(text: str) -> object:
-    plain: Mapping[str, object] = {"null": None, "true": True, "false": False}
-    if text in plain:
-        return plain[text]
-    return int(text) if text.isdigit() else text
+def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the model of a recipe, with the vocabulary that its tokenizer has.
+
+    Raises:
+        MissingError: If the tokenizer is one of which only ``--model`` says how many words it has.
+    """
+    if "recipe" not in keys:
+        return {}
+    try:
+        recipe = load_recipes(RECIPES).find(words.word(keys, "recipe", ""))
+    except ProfileError as error:
+        raise PlanError(str(error)) from None
+    if not recipe.model:
+        return {}
+    model = load_model(recipe.model)
+    assert isinstance(model, ModelSpec)  # recipes of others are in no plan
+    tokenizer = keys.get(roles["file"])
+    if not keys.get(roles["flag"]) or tokenizer == recipe.release != "":
+        return {"model": recipe.model}
+    if keys.get(roles["kind"]) == NULL_TOKENIZER:
+        return {"model": _resized(model, words.whole(keys, roles["size"], model.vocab_size))}
+    if facts.model is None:
+        raise MissingError("model", f"{roles['file']}={tokenizer} decides its vocabulary")
+    return {"model": _resized(model, facts.model.vocab_size)}
+
+
+def _resized(model: ModelSpec, vocab_size: int) -> object:
+    """Return the name of a model, or the model with another vocabulary."""
+    if vocab_size == model.vocab_size:
+        return model.name
+    name = f"{model.name}-vocab-{vocab_size}"
+    return model.model_copy(update={"vocab_size": vocab_size, "name": name})
+
+
+def _write_stages(roles: Roles, facts: Facts) -> Keys:
+    found = dict(CODECS["layout of Megatron"].write(roles, facts))  # type: ignore[misc]
+    return found | {roles["embedding"]: False, roles["loss"]: False}
+
+
+def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return stages; embedding and loss may each count as one of the layers shared out evenly."""
+    found = dict(CODECS["layout of Megatron"].read(roles, keys, facts, words))  # type: ignore[misc]
+    first, last = (keys.get(roles[each]) is True for each in ("embedding", "loss"))
+    if not (first or last):
+        return found
+    if keys.get(roles["layout"]) is not None:
+        raise words.unknown(roles["layout"], keys[roles["layout"]], ("leave it out",))
+    if facts.model is None:
+        raise MissingError("model", "its layers and ends are shared out evenly")
+    count = facts.number("pp") * cast("int", found["num_virtual_stages"])
+    each, rest = divmod(facts.model.num_layers + first + last, count)
+    if rest:
+        raise words.unknown(roles["embedding"], first, (f"layers and ends in {count} alike",))
+    stages = [each] * count
+    stages[0] -= first
+    stages[-1] -= last
+    return found | {"stages": tuple(stages)}
+
+
+def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+    stored = cast("Precision | None", facts.get("storage"))
+    is_half = keys.get(roles["fp32"], stored is not Precision.FP16) is False
+    return {"gradient_precision": stored if is_half and stored is not None else Precision.FP32}
+
+
+def _overlap(fact: str) -> Codec:
+    """Return how collectives of replicas are told to run beside computation.
+
+    Where comm_overlap decides it they do with several data-parallel ranks, of which those of
+    context parallelism are none (_get_optimizer_overlap_cfgs of comm_overlap.py).
+    """
+
+    def read(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+        said = keys.get(roles["switch"])
+        if said is None:
+            others = facts.number("tp") * facts.number("pp") * facts.number("cp")
+            return {fact: facts.world_size > others}
+        return {fact: said is True}
+
+    return Codec(lambda roles, facts: {roles["switch"]: facts.get(fact)}, read)
+
+
+def _write_moments(roles: Roles, facts: Facts) -> Keys:
+    moments = facts.get("moment_precision")
+    if moments is None:
+        return {roles["switch"]: False}
+    name = next(name for name, each in MOMENTS.items() if each is moments)
+    return {roles["switch"]: True} | {roles[each]: f"torch.{name}" for each in ("first", "second")}
+
+
+def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    if keys.get(roles["switch"]) is not True:
+        return {}
+    said = {
+        role: words.word(keys, roles[role], "float32").removeprefix("torch.")
+        for role in ("first", "second", "gradients")
+    }
+    if said["first"] not in MOMENTS:
+        raise words.unknown(roles["first"], said["first"], MOMENTS)
+    for role, allowed in (("second", (said["first"],)), ("gradients", ("float32", "bfloat16"))):
+        if said[role] not in allowed:
+            raise words.unknown(roles[role], said[role], allowed)
+    return {"moment_precision": MOMENTS[said["first"]]}
 
 
 PROGRAM = Program(
     command=_command,
     is_script=lambda _: True,
     read_words=_read_words,
-    codecs=megatron_core.CODECS,
+    codecs={
+        **megatron_core.CODECS,
+        "recipe of Bridge": Codec(read=_read_model),
+        "layout of Bridge": Codec(_write_stages, _read_stages),
+        "gradients of Bridge": Codec(lambda *_: {}, _read_gradients),
+        "overlap of gradients": _overlap("stack.overlap_gradient_reduce"),
+        "overlap of weights": _overlap("stack.overlap_parameter_gather"),
+        "moments of Bridge": Codec(_write_moments, _read_moments),
+    },
 )
