@@ -25,6 +25,12 @@ _NAME = re.compile(r'"(?:[^"\\]++|\\.)*+"(\s*+:)?')  # or another text, without 
 _TOKEN = re.compile(
     r'(?P<quoted>"(?:[^"\\]++|\\.)*+"?)|(?P<word>[^\s\[\]{},:"]++)|(?P<mark>[\[\]{},:])', re.DOTALL
 )
+# Comments of a line or of several, one after the other, which Hjson has and DeepSpeed's files.
+_COMMENTS = re.compile(
+    r'("(?:[^"\\]++|\\.)*+"?)|'
+    r"(?:(?:(?://|\#)[^\n]*+|/\*(?:[^*]++|\*(?!/))*+(?:\*/|\Z))\s*+)++",
+    re.DOTALL,
+)
 
 
 class Pairs(NamedTuple):
@@ -34,11 +40,14 @@ class Pairs(NamedTuple):
 
 
 def read_json(text: str) -> Document:
-    r"""Return the keys of a JSON text; raises as `document_of`, or if it is none.
+    r"""Return the keys of a JSON text, which may have comments; raises as `document_of`.
 
     >>> read_json('{"a": {\n "b": 1}}').lines
     {'a': 1, 'a.b': 2}
     """
+    check_size(text)
+    if "#" in text or "/" in text:
+        text = _COMMENTS.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
     check_bounds(text, _TOKEN)
     try:
         document = FRAMEWORK_FILE.parse_json(text, PLACE, Pairs)
