@@ -111,7 +111,9 @@ def plan_of(text: str, path: Path, folder: Path) -> dict[str, object] | None:
     given = shlex.split(OPTIONS[path.name])
     if path.suffix == ".sh":  # what a script is told is in its expanded command
         pairs = list(zip(given[::2], given[1::2], strict=True))
-        words = [word for option, value in pairs if option != "--define" for word in (option, value)]
+        words = [
+            word for option, value in pairs if option != "--define" for word in (option, value)
+        ]
     status = main(["import", str(file), "--cluster", "dgx-h100", *words, "--out", str(out)])
     assert status in (0, 2)
     return json.loads(out.read_text()) if status == 0 else None
@@ -141,6 +143,7 @@ def test_no_key_is_lost_in_silence(
     lost = [
         f"{each.key} {each.how}"
         for each in others
-        if each.key.replace("_", "-") not in NO_EFFECT and plan_of(each.text, path, tmp_path) == plan
+        if each.key.replace("_", "-") not in NO_EFFECT
+        and plan_of(each.text, path, tmp_path) == plan
     ]
     assert lost == []

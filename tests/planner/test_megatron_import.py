@@ -153,6 +153,10 @@ REFUSED = [
     (f"{LLAMA} --multi-latent-attention", "without multi-latent-attention"),
     (f"{EXPERTS} --expert-model-parallel-size 2", "moe-token-dispatcher-type=allgather"),
     (f"{LLAMA} --num-experts 8 --moe-grouped-gemm", "moe-permute-fusion=true"),
+    (f"{GPT} --delay-wgrad-compute", "allowed: none; or overlap-moe"),
+    (f"{GPT} --exp-avg-dtype bf16", "exp-avg-dtype=bf16 of megatron-lm"),
+    (f"{GPT} --recompute-granularity full", "(block, uniform)"),
+    (f"{GPT} --step-batch-size-schedule 0:16", "a batch that grows"),
     (f"{EXPERTS} --moe-layer-freq 2", "moe-layer-freq=2 of megatron-lm"),
 ]
 
