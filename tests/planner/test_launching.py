@@ -149,9 +149,7 @@ def has_mesh(stack: str) -> bool:
 
 ASKED = re.compile(r"does not say: (.*)")
 NAMES = {
-    asked_by(name): name
-    for name in (*PLAN_FIELDS, *JOB_OPTIONS)
-    if name != "parameter_server"
+    asked_by(name): name for name in (*PLAN_FIELDS, *JOB_OPTIONS) if name != "parameter_server"
 }
 
 
