@@ -22,6 +22,7 @@ from meshwright.planner.configuration.documents import (
 from meshwright.simulator import PlanError
 
 _NAME = re.compile(r'"(?:[^"\\]++|\\.)*+"(\s*+:)?')  # or another text, without a colon
+_COMMENT = re.compile(r'("(?:[^"\\\n]++|\\.)*+"?)|(?:#|//)[^\n]*+|/\*(?:[^*]++|\*(?!/))*+(?:\*/)?')
 _TOKEN = re.compile(
     r'(?P<quoted>"(?:[^"\\]++|\\.)*+"?)|(?P<word>[^\s\[\]{},:"]++)|(?P<mark>[\[\]{},:])', re.DOTALL
 )
@@ -36,9 +37,12 @@ class Pairs(NamedTuple):
 def read_json(text: str) -> Document:
     r"""Return the keys of a JSON text; raises as `document_of`, or if it is none.
 
+    Comments are left out, as DeepSpeed does, whose files are read as Hjson.
+
     >>> read_json('{"a": {\n "b": 1}}').lines
     {'a': 1, 'a.b': 2}
     """
+    text = _COMMENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
     check_bounds(text, _TOKEN)
     try:
         document = FRAMEWORK_FILE.parse_json(text, PLACE, Pairs)
