@@ -108,19 +108,25 @@ class FileKind:
 
     def parse_toml(self, content: bytes, file: str) -> dict[str, object]:
         """Return what a TOML text of *file* holds; raises as `read_text`."""
-        text = self._decoded(content, file)
+        document = self.load_toml(self._decoded(content, file), file)
+        try:
+            mistake = _mistaken_number(document)
+        except RecursionError:
+            raise self.error(f"{file}: not valid TOML: nested too deeply") from None
+        if mistake is not None:
+            raise self.error(f"{file}: {mistake}")
+        return document
+
+    def load_toml(self, text: str, file: str) -> dict[str, object]:
+        """Return what a TOML text holds, whatever its numbers; raises as `read_text`."""
         try:
             if _DEEP_KEY.search(text):
                 raise RecursionError
-            document = tomllib.loads(text)
-            mistake = _mistaken_number(document)
+            return tomllib.loads(text)
         except RecursionError:
             raise self.error(f"{file}: not valid TOML: nested too deeply") from None
         except ValueError as error:
             raise self.error(f"{file}: not valid TOML: {_short_limit(error)}") from None
-        if mistake is not None:
-            raise self.error(f"{file}: {mistake}")
-        return document
 
     def parse_table(self, text: str, file: str) -> tuple[Sequence[str], Iterator[Line]]:
         """Return the columns of a CSV text of *file* and its lines; raises as `read_text`."""

@@ -82,9 +82,11 @@ def devices_of(argv: Sequence[str], header: Mapping[str, str], otherwise: int) -
     nodes, each = own.get(argv[0], own["torchrun"])
     if each in said and said[each][0].isdecimal():
         return int((said.get(nodes) or ["1"])[0].rpartition(":")[2]) * int(said[each][0])
-    if argv[0].startswith("python") and "nodes" in header and "ntasks-per-node" in header:
+    if not argv[0].startswith("python") or {*argv} & {*LAUNCHERS}:
+        return otherwise
+    if "nodes" in header and "ntasks-per-node" in header:
         return int(header["nodes"]) * int(header["ntasks-per-node"])
-    return otherwise
+    return otherwise if header else 1
 
 
 def command_claims(argv: Sequence[str], world: int) -> Claims:

@@ -45,7 +45,7 @@ def read_table() -> tuple[list[Collection], Answers]:
         Collection(**{k: v if isinstance(v, str) else tuple(v) for k, v in each.items()})
         for each in table["collections"]
     ]
-    return made, Answers(table["answers"], table["variables"])
+    return made, Answers(table["answers"], table["variables"], table["models"])
 
 
 def laid_out(repository: Path, collection: Collection, target: Path) -> str:

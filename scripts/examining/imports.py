@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from meshwright import main
@@ -21,10 +22,17 @@ Claims = dict[str, object]
 
 
 class Answers(NamedTuple):
-    """What a person says where a file leaves something out."""
+    """What a person says where a file leaves something out; models by words of files' names."""
 
     options: Mapping[str, str]
     variables: Mapping[str, str]
+    models: Mapping[str, str] = MappingProxyType({})
+
+    def of(self, name: str) -> "Answers":
+        """Return the answers for a file with this name."""
+        model = next((each for word, each in self.models.items() if word in name), None)
+        options = {**self.options, "model": model} if model else self.options
+        return self._replace(options=options)
 
 
 class Imported(NamedTuple):
@@ -72,7 +80,7 @@ def _answered(
     asking = "\n".join(line for line in refusal.splitlines() if MISSING.search(line))
     for option, variable in ASKED.findall(asking):
         if option == "define" and variable:
-            variables.setdefault(variable, answers.variables.get(variable, "given"))
+            variables.setdefault(variable, answers.variables.get(variable, "1"))
         elif option in answers.options:
             options.setdefault(option, answers.options[option])
     return len(options) + len(variables) > before

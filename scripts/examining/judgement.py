@@ -36,7 +36,7 @@ def judged(
         cluster: For the import.
         answers: What a person would say.
     """
-    file, ran = folders[0] / name, folders[1] / name
+    file, ran, answers = folders[0] / name, folders[1] / name, answers.of(name)
     if file.suffix != ".sh":
         found = imported(file, cluster, answers)
         if found.fields is None:
@@ -82,11 +82,11 @@ def _parameters(text: str, answers: Answers) -> tuple[Answers, list[str]]:
         variables["MODEL_SIZE"] = sizes[0]
     numbered = {int(number): name for name, number in PARAMETER.findall(text)}
     words = [
-        variables.get(numbered.get(each, ""), "given")
+        variables.get(numbered.get(each, ""), "1")
         for each in range(1, max(numbered, default=0) + 1)
     ]
     variables |= {str(number): word for number, word in enumerate(words, start=1)}
-    return Answers(answers.options, variables), words
+    return answers._replace(variables=variables), words
 
 
 def _compared(name: str, fields: Claims, told: Mapping[str, object] | None) -> Judgement:

@@ -14,9 +14,10 @@ FRAMEWORK_FILE = FileKind(
 )
 PLACE = "content"  # of the file that who reads it names
 MOST_DEPTH, MOST_VALUES, MOST_LENGTH, MOST_DIGITS = 50, 20_000, 300, 30
+_MOST_TOKENS = 5 * MOST_VALUES
+_OPENING, _CLOSING = ("[", "[[", "{"), ("]", "}")
 # How json and tomllib say where a mistake is.
 _POSITION = re.compile(r" \((?:at )?(?:line (\d+),? column \d+|end of document)\)$")
-_JSON_TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"(\s*+:)?')
 
 
 class Document(NamedTuple):
@@ -111,8 +112,6 @@ class _Reading(NamedTuple):
             else:
                 self.lines[key] = line
                 self.keys[key] = _plain(value, key, line, depth)
-                if len(self.lines) > MOST_VALUES:
-                    raise too_many(line)
 
     def _begin(self, section: str, line: int) -> None:
         if section in self.keys:
@@ -159,6 +158,30 @@ def check_size(text: str) -> None:
     if len(text) > FRAMEWORK_FILE.most_bytes:
         limit = f"at most {FRAMEWORK_FILE.most_bytes:,} characters"
         raise PlanError(f"a text of {len(text):,} characters is too long; allowed: {limit}")
+
+
+def check_bounds(text: str, tokens: re.Pattern[str]) -> None:
+    """Raise PlanError for what a library would take seconds, or a hundred megabytes, to read.
+
+    Args:
+        text: That is not read yet.
+        tokens: Of its format: groups ``mark``, ``word`` and others for texts in quotes. What has
+            no end has to reach to that of the text, so that no place is gone over twice.
+    """
+    check_size(text)
+    line, depth, num_words = 1, 0, 0
+    for number, token in enumerate(tokens.finditer(text)):
+        mark, word = token["mark"], token["word"]
+        num_words = 0 if mark else num_words + 1
+        depth += len(mark) if mark in _OPENING else -1 if mark in _CLOSING and depth else 0
+        if max(depth, num_words) > MOST_DEPTH:
+            raise too_deep(line)
+        if number > _MOST_TOKENS:
+            raise too_many(line)
+        if word and len(word) > MOST_LENGTH:
+            limit = f"at most {MOST_LENGTH} characters without quotes"
+            raise refused(line, f"{shown(word)} is too long; allowed: {limit}")
+        line += token[0].count("\n")
 
 
 def placed(error: PlanError, text: str) -> PlanError:

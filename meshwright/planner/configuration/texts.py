@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, cast
 
-from meshwright.hwprofiles import shown, toml_document
+from meshwright.hwprofiles import shown, toml_table
 from meshwright.planner.configuration.documents import (
     FRAMEWORK_FILE,
     PLACE,
     Document,
     Entry,
     Table,
+    check_bounds,
     check_size,
     document_of,
     placed,
@@ -20,8 +21,11 @@ from meshwright.planner.configuration.documents import (
 )
 from meshwright.simulator import PlanError
 
-# A text, and what makes it the name of a value.
-_TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"(\s*+:)?')
+_NAME = re.compile(r'"(?:[^"\\]++|\\.)*+"(\s*+:)?')  # or another text, without a colon
+_COMMENT = re.compile(r'("(?:[^"\\\n]++|\\.)*+"?)|(?:#|//)[^\n]*+|/\*(?:[^*]++|\*(?!/))*+(?:\*/)?')
+_TOKEN = re.compile(
+    r'(?P<quoted>"(?:[^"\\]++|\\.)*+"?)|(?P<word>[^\s\[\]{},:"]++)|(?P<mark>[\[\]{},:])', re.DOTALL
+)
 
 
 class Pairs(NamedTuple):
@@ -33,17 +37,18 @@ class Pairs(NamedTuple):
 def read_json(text: str) -> Document:
     r"""Return the keys of a JSON text; raises as `document_of`, or if it is none.
 
+    Comments are left out, as DeepSpeed does, whose files are read as Hjson.
+
     >>> read_json('{"a": {\n "b": 1}}').lines
     {'a': 1, 'a.b': 2}
     """
-    check_size(text)
+    text = _COMMENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
+    check_bounds(text, _TOKEN)
     try:
         document = FRAMEWORK_FILE.parse_json(text, PLACE, Pairs)
         table = _with_lines(document, _lines_of_names(text))
     except PlanError as error:
         raise placed(error, text) from None
-    except RecursionError:
-        raise PlanError("not valid JSON: nested too deeply") from None
     if not isinstance(table, Table):
         raise refused(1, f"must hold a JSON object, not {shown(table)}")
     return document_of(table)
@@ -52,7 +57,7 @@ def read_json(text: str) -> Document:
 def _lines_of_names(text: str) -> Iterator[int]:
     """Yield the line of each name of valid JSON, as they stand there."""
     line, end = 1, 0
-    for found in _TEXT.finditer(text):
+    for found in _NAME.finditer(text):
         if found[1]:
             line += text.count("\n", end, found.start())
             end = found.start()
@@ -134,4 +139,4 @@ def toml_text(keys: Mapping[str, object]) -> str:
     b = 1
     c = ["x"]
     """
-    return toml_document(nested(keys))
+    return toml_table(nested(keys)).as_string()

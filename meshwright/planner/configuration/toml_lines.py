@@ -11,22 +11,24 @@ from meshwright.planner.configuration.documents import (
     Document,
     Entry,
     Table,
-    check_size,
+    check_bounds,
     document_of,
     placed,
 )
 from meshwright.simulator import PlanError
 
 _TOKEN = re.compile(
-    r'(?P<text>"""(?:[^"\\]++|\\.|"{1,2}(?!"))*+"{3,5}|'
-    r"'''(?:[^']++|'{1,2}(?!'))*+'{3,5})"
-    r'|(?P<quoted>"(?:[^"\\\n]++|\\.)*+"|'
-    r"'[^'\n]*+')"
+    r'(?P<text>"""(?:[^"\\]++|\\.|"{1,2}(?!"))*+(?:"{3,5}|\Z)|'
+    r"""'{3}(?:[^']++|'{1,2}(?!'))*+(?:'{3,5}|\Z))"""
+    r'|(?P<quoted>"(?:[^"\\\n]++|\\.)*+"?|'
+    r"'[^'\n]*+'?)"
     r"|(?P<word>[^\s\[\]{}=,.\"'#]++)"
-    r"|(?P<mark>\[\[|[\[\]{}=,\n])"
-    r"|\#[^\n]*+|[^\S\n]++|\.",
+    r"|(?P<mark>\[\[|[\[\]{}=,]|\n(?:\s++|\#[^\n]*+)*+)"
+    r"|\#[^\n]*+",
     re.DOTALL,
 )
+_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))")
+_ESCAPED = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r", "e": "\x1b"}
 
 
 def read_toml(text: str) -> Document:
@@ -35,9 +37,9 @@ def read_toml(text: str) -> Document:
     >>> read_toml("[a]\nb.c = [\n1]\nd = 2").lines
     {'a': 1, 'a.b': 2, 'a.b.c': 2, 'a.d': 4}
     """
-    check_size(text)
+    check_bounds(text, _TOKEN)
     try:
-        document = FRAMEWORK_FILE.parse_toml(text.encode(), PLACE)
+        document = FRAMEWORK_FILE.load_toml(text, PLACE)
     except PlanError as error:
         raise placed(error, text) from None
     return document_of(_table(document, _Scan.of(text).root))
@@ -117,7 +119,7 @@ class _Scan:
             self.brackets.pop()
         elif mark == ",":
             self.in_value = self.brackets[-1][0] == "["
-        elif mark == "\n" and not self.brackets:
+        elif mark.startswith("\n") and not self.brackets:
             self.in_value = False
 
 
@@ -125,10 +127,12 @@ def _named(word: str) -> str:
     """Return a name as a key spells it."""
     if word[0] == "'":
         return word[1:-1]
-    if word[0] != '"' or "\\" not in word:
-        return word.strip('"')
-    ((name, _),) = FRAMEWORK_FILE.parse_toml(f"{word} = 0".encode(), PLACE).items()
-    return name
+    return _ESCAPE.sub(_character, word[1:-1]) if word[0] == '"' else word
+
+
+def _character(escape: re.Match[str]) -> str:
+    code = escape[1] or escape[2]
+    return chr(int(code, 16)) if code else _ESCAPED.get(escape[3], escape[3])
 
 
 def _table(document: Mapping[str, object], name: _Name) -> Table:

@@ -12,6 +12,8 @@ import yaml
 from meshwright.hwprofiles import shown
 from meshwright.planner.configuration.documents import (
     MOST_DEPTH,
+    MOST_DIGITS,
+    MOST_LENGTH,
     MOST_VALUES,
     Entry,
     Table,
@@ -19,7 +21,6 @@ from meshwright.planner.configuration.documents import (
     too_deep,
     too_many,
 )
-from meshwright.simulator import PlanError
 
 # libyaml's where it was built in: PyYAML's own takes many seconds for a megabyte.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -53,9 +54,10 @@ def read_table(text: str) -> Table:
         index = 0 if error.problem_mark is None else error.problem_mark.index
         line = text.count("\n", 0, index) + 1
         raise refused(line, f"not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, UnicodeEncodeError) as error:
-        reason = " ".join(str(getattr(error, "reason", error)).split())
-        raise PlanError(f"not valid YAML: {reason}") from None
+    except (yaml.YAMLError, UnicodeEncodeError) as error:  # a control, or half a character
+        index = getattr(error, "position", getattr(error, "start", 0))
+        line = text.encode(errors="replace").count(b"\n", 0, index) + 1
+        raise refused(line, f"not valid YAML: {getattr(error, 'reason', error)}") from None
 
 
 class _Reader:
@@ -130,9 +132,9 @@ class _Reader:
         merged: list[Entry] | None = None
         while not isinstance(event := self._next(), yaml.MappingEndEvent):
             line = self.line
-            name = self._value(event, depth)
+            name = self._value(event, depth + 1)
             if not isinstance(name, str):
-                raise refused(line, f"key {_word(name)} is not a text; allowed: it in quotes")
+                raise refused(line, f"key {_word(name)} is not a text; allowed: texts, as '1'")
             value = self._value(self._next(), depth + 1)
             if name != _MERGE or not _is_plain(event):
                 entries.append(Entry(name, line, value))
@@ -168,15 +170,14 @@ class _Reader:
         if _WHOLE.fullmatch(text):
             return self._whole(text)
         if _NOT_FINITE.fullmatch(text):
-            raise refused(self.line, f"{text} is not allowed; it must be a finite number")
+            return float(text.replace(".", ""))  # which no document may have
         return float(text) if _FLOAT.fullmatch(text) else text
 
     def _whole(self, text: str) -> int:
-        base = _BASES.get(text[:2], 10)
-        try:
-            return int(text, base)
-        except ValueError:  # Python's own limit, of thousands of digits
-            raise refused(self.line, f"{shown(text)} is too long a number") from None
+        if len(text) > MOST_LENGTH:
+            raise refused(self.line, f"{shown(text)} is too long; allowed: {MOST_DIGITS} digits")
+        base = _BASES.get(text[:2])
+        return int(text) if base is None else int(text[2:], base)
 
     def _count(self, number: int) -> None:
         self.num_values += number

@@ -23,6 +23,12 @@ from meshwright.planner.configuration import (
 from meshwright.planner.export import Framework
 from meshwright.planner.formats import resolved
 from meshwright.planner.importing.formats import FORMATS
+from meshwright.planner.importing.launchers import (
+    ACCELERATE,
+    accelerate_keys,
+    launcher_refusals,
+    script_refusals,
+)
 from meshwright.planner.importing.reading import options_of
 from meshwright.simulator import PlanError
 
@@ -33,7 +39,8 @@ READERS = {"yaml": read_yaml, "json": read_json, "toml": read_toml}
 SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 SCRIPT = "script"
 SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".args")
-OVERRIDE = re.compile(r"(--)?(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
+OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
+SUBCOMMANDS = ("train",)  # of a program that names a configuration
 PARENTS = 4  # folders above a script in which a configuration that it names is looked for
 
 
@@ -202,6 +209,11 @@ def all_options(profile: FrameworkProfile) -> Mapping[str, Option]:
 def _of_launch(launch: "Launch", framework: Framework | None, folder: Path) -> Source:
     found = framework or _started(launch)
     profile = found.profile
+    if found.name == ACCELERATE and ACCELERATE in launch.launcher_words:
+        keys, lines = accelerate_keys(launch, folder, found_file)
+        keys, lines = _by_present_names(keys, lines, all_options(profile))
+        refusals = [*launcher_refusals(launch, is_configuration=True), *script_refusals(launch)]
+        return Source(framework=found, keys=keys, lines=lines, refusals=refusals)
     read = found.program.read_words
     if profile.format in READERS and (read is None or _files_of(launch, str(profile.format))):
         return _named_document(launch, found, folder)
@@ -214,7 +226,7 @@ def _of_launch(launch: "Launch", framework: Framework | None, folder: Path) -> S
         keys=keys,
         lines=lines,
         world_size=launch.world_size,
-        refusals=[*said.refusals, *stray],
+        refusals=[*launcher_refusals(launch, is_configuration=False), *said.refusals, *stray],
     )
 
 
@@ -233,6 +245,8 @@ def _started(launch: "Launch") -> Framework:
         known = all_options(each.profile)
         if any(known_option(start, known) for start in starts if start in each.profile.known_by):
             return each
+    if ACCELERATE in launch.launcher_words:
+        return FORMATS[ACCELERATE]
     known_programs = sorted({name for each in FORMATS.values() for name in each.profile.programs})
     raise PlanError(
         f"line {launch.program.line}: {launch.program.text} is the program of no framework that is "
@@ -254,14 +268,27 @@ def _named_document(launch: "Launch", framework: Framework, folder: Path) -> Sou
         )
     path = found_file(files[0], folder)
     document = READERS[kind](FRAMEWORK_FILE.read_text(path))
-    keys, lines = dict(document.keys), dict(document.lines)
-    for word in launch.arguments:
+    place = launch.arguments.index(files[0])
+    names_it = place > 0 and launch.arguments[place - 1].text.startswith("-")
+    others = [*launch.arguments[: place - names_it], *launch.arguments[place + 1 :]]
+    said = read_options(others, all_options(framework.profile))
+    keys, lines = {**document.keys, **said.keys}, {**document.lines, **said.lines}
+    refusals = [*launcher_refusals(launch, is_configuration=False), *said.refusals]
+    for word in said.words:
         match = OVERRIDE.fullmatch(word.text)
-        if match and word is not files[0] and Path(match["value"]).suffix not in SUFFIXES:
+        if match and not word.unknown:
             keys[match["key"]] = READERS["yaml"](f"a: {match['value']}").keys["a"]
             lines[match["key"]] = word.line
+        elif word.text not in SUBCOMMANDS:
+            refusals.append(f"line {word.line}: {word.unknown or shown(word.text)}")
     keys, lines = _whole(framework, keys, lines, path.parent)
-    return Source(framework=framework, keys=keys, lines=lines, world_size=launch.world_size)
+    return Source(
+        framework=framework,
+        keys=keys,
+        lines=lines,
+        world_size=launch.world_size,
+        refusals=refusals,
+    )
 
 
 def found_file(word: OptionWord, folder: Path) -> Path:
