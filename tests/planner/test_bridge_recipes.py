@@ -97,7 +97,8 @@ def launch(words: str, gpus: int, folder: Path, *told: str) -> int:
     """Return the status of an import of a launch of run_recipe.py, into ``plan.json``."""
     nodes, ranks = max(1, gpus // 8), min(8, gpus)
     file = folder / "launch.sh"
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks} scripts/training/run_recipe.py"
+    ranks_of_all = f"--nnodes={nodes} --nproc_per_node={ranks}"
+    start = f"uv run --no-sync python -m torch.distributed.run {ranks_of_all} run_recipe.py"
     file.write_text(f"{start} \\\n  {words}\n")
     out = ["--out", str(folder / "plan.json")]
     return main(["import", str(file), "--cluster", "dgx-h100", *told, *out])
