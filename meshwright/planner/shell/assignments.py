@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.expansion import fields, fragments, key_of, word_ranges
+from meshwright.planner.shell.expansion import fields, fragments, key_of, word_groups
 from meshwright.planner.shell.fields import field_of
 from meshwright.planner.shell.interpreter import Interpreter, Status
 from meshwright.planner.shell.state import Key, Variable
@@ -36,8 +36,8 @@ def assign(shell: Interpreter, node: "Node") -> str:
         before = shell.state.variables.get(name)
         elements = before.elements if before is not None else {}
         old = elements.get(0 if key is None else key)
-        if before is None:
-            old = shell.told(name)
+        if before is None and key is None:
+            old = shell.unset(name, place)
         text = shell.join([old or Text(), text], place)
     shell.assign(name, text, place, key=key)
     return name
@@ -50,7 +50,8 @@ def _assign_array(shell: Interpreter, name: str, node: "Node", *, is_added: bool
     following = max((each for each in elements if isinstance(each, int)), default=-1) + 1
     shell.spend(shell.place(node), steps=1 + len(elements) // 10)
     inner = [each for each in node.children[1:-1] if each.type != "comment"]
-    for start, stop in word_ranges(inner):
+    for group in word_groups(shell, inner):
+        start, stop = group[0].start_byte, group[-1].end_byte
         raw = ELEMENT.fullmatch(shell.frame.source.part(start, stop).characters)
         if raw is not None:
             at = start + len(raw[1].encode()) + 1
@@ -60,8 +61,7 @@ def _assign_array(shell: Interpreter, name: str, node: "Node", *, is_added: bool
             elements[key] = text
             following = key + 1 if isinstance(key, int) else following
             continue
-        nodes = [each for each in inner if start <= each.start_byte < stop]
-        for each in fields(shell, node, nodes):
+        for each in fields(shell, node, group):
             elements[following] = each.text
             following += 1
     shell.state.variables[name] = Variable(elements, is_array=True, is_keyed=is_keyed)

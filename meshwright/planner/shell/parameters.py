@@ -80,9 +80,9 @@ def values(shell: Interpreter, parameter: Parameter, place: int) -> tuple[Text, 
             return (shell.mark(place, first),)
         return (written(str(len(state.arguments)), place),)
     if name.isdigit():
-        return _argument(shell, int(name), place)
+        return _argument(shell, int(name))
     if name in {"PWD", "BASH_SOURCE"} and name not in state.variables:
-        return (state.folder if name == "PWD" else _script(shell, place),)
+        return (state.folder if name == "PWD" else state.name,)
     variable = state.variables.get(name)
     if variable is None:
         if parameter.is_all:
@@ -97,13 +97,9 @@ def values(shell: Interpreter, parameter: Parameter, place: int) -> tuple[Text, 
     return (_element(shell, variable, parameter.key, place),)
 
 
-def _script(shell: Interpreter, place: int) -> Text:
-    return written(str(shell.file) if shell.file else "bash", place)
-
-
-def _argument(shell: Interpreter, number: int, place: int) -> tuple[Text, ...] | None:
+def _argument(shell: Interpreter, number: int) -> tuple[Text, ...] | None:
     if number == 0:
-        return (_script(shell, place),)
+        return (shell.state.name,)
     arguments = shell.state.arguments
     if str(number) in shell.defines:
         shell.used.add(str(number))
@@ -179,7 +175,7 @@ def operated(
     if operator in {"-", ":-", "=", ":=", "?", ":?", "+", ":+"} and word is not None:
         fallback = _conditional(shell, parameter, operator, found, word)
         if fallback is not None:
-            return fallback
+            return fallback or [Fragment(Text(), kind)]
     if found is None:
         found = (shell.unset(parameter.name, place),)
     if word is not None and operator in {"#", "##", "%", "%%", "/", "//", "/#", "/%", ":", "@"}:
@@ -325,7 +321,7 @@ def _replaced(shell: Interpreter, text: Text, operator: str, pattern: str, place
     found, at, length = "", 0, len(text.characters)
     is_plain = all(each.kind == "" for each in pieces)
     while at < length:
-        shell.spend(place, steps=1 if is_plain else 1 + (length - at) // 4)
+        shell.spend(place, steps=1 if is_plain else 1 + (length - at) ** 2 // 1_000)
         ends = (at + len(pieces),) if is_plain else range(length, at, -1)
         if operator == "/%":
             ends = (length,)
