@@ -141,6 +141,9 @@ torchrun never
     "places": r"""
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd)
 NAME=$(basename $0 .sh)
+D=d; E=e; P=$D/$E/x_${D}_y; Q=z${D}/$E/$D; export R=$D/$E/c S=1; L=($D/$E/c "$D/$E/c" x$D$E.$D)
+torchrun $P $Q $R $S ${L[@]} $D/$E/c "$D/$E/$D" --x=$D/$E --y=$D:$E:$D.$E, $D-$E-$D/c
+[ "$D/$E/c" = d/e/c ] && [[ $D/$E/c == $D/$E/$D || $D/$E == d/e ]] && torchrun $((D=3, $D * 2))
 mkdir -p $HERE/a/b; cd a/b; UP=$(pwd); cd ../..; BACK=$PWD
 torchrun $HERE/train.py $NAME $UP $BACK $(basename "$UP") $(dirname $(dirname $UP)) $(realpath a/../x)
 """,

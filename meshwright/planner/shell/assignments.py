@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 ELEMENT = re.compile(r"\[(.+?)\]\+?=(.*)", re.DOTALL)
 
 
-def assign(shell: Interpreter, node: "Node") -> str:
-    """Carry out an assignment; return the name of the variable."""
+def assign(shell: Interpreter, node: "Node", stop: int | None = None) -> str:
+    """Carry out an assignment; return the name of the variable.
+
+    Args:
+        shell: The script.
+        node: The assignment.
+        stop: The byte after it, where the grammar ends it too early.
+    """
     name_node = node.children[0]
     operator = next(each for each in node.children if each.type in {"=", "+="})
     place, key = shell.place(node), None
@@ -30,7 +36,8 @@ def assign(shell: Interpreter, node: "Node") -> str:
     if value.type == "array" and value is not operator:
         _assign_array(shell, name, value, is_added=operator.type == "+=")
         return name
-    parts = fragments(shell, node, operator.end_byte, node.end_byte, "word")
+    whole = node if stop is None else node.parent or node
+    parts = fragments(shell, whole, operator.end_byte, stop or node.end_byte, "word")
     text = field_of(parts).text
     if operator.type == "+=":
         before = shell.state.variables.get(name)
@@ -71,20 +78,19 @@ def run_declaration(shell: Interpreter, node: "Node") -> Status:
     """Carry out ``export``, ``declare``, ``local``, ``readonly``."""
     keyword, *rest = node.children
     flags = ""
-    for each in rest:
-        text = shell.frame.source.part(each.start_byte, each.end_byte).characters
-        if each.type == "variable_assignment":
-            name = shell.frame.source.part(
-                each.children[0].start_byte, each.children[0].end_byte
-            ).characters.partition("[")[0]
-            declare(shell, keyword.type, flags, name)
-            assign(shell, each)
+    for group in word_groups(shell, rest):
+        first, stop = group[0], group[-1].end_byte
+        text = shell.frame.source.part(first.start_byte, stop).characters
+        if first.type == "variable_assignment":
+            name_node = first.children[0]
+            name = shell.frame.source.part(name_node.start_byte, name_node.end_byte).characters
+            declare(shell, keyword.type, flags, name.partition("[")[0])
+            assign(shell, first, stop if len(group) > 1 else None)
         elif text.startswith("-"):
             flags += text[1:]
         else:
-            declare_words(
-                shell, keyword.type, flags, [one.text for one in fields(shell, node, [each])]
-            )
+            words = [each.text for each in fields(shell, node, group)]
+            declare_words(shell, keyword.type, flags, words)
     return True
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.planner.shell.assignments import assign
 from meshwright.planner.shell.builtin_commands import BUILTINS, PRINTING, Call
-from meshwright.planner.shell.expansion import fields, fragments, single
+from meshwright.planner.shell.expansion import fields, fragments, single, word_groups
 from meshwright.planner.shell.fields import Field, field_of
 from meshwright.planner.shell.grammar import MOST_BYTES, parse, source_of
 from meshwright.planner.shell.interpreter import Command, Flow, Frame, Interpreter, Status
@@ -170,6 +170,15 @@ def _run_simple(shell: Interpreter, node: "Node", redirects: Sequence["Node"]) -
         if each.type not in {"variable_assignment", "comment"}
         and not each.type.endswith("_redirect")
     ]
+    if prefix and parts and prefix[-1].end_byte == parts[0].start_byte:
+        group = word_groups(shell, parts)[0]  # `A=$B/$C/d` is cut at the second dollar
+        parts, last = parts[len(group) :], group[-1].end_byte
+        if not parts or _is_divided(shell, last, parts[0].start_byte):
+            for each in prefix:
+                assign(shell, each, last if each is prefix[-1] else None)
+            prefix = []
+        else:
+            raise shell.unknowns.refusal(place, "the assignment before this command is not read")
     if prefix and parts and _is_divided(shell, prefix[-1].end_byte, parts[0].start_byte):
         for each in prefix:  # the grammar joins such a line to the next one
             assign(shell, each)

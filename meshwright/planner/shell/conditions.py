@@ -243,7 +243,7 @@ def _groups(
         return word_groups(shell, nodes)  # of `[ a=b ]` the one word
     groups: list[list[Node]] = []
     for each in nodes:
-        is_operator = not each.is_named or each.type == "test_operator"
+        is_operator = each.type == "test_operator" or not (each.is_named or each.type == "$")
         if is_operator or not groups or not groups[-1]:
             groups += [[each], []] if is_operator else [[each]]
         else:

@@ -31,7 +31,14 @@ SPECIAL = frozenset(
         "process_substitution",
     }
 )
-ESCAPES = {"word": r"\\(\n|.)", "double": r'\\([\n$`"\\])', "here": r"\\([\n$`\\])"}
+DOLLAR = r"|\$([A-Za-z_]\w*|[0-9@*#?!$-])"
+ESCAPES = {
+    "word": r"\\(\n|.)" + DOLLAR,
+    "default": r"\\(\n|.)" + DOLLAR,
+    "double": r'\\([\n$`"\\])' + DOLLAR,
+    "here": r"\\([\n$`\\])" + DOLLAR,
+    "raw": r"\\(\n)" + DOLLAR,
+}
 ANSI = re.compile(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{1,4}|[0-7]{1,3}|.)", re.DOTALL)
 ANSI_LETTERS = {
     "n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v",
@@ -79,10 +86,10 @@ def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str
         literal = shell.frame.source.part(at, _begin(shell, each))
         if each.type == "string" and literal.characters.endswith("$"):
             literal = literal.part(0, len(literal.characters) - 1)
-        found += _literal(literal, mode)
+        found += _literal(shell, literal, mode)
         found += _expanded(shell, each, is_quoted=mode not in {"word", "default", "raw"})
         at = each.end_byte
-    found += _literal(shell.frame.source.part(at, stop), mode)
+    found += _literal(shell, shell.frame.source.part(at, stop), mode)
     shell.spend(
         shell.frame.source.place(start),
         characters=sum(len(each.text.characters) for each in found),
@@ -91,21 +98,27 @@ def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str
     return found
 
 
-def _literal(text: Text, mode: str) -> list[Fragment]:
+def _literal(shell: Interpreter, text: Text, mode: str) -> list[Fragment]:
+    """Return the parts of what is neither quoted nor an expansion, by the grammar.
+
+    The grammar takes the second ``$`` of ``$A/$B/c`` for a character: it is expanded here.
+    """
     if not text.characters:
         return []
-    if mode == "raw":
-        return [Fragment(text, Kind.LITERAL)]
-    bare = {"word": Kind.LITERAL, "default": Kind.SPLIT}.get(mode, Kind.QUOTED)
+    bare = {"word": Kind.LITERAL, "raw": Kind.LITERAL, "default": Kind.SPLIT}.get(mode, Kind.QUOTED)
     found: list[Fragment] = []
     at = 0
-    for escape in re.finditer(ESCAPES["word" if mode == "default" else mode], text.characters):
-        found.append(Fragment(text.part(at, escape.start()), bare))
-        if escape[1] != "\n":
-            found.append(Fragment(text.part(*escape.span(1)), Kind.QUOTED))
-        at = escape.end()
+    for each in re.finditer(ESCAPES[mode], text.characters):
+        found.append(Fragment(text.part(at, each.start()), bare))
+        if each[2]:
+            place = text.places[each.start()]
+            kind = Kind.QUOTED if bare is Kind.QUOTED else Kind.SPLIT
+            found += operated(shell, Parameter("", each[2]), "", None, place, kind)
+        elif each[1] != "\n":
+            found.append(Fragment(text.part(*each.span(1)), Kind.QUOTED))
+        at = each.end()
     found.append(Fragment(text.part(at, len(text.characters)), bare))
-    return [each for each in found if each.text.characters]
+    return [each for each in found if each.text.characters or each.begins]
 
 
 def _begin(shell: Interpreter, node: "Node") -> int:
@@ -130,7 +143,7 @@ def _expanded(shell: Interpreter, node: "Node", *, is_quoted: bool) -> list[Frag
         return [Fragment(_ansi(source.part(start + 2, stop - 1)), Kind.QUOTED)]
     if node.type == "simple_expansion":
         parameter = Parameter("", source.data[start + 1 : stop].decode())
-        return operated(shell, parameter, "", None, node, kind)
+        return operated(shell, parameter, "", None, source.place(start), kind)
     if node.type == "expansion":
         return _expansion(shell, node, kind)
     if node.type == "arithmetic_expansion":
@@ -184,7 +197,7 @@ def _expansion(shell: Interpreter, node: "Node", kind: Kind) -> list[Fragment]:
         default = "double" if kind is Kind.QUOTED else "default"
         return fragments(shell, node, start + at, stop, mode or default)
 
-    return operated(shell, parameter, operator, word, node, kind)
+    return operated(shell, parameter, operator, word, place, kind)
 
 
 def key_of(shell: Interpreter, name: str, node: "Node", start: int, stop: int) -> int | str:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshwright.planner.shell.arithmetic import evaluate
 from meshwright.planner.shell.fields import WHITE, Fragment, Kind, field_of
@@ -11,9 +11,6 @@ from meshwright.planner.shell.patterns import escaped, is_match, pieces_of
 from meshwright.planner.shell.state import Key, Variable
 from meshwright.planner.shell.texts import MARKS, Text, Unknown, joined, written
 from meshwright.simulator import PlanError
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 HEAD = re.compile(rb"([!#]?)([A-Za-z_]\w*|[0-9]+|[@*?$!#-])")
 OPERATOR = re.compile(rb":?[-=?+]|##?|%%?|//|/[#%]?|\^\^?|,,?|:|@")
@@ -157,7 +154,7 @@ def operated(
     parameter: Parameter,
     operator: str,
     word: Callable[[str], list[Fragment]] | None,
-    node: "Node",
+    place: int,
     kind: Kind,
 ) -> list[Fragment]:
     """Return what a parameter with an operator stands for.
@@ -167,10 +164,9 @@ def operated(
         parameter: What stands before the operator.
         operator: ``:-`` for instance; empty where there is none.
         word: Expands what stands after it, in a mode.
-        node: The part of the tree.
+        place: Where it was written.
         kind: The quoting of the whole.
     """
-    place = shell.place(node)
     found = _prefixed(shell, parameter, place)
     if operator in {"-", ":-", "=", ":=", "?", ":?", "+", ":+"} and word is not None:
         fallback = _conditional(shell, parameter, operator, found, word)
