@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.hwprofiles import FrameworkProfile, shown
 from meshwright.planner.configuration import (
@@ -220,14 +220,38 @@ def _of_launch(launch: "Launch", framework: Framework | None, folder: Path) -> S
     options = all_options(profile)
     said = read_options(launch.arguments, options) if read is None else read(launch.arguments)
     stray = [f"line {each.line}: {each.unknown or shown(each.text)}" for each in said.words]
-    keys, lines = _whole(found, said.keys, said.lines, folder)
+    told = _launched(found, said.keys, launch, folder)
+    keys, lines = _whole(found, told.keys, said.lines, folder)
     return Source(
         framework=found,
         keys=keys,
         lines=lines,
-        world_size=launch.world_size,
-        refusals=[*launcher_refusals(launch, is_configuration=False), *said.refusals, *stray],
+        world_size=told.world_size,
+        refusals=[*told.refusals, *said.refusals, *stray],
     )
+
+
+class _Launched(NamedTuple):
+    """Values of a configuration, its ranks and what is wrong, with what its launcher says."""
+
+    keys: dict[str, object]
+    world_size: int | None
+    refusals: list[str]
+
+
+def _launched(
+    framework: Framework, keys: dict[str, object], launch: "Launch", folder: Path
+) -> _Launched:
+    """Return *keys* with what Accelerate's launcher says in the place of its program."""
+    added = framework.program.launched
+    says = added is not None and ACCELERATE in launch.launcher_words
+    refusals = [*launcher_refusals(launch, is_configuration=says)]
+    if added is None or not says:
+        return _Launched(keys, launch.world_size, refusals)
+    configuration, _ = accelerate_keys(launch, folder, found_file)
+    ranks = configuration.get("num_processes")
+    told = ranks if isinstance(ranks, int) and ranks > 0 else None
+    return _Launched(added(keys, configuration), launch.world_size or told, refusals)
 
 
 def _started(launch: "Launch") -> Framework:
@@ -273,7 +297,7 @@ def _named_document(launch: "Launch", framework: Framework, folder: Path) -> Sou
     others = [*launch.arguments[: place - names_it], *launch.arguments[place + 1 :]]
     said = read_options(others, all_options(framework.profile))
     keys, lines = {**document.keys, **said.keys}, {**document.lines, **said.lines}
-    refusals = [*launcher_refusals(launch, is_configuration=False), *said.refusals]
+    refusals = [*said.refusals]
     for word in said.words:
         match = OVERRIDE.fullmatch(word.text)
         if match and not word.unknown:
@@ -281,13 +305,14 @@ def _named_document(launch: "Launch", framework: Framework, folder: Path) -> Sou
             lines[match["key"]] = word.line
         elif word.text not in SUBCOMMANDS:
             refusals.append(f"line {word.line}: {word.unknown or shown(word.text)}")
-    keys, lines = _whole(framework, keys, lines, path.parent)
+    told = _launched(framework, keys, launch, folder)
+    keys, lines = _whole(framework, told.keys, lines, path.parent)
     return Source(
         framework=framework,
         keys=keys,
         lines=lines,
-        world_size=launch.world_size,
-        refusals=refusals,
+        world_size=told.world_size,
+        refusals=[*told.refusals, *refusals],
     )
 
 
