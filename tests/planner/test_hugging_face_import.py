@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.planner.formats.hugging_face import hub_models
+from meshwright.planner.importing import read_source
 from meshwright.planner.importing.plans import Imported, import_source
-from meshwright.planner.importing.sources import read_source
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import list_models
 
