@@ -13,8 +13,8 @@ from meshwright import main
 from meshwright.planner.reports import read_plan
 from meshwright.simulator.layout import PLAN_FIELDS
 
-ASKED = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: ([\w]+)=)?")
-MISSING = re.compile(r"is missing|give it with|not set|does not say")
+ASKED = re.compile(r'--([a-z]+(?:-[a-z]+)*)(?: (\w+)=(""|))?')
+MISSING = re.compile(r"is missing|give it with|not set|does not say|gives arguments")
 DENIED = re.compile(r"--([a-z-]+) \S+ is not what the file says")
 MOST_ROUNDS = 6
 
@@ -45,14 +45,14 @@ class Imported(NamedTuple):
     variables: dict[str, str]
 
 
-def imported(file: Path, cluster: str, answers: Answers) -> Imported:
-    """Import a file, and again as long as it asks for what *answers* have."""
-    options: dict[str, str] = {}
+def imported(file: Path, given: Mapping[str, str], answers: Answers) -> Imported:
+    """Import a file with what is *given*, and again as long as it asks for what *answers* have."""
+    options = dict(given)
     variables: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         for _ in range(MOST_ROUNDS):
-            words = ["import", str(file), "--cluster", cluster, "--out", str(plan)]
+            words = ["import", str(file), "--out", str(plan)]
             for name, value in options.items():
                 words += [f"--{name}", value] if value else [f"--{name}"]
             for name, value in variables.items():
@@ -78,9 +78,10 @@ def _answered(
             del options[name]
         return True
     asking = "\n".join(line for line in refusal.splitlines() if MISSING.search(line))
-    for option, variable in ASKED.findall(asking):
+    for option, variable, nothing in ASKED.findall(asking):
         if option == "define" and variable:
-            variables.setdefault(variable, answers.variables.get(variable, "1"))
+            usual = "" if nothing else "1"
+            variables.setdefault(variable, answers.variables.get(variable, usual))
         elif option in answers.options:
             options.setdefault(option, answers.options[option])
     return len(options) + len(variables) > before

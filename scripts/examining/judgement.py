@@ -26,25 +26,25 @@ class Judgement(NamedTuple):
 
 
 def judged(
-    name: str, folders: tuple[Path, Path], cluster: str, answers: Answers
+    name: str, folders: tuple[Path, Path], given: Mapping[str, str], answers: Answers
 ) -> tuple[Judgement, Imported]:
     """Import a file, and judge what comes.
 
     Args:
         name: Of the file.
         folders: With it: one to read, one to run its script in.
-        cluster: For the import.
+        given: Options of the import, whatever the file says.
         answers: What a person would say.
     """
     file, ran, answers = folders[0] / name, folders[1] / name, answers.of(name)
     if file.suffix != ".sh":
-        found = imported(file, cluster, answers)
+        found = imported(file, given, answers)
         if found.fields is None:
             return _refused(name, found), found
         told = configuration_claims(file, found.options)
         return _compared(name, found.fields, told), found
     named, words = _parameters(file.read_text(encoding="utf-8", errors="replace"), answers)
-    found = imported(file, cluster, named)
+    found = imported(file, given, named)
     if found.fields is None:
         return _refused(name, found), found
     told = _script_claims(ran, words, found, answers)

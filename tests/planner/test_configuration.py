@@ -56,6 +56,7 @@ READ = (
     ("yaml", "a: &x [1]\nb: *x\nc: [&x {d: 2}, *x]", {"a": [1], "b": [1], "c": [{"d": 2}] * 2}),
     ("yaml", "'<<': 1", {"<<": 1}),
     ("json", '{"a": {"b": {}}, "c": [{"d.e": null}]}', {"a.b": {}, "c": [{"d.e": None}]}),
+    ("json", '{ // "x\n# y\n"a#": /* {"*\n/ */1}', {"a#": 1}),
     ("toml", "[a]\n[[b.c]]\n[b.c.d]\n", {"a": {}, "b.c": [{"d": {}}]}),
     ("toml", "a = 1979-05-27", {"a": "1979-05-27"}),
 )
@@ -107,6 +108,7 @@ REFUSED = (
     ("json", '{"a": [{"b": 1,\n"b": 2}]}', "line 2: key 'a.b' appears twice, first on line 1"),
     ("json", '{\n"a": NaN}', "line 2: a: nan is not allowed"),
     ("json", '{\n"a": 1', "line 2: not valid JSON: Expecting ',' delimiter"),
+    ("json", '{// "\n/*\n*/#\n"a": ]', "line 4: not valid JSON: Expecting value"),
     ("json", "[1]", "line 1: must hold a JSON object"),
     ("json", '{"": 1}', "line 1: key '' is no name"),
     ("toml", "a = 1\na = 2", "line 2: not valid TOML: Cannot overwrite a value"),
@@ -137,6 +139,7 @@ HOSTILE = (
     ("yaml", "a: &a {b: 1, c: 2}\nd: [", "{<<: [*a, *a, *a]},", "]"),
     ("yaml", f'? "{"k" * 400_000}"\n:', "\n a{}: 1", ""),
     *(("json", "", each, "") for each in ("[", '{"a":', '"', '\\"', '["\\" ', " ", '["a",')),
+    *(("json", "", each, "{}") for each in ("#\n", "/**/", "/*", "/ ", '"#"', "//")),
     *(("json", '{"a":[', each, "0]}") for each in ("[],", "{},", "1,", '{"a":1},', '"",')),
     *(("json", '{"a":', each, "}") for each in ("1", "1e9", "-", '"a" ')),
     *(("json", "{", each, '"z":1}') for each in ('"k{}":1,', f'"a{".a" * 40}{{}}":1,', "\n")),

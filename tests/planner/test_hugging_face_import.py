@@ -1,51 +1,27 @@
 """Configurations of transformers' Trainer, LLaMA-Factory and axolotl, and the plans they say."""
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from meshwright.planner.configuration import read_options
 from meshwright.planner.formats.hugging_face import hub_models
-from meshwright.planner.importing.formats import FORMATS
 from meshwright.planner.importing.plans import Imported, import_source
-from meshwright.planner.importing.sources import Source, all_options, read_source
+from meshwright.planner.importing.sources import read_source
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import list_models
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "imports"
 FULL, FACTORY = "llama-factory-full-zero3.yaml", "llama-factory-full-ddp.yaml"
-PROGRAM = "run_clm.py"
-
-
-class Word(NamedTuple):
-    """A word of a command."""
-
-    text: str
-    line: int = 1
-    unknown: str = ""
-
-
-def command(text: str) -> Source:
-    """Return what the command of a script without variables says, but for its launcher."""
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    framework = FORMATS["transformers"]
-    own = [Word(each) for each in words[words.index(PROGRAM) + 1 :]]
-    said = read_options(own, all_options(framework.profile))
-    assert framework.program.included is not None
-    keys = framework.program.included(said.keys, FOLDER)
-    return Source(framework=framework, keys=keys, lines={}, refusals=said.refusals)
 
 
 def imported(name: str, text: str | None = None, **given: object) -> Imported:
     """Return what a file says, with *text* in its place if there is one."""
     path = FOLDER / name
     text = path.read_text(encoding="utf-8") if text is None else text
-    source = command(text) if path.suffix == ".sh" else read_source(path, text, None, {})
-    beside = {"cluster": "dgx-h100", "world_size": 8, **given}
-    return import_source(source, beside, None, None)
+    source = read_source(path, text, None, {})
+    ranks = {} if source.world_size else {"world_size": 8}
+    return import_source(source, {"cluster": "dgx-h100", **ranks, **given}, None, None)
 
 
 ZERO3 = {"zero_stage": 3, "reshard_after_forward": True, "sync_each_microbatch": True}

@@ -142,7 +142,7 @@ REFUSED = [
     (f"{GPT} --no-position-embedding", "with position-embedding-type=rope"),
     (f"{GPT} --position-embedding-type none", "allowed: learned_absolute, rope"),
     (f"{GPT} --quick-geglu", "with num-experts"),
-    (f"{GPT} --fp8-format hybrid", "fp8-param-gather"),
+    (f"{GPT} --fp8-format hybrid --fp8-recipe blockwise", "fp8-recipe=blockwise of megatron-lm"),
     (f"{GPT} --expert-model-parallel-size 2", "allowed: 1"),
     (f"{GPT} --deepspeed", "DeepSpeed's engine trains"),
     (f"{GPT} --tensor-model-parallel-size 3", "no multiple of the 3"),
@@ -153,6 +153,10 @@ REFUSED = [
     (f"{LLAMA} --multi-latent-attention", "without multi-latent-attention"),
     (f"{EXPERTS} --expert-model-parallel-size 2", "moe-token-dispatcher-type=allgather"),
     (f"{LLAMA} --num-experts 8 --moe-grouped-gemm", "moe-permute-fusion=true"),
+    (f"{GPT} --delay-wgrad-compute", "allowed: none; or overlap-moe"),
+    (f"{GPT} --exp-avg-dtype bf16", "exp-avg-dtype=bf16 of megatron-lm"),
+    (f"{GPT} --recompute-granularity full", "(block, uniform)"),
+    (f"{GPT} --step-batch-size-schedule 0:16", "a batch that grows"),
     (f"{EXPERTS} --moe-layer-freq 2", "moe-layer-freq=2 of megatron-lm"),
 ]
 
@@ -176,3 +180,9 @@ def test_latent_attention_and_windows_are_those_of_the_options() -> None:
 def test_full_recomputation_of_2021_is_read() -> None:
     for words in ("--checkpoint-activations", "--activations-checkpoint-method uniform"):
         assert imported(f"{GPT} {words}").values["recompute"] == "full"
+
+
+def test_weights_of_8_bits_are_those_that_are_gathered() -> None:
+    for words, holds in (("", False), (" --fp8-param-gather", True)):
+        values = imported(f"{LLAMA} --fp8-format hybrid --use-distributed-optimizer{words}").values
+        assert (values["precision"], values["stack.fp8.holds_parameters"]) == ("fp8", holds)

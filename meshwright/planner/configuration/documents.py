@@ -71,6 +71,12 @@ def too_many(line: int) -> PlanError:
     return refused(line, f"too many values; allowed: {MOST_VALUES:,}")
 
 
+def too_long(line: int, word: str) -> PlanError:
+    """Return the refusal of a word without quotes, most likely a number, that nobody means."""
+    limit = f"at most {MOST_DIGITS} digits, {MOST_LENGTH} characters"
+    return refused(line, f"{shown(word)} has too many digits; allowed: {limit}")
+
+
 def document_of(table: Table) -> Document:
     """Return the keys of a text.
 
@@ -179,8 +185,7 @@ def check_bounds(text: str, tokens: re.Pattern[str]) -> None:
         if number > _MOST_TOKENS:
             raise too_many(line)
         if word and len(word) > MOST_LENGTH:
-            limit = f"at most {MOST_LENGTH} characters without quotes"
-            raise refused(line, f"{shown(word)} is too long; allowed: {limit}")
+            raise too_long(line, word)
         line += token[0].count("\n")
 
 

@@ -62,7 +62,10 @@ class Recipes(NamedTuple):
             raise ProfileError(f"recipe {name} is in no plan: {self.refused[name]}")
         if any(each in f"_{name}_" for each in FINE_TUNING):
             raise ProfileError(f"recipe {shown(name)} is in no plan: it fine-tunes")
-        raise ProfileError(f"recipe {shown(name)} is unknown; {suggestion(name, self.known)}")
+        others = " (benchmarks of perf_recipes are not read)" if "gpu_" in name else ""
+        raise ProfileError(
+            f"recipe {shown(name)} is unknown{others}; {suggestion(name, self.known)}"
+        )
 
 
 @cache

@@ -22,9 +22,14 @@ from meshwright.planner.configuration.documents import (
 from meshwright.simulator import PlanError
 
 _NAME = re.compile(r'"(?:[^"\\]++|\\.)*+"(\s*+:)?')  # or another text, without a colon
-_COMMENT = re.compile(r'("(?:[^"\\\n]++|\\.)*+"?)|(?:#|//)[^\n]*+|/\*(?:[^*]++|\*(?!/))*+(?:\*/)?')
 _TOKEN = re.compile(
     r'(?P<quoted>"(?:[^"\\]++|\\.)*+"?)|(?P<word>[^\s\[\]{},:"]++)|(?P<mark>[\[\]{},:])', re.DOTALL
+)
+# Comments of a line or of several, one after the other, which Hjson has and DeepSpeed's files.
+_COMMENTS = re.compile(
+    r'("(?:[^"\\]++|\\.)*+"?)|'
+    r"(?:(?:(?://|\#)[^\n]*+|/\*(?:[^*]++|\*(?!/))*+(?:\*/|\Z))\s*+)++",
+    re.DOTALL,
 )
 
 
@@ -35,14 +40,14 @@ class Pairs(NamedTuple):
 
 
 def read_json(text: str) -> Document:
-    r"""Return the keys of a JSON text; raises as `document_of`, or if it is none.
-
-    Comments are left out, as DeepSpeed does, whose files are read as Hjson.
+    r"""Return the keys of a JSON text, which may have comments; raises as `document_of`.
 
     >>> read_json('{"a": {\n "b": 1}}').lines
     {'a': 1, 'a.b': 2}
     """
-    text = _COMMENT.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
+    check_size(text)
+    if "#" in text or "/" in text:
+        text = _COMMENTS.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
     check_bounds(text, _TOKEN)
     try:
         document = FRAMEWORK_FILE.parse_json(text, PLACE, Pairs)

@@ -12,13 +12,13 @@ import yaml
 from meshwright.hwprofiles import shown
 from meshwright.planner.configuration.documents import (
     MOST_DEPTH,
-    MOST_DIGITS,
     MOST_LENGTH,
     MOST_VALUES,
     Entry,
     Table,
     refused,
     too_deep,
+    too_long,
     too_many,
 )
 
@@ -175,7 +175,7 @@ class _Reader:
 
     def _whole(self, text: str) -> int:
         if len(text) > MOST_LENGTH:
-            raise refused(self.line, f"{shown(text)} is too long; allowed: {MOST_DIGITS} digits")
+            raise too_long(self.line, text)
         base = _BASES.get(text[:2])
         return int(text) if base is None else int(text[2:], base)
 

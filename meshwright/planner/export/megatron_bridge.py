@@ -4,14 +4,11 @@ Overrides are those of scripts/training/run_recipe.py in v0.6.0
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge, commit 51885cf1); recipes and options are data.
 """
 
-from collections.abc import Sequence
 from typing import cast
 
 from meshwright.hwprofiles import Precision, ProfileError
-from meshwright.planner.configuration import Options, OptionWord
-from meshwright.planner.configuration.recipes import load_recipes
+from meshwright.planner.configuration import bridge_recipe, read_overrides, said_of_section
 from meshwright.planner.export import megatron_core
-from meshwright.planner.export.bridge_overrides import RECIPES, read_overrides, said_of_section
 from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
 from meshwright.planner.export.megatron_core import CODECS
 from meshwright.planner.export.table import Codec, Export, Program, Roles
@@ -32,7 +29,7 @@ def _command(export: Export) -> tuple[str, ...]:
     keys = dict(export.keys)
     recipe = str(keys.pop("recipe"))
     start = f"scripts/training/run_recipe.py --recipe {recipe} --mode pretrain --dataset mock"
-    said = said_of_section(load_recipes(RECIPES).find(recipe), keys)
+    said = said_of_section(bridge_recipe(recipe), keys)
     return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in said.items()))
 
 
@@ -44,10 +41,6 @@ def _hydra(value: object) -> str:
     )
 
 
-def _read_words(words: Sequence[OptionWord]) -> Options:
-    return read_overrides(words)
-
-
 def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the model of a recipe, with the vocabulary that its tokenizer has.
 
@@ -57,7 +50,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     if "recipe" not in keys:
         return {}
     try:
-        recipe = load_recipes(RECIPES).find(words.word(keys, "recipe", ""))
+        recipe = bridge_recipe(words.word(keys, "recipe", ""))
     except ProfileError as error:
         raise PlanError(str(error)) from None
     if not recipe.model:
@@ -156,7 +149,7 @@ def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
 PROGRAM = Program(
     command=_command,
     is_script=lambda _: True,
-    read_words=_read_words,
+    read_words=read_overrides,
     codecs={
         **megatron_core.CODECS,
         "recipe of Bridge": Codec(read=_read_model),

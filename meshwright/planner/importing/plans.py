@@ -53,12 +53,14 @@ class Imported:
     Args:
         values: By the names of fields and facts.
         model: That it describes, or its name.
+        framework: Whose it is.
         stack: Name of the stack that its framework is.
         rows: Each value with where it is from, for people.
     """
 
     values: Mapping[str, object]
     model: ModelSpec | str
+    framework: str
     stack: str | None
     rows: tuple[Row, ...]
 
@@ -102,6 +104,7 @@ def import_source(
     return Imported(
         values=reading.values,
         model=_named(reading.values["model"]),
+        framework=profile.name,
         stack=own,
         rows=tuple(_rows(source, reading, given)),
     )

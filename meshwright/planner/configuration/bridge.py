@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshwright.hwprofiles import ProfileError, shown
-from meshwright.planner.configuration import (
+from meshwright.planner.configuration.options import (
     Options,
     OptionWord,
     Unknown,
@@ -17,8 +17,8 @@ from meshwright.planner.configuration import (
     read_options,
 )
 from meshwright.planner.configuration.recipes import Recipe, load_recipes
-from meshwright.planner.export.facts import Keys
 
+Keys = dict[str, object]
 RECIPES = "megatron-bridge-0.6"
 RUNNER = "megatron-bridge-run-0.6"
 # COMMON_OVERRIDE_FIELDS of run_recipe.py, of those that are read.
@@ -44,6 +44,11 @@ OF_PIPELINE = ("overlap_p2p_comm", "batch_p2p_comm")
 OF_REPLICAS = ("overlap_grad_reduce", "overlap_param_gather")
 REDUCE = "grad_reduce_in_fp32"
 SHARDS = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
+
+
+def bridge_recipe(name: str) -> Recipe:
+    """Return a recipe; raises ProfileError where it is unknown, or in no plan."""
+    return load_recipes(RECIPES).find(name)
 
 
 def read_overrides(words: Sequence[OptionWord]) -> Options:
@@ -107,7 +112,7 @@ def _recipe(found: Options) -> tuple[Recipe | None, int]:
     if isinstance(name, str):
         found.keys["recipe"], found.lines["recipe"] = name, line
         try:
-            return load_recipes(RECIPES).find(name), line
+            return bridge_recipe(name), line
         except ProfileError:
             return None, line  # its entry tells
     why = name.why if isinstance(name, Unknown) else "names no recipe: --recipe is missing"
