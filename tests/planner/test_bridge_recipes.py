@@ -139,6 +139,18 @@ def test_a_recipe_trains_the_vocabulary_of_its_tokenizer(
     assert "vocab_size 32000, not 128256" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("told", ["qwen3-8b", "deepseek-v3"])
+def test_a_model_given_beside_a_recipe_is_compared_with_its_own(
+    told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3 4B has 36 layers of width 2560, 32 heads, 8 key heads; moonlight has 27 layers."""
+    recipe = {"qwen3-8b": "qwen3_4b", "deepseek-v3": "moonlight_16b"}[told]
+    words = f"--model {recipe} --mode pretrain"
+    assert launch(words, 8, tmp_path, "--model", told) == 2
+    said = {"qwen3-8b": "hidden_size 2560, not 4096", "deepseek-v3": "num_layers 61, not 27"}[told]
+    assert said in capsys.readouterr().err
+
+
 REFUSED = [
     ("--recipe llama3_8b_pretrain_confg", LLAMA),
     ("--recipe llama3_8b_sft_config", "it fine-tunes"),

@@ -4,12 +4,13 @@ Overrides are those of scripts/training/run_recipe.py in v0.6.0
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge, commit 51885cf1); recipes and options are data.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 from meshwright.hwprofiles import Precision, ProfileError
-from meshwright.planner.configuration import bridge_recipe, read_overrides, said_of_section
+from meshwright.planner.configuration import Recipe, bridge_recipe, read_overrides, said_of_section
 from meshwright.planner.export import megatron_core
-from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, theirs
 from meshwright.planner.export.megatron_core import CODECS
 from meshwright.planner.export.table import Codec, Export, Program, Roles
 from meshwright.planner.export.texts import single_quoted
@@ -54,25 +55,39 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     except ProfileError as error:
         raise PlanError(str(error)) from None
     if not recipe.model:
+        _check_sizes(recipe, facts.model)
         return {}
     model = load_model(recipe.model)
     assert isinstance(model, ModelSpec)  # recipes of others are in no plan
+    model = _resized(model, recipe.sizes, recipe.release)
     tokenizer = keys.get(roles["file"])
-    if not keys.get(roles["flag"]) or tokenizer == recipe.release != "":
-        return {"model": recipe.model}
-    if keys.get(roles["kind"]) == NULL_TOKENIZER:
-        return {"model": _resized(model, words.whole(keys, roles["size"], model.vocab_size))}
-    if facts.model is None:
-        raise MissingError("model", f"{roles['file']}={tokenizer} decides its vocabulary")
-    return {"model": _resized(model, facts.model.vocab_size)}
+    if keys.get(roles["flag"]) and tokenizer != (recipe.release or None):
+        if keys.get(roles["kind"]) == NULL_TOKENIZER:
+            vocab_size = words.whole(keys, roles["size"], model.vocab_size)
+        elif facts.model is None:
+            raise MissingError("model", f"{roles['file']}={tokenizer} decides its vocabulary")
+        else:
+            vocab_size = facts.model.vocab_size
+        name = f"{model.name}-vocab-{vocab_size}"
+        model = _resized(model, {"vocab_size": vocab_size}, name)
+    return {"model": model}
 
 
-def _resized(model: ModelSpec, vocab_size: int) -> object:
-    """Return the name of a model, or the model with another vocabulary."""
-    if vocab_size == model.vocab_size:
-        return model.name
-    name = f"{model.name}-vocab-{vocab_size}"
-    return model.model_copy(update={"vocab_size": vocab_size, "name": name})
+def _resized(model: ModelSpec, sizes: Mapping[str, int], name: str) -> ModelSpec:
+    """Return a model of other sizes, by another name where they are others."""
+    if all(getattr(model, key) == value for key, value in sizes.items()):
+        return model
+    name = name.rpartition("/")[2].lower()
+    labels = {"name": name, "title": name, "source": "Megatron Bridge v0.6.0"}
+    return model.model_copy(update={**sizes, **labels})
+
+
+def _check_sizes(recipe: Recipe, model: ModelSpec | None) -> None:
+    """Raise PlanError where a model given beside a recipe has other sizes than are known of it."""
+    for key, value in recipe.sizes.items():
+        if model is not None and key != "vocab_size" and getattr(model, key) != value:
+            said = f"{key} {theirs(getattr(model, key))}, not {theirs(value)}"
+            raise PlanError(f"{model.name} is not the model of this recipe: {said}")
 
 
 def _write_stages(roles: Roles, facts: Facts) -> Keys:
