@@ -17,6 +17,8 @@ from meshwright.planner.export.texts import single_quoted
 from meshwright.simulator import ModelSpec, PlanError, load_model
 
 NULL_TOKENIZER = "NullTokenizer"
+BUCKET, PER_REPLICA = "gradient_bucket_parameters", "gradient_bucket_parameters_per_replica"
+USUAL_BUCKET, USUAL_PER_REPLICA = 40_000_000, 1_000_000
 # What the dtypes of moments are called here; the first is that of any other optimizer.
 MOMENTS = {
     "float32": Precision.FP32,
@@ -138,6 +140,25 @@ def _overlap(fact: str) -> Codec:
     return Codec(lambda roles, facts: {roles["switch"]: facts.get(fact)}, read)
 
 
+def _write_bucket(roles: Roles, facts: Facts) -> Keys:
+    each = cast("int", facts.get(f"stack.{PER_REPLICA}"))
+    ranks = facts.number("dp") * facts.number("cp")
+    return {roles["size"]: max(cast("int", facts.get(f"stack.{BUCKET}")), each * ranks)}
+
+
+def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the parameters of a bucket, unless they are as many as without a word.
+
+    That is distributed_data_parallel.py of megatron/core/distributed.
+    """
+    if keys.get(roles["size"]) is None:
+        return {}
+    ranks = facts.world_size // (facts.number("tp") * facts.number("pp"))
+    size = words.whole(keys, roles["size"], 1)
+    usual = max(USUAL_BUCKET, USUAL_PER_REPLICA * ranks)
+    return {} if size == usual else {f"stack.{BUCKET}": size, f"stack.{PER_REPLICA}": 0}
+
+
 def _write_moments(roles: Roles, facts: Facts) -> Keys:
     moments = facts.get("moment_precision")
     if moments is None:
@@ -172,6 +193,7 @@ PROGRAM = Program(
         "gradients of Bridge": Codec(lambda *_: {}, _read_gradients),
         "overlap of gradients": _overlap("stack.overlap_gradient_reduce"),
         "overlap of weights": _overlap("stack.overlap_parameter_gather"),
+        "bucket of Bridge": Codec(_write_bucket, _read_bucket),
         "moments of Bridge": Codec(_write_moments, _read_moments),
     },
 )
