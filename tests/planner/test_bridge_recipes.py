@@ -191,7 +191,7 @@ def test_comm_overlap_of_a_recipe_overwrites_what_ddp_says(tmp_path: Path) -> No
         (64, "comm_overlap.overlap_grad_reduce=false"),
     ]:
         recipe = f"--recipe llama3_70b_pretrain_config {OWN_VOCABULARY}"
-        assert launch(f"{recipe} {words}", gpus, tmp_path, "--explain") == 0
+        assert launch(f"{recipe} {words}", gpus, tmp_path) == 0
         told[gpus, words] = (tmp_path / "plan.json").read_text()
     assert all('"gradient_bucket_parameters": 134217728' in each for each in told.values())
     off = '"overlap_gradient_reduce": false'
