@@ -54,6 +54,7 @@ LAUNCHERS = {
     "sbatch": "srun-25",
 }
 # Accelerate's options that say how many ranks there are, which any launch reads.
+SLURM = ("srun", "sbatch")
 RANKS = ("num-machines", "num-processes", "multi-gpu", "gpu-ids")
 CONFIGURATION, TYPE = "accelerate-1.15", "distributed_type"
 SECTIONS = ("", "fsdp_config.", "deepspeed_config.", "parallelism_config.", "megatron_lm_config.")
@@ -251,6 +252,7 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
         read_beside: The launcher whose options are read as a configuration.
     """
     yield from launch.unknown
+    own = {"nodes": launch.nodes, "gpus-per-node": launch.ranks_per_node}
     for name, words in launch.launcher_words.items():
         if name not in LAUNCHERS:
             continue
@@ -262,6 +264,9 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
             text = mistake(name, f"--{key}", value, dashed, ())
             if name != read_beside and _is_layout(name, known.get(key)):
                 text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
+            number = own.get(key) if name in SLURM and isinstance(value, str) else None
+            if number is not None and value.isdecimal() and int(value) != number:
+                text = f"--{key} of {name} is {value}; the launcher starts {number}"
             if text:
                 yield f"line {said.lines[key]}: {text}"
 
