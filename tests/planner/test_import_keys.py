@@ -1,5 +1,6 @@
 """Whatever is dropped from a file, misspelt or changed in it: nothing of it is lost in silence."""
 
+import re
 import shlex
 import shutil
 import tomllib
@@ -106,7 +107,7 @@ def of_script(path: Path, words: list[str]) -> Iterator[Mutant]:
     for number, command in enumerate(commands):
         for place, word in enumerate(command):
             # Of an option that stands twice the last counts.
-            if word.startswith("--") and word not in command[place + 1 :]:
+            if re.match("--[a-zA-Z]", word) and word not in command[place + 1 :]:
                 for each in of_option(command, place):
                     yield each._replace(text=text_of(number, shlex.split(each.text)))
 
@@ -167,11 +168,11 @@ def rows_of(framework: str, key: str) -> list[Option]:
 
 
 def is_elsewhere(keys: set[str], whole: Imported, less: Imported) -> bool:
-    """Return whether all that keys said is now told to be by default, or is said by others."""
-    now = {row.name: row for row in less.rows}
+    """Return whether --explain tells who now says all that keys said: a default, or others."""
+    now = {row.name for row in less.rows}
     starts = tuple(f"{key}=" for key in keys)
-    told = [row for row in whole.rows if any(each.startswith(starts) for _, each in row.said)]
-    return bool(told) and all(row.name not in now or now[row.name].otherwise for row in told)
+    told = {row.name for row in whole.rows if any(each.startswith(starts) for _, each in row.said)}
+    return bool(told) and told <= now
 
 
 def is_lost(mutant: Mutant, whole: Imported, found: Imported) -> bool:

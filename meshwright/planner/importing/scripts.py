@@ -54,6 +54,7 @@ LAUNCHERS = {
     "sbatch": "srun-25",
 }
 # Accelerate's options that say how many ranks there are, which any launch reads.
+PYTHON = "python"  # starts one rank
 SLURM = ("srun", "sbatch")
 RANKS = ("num-machines", "num-processes", "multi-gpu", "gpu-ids")
 CONFIGURATION, TYPE = "accelerate-1.15", "distributed_type"
@@ -101,6 +102,8 @@ def read_source(
         ranks = configuration.get("num_processes")
         world_size = world_size or (ranks if isinstance(ranks, int) and ranks > 0 else None)
     keys, lines = completed(found, told, said.lines, folder)
+    if launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}:
+        world_size = 1
     sizes = {"world_size": world_size, "num_nodes": launch.nodes}
     stray = [f"line {each.line}: {each.unknown or shown(each.text)}" for each in said.words]
     return Source(
@@ -264,8 +267,8 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
             text = mistake(name, f"--{key}", value, dashed, ())
             if name != read_beside and _is_layout(name, known.get(key)):
                 text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
-            number = own.get(key) if name in SLURM and isinstance(value, str) else None
-            if number is not None and value.isdecimal() and int(value) != number:
+            number = own.get(key) if name in SLURM else None
+            if number is not None and str(value).isdecimal() and str(value) != str(number):
                 text = f"--{key} of {name} is {value}; the launcher starts {number}"
             if text:
                 yield f"line {said.lines[key]}: {text}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.hwprofiles import FrameworkProfile
+from meshwright.hwprofiles import FrameworkProfile, shown
 from meshwright.planner.configuration import (
     Document,
     Option,
@@ -95,7 +95,11 @@ def of_document(text: str, kind: str, framework: Framework | None, folder: Path)
             f"allowed for {kind.upper()}: {', '.join(_of_format(kind))}"
         )
     keys, lines = completed(found, document.keys, document.lines, folder)
-    return Source(framework=found, keys=keys, lines=lines)
+    dotted = [
+        f"line {document.lines[key]}: {shown(key)} is one name, not a key of a section"
+        for key in sorted(document.dotted)
+    ]
+    return Source(framework=found, keys=keys, lines=lines, refusals=dotted)
 
 
 def completed(
