@@ -56,7 +56,7 @@ ALLOWED: dict[str, str] = {
     "planner.presentation": "compare plots reports search",
     "planner.explain": "changes compare reports search",
     "planner.export": "configuration reports",
-    "planner.formats": "export",
+    "planner.formats": "configuration export",
     "planner.importing": "configuration export formats reports shell",
     "planner.cli": "changes compare configuration explain export importing largest matmul options "
     "reports search space",

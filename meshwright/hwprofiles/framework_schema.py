@@ -192,7 +192,6 @@ class FrameworkProfile(Profile):
         programs: Patterns of the programs, or modules, that a script of it starts.
         is_written: Whether plans are handed to it.
         has_references: Whether values of its files may name other keys: ``${section.key}``.
-        harmless: Patterns of keys that leave a layout as it is.
         has_options: Whether its keys are options of a command: a switch that is off is left out.
         tables: Of its versions and engines; the first that goes with a plan is its.
     """
@@ -205,7 +204,6 @@ class FrameworkProfile(Profile):
     programs: tuple[str, ...] = ()
     is_written: Flag = True
     has_references: Flag = False
-    harmless: tuple[str, ...] = ()
     has_options: Flag = False
     tables: dict[Name, FrameworkTable] = Field(min_length=1)
 

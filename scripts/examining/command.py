@@ -86,8 +86,9 @@ def tried(
             filled_in(folder)
         Path(scratch).chmod(0o755)
         give_away(folders[1])
+        given = {"cluster": options.cluster, **collection.given}
         found = [
-            judged(name, folders, options.cluster, answers)[0]
+            judged(name, folders, given, answers)[0]
             for name in collection.names(folders[0])
             if options.only in name
         ]

@@ -78,13 +78,15 @@ def devices_of(argv: Sequence[str], header: Mapping[str, str], otherwise: int) -
     32
     """
     said = options_of(argv)
-    own = {"torchrun": ("nnodes", "nproc-per-node"), "deepspeed": ("num-nodes", "num-gpus")}
-    nodes, each = own.get(argv[0], own["torchrun"])
-    if each in said and said[each][0].isdecimal():
-        return int((said.get(nodes) or ["1"])[0].rpartition(":")[2]) * int(said[each][0])
-    if argv[0].startswith("python") and "nodes" in header and "ntasks-per-node" in header:
+    names = ("num-nodes", "num-gpus") if argv[0] == "deepspeed" else ("nnodes", "nproc-per-node")
+    nodes, ranks = ((said.get(name) or [""])[0].rpartition(":")[2] for name in names)
+    if argv[0] == "torchrun" or {*argv} & {*LAUNCHERS}:
+        nodes, ranks = nodes or "1", ranks or "1"
+    if ranks.isdecimal():
+        return int(nodes or 1) * int(ranks)
+    if "nodes" in header and "ntasks-per-node" in header:
         return int(header["nodes"]) * int(header["ntasks-per-node"])
-    return otherwise
+    return 1 if argv[0].startswith("python") and not header else otherwise
 
 
 def command_claims(argv: Sequence[str], world: int) -> Claims:

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from examining.imports import Answers
@@ -29,6 +30,7 @@ class Collection(NamedTuple):
     files: tuple[str, ...]
     beside: tuple[str, ...] = ()  # what they read
     revision: str = "HEAD"
+    given: Mapping[str, str] = MappingProxyType({})  # options of the import, whatever a file says
 
     def names(self, folder: Path) -> Iterator[str]:
         """Yield the names of its files in a folder, in order."""
@@ -42,10 +44,10 @@ def read_table() -> tuple[list[Collection], Answers]:
     """Return the collections, and what a person answers."""
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     made = [
-        Collection(**{k: v if isinstance(v, str) else tuple(v) for k, v in each.items()})
+        Collection(**{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()})
         for each in table["collections"]
     ]
-    return made, Answers(table["answers"], table["variables"])
+    return made, Answers(table["answers"], table["variables"], table["models"])
 
 
 def laid_out(repository: Path, collection: Collection, target: Path) -> str:

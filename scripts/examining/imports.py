@@ -4,16 +4,17 @@ import contextlib
 import io
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from meshwright import main
 from meshwright.planner.reports import read_plan
 from meshwright.simulator.layout import PLAN_FIELDS
 
-ASKED = re.compile(r"--([a-z]+(?:-[a-z]+)*)(?: ([\w]+)=)?")
-MISSING = re.compile(r"is missing|give it with|not set|does not say")
+ASKED = re.compile(r'--([a-z]+(?:-[a-z]+)*)(?: (\w+)=(""|))?')
+MISSING = re.compile(r"is missing|give it with|not set|does not say|gives arguments")
 DENIED = re.compile(r"--([a-z-]+) \S+ is not what the file says")
 MOST_ROUNDS = 6
 
@@ -21,10 +22,17 @@ Claims = dict[str, object]
 
 
 class Answers(NamedTuple):
-    """What a person says where a file leaves something out."""
+    """What a person says where a file leaves something out; models by words of files' names."""
 
     options: Mapping[str, str]
     variables: Mapping[str, str]
+    models: Mapping[str, str] = MappingProxyType({})
+
+    def of(self, name: str) -> "Answers":
+        """Return the answers for a file with this name."""
+        model = next((each for word, each in self.models.items() if word in name), None)
+        options = {**self.options, "model": model} if model else self.options
+        return self._replace(options=options)
 
 
 class Imported(NamedTuple):
@@ -37,21 +45,30 @@ class Imported(NamedTuple):
     variables: dict[str, str]
 
 
-def imported(file: Path, cluster: str, answers: Answers) -> Imported:
-    """Import a file, and again as long as it asks for what *answers* have."""
-    options: dict[str, str] = {}
-    variables: dict[str, str] = {}
+def imported(
+    file: Path, given: Mapping[str, str], answers: Answers, words: Sequence[str] = ()
+) -> Imported:
+    """Import a file with what is *given*, and again as long as it asks for what *answers* have.
+
+    Args:
+        file: To import.
+        given: Options of the import, whatever the file says.
+        answers: What a person says who is asked.
+        words: Positional parameters of a script.
+    """
+    options = dict(given)
+    variables = {str(number): word for number, word in enumerate(words, start=1)}
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         for _ in range(MOST_ROUNDS):
-            words = ["import", str(file), "--cluster", cluster, "--out", str(plan)]
+            command = ["import", str(file), "--out", str(plan)]
             for name, value in options.items():
-                words += [f"--{name}", value] if value else [f"--{name}"]
+                command += [f"--{name}", value] if value else [f"--{name}"]
             for name, value in variables.items():
-                words += ["--define", f"{name}={value}"]
+                command += ["--define", f"{name}={value}"]
             err = io.StringIO()
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-                status = main(words)
+                status = main(command)
             refusal = err.getvalue().strip().removeprefix("error: ").replace(str(file), file.name)
             if status == 0:
                 return Imported(0, _fields(plan), "", options, variables)
@@ -70,9 +87,10 @@ def _answered(
             del options[name]
         return True
     asking = "\n".join(line for line in refusal.splitlines() if MISSING.search(line))
-    for option, variable in ASKED.findall(asking):
+    for option, variable, nothing in ASKED.findall(asking):
         if option == "define" and variable:
-            variables.setdefault(variable, answers.variables.get(variable, "given"))
+            usual = "" if nothing else "1"
+            variables.setdefault(variable, answers.variables.get(variable, usual))
         elif option in answers.options:
             options.setdefault(option, answers.options[option])
     return len(options) + len(variables) > before

@@ -16,13 +16,12 @@ PLANS = [
     for row in rows
 ]
 REFUSED = {
-    "refused-hello.sh": "no command of it starts training",
+    "refused-hello.sh": "no command that starts training",
     "refused-mamba.sh": "pretrain_mamba.py",
     "refused-t5.sh": "pretrain_t5.py",
-    "refused-two.sh": "starts training several times",
-    "megatron-sourced-sizes.sh": "no command of it starts training",
+    "refused-two.sh": "starts 2 programs",
+    "megatron-sourced-sizes.sh": "no command that starts training",
     "megatron-deepspeed.sh": "zero-stage",
-    "megatron-case.sh": "--define SIZE=",
     "deepspeed-sgd.json": "SGD",
 }
 
@@ -58,6 +57,16 @@ def plainly(value: object) -> object:
     return "none" if value is None else value
 
 
+def test_a_variable_that_decides_and_is_not_set_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ("", "--model gpt3-13b", "--model gpt3-13b --tp 8 --pp 1"):
+        assert imported("megatron-case.sh", words, tmp_path / "plan.json") == 2
+        assert "give it with --define SIZE=" in capsys.readouterr().err
+    assert imported("megatron-positional.sh", "--define 1=corpus --define 2=2", tmp_path) == 2
+    assert "--define 3=" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("file", REFUSED)
 def test_a_file_of_no_plan_is_refused_whole(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -70,5 +79,7 @@ def test_a_file_of_no_plan_is_refused_whole(
 
 
 def test_every_file_is_tried() -> None:
-    names = {each.name for each in FILES.iterdir()}
+    """Those of trainers on top of other libraries: test_hugging_face_import.py."""
+    styles = ("megatron", "bridge", "torchtitan", "deepspeed-", "accelerate", "refused")
+    names = {each.name for each in FILES.iterdir() if each.name.startswith(styles)}
     assert names == {param.values[0] for param in PLANS} | {*REFUSED}

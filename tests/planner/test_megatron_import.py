@@ -1,17 +1,15 @@
-"""Command lines of Megatron-LM are read as its own parser reads them, or refused.
-
-Values in WITNESSED are those of parse_args, validate_args, core_transformer_config_from_args and
-get_num_layers_to_build of core_v0.16.1 (commit 55ac7082) for the same words, without Transformer
-Engine: --no-rope-fusion was added and --moe-permute-fusion left out.
-"""
+"""Command lines of Megatron-LM are read as its own parser reads them, or refused."""
 
 import shlex
-from typing import NamedTuple
+import tomllib
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import pytest
 
-from meshwright.hwprofiles import load_framework
-from meshwright.planner.configuration import Effect, load_options, read_options
+from meshwright.hwprofiles import Precision, load_framework
+from meshwright.planner.configuration import read_options
 from meshwright.planner.export import get_framework
 from meshwright.planner.export.facts import Facts, FileWords
 from meshwright.planner.export.megatron_model import read_model, write_model
@@ -24,6 +22,8 @@ from meshwright.simulator.launching import gaps
 from meshwright.simulator.model import list_models
 
 MEGATRON = get_framework("megatron-lm")
+GOLDEN = Path(__file__).parents[1] / "golden" / "megatron-arguments.toml"
+WITNESSED: list[dict[str, Any]] = tomllib.loads(GOLDEN.read_text())["lines"]
 GPT = (
     "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 "
     "--max-position-embeddings 2048 --micro-batch-size 2 --vocab-file data/gpt2-vocab.json"
@@ -62,157 +62,26 @@ def model_of(found: Imported) -> ModelSpec:
 
 
 def said_of(found: Imported) -> dict[str, object]:
-    """Return what was read by the names of WITNESSED."""
+    """Return what was read by the names of the golden file."""
     model, values = model_of(found), found.values
-    names = ("tp", "pp", "cp", "dp", "ep", "etp", "num_virtual_stages", "stages", "recompute")
-    sizes = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
-    switches = (
-        "gated_mlp",
-        "output_bias",
-        "attention_bias",
-        "tied_embeddings",
-        "norm",
-        "positions",
-    )
-    experts = {} if model.experts is None else model.experts.model_dump()
-    return {
-        **{name: values.get(name) for name in (*names, "sequence_parallel", "zero_stage")},
-        **{name: values.get(name) for name in ("global_batch_size", "gradient_precision")},
-        **{name: getattr(model, name) for name in (*sizes, *switches, "dropout")},
-        **{f"experts.{name}": value for name, value in experts.items()},
-    }
+    layers, stages = model.num_layers, values.get("stages")
+    number = prod(cast("int", values[name]) for name in ("pp", "num_virtual_stages"))
+    said = {**model.model_dump(), **values, "head_dim": model.head_dim}
+    said["stages"] = [*stages] if isinstance(stages, tuple) else [layers // number] * number
+    said["storage"] = Precision(str(values["precision"])).storage
+    if model.experts is not None:
+        experts = model.experts.model_dump()
+        said |= experts | {"hidden_size": model.hidden_size}
+        said["expert_hidden_size"] = experts["hidden_size"]
+        said["layers_with_experts"] = [int(model.experts.has_layer(at)) for at in range(layers)]
+    return said
 
 
-WITNESSED: list[tuple[str, int, dict[str, object]]] = [
-    (
-        f"{GPT} --global-batch-size 64",
-        8,
-        {
-            **{"dp": 8, "global_batch_size": 64, "zero_stage": 0, "recompute": "none"},
-            **{"ffn_hidden_size": 8192, "num_kv_heads": 16, "head_dim": 128, "gated_mlp": False},
-            **{"output_bias": True, "attention_bias": True, "tied_embeddings": True},
-            **{"norm": "layernorm", "positions": "learned", "dropout": True},
-            **{"gradient_precision": "fp32", "sequence_parallel": False},
-        },
-    ),
-    (
-        f"{GPT} --tensor-model-parallel-size 2 --sequence-parallel",
-        8,
-        {"tp": 2, "dp": 4, "global_batch_size": 8, "sequence_parallel": True},
-    ),
-    (
-        f"{GPT} --sequence-parallel --use-distributed-optimizer",
-        8,
-        {"dp": 8, "global_batch_size": 16, "sequence_parallel": False, "zero_stage": 1},
-    ),
-    (
-        f"{GPT} --swiglu --group-query-attention --grad-reduce-in-bf16",
-        8,
-        {
-            **{"ffn_hidden_size": 5440, "num_kv_heads": 1, "gated_mlp": True, "output_bias": True},
-            "gradient_precision": "bf16",
-        },
-    ),
-    (
-        f"{GPT} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
-        "--global-batch-size 64",
-        16,
-        {"pp": 4, "dp": 4, "num_virtual_stages": 3, "stages": "even"},
-    ),
-    (
-        f"{GPT} --recompute-activations --use-rotary-position-embeddings --no-position-embedding",
-        8,
-        {"recompute": "selective", "positions": "rotary", "global_batch_size": 16},
-    ),
-    (
-        f"{LLAMA} --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 "
-        "--context-parallel-size 2 --global-batch-size 128 --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
-        64,
-        {
-            **{"tp": 4, "pp": 4, "cp": 2, "dp": 2, "stages": "even", "recompute": "full"},
-            **{"gated_mlp": True, "output_bias": False, "attention_bias": False},
-            **{"norm": "rmsnorm", "tied_embeddings": False, "dropout": False, "num_kv_heads": 8},
-        },
-    ),
-    (
-        f"{LLAMA} --num-layers 30 --pipeline-model-parallel-size 4 --global-batch-size 128 "
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-        "--num-virtual-stages-per-pipeline-rank 2",
-        32,
-        {"pp": 4, "dp": 8, "num_virtual_stages": 2, "stages": (3, 4, 4, 4, 4, 4, 4, 3)},
-    ),
-    (
-        f"{LLAMA} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 7 "
-        "--decoder-last-pipeline-num-layers 7 --global-batch-size 128",
-        32,
-        {"num_virtual_stages": 1, "stages": (7, 9, 9, 7)},
-    ),
-    (
-        f"{LLAMA} --num-layers 28 --pipeline-model-parallel-size 4 --global-batch-size 128 "
-        "--decoder-last-pipeline-num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
-        32,
-        {"num_virtual_stages": 2, "stages": (4, 4, 4, 2, 4, 4, 4, 2)},
-    ),
-    (
-        f"{LLAMA} --pipeline-model-parallel-size 4 --global-batch-size 64 "
-        "--pipeline-model-parallel-layout 'Et*3|t*4|t*4|t*4|t*4|t*4|t*4|t*5L'",
-        16,
-        {"num_virtual_stages": 2, "stages": (3, 4, 4, 4, 4, 4, 4, 5)},
-    ),
-    (
-        f"{EXPERTS} --expert-model-parallel-size 8 --tensor-model-parallel-size 2 "
-        "--sequence-parallel --expert-tensor-parallel-size 1 --use-distributed-optimizer "
-        "--moe-token-dispatcher-type alltoall --global-batch-size 256",
-        64,
-        {
-            **{"tp": 2, "ep": 8, "etp": 1, "dp": 32, "experts.num_experts": 8},
-            **{"experts.experts_per_token": 2, "experts.hidden_size": 14336},
-        },
-    ),
-    (
-        f"{EXPERTS} --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 1408 "
-        "--moe-shared-expert-intermediate-size 2816 --moe-layer-freq '([0]*1+[1]*31)' "
-        "--expert-model-parallel-size 8 --moe-token-dispatcher-type flex --global-batch-size 256",
-        64,
-        {
-            **{"ep": 8, "etp": 1, "experts.experts_per_token": 6, "experts.hidden_size": 1408},
-            **{"experts.shared_hidden_size": 2816, "experts.first_dense_layers": 1},
-        },
-    ),
-    (
-        f"{LLAMA} --add-qkv-bias --kv-channels 64 --use-precision-aware-optimizer "
-        "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
-        "--use-distributed-optimizer --global-batch-size 8",
-        8,
-        {
-            **{"attention_bias": True, "output_bias": False, "head_dim": 64},
-            **{"gradient_precision": "bf16", "zero_stage": 1},
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize(("words", "world_size", "expected"), WITNESSED)
-def test_words_mean_what_megatron_lm_makes_of_them(
-    words: str, world_size: int, expected: dict[str, object]
-) -> None:
-    said = said_of(imported(words, world_size))
+@pytest.mark.parametrize("line", WITNESSED, ids=lambda line: str(line["name"]))
+def test_words_mean_what_megatron_lm_makes_of_them(line: dict[str, Any]) -> None:
+    said = said_of(imported(line["words"], line["ranks"]))
+    expected = line["expected"]
     assert {name: said[name] for name in expected} == expected
-
-
-def test_a_table_reads_the_options_that_are_said_to_be_read() -> None:
-    (table,) = load_framework("megatron-lm").tables.values()
-    options = [each for name in table.options for each in load_options(name).values()]
-    assert {each.key for each in options if each.effect is Effect.READ} == {*table.keys}
-
-
-def test_old_names_lead_to_present_ones() -> None:
-    options = all_options(MEGATRON.profile)
-    old = [each for each in options.values() if each.effect is Effect.RENAMED]
-    assert len(old) > 30
-    for each in old:
-        assert options[each.allowed[0]].effect is not Effect.RENAMED
 
 
 def exportable() -> list[str]:
@@ -273,7 +142,7 @@ REFUSED = [
     (f"{GPT} --no-position-embedding", "with position-embedding-type=rope"),
     (f"{GPT} --position-embedding-type none", "allowed: learned_absolute, rope"),
     (f"{GPT} --quick-geglu", "with num-experts"),
-    (f"{GPT} --fp8-format hybrid", "fp8-param-gather"),
+    (f"{GPT} --fp8-format hybrid --fp8-recipe blockwise", "fp8-recipe=blockwise of megatron-lm"),
     (f"{GPT} --expert-model-parallel-size 2", "allowed: 1"),
     (f"{GPT} --deepspeed", "DeepSpeed's engine trains"),
     (f"{GPT} --tensor-model-parallel-size 3", "no multiple of the 3"),
@@ -284,6 +153,10 @@ REFUSED = [
     (f"{LLAMA} --multi-latent-attention", "without multi-latent-attention"),
     (f"{EXPERTS} --expert-model-parallel-size 2", "moe-token-dispatcher-type=allgather"),
     (f"{LLAMA} --num-experts 8 --moe-grouped-gemm", "moe-permute-fusion=true"),
+    (f"{GPT} --delay-wgrad-compute", "allowed: none; or overlap-moe"),
+    (f"{GPT} --exp-avg-dtype bf16", "exp-avg-dtype=bf16 of megatron-lm"),
+    (f"{GPT} --recompute-granularity full", "(block, uniform)"),
+    (f"{GPT} --step-batch-size-schedule 0:16", "a batch that grows"),
     (f"{EXPERTS} --moe-layer-freq 2", "moe-layer-freq=2 of megatron-lm"),
 ]
 
@@ -307,3 +180,9 @@ def test_latent_attention_and_windows_are_those_of_the_options() -> None:
 def test_full_recomputation_of_2021_is_read() -> None:
     for words in ("--checkpoint-activations", "--activations-checkpoint-method uniform"):
         assert imported(f"{GPT} {words}").values["recompute"] == "full"
+
+
+def test_weights_of_8_bits_are_those_that_are_gathered() -> None:
+    for words, holds in (("", False), (" --fp8-param-gather", True)):
+        values = imported(f"{LLAMA} --fp8-format hybrid --use-distributed-optimizer{words}").values
+        assert (values["precision"], values["stack.fp8.holds_parameters"]) == ("fp8", holds)

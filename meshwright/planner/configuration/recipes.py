@@ -22,13 +22,15 @@ class Recipe(Profile):
 
     Args:
         aliases: Further names of it.
-        model: The built-in model of its sizes; empty where there is none.
+        model: The built-in model that it trains; empty where it trains none.
+        sizes: In what its model differs from that, or what is known of one that is none.
         release: The checkpoint whose configuration says them.
         keys: Its own values.
     """
 
     aliases: tuple[str, ...] = ()
     model: str = ""
+    sizes: dict[str, bool | int] = Field(default_factory=dict)
     release: str = ""
     keys: dict[str, Said] = Field(default_factory=dict)
 
@@ -62,7 +64,10 @@ class Recipes(NamedTuple):
             raise ProfileError(f"recipe {name} is in no plan: {self.refused[name]}")
         if any(each in f"_{name}_" for each in FINE_TUNING):
             raise ProfileError(f"recipe {shown(name)} is in no plan: it fine-tunes")
-        raise ProfileError(f"recipe {shown(name)} is unknown; {suggestion(name, self.known)}")
+        others = " (benchmarks of perf_recipes are not read)" if "gpu_" in name else ""
+        raise ProfileError(
+            f"recipe {shown(name)} is unknown{others}; {suggestion(name, self.known)}"
+        )
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias, cast
 
 from meshwright.hwprofiles import UNSET, Number, Precision, StackProfile, parsed, shown
@@ -53,7 +54,7 @@ class Facts:
             precision = cast("Precision | None", self.values.get("precision"))
             return None if precision is None else precision.storage
         if name.startswith(STACK_FACT) and self.stack is not None:
-            return cast("object", getattr(self.stack, name.removeprefix(STACK_FACT)))
+            return attrgetter(name.removeprefix(STACK_FACT))(self.stack)
         if name.startswith(MODEL_FACT):
             value: object = self.model
             for word in name.removeprefix(MODEL_FACT).split("."):

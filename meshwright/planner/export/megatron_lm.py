@@ -73,6 +73,20 @@ def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Key
     return {"gradient_precision": stored if is_half else Precision.FP32}
 
 
+def _write_weights(roles: Roles, facts: Facts) -> Keys:
+    holds = facts.get(f"stack.{facts.get('precision')}.holds_parameters")
+    return dict.fromkeys(roles.values(), True) if holds else {}
+
+
+def _read_weights(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return whether weights are those of 8 bits alone, of MXFP8 gathered by way of gradients."""
+    said = {key: keys.get(key) is True for key in roles.values()}
+    if len({*said.values()}) > 1:
+        text = " and ".join(roles.values())
+        raise PlanError(f"of {text} of {words.framework} one stands alone; allowed: both or none")
+    return {f"stack.{facts.get('precision')}.holds_parameters": said[roles["gather"]]}
+
+
 def _write_moments(roles: Roles, facts: Facts) -> Keys:
     moments = facts.get("moment_precision")
     if moments is None:
@@ -216,6 +230,7 @@ PROGRAM = Program(
         "dispatcher of Megatron-LM": Codec(read=_read_dispatcher),
         "model of Megatron-LM": MODEL,
         "gradients of Megatron-LM": Codec(_write_gradients, _read_gradients),
+        "8-bit weights of Megatron-LM": Codec(_write_weights, _read_weights),
         "moments of Megatron-LM": Codec(_write_moments, _read_moments),
     },
 )

@@ -6,7 +6,6 @@ Every key is read, or known to change neither time nor memory, or refused; all r
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from meshwright.hwprofiles import (
@@ -169,7 +168,7 @@ class _Reader:
         is_empty = value is None or value == {}
         if is_empty and any(each.startswith(f"{key}.") for each in (*options, *self.table.keys)):
             return False  # a section without a word in it
-        text = _mistake(self.framework, key, value, options, self.table.keys)
+        text = mistake(self.framework.name, key, value, options, self.table.keys)
         if text:
             self.found.complaints.append(Complaint(key, text))
         return False
@@ -230,8 +229,8 @@ class _Reader:
         return Facts(self.found.values, model, self.beside.stack)
 
 
-def _mistake(
-    framework: FrameworkProfile,
+def mistake(
+    framework: str,
     key: str,
     value: object,
     options: Mapping[str, Option],
@@ -240,11 +239,9 @@ def _mistake(
     """Return why a key that no table reads may not stand there; nothing where it may."""
     option = options.get(key) or _section(key, options)
     if option is None:
-        if any(fnmatchcase(key, each) for each in framework.harmless):
-            return ""
         nearest = ", ".join(nearest_names(key, {*options, *keys})[:MOST_NEAREST])
         hint = f"nearest: {nearest}" if nearest else "no known one is near"
-        return f"{shown(key)} of {framework.name} is unknown, and may change the plan; {hint}"
+        return f"{shown(key)} of {framework} is unknown, and may change the plan; {hint}"
     if option.effect is not Effect.HELD:
         return ""
     if isinstance(value, Unknown):
@@ -254,7 +251,7 @@ def _mistake(
         return ""
     allowed = ", ".join(option.allowed) or "leave it out"
     why = f" ({option.why})" if option.why else ""
-    return f"{key}={theirs(value)} of {framework.name} is in no plan{why}; allowed: {allowed}"
+    return f"{key}={theirs(value)} of {framework} is in no plan{why}; allowed: {allowed}"
 
 
 def _section(key: str, options: Mapping[str, Option]) -> Option | None:

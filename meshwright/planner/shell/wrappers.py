@@ -34,6 +34,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "env": Wrapper("-u -C -S --unset --chdir"),
     "exec": Wrapper("-a"),
     "nohup": Wrapper(),
+    "uv": Wrapper(
+        "-p --python --project --directory --package --extra --no-extra --group --no-group "
+        "--only-group --with --with-editable --with-requirements --env-file --index "
+        "--default-index --index-url --extra-index-url --find-links --cache-dir --config-file",
+        subcommands="run",
+    ),
     "time": Wrapper("-f -o --format --output"),
     "setsid": Wrapper(),
     "unbuffer": Wrapper(),
@@ -58,6 +64,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
         "--n --np --npernode --host --hostfile --machinefile --bind-to --map-by --wdir --prefix "
         "-ppn -f -hosts -rf --rankfile --report-bindings-to --output-filename"
     ),
+    "uv": Wrapper(
+        "-p -w --with --python --project --directory --extra --group --env-file --index",
+        subcommands="run",
+    ),
+    "conda": Wrapper("-n -p --name --prefix --cwd", subcommands="run"),
+    "poetry": Wrapper(subcommands="run"),
     "docker": Wrapper(
         "-v -e -p -w -u -h -m --volume --env --publish --workdir --user --hostname --memory --name "
         "--gpus --network --net --ipc --shm-size --ulimit --mount --env-file --entrypoint --runtime "
@@ -66,7 +78,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
         subcommands="run exec",
     ),
 }
-ALIASES = {"mpiexec": "mpirun", "orterun": "mpirun", "podman": "docker"}
+ALIASES = {
+    "mpiexec": "mpirun",
+    "orterun": "mpirun",
+    "podman": "docker",
+    "mamba": "conda",
+    "micromamba": "conda",
+}
 SLURM = "srun-25"
 
 

@@ -12,7 +12,7 @@ fi
 if [[ $PRECISION == fp16 ]]; then
     EXTRA="$EXTRA --fp16"
 elif [[ "$PRECISION" == fp8 && -n "$OFFICIAL" ]]; then
-    EXTRA="$EXTRA --bf16 --fp8-format hybrid"
+    EXTRA="$EXTRA --bf16 --fp8-format hybrid --fp8-param-gather"
 else
     EXTRA="$EXTRA --bf16"
 fi

@@ -1,7 +1,7 @@
 #!/bin/bash
 torchrun --nnodes=2 --nproc_per_node=8 pretrain_gpt.py \
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params \
-    --use-distributed-optimizer --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion \
+    --use-distributed-optimizer --ckpt-format fsdp_dtensor \
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \
     --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm \
     --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights \

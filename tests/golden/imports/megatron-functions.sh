@@ -11,7 +11,7 @@ start() {
 
 function experts {
     EXPERTS=(--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall)
-    EXPERTS+=(--moe-grouped-gemm --expert-model-parallel-size "$1" --expert-tensor-parallel-size 1)
+    EXPERTS+=(--moe-grouped-gemm --moe-permute-fusion --expert-model-parallel-size "$1" --expert-tensor-parallel-size 1)
 }
 
 experts 4

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshwright.hwprofiles import ProfileError, shown
-from meshwright.planner.configuration import (
+from meshwright.planner.configuration.options import (
     Options,
     OptionWord,
     Unknown,
@@ -17,8 +17,8 @@ from meshwright.planner.configuration import (
     read_options,
 )
 from meshwright.planner.configuration.recipes import Recipe, load_recipes
-from meshwright.planner.export.facts import Keys
 
+Keys = dict[str, object]
 RECIPES = "megatron-bridge-0.6"
 RUNNER = "megatron-bridge-run-0.6"
 # COMMON_OVERRIDE_FIELDS of run_recipe.py, of those that are read.
@@ -41,9 +41,15 @@ PLAIN: Mapping[str, object] = {"null": None, "true": True, "false": False}
 COMM_OVERLAP, PRECISION = "comm_overlap", "mixed_precision"
 OF_MODEL = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
 OF_PIPELINE = ("overlap_p2p_comm", "batch_p2p_comm")
-OF_REPLICAS = ("overlap_grad_reduce", "overlap_param_gather")
+OF_REPLICAS = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size")
+BUCKET = 128 * 2**20  # parameters of a bucket where nothing says how many
 REDUCE = "grad_reduce_in_fp32"
 SHARDS = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
+
+
+def bridge_recipe(name: str) -> Recipe:
+    """Return a recipe; raises ProfileError where it is unknown, or in no plan."""
+    return load_recipes(RECIPES).find(name)
 
 
 def read_overrides(words: Sequence[OptionWord]) -> Options:
@@ -107,7 +113,7 @@ def _recipe(found: Options) -> tuple[Recipe | None, int]:
     if isinstance(name, str):
         found.keys["recipe"], found.lines["recipe"] = name, line
         try:
-            return load_recipes(RECIPES).find(name), line
+            return bridge_recipe(name), line
         except ProfileError:
             return None, line  # its entry tells
     why = name.why if isinstance(name, Unknown) else "names no recipe: --recipe is missing"
@@ -162,7 +168,8 @@ def _derive_overlap(keys: Keys, found: Options) -> None:
         _move(f"{COMM_OVERLAP}.{name}", f"model.{name}", absent, keys, found)
     if keys.get(SHARDS[0]) is True:
         for name in OF_REPLICAS:
-            _move(f"{COMM_OVERLAP}.{name}", f"ddp.{name}", None, keys, found)
+            usual_size = BUCKET if name == "bucket_size" else None
+            _move(f"{COMM_OVERLAP}.{name}", f"ddp.{name}", usual_size, keys, found)
     for name in OF_REPLICAS:
         keys.pop(f"{COMM_OVERLAP}.{name}", None)
 
@@ -172,8 +179,7 @@ def _move(source: str, target: str, absent: object, keys: Keys, found: Options) 
     keys[target] = absent if said is None else said
     if keys[target] is None:
         del keys[target]
-    if source in found.lines:
-        found.lines[target] = found.lines[source]
+    found.lines[target] = found.lines.get(source, found.lines["recipe"])
 
 
 def said_of_section(recipe: Recipe, keys: Keys) -> Keys:
