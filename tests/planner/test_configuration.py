@@ -73,6 +73,11 @@ def test_a_name_with_a_dot_of_its_own_is_told() -> None:
     assert read_toml('a.b = 1\na."c.d" = 2').dotted == {"a.c.d"}
 
 
+def test_lists_of_lists_and_keys_of_several_lines_hide_no_line() -> None:
+    assert read_toml("a = [[\n1], [[2]]]\nb.c = 2").lines == {"a": 1, "b": 3, "b.c": 3}
+    assert read_yaml('? "a\n  a"\n: 1\nb: 2').lines == {"a a": 1, "b": 4}
+
+
 TWICE = "key 'a' appears twice, first on line 1"
 REFUSED = (
     ("yaml", "\na: b: c", "line 2: not valid YAML: mapping values are not allowed in this"),
