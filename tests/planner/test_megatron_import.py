@@ -48,7 +48,8 @@ def imported(words: str, world_size: int = 8, model: str | None = None) -> Impor
     options = all_options(MEGATRON.profile)
     said = read_options([Word(each) for each in shlex.split(words)], options)
     assert not [*said.words, *said.refusals]
-    source = Source(framework=MEGATRON, keys=said.keys, lines=said.lines, launched={"world_size": world_size})
+    launched = {"world_size": world_size}
+    source = Source(framework=MEGATRON, keys=said.keys, lines=said.lines, launched=launched)
     given = {"cluster": "dgx-h100", **({} if model is None else {"model": model})}
     known = None if model is None else load_model(model)
     assert known is None or isinstance(known, ModelSpec)
