@@ -181,3 +181,57 @@ def test_a_model_beside_the_file_is_read(tmp_path: Path) -> None:
 
 def test_names_of_the_hub_are_of_built_in_models() -> None:
     assert set(hub_models().values()) <= set(list_models())
+
+
+RUN_CLM = "run_clm.py --model_name_or_path gpt2 --block_size 1024 --per_device_train_batch_size 2"
+# Each with its stack, ranks, sequences of a step, and what else.
+LAUNCHES: Mapping[str, tuple[str, int, int, Mapping[str, object]]] = {
+    f"accelerate launch --config_file accelerate-launch-fsdp2.yaml {RUN_CLM}": (
+        *("fsdp", 4, 8),
+        {"recompute": "full", "reshard_after_forward": False, "precision": "bf16"},
+    ),
+    f"accelerate launch --config_file accelerate-launch-fsdp2.yaml --num_processes 8 {RUN_CLM}": (
+        *("fsdp", 8, 16),
+        {"gradient_precision": "fp32"},
+    ),
+    "accelerate launch --num_processes 2 --use_deepspeed "
+    f"--deepspeed_config_file deepspeed/zero3-auto.json {RUN_CLM} --fp16": (
+        *("deepspeed", 2, 4),
+        {"precision": "fp16", "zero_stage": 3},
+    ),
+    "accelerate launch --num_processes 8 -m axolotl.cli.train axolotl-full-fsdp2.yaml": (
+        *("fsdp", 8, 16),
+        {"seq_len": 8192},
+    ),
+    "FORCE_TORCHRUN=1 llamafactory-cli train llama-factory-full-zero3.yaml cutoff_len=1024": (
+        *("deepspeed", 8, 64),
+        {"seq_len": 1024},
+    ),
+    "axolotl train axolotl-full-fsdp1.yaml --micro-batch-size 4": ("fsdp", 8, 64, {}),
+}
+
+
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_a_launcher_says_what_its_program_leaves_open(command: str) -> None:
+    stack, world_size, global_batch_size, others = LAUNCHES[command]
+    found = imported("launch.sh", command)
+    assert found.stack == stack
+    assert found.values["world_size"] == world_size
+    assert found.values["global_batch_size"] == global_batch_size
+    assert {each: found.values[each] for each in others} == others
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--use_parallelism_config --parallelism_config_tp_size 2", "tp_size=2"),
+        ("--use_megatron_lm", "distributed_type=MEGATRON_LM"),
+        ("--use_fsdp --fsdp_auto_wrap_policy NO_WRAP", "auto_wrap_policy=NO_WRAP"),
+        ("--mixed_precision fp8", "mixed_precision=fp8"),
+        ("--config_file missing.yaml", "missing.yaml"),
+        ("--dynamo_backend inductor", "dynamo_backend=inductor"),
+    ],
+)
+def test_what_no_trainer_says_is_refused_of_its_launcher(options: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        imported("launch.sh", f"accelerate launch {options} {RUN_CLM} --bf16 --dtype float32")

@@ -109,6 +109,8 @@ class Program:
             they are options as others have them.
         included: Keys of a configuration, and its folder, to the keys with those of the files that
             it names; None where it names none.
+        launched: Keys of a configuration, and those of Accelerate's, whose launcher starts it, to
+            keys that say both; None where Accelerate may say nothing.
         codecs: By the names that the framework's table has for them.
     """
 
@@ -118,6 +120,7 @@ class Program:
     is_script: Callable[[str], bool] = lambda _: False
     read_words: Callable[[Sequence[OptionWord]], Options] | None = None
     included: Callable[[Keys, Path], Keys] | None = None
+    launched: Callable[[Keys, Keys], Keys] | None = None
     codecs: Mapping[str, Codec] = field(default_factory=dict)
 
 

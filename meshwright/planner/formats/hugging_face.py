@@ -20,6 +20,7 @@ from meshwright.planner.export import (
     Roles,
 )
 from meshwright.planner.formats.included import CONFIG, MARK, with_included
+from meshwright.planner.formats.launched import Spelling, with_accelerate
 from meshwright.planner.formats.precisions import (
     AUTO,
     AXOLOTL,
@@ -256,17 +257,32 @@ def _codecs(dialect: Dialect, names: Mapping[str, str], own: Codecs) -> Codecs:
     }
 
 
-def _program(dialect: Dialect, names: Mapping[str, str], own: Codecs | None = None) -> Program:
-    codecs = _codecs(dialect, names, own or {})
-    return Program(command=lambda _: (), included=with_included, codecs=codecs)
+def _program(
+    dialect: Dialect, names: Mapping[str, str], spelling: Spelling, own: Codecs | None = None
+) -> Program:
+    return Program(
+        command=lambda _: (),
+        included=with_included,
+        launched=with_accelerate(spelling),
+        codecs=_codecs(dialect, names, own or {}),
+    )
 
 
 PROGRAMS: Mapping[str, Program] = {
-    "transformers": _program(TRANSFORMERS, ATTENTION),
-    "llama-factory": _program(LLAMA_FACTORY, LLAMA_FACTORY_ATTENTION),
+    "transformers": _program(
+        TRANSFORMERS, ATTENTION, Spelling("fsdp", "fsdp-config", "cpu_offload")
+    ),
+    "llama-factory": _program(
+        LLAMA_FACTORY,
+        LLAMA_FACTORY_ATTENTION,
+        # prepare_model_for_training of model_utils/checkpointing.py.
+        Spelling("fsdp", "fsdp_config", "", "auto_wrap", beside={"use_reentrant_gc": False}),
+    ),
     "axolotl": _program(
         AXOLOTL,
         ATTENTION,
+        # It says mixed precision itself, and changes FSDP by its own configuration alone.
+        Spelling("", "fsdp_config", "", is_mixed=False),
         {
             "formats of axolotl's DDP": Codec(read=axolotl_ddp),
             "formats of axolotl's FSDP": Codec(read=axolotl_fsdp),

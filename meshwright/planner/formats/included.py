@@ -60,7 +60,7 @@ def _without_prefix(key: str) -> str:
 def _dictionary(key: str, value: str, folder: Path) -> Keys:
     """Return the keys of a section that is JSON, or the name of a file of it."""
     is_text = value.lstrip().startswith("{")
-    text = value if is_text else FRAMEWORK_FILE.read_text(_named_file(key, value, folder))
+    text = value if is_text else FRAMEWORK_FILE.read_text(named_file(key, value, folder))
     try:
         document = read_json(text)
     except PlanError as error:
@@ -74,7 +74,12 @@ def _model(value: str, folder: Path) -> str:
     return next((str(file) for file in files if file.is_file()), value)
 
 
-def _named_file(key: str, value: str, folder: Path) -> Path:
+def named_file(key: str, value: str, folder: Path) -> Path:
+    """Return the file that a key names.
+
+    Raises:
+        PlanError: If there is none where it may be.
+    """
     for place in _places(value, folder):
         if place.is_file():
             return place
