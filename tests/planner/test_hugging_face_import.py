@@ -97,6 +97,7 @@ REFUSED: Mapping[str, tuple[str, str, str, str]] = {
     "moments of 8 bits": (FULL, "stage: sft", "stage: sft\noptim: adamw_8bit", "optim=adamw_8bit"),
     "an unknown key": (FULL, "cutoff_len", "cutof_len", "'cutof_len' of llama-factory is unknown"),
     "no DeepSpeed file": (FULL, "zero3-auto.json", "zero9.json", "zero9.json' is not there"),
+    "a number for a file": (FULL, "deepspeed/zero3-auto.json", "7", "deepspeed=7 is no section"),
     "packed samples": (
         *("axolotl-full-fsdp2.yaml", "sample_packing: false", "sample_packing: true"),
         "sample_packing=true",
@@ -118,7 +119,7 @@ REFUSED: Mapping[str, tuple[str, str, str, str]] = {
         *("axolotl-full-zero2.yaml", "deepspeed: deepspeed/zero2-offload.json\n", ""),
         "keeps part of the weights in fp32",
     ),
-    "an option that has no value": (
+    "a misspelt option": (
         *("transformers-ddp.sh", "--learning_rate 5e-5", "--learnin_rate 5e-5"),
         "'learnin_rate' of transformers is unknown",
     ),
