@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def tried(folder: Path, file: str, plan: Claims | None, monkeypatch: pytest.Monk
     (folder / "examples").mkdir(parents=True)
     shutil.copy(FILES / file, folder / "examples")
 
-    def imported(_file: Path, _given: Mapping[str, str], _answers: Answers) -> Imported:
+    def imported(*_: object) -> Imported:
         return Imported(2 if plan is None else 0, plan, "x is missing" * (plan is None), {}, {})
 
     monkeypatch.setattr(judgement, "imported", imported)

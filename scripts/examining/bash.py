@@ -19,7 +19,6 @@ HARMLESS = (
     "cat",
     "cut",
     "date",
-    "dirname",
     "env",
     "grep",
     "head",
@@ -37,17 +36,35 @@ HARMLESS = (
     "wc",
 )
 # Programs that a script may call beside what it trains with; they do nothing.
-IDLE = ("chmod", "cp", "find", "git", "ln", "mv", "nvidia-smi", "pip", "rm", "scontrol", "sleep")
+IDLE = (
+    "chmod",
+    "cp",
+    "curl",
+    "find",
+    "git",
+    "ln",
+    "mv",
+    "nvidia-smi",
+    "pip",
+    "rm",
+    "scontrol",
+    "sleep",
+    "wget",
+)
 NOTED = ("torchrun", "deepspeed", "accelerate", "ray", "colossalai", "mpirun", "numactl")
 NOTE = '#!{bash}\nprintf "%s\\0" "$#" "${{0##*/}}" "$@" >> {record}\n'
-# A machine has eight devices where a script asks PyTorch for their number.
+# Where a script asks PyTorch how many devices there are, its machine has those of the run.
 PYTHON = (
     NOTE
     + """case "$1 $2" in
-    "-c "*device_count*) echo 8 ;;
+    "-c "*device_count*) echo {devices} ;;
 esac
 """
 )
+# Of a variable that is not set there is no folder, and no error either.
+DIRNAME = """#!{bash}
+exec {dirname} "${{1:-.}}"
+"""
 # Only folders below the one that a script runs in are made.
 MKDIR = """#!{bash}
 for each do
@@ -98,7 +115,11 @@ def batch_header(text: str) -> dict[str, str]:
 
 
 def started(
-    script: Path, words: Sequence[str], variables: Mapping[str, str], scratch: Path
+    script: Path,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    scratch: Path,
+    devices: int = 8,
 ) -> list[Argv]:
     """Return the commands that bash starts for a script, in order, each as its words.
 
@@ -107,10 +128,12 @@ def started(
         words: Its positional parameters.
         variables: Its whole environment, but for PATH, HOME and what Slurm sets.
         scratch: An empty folder for the stand-ins.
+        devices: Of its machine.
     """
     record = scratch / "record"
     record.touch()
-    programs = _stand_ins(scratch / "bin", record, script.parent)
+    paths = {"record": record, "folder": script.parent, "devices": devices}
+    programs = _stand_ins(scratch / "bin", paths)
     bash = shutil.which("bash") or "bash"
     header = batch_header(script.read_text(encoding="utf-8", errors="replace"))
     environment = {**_slurm(header), **variables, "PATH": str(programs), "HOME": str(script.parent)}
@@ -141,25 +164,26 @@ def give_away(folder: Path) -> None:
         os.chown(each, NOBODY, NOBODY, follow_symlinks=False)
 
 
-def _stand_ins(folder: Path, record: Path, below: Path) -> Path:
+def _stand_ins(folder: Path, values: Mapping[str, object]) -> Path:
     """Make the programs that a script finds, and return their folder."""
     folder.mkdir()
-    bash, mkdir = shutil.which("bash") or "bash", shutil.which("mkdir") or "mkdir"
+    real = {name: shutil.which(name) or name for name in ("bash", "dirname", "mkdir")}
     for name in ("bash", "sh", *HARMLESS):
-        real = shutil.which("bash" if name == "sh" else name)
-        if real is not None:
-            (folder / name).symlink_to(real)
+        found = shutil.which("bash" if name == "sh" else name)
+        if found is not None:
+            (folder / name).symlink_to(found)
     texts = dict.fromkeys(NOTED, NOTE) | dict.fromkeys((*IDLE, "xargs", "rsync"), "#!{bash}\n")
     texts |= {
         "python": PYTHON,
         "python3": PYTHON,
+        "dirname": DIRNAME,
         "mkdir": MKDIR,
         "srun": SRUN.replace("{valued}", VALUED),
         "sbatch": SBATCH,
     }
     for name, text in texts.items():
         each = folder / name
-        each.write_text(text.format(bash=bash, record=record, folder=below, mkdir=mkdir))
+        each.write_text(text.format(**real, **values))
         each.chmod(0o755)
     return folder
 

@@ -4,7 +4,7 @@ import contextlib
 import io
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -45,21 +45,30 @@ class Imported(NamedTuple):
     variables: dict[str, str]
 
 
-def imported(file: Path, given: Mapping[str, str], answers: Answers) -> Imported:
-    """Import a file with what is *given*, and again as long as it asks for what *answers* have."""
+def imported(
+    file: Path, given: Mapping[str, str], answers: Answers, words: Sequence[str] = ()
+) -> Imported:
+    """Import a file with what is *given*, and again as long as it asks for what *answers* have.
+
+    Args:
+        file: To import.
+        given: Options of the import, whatever the file says.
+        answers: What a person says who is asked.
+        words: Positional parameters of a script.
+    """
     options = dict(given)
-    variables: dict[str, str] = {}
+    variables = {str(number): word for number, word in enumerate(words, start=1)}
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
         for _ in range(MOST_ROUNDS):
-            words = ["import", str(file), "--out", str(plan)]
+            command = ["import", str(file), "--out", str(plan)]
             for name, value in options.items():
-                words += [f"--{name}", value] if value else [f"--{name}"]
+                command += [f"--{name}", value] if value else [f"--{name}"]
             for name, value in variables.items():
-                words += ["--define", f"{name}={value}"]
+                command += ["--define", f"{name}={value}"]
             err = io.StringIO()
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-                status = main(words)
+                status = main(command)
             refusal = err.getvalue().strip().removeprefix("error: ").replace(str(file), file.name)
             if status == 0:
                 return Imported(0, _fields(plan), "", options, variables)

@@ -43,8 +43,8 @@ def judged(
             return _refused(name, found), found
         told = configuration_claims(file, found.options)
         return _compared(name, found.fields, told), found
-    named, words = _parameters(file.read_text(encoding="utf-8", errors="replace"), answers)
-    found = imported(file, given, named)
+    words = _parameters(file.read_text(encoding="utf-8", errors="replace"), answers)
+    found = imported(file, given, answers, words)
     if found.fields is None:
         return _refused(name, found), found
     told = _script_claims(ran, words, found, answers)
@@ -62,31 +62,27 @@ def _script_claims(
 ) -> Claims | None:
     """Return what the only training of a script says; None where it starts none, or several."""
     variables = {key: value for key, value in found.variables.items() if not key.isdecimal()}
+    gpus = int(found.options.get("gpus", answers.options["gpus"]))
     with tempfile.TemporaryDirectory() as scratch:
         give_away(Path(scratch))
-        commands = launches(started(script, words, variables, Path(scratch)))
+        commands = launches(started(script, words, variables, Path(scratch), gpus))
     if not commands or any(each != commands[0] for each in commands):
         return None
     if not TRAINS.match(program_of(commands[0])):
         return None
     header = batch_header(script.read_text(encoding="utf-8", errors="replace"))
-    gpus = int(found.options.get("gpus", answers.options["gpus"]))
     return command_claims(commands[0], devices_of(commands[0], header, gpus))
 
 
-def _parameters(text: str, answers: Answers) -> tuple[Answers, list[str]]:
-    """Return the answers with the positional parameters that a script names, and all of these."""
+def _parameters(text: str, answers: Answers) -> list[str]:
+    """Return the positional parameters of a script, by the names that it gives them."""
     variables = dict(answers.variables)
     sizes = SIZES.findall(text)
     if sizes and variables["MODEL_SIZE"] not in sizes:
         variables["MODEL_SIZE"] = sizes[0]
-    numbered = {int(number): name for name, number in PARAMETER.findall(text)}
-    words = [
-        variables.get(numbered.get(each, ""), "1")
-        for each in range(1, max(numbered, default=0) + 1)
-    ]
-    variables |= {str(number): word for number, word in enumerate(words, start=1)}
-    return answers._replace(variables=variables), words
+    names = {int(number): name for name, number in PARAMETER.findall(text)}
+    numbers = range(1, max(names, default=0) + 1)
+    return [variables.get(names.get(number, ""), "1") for number in numbers]
 
 
 def _compared(name: str, fields: Claims, told: Mapping[str, object] | None) -> Judgement:

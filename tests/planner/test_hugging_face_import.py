@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.planner.formats.hugging_face import hub_models
 from meshwright.planner.importing.plans import Imported, import_source
-from meshwright.planner.importing.sources import read_source
+from meshwright.planner.importing.scripts import read_source
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import list_models
 
@@ -20,7 +20,7 @@ def imported(name: str, text: str | None = None, **given: object) -> Imported:
     path = FOLDER / name
     text = path.read_text(encoding="utf-8") if text is None else text
     source = read_source(path, text, None, {})
-    ranks = {} if source.world_size else {"world_size": 8}
+    ranks = {} if source.launched.get("world_size") else {"world_size": 8}
     return import_source(source, {"cluster": "dgx-h100", **ranks, **given}, None, None)
 
 

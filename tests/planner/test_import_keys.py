@@ -24,7 +24,7 @@ from meshwright.planner.configuration import (
     yaml_text,
 )
 from meshwright.planner.importing import FORMATS, Imported, Row
-from meshwright.planner.importing.launchers import OPTIONS as LAUNCHERS
+from meshwright.planner.importing.scripts import LAUNCHERS
 from meshwright.planner.options import ImportOptions
 from meshwright.planner.reports import SavedPlan
 from meshwright.planner.shell import read_commands
@@ -64,7 +64,7 @@ def changed(value: object) -> object:
     text = str(value)
     if text.isdecimal():
         return str(int(text) * 2 or 1)
-    return {"true": "false", "false": "true"}.get(text, f"{text}x")
+    return {"true": "false", "false": "true", "": "x"}.get(text, f"{text}x")
 
 
 def misspelt(key: str) -> str:

@@ -14,7 +14,7 @@ WITH_OPTIONS = [
 
 # What frameworks have of a table that they share with others, and their files of options lack.
 SHARED = {
-    "megatron-bridge": BRIDGE,
+    "megatron-bridge": {"checkpoint.ckpt_format", "ddp.grad_reduce_in_fp32"},
     "nemo": {
         "model.moe_flex_dispatcher_backend",
         "model.mtp_num_layers",

@@ -13,9 +13,11 @@ from meshwright.planner.options import Given, ImportOptions, JobOptions
 from meshwright.simulator import MistakesError, PlanError
 
 if TYPE_CHECKING:
+    from meshwright.hwprofiles import Cluster
     from meshwright.planner.export import Framework
     from meshwright.planner.importing import Imported, Source
     from meshwright.planner.reports import SavedPlan
+    from meshwright.simulator import ResolvedPlan
 
 STANDARD_INPUT = "-"
 
@@ -83,12 +85,24 @@ def _imported(
     )
     setting = read_setting(job, model=imported.model)
     plan = resolve_plan(setting, {**_words(imported.values), **given})
+    _check_nodes(imported, plan, setting.cluster)
     check_sharding(setting.job, plan)
     refusal = stack_refusal(setting.job, plan, setting.stack)
     if refusal is not None:
         raise PlanError(refusal)
     saved = SavedPlan(job=setting.job, plan=plan, cluster=setting.cluster, stack=setting.stack)
     return imported, saved
+
+
+def _check_nodes(imported: "Imported", plan: "ResolvedPlan", cluster: "Cluster") -> None:
+    """Raise PlanError where the ranks lie on other nodes than the cluster has."""
+    said, per_node = imported.values.get("num_nodes"), cluster.devices_per_node
+    if isinstance(said, int) and said != -(-plan.world_size // per_node):
+        raise PlanError(
+            f"{plan.world_size} ranks on {said} nodes are not those of {cluster.name}, which has "
+            f"{per_node} devices a node; allowed: a cluster with {-(-plan.world_size // said)}, "
+            f"or --set devices_per_node={-(-plan.world_size // said)}"
+        )
 
 
 def _source(options: ImportOptions, framework: "Framework | None") -> "Source":

@@ -3,7 +3,8 @@
 from meshwright.planner.importing.formats import FORMATS, get_format, meanings
 from meshwright.planner.importing.plans import JOB_OPTIONS, Imported, Row, import_source
 from meshwright.planner.importing.reading import Reading, read_keys, table_of
-from meshwright.planner.importing.sources import Source, read_source
+from meshwright.planner.importing.scripts import read_source
+from meshwright.planner.importing.sources import Source
 
 __all__ = [
     "FORMATS",

@@ -81,15 +81,14 @@ def import_source(
     """
     beside = dict(given)
     complaints = [Complaint("", each) for each in source.refusals]
-    if source.world_size is not None:
-        complaints += _disagreements(beside, {"world_size": source.world_size})
-        beside["world_size"] = source.world_size
+    complaints += _disagreements(beside, source.launched)
+    beside |= source.launched
     profile = source.framework.profile
     table = table_of(profile, source.keys)
     codecs = source.framework.program.codecs
     reading = read_keys(profile, table, source.keys, Facts(beside, model), codecs)
     complaints += reading.complaints
-    complaints += _disagreements(given, reading.values)
+    complaints += _disagreements(beside, reading.values, source.launched)
     complaints += _other_model(reading, model)
     own = table.stack or stack
     missing = {
@@ -110,13 +109,18 @@ def import_source(
     )
 
 
-def _disagreements(given: Mapping[str, object], values: Mapping[str, object]) -> list[Complaint]:
-    """Return where an option says other than the configuration."""
+def _disagreements(
+    given: Mapping[str, object],
+    values: Mapping[str, object],
+    launched: Mapping[str, object] | None = None,
+) -> list[Complaint]:
+    """Return where an option, or a launcher, says other than the configuration."""
     found = []
     for name, value in given.items():
         said = values.get(name, value)
         if name != "model" and said not in (value, str(value)) and str(said) != str(value):
-            text = f"{asked_by(name)} {value} is not what the file says; allowed: {theirs(said)}"
+            who = f"the launcher's {name}" if name in (launched or {}) else asked_by(name)
+            text = f"{who} {value} is not what the file says; allowed: {theirs(said)}"
             found.append(Complaint("", text))
     return found
 
@@ -150,8 +154,9 @@ def _named(model: object) -> ModelSpec | str:
 
 def _refuse(source: Source, complaints: Iterable[Complaint], missing: Mapping[str, str]) -> None:
     """Raise all that is wrong, in the order of the file, and then all that is missing."""
-    placed = [(source.lines.get(each.key, 0), each.text) for each in complaints]
-    lines = [f"line {line}: {text}" if line else text for line, text in sorted(placed)]
+    complaints = sorted(complaints, key=lambda each: source.lines.get(each.key, 0))
+    placed = [(source.place(each.key), each.text) for each in complaints]
+    lines = [f"{place}: {text}" if place else text for place, text in placed]
     if missing:
         asked = "; ".join(f"{asked_by(name)} ({why})" for name, why in missing.items())
         lines.append(f"does not say: {asked}")
@@ -173,7 +178,7 @@ def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iter
             continue
         if origin is Origin.FILE and told:
             yield Row(name, text, told)
-        elif name == "world_size" and source.world_size is not None:
-            yield Row(name, text, (), "its launcher")
+        elif name in source.launched:
+            yield Row(name, text, source.launcher)
         else:
             yield Row(name, text, (), asked_by(name) if name in given else str(origin))

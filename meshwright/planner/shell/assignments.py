@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.expansion import fields, fragments, key_of, word_ranges
+from meshwright.planner.shell.expansion import fields, fragments, key_of, word_groups
 from meshwright.planner.shell.fields import field_of
 from meshwright.planner.shell.interpreter import Interpreter, Status
 from meshwright.planner.shell.state import Key, Variable
@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 ELEMENT = re.compile(r"\[(.+?)\]\+?=(.*)", re.DOTALL)
 
 
-def assign(shell: Interpreter, node: "Node") -> str:
-    """Carry out an assignment; return the name of the variable."""
+def assign(shell: Interpreter, node: "Node", stop: int | None = None) -> str:
+    """Carry out an assignment; return the name of the variable.
+
+    Args:
+        shell: The script.
+        node: The assignment.
+        stop: The byte after it, where the grammar ends it too early.
+    """
     name_node = node.children[0]
     operator = next(each for each in node.children if each.type in {"=", "+="})
     place, key = shell.place(node), None
@@ -30,14 +36,15 @@ def assign(shell: Interpreter, node: "Node") -> str:
     if value.type == "array" and value is not operator:
         _assign_array(shell, name, value, is_added=operator.type == "+=")
         return name
-    parts = fragments(shell, node, operator.end_byte, node.end_byte, "word")
+    whole = node if stop is None else node.parent or node
+    parts = fragments(shell, whole, operator.end_byte, stop or node.end_byte, "word")
     text = field_of(parts).text
     if operator.type == "+=":
         before = shell.state.variables.get(name)
         elements = before.elements if before is not None else {}
         old = elements.get(0 if key is None else key)
-        if before is None:
-            old = shell.told(name)
+        if before is None and key is None:
+            old = shell.unset(name, place)
         text = shell.join([old or Text(), text], place)
     shell.assign(name, text, place, key=key)
     return name
@@ -50,7 +57,8 @@ def _assign_array(shell: Interpreter, name: str, node: "Node", *, is_added: bool
     following = max((each for each in elements if isinstance(each, int)), default=-1) + 1
     shell.spend(shell.place(node), steps=1 + len(elements) // 10)
     inner = [each for each in node.children[1:-1] if each.type != "comment"]
-    for start, stop in word_ranges(inner):
+    for group in word_groups(shell, inner):
+        start, stop = group[0].start_byte, group[-1].end_byte
         raw = ELEMENT.fullmatch(shell.frame.source.part(start, stop).characters)
         if raw is not None:
             at = start + len(raw[1].encode()) + 1
@@ -60,8 +68,7 @@ def _assign_array(shell: Interpreter, name: str, node: "Node", *, is_added: bool
             elements[key] = text
             following = key + 1 if isinstance(key, int) else following
             continue
-        nodes = [each for each in inner if start <= each.start_byte < stop]
-        for each in fields(shell, node, nodes):
+        for each in fields(shell, node, group):
             elements[following] = each.text
             following += 1
     shell.state.variables[name] = Variable(elements, is_array=True, is_keyed=is_keyed)
@@ -71,20 +78,19 @@ def run_declaration(shell: Interpreter, node: "Node") -> Status:
     """Carry out ``export``, ``declare``, ``local``, ``readonly``."""
     keyword, *rest = node.children
     flags = ""
-    for each in rest:
-        text = shell.frame.source.part(each.start_byte, each.end_byte).characters
-        if each.type == "variable_assignment":
-            name = shell.frame.source.part(
-                each.children[0].start_byte, each.children[0].end_byte
-            ).characters.partition("[")[0]
-            declare(shell, keyword.type, flags, name)
-            assign(shell, each)
+    for group in word_groups(shell, rest):
+        first, stop = group[0], group[-1].end_byte
+        text = shell.frame.source.part(first.start_byte, stop).characters
+        if first.type == "variable_assignment":
+            name_node = first.children[0]
+            name = shell.frame.source.part(name_node.start_byte, name_node.end_byte).characters
+            declare(shell, keyword.type, flags, name.partition("[")[0])
+            assign(shell, first, stop if len(group) > 1 else None)
         elif text.startswith("-"):
             flags += text[1:]
         else:
-            declare_words(
-                shell, keyword.type, flags, [one.text for one in fields(shell, node, [each])]
-            )
+            words = [each.text for each in fields(shell, node, group)]
+            declare_words(shell, keyword.type, flags, words)
     return True
 
 

@@ -67,8 +67,14 @@ def _exit(call: Call) -> Status:
 
 
 def _leave(call: Call) -> Status:
-    levels = call.arguments[0].characters if call.arguments else "1"
-    raise Flow(call.words[0].text.characters, int(levels) if levels.isdecimal() else 1)
+    kind, text = call.words[0].text.characters, "1"
+    if call.arguments:
+        text = call.arguments[0].characters
+    elif kind == "return":
+        text = "0"
+    mark = MARKS.search(text)
+    status: Status = mark[0] if mark else text == "0"
+    raise Flow(kind, int(text) if text.isdecimal() else 1, status)
 
 
 def _declare(call: Call) -> Status:

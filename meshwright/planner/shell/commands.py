@@ -1,14 +1,15 @@
 """Commands of a script: assignments before them, what they read, functions, and those that run."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshwright.planner.shell.assignments import assign
 from meshwright.planner.shell.builtin_commands import BUILTINS, PRINTING, Call
-from meshwright.planner.shell.expansion import fields, fragments, single
+from meshwright.planner.shell.expansion import fields, fragments, single, word_groups
 from meshwright.planner.shell.fields import Field, field_of
-from meshwright.planner.shell.grammar import parse, source_of
+from meshwright.planner.shell.grammar import MOST_BYTES, parse, source_of
 from meshwright.planner.shell.interpreter import Command, Flow, Frame, Interpreter, Status
 from meshwright.planner.shell.state import Function, State
 from meshwright.planner.shell.texts import FILE_STRIDE, MARKS, Text, Unknown, Word
@@ -52,6 +53,7 @@ QUESTIONS = frozenset(
         "nvcc",
     ]
 )
+BAD = re.compile("[\0\ud800-\udfff\U000f0000-\U000ffffd]")
 MOST_CALLS = 30  # functions within functions
 
 
@@ -165,8 +167,18 @@ def _run_simple(shell: Interpreter, node: "Node", redirects: Sequence["Node"]) -
     parts = [
         each
         for each in node.children
-        if each not in prefix and each not in inner and each.type != "comment"
+        if each.type not in {"variable_assignment", "comment"}
+        and not each.type.endswith("_redirect")
     ]
+    if prefix and parts and prefix[-1].end_byte == parts[0].start_byte:
+        group = word_groups(shell, parts)[0]  # `A=$B/$C/d` is cut at the second dollar
+        parts, last = parts[len(group) :], group[-1].end_byte
+        if not parts or _is_divided(shell, last, parts[0].start_byte):
+            for each in prefix:
+                assign(shell, each, last if each is prefix[-1] else None)
+            prefix = []
+        else:
+            raise shell.unknowns.refusal(place, "the assignment before this command is not read")
     if prefix and parts and _is_divided(shell, prefix[-1].end_byte, parts[0].start_byte):
         for each in prefix:  # the grammar joins such a line to the next one
             assign(shell, each)
@@ -253,6 +265,7 @@ def _call(shell: Interpreter, function: Function, arguments: Sequence[Text], pla
     except Flow as flow:
         if flow.kind != "return":
             raise
+        status = flow.status
     finally:
         for kind, state, cause in shell.frame.left:
             if kind == "return":
@@ -279,7 +292,7 @@ def _external(
     at = wrapped_at(words)
     inner = list(fields_[at:])
     name = words[at].text if at < len(words) else ""
-    shell.spend(place, steps=1 + len(shell.state.exported) // 10)
+    shell.spend(place, steps=1 + len(shell.state.exported) // 4)
     seen = {**environment(shell, place), **environment_of(words[:at])}
     if name in SHELLS and _run_script(shell, inner, text, (words[:at], place)):
         return True
@@ -310,26 +323,30 @@ def _run_script(
     """Read what ``bash -c TEXT``, ``bash FILE`` or ``bash <<EOF`` runs; False where it is not there."""
     launcher, place = outside
     arguments = [each.text for each in words[1:]]
-    is_command = False
+    flags = ""
     while arguments and arguments[0].characters.startswith("-"):
-        is_command = is_command or (
-            arguments[0].characters[1:2] != "-" and "c" in arguments[0].characters
-        )
-        arguments.pop(0)
-    if is_command and arguments:
-        script, rest = arguments[0], arguments[2:]
-    elif arguments:
-        file = read_beside(shell, arguments[0])
-        if file is None:
-            return False
-        script, rest = file, arguments[1:]
-    elif text is not None:
-        script, rest = text, []
+        flag = arguments.pop(0).characters
+        flags += flag[1:] if flag[1:2] != "-" else ""
+    name = words[0].text
+    script: Text | None
+    if "c" in flags and arguments:
+        script, name, *rest = [*arguments[:1], *(arguments[1:] or [name])]
+    elif arguments and "s" not in flags:
+        script, (name, *rest) = read_beside(shell, arguments[0]), arguments
     else:
+        script, rest = text, arguments
+    if script is None:
         return False
     outer = shell.state
-    exported = {name: each for name, each in outer.variables.items() if name in outer.exported}
-    shell.state = State(exported, outer.exported, {}, tuple(rest), True, outer.folder)
+    exported = {each: value for each, value in outer.variables.items() if each in outer.exported}
+    shell.state = State(
+        exported,
+        outer.exported,
+        name=name,
+        arguments=tuple(rest),
+        knows_arguments=True,
+        folder=outer.folder,
+    )
     try:
         run_text(shell, script, place, launcher)
     except Flow:
@@ -344,7 +361,8 @@ def run_text(shell: Interpreter, text: Text, place: int, launcher: tuple[Word, .
     shell.budget.depth += 4
     if shell.budget.depth > 70:
         raise shell.unknowns.refusal(place, "scripts nest too deeply")
-    shell.spend(place, characters=len(text.characters))
+    if place:  # a text within the script
+        shell.spend(place, characters=len(text.characters))
     source = source_of(text)
     root = parse(source, shell.unknowns)
     frame, shell.frame = (
@@ -364,7 +382,7 @@ def read_beside(shell: Interpreter, path: Text) -> Text | None:
         return None
     root = shell.file.parent.resolve()
     file = (root / _known_folder(shell) / path.characters).resolve()
-    if not file.is_relative_to(root) or not file.is_file() or file.stat().st_size > 1_000_000:
+    if not file.is_relative_to(root) or not file.is_file() or file.stat().st_size > MOST_BYTES:
         return None
     if len(shell.unknowns.files) > 50:
         raise shell.unknowns.refusal(path.place, "the script reads over 50 files")
@@ -387,8 +405,7 @@ def placed(characters: str, number: int) -> Text:
     Raises:
         PlanError: If it has characters that no script has.
     """
-    bad = MARKS.search(characters) or ("\0" in characters)
-    if bad:
+    if BAD.search(characters):
         raise PlanError("the script has characters that no text has")
     characters = characters.replace("\r\n", "\n")
     places: list[int] = []

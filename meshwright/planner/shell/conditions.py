@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.expansion import fragments, separators, word_ranges
+from meshwright.planner.shell.expansion import fragments, separators, word_groups
 from meshwright.planner.shell.fields import Field, field_of, split
-from meshwright.planner.shell.interpreter import Interpreter, Status
+from meshwright.planner.shell.interpreter import MOST_NESTED, Interpreter, Status
 from meshwright.planner.shell.parameters import calculated
 from meshwright.planner.shell.patterns import is_match, pieces_of
 from meshwright.planner.shell.texts import MARKS, Text, Unknown
+from meshwright.simulator import PlanError
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -212,11 +213,13 @@ class Condition:
 def leaves(node: "Node") -> list["Node"]:
     """Return the words and the operators of a test, in order."""
     found: list[Node] = []
-    waiting = [*reversed(node.children)]
+    waiting = [(each, 0) for each in reversed(node.children)]
     while waiting:
-        each = waiting.pop()
+        each, depth = waiting.pop()
+        if depth > MOST_NESTED:
+            raise PlanError("a test nests too deeply")
         if each.type in NESTING:
-            waiting.extend(reversed(each.children))
+            waiting.extend((inner, depth + 1) for inner in reversed(each.children))
         else:
             found.append(each)
     return found
@@ -227,20 +230,22 @@ def tested(shell: Interpreter, node: "Node") -> Status:
     inner = leaves(node)[1:-1]
     is_double = node.children[0].type == "[["
     words: list[Field] = []
-    for start, stop in _ranges(inner, is_double=is_double):
+    for group in _groups(shell, inner, is_double=is_double):
+        start, stop = group[0].start_byte, group[-1].end_byte
         found = fragments(shell, node, start, stop, "word")
         words += [field_of(found)] if is_double else split(found, separators(shell))
     return Condition(shell, words, shell.place(node), is_double).result()
 
 
-def _ranges(nodes: Sequence["Node"], *, is_double: bool) -> list[tuple[int, int]]:
+def _groups(
+    shell: Interpreter, nodes: Sequence["Node"], *, is_double: bool) -> list[list["Node"]]:
     if not is_double:
-        return word_ranges(nodes)  # of `[ a=b ]` the one word
+        return word_groups(shell, nodes)  # of `[ a=b ]` the one word
     groups: list[list[Node]] = []
     for each in nodes:
-        is_operator = not each.is_named or each.type == "test_operator"
+        is_operator = each.type == "test_operator" or not (each.is_named or each.type == "$")
         if is_operator or not groups or not groups[-1]:
             groups += [[each], []] if is_operator else [[each]]
         else:
             groups[-1].append(each)
-    return [span for group in groups for span in word_ranges(group)]
+    return [word for group in groups for word in word_groups(shell, group)]

@@ -1,6 +1,7 @@
 """Expansion of words: quotes, variables, arithmetic, and what a command between ``$(`` prints."""
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,14 @@ SPECIAL = frozenset(
         "process_substitution",
     }
 )
-ESCAPES = {"word": r"\\(\n|.)", "double": r'\\([\n$`"\\])', "here": r"\\([\n$`\\])"}
+DOLLAR = r"|\$([A-Za-z_]\w*|[0-9@*#?!$-])"
+ESCAPES = {
+    "word": r"\\(\n|.)" + DOLLAR,
+    "default": r"\\(\n|.)" + DOLLAR,
+    "double": r'\\([\n$`"\\])' + DOLLAR,
+    "here": r"\\([\n$`\\])" + DOLLAR,
+    "raw": r"\\(\n)" + DOLLAR,
+}
 ANSI = re.compile(r"\\(x[0-9a-fA-F]{1,2}|u[0-9a-fA-F]{1,4}|[0-7]{1,3}|.)", re.DOTALL)
 ANSI_LETTERS = {
     "n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v",
@@ -40,16 +48,22 @@ ANSI_LETTERS = {
 def specials(node: "Node", start: int, stop: int) -> list["Node"]:
     """Return the parts between two bytes that are expanded or quoted, the outermost of each."""
     found: list[Node] = []
-    waiting = [each for each in reversed(node.children)]
+    waiting = _between(node, start, stop)
     while waiting:
         each = waiting.pop()
-        if each.end_byte <= start or each.start_byte >= stop:
-            continue
         if each.type in SPECIAL and each.start_byte >= start and each.end_byte <= stop:
             found.append(each)
         else:
-            waiting.extend(reversed(each.children))
+            waiting.extend(_between(each, start, stop))
     return found
+
+
+def _between(node: "Node", start: int, stop: int) -> list["Node"]:
+    """Return the children that reach into a range, the last first."""
+    children = node.children
+    first = bisect_right(children, start, key=lambda each: each.end_byte)
+    last = bisect_left(children, stop, key=lambda each: each.start_byte)
+    return children[first:last][::-1]
 
 
 def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str) -> list[Fragment]:
@@ -72,10 +86,10 @@ def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str
         literal = shell.frame.source.part(at, _begin(shell, each))
         if each.type == "string" and literal.characters.endswith("$"):
             literal = literal.part(0, len(literal.characters) - 1)
-        found += _literal(literal, mode)
+        found += _literal(shell, literal, mode)
         found += _expanded(shell, each, is_quoted=mode not in {"word", "default", "raw"})
         at = each.end_byte
-    found += _literal(shell.frame.source.part(at, stop), mode)
+    found += _literal(shell, shell.frame.source.part(at, stop), mode)
     shell.spend(
         shell.frame.source.place(start),
         characters=sum(len(each.text.characters) for each in found),
@@ -84,21 +98,27 @@ def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str
     return found
 
 
-def _literal(text: Text, mode: str) -> list[Fragment]:
+def _literal(shell: Interpreter, text: Text, mode: str) -> list[Fragment]:
+    """Return the parts of what is neither quoted nor an expansion, by the grammar.
+
+    The grammar takes the second ``$`` of ``$A/$B/c`` for a character: it is expanded here.
+    """
     if not text.characters:
         return []
-    if mode == "raw":
-        return [Fragment(text, Kind.LITERAL)]
-    bare = {"word": Kind.LITERAL, "default": Kind.SPLIT}.get(mode, Kind.QUOTED)
+    bare = {"word": Kind.LITERAL, "raw": Kind.LITERAL, "default": Kind.SPLIT}.get(mode, Kind.QUOTED)
     found: list[Fragment] = []
     at = 0
-    for escape in re.finditer(ESCAPES["word" if mode == "default" else mode], text.characters):
-        found.append(Fragment(text.part(at, escape.start()), bare))
-        if escape[1] != "\n":
-            found.append(Fragment(text.part(*escape.span(1)), Kind.QUOTED))
-        at = escape.end()
+    for each in re.finditer(ESCAPES[mode], text.characters):
+        found.append(Fragment(text.part(at, each.start()), bare))
+        if each[2]:
+            place = text.places[each.start()]
+            kind = Kind.QUOTED if bare is Kind.QUOTED else Kind.SPLIT
+            found += operated(shell, Parameter("", each[2]), "", None, place, kind)
+        elif each[1] != "\n":
+            found.append(Fragment(text.part(*each.span(1)), Kind.QUOTED))
+        at = each.end()
     found.append(Fragment(text.part(at, len(text.characters)), bare))
-    return [each for each in found if each.text.characters]
+    return [each for each in found if each.text.characters or each.begins]
 
 
 def _begin(shell: Interpreter, node: "Node") -> int:
@@ -123,7 +143,7 @@ def _expanded(shell: Interpreter, node: "Node", *, is_quoted: bool) -> list[Frag
         return [Fragment(_ansi(source.part(start + 2, stop - 1)), Kind.QUOTED)]
     if node.type == "simple_expansion":
         parameter = Parameter("", source.data[start + 1 : stop].decode())
-        return operated(shell, parameter, "", None, node, kind)
+        return operated(shell, parameter, "", None, source.place(start), kind)
     if node.type == "expansion":
         return _expansion(shell, node, kind)
     if node.type == "arithmetic_expansion":
@@ -177,7 +197,7 @@ def _expansion(shell: Interpreter, node: "Node", kind: Kind) -> list[Fragment]:
         default = "double" if kind is Kind.QUOTED else "default"
         return fragments(shell, node, start + at, stop, mode or default)
 
-    return operated(shell, parameter, operator, word, node, kind)
+    return operated(shell, parameter, operator, word, place, kind)
 
 
 def key_of(shell: Interpreter, name: str, node: "Node", start: int, stop: int) -> int | str:
@@ -194,28 +214,33 @@ def number(shell: Interpreter, node: "Node", start: int, stop: int) -> int | str
     return calculated(shell, text.characters, shell.frame.source.place(start))
 
 
-def word_ranges(nodes: Sequence["Node"]) -> list[tuple[int, int]]:
-    """Return the first and the last byte of each word: parts without a space between are one."""
-    ranges: list[tuple[int, int]] = []
+def word_groups(shell: Interpreter, nodes: Sequence["Node"]) -> list[list["Node"]]:
+    """Return the parts of each word: those without a space between them."""
+    groups: list[list[Node]] = []
     for each in nodes:
-        if ranges and ranges[-1][1] == each.start_byte:
-            ranges[-1] = (ranges[-1][0], each.end_byte)
-        else:
-            ranges.append((each.start_byte, each.end_byte))
-    return ranges
+        if groups:
+            gap = shell.frame.source.data[groups[-1][-1].end_byte : each.start_byte]
+            if not gap.replace(b"\\\n", b""):
+                groups[-1].append(each)
+                continue
+        groups.append([each])
+    return groups
 
 
 def fields(shell: Interpreter, parent: "Node", nodes: Sequence["Node"]) -> list[Field]:
     """Return the words that the parts of a command stand for, expanded and split."""
     found: list[Field] = []
-    for start, stop in word_ranges(nodes):
+    for group in word_groups(shell, nodes):
+        start, stop = group[0].start_byte, group[-1].end_byte
         text = shell.frame.source.part(start, stop)
         if "{" in text.characters and not specials(parent, start, stop):
             each = [Field(one, is_quoted=True, pattern="") for one in braced(text)]
             if len(each) > 1:
                 found += each
                 continue
-        found += split(fragments(shell, parent, start, stop, "word"), separators(shell))
+        parts = fragments(shell, parent, start, stop, "word")
+        shell.spend(shell.place(group[0]), steps=len(parts) // 2)
+        found += split(parts, separators(shell))
     return found
 
 
@@ -249,6 +274,9 @@ def _not_run(shell: Interpreter, node: "Node") -> Text:
 
 def substitution(shell: Interpreter, node: "Node") -> Text:
     """Return what commands print, where they are such as ``echo`` and ``dirname``."""
+    text = shell.frame.source.data[node.start_byte : node.end_byte].lstrip()
+    if text.startswith(b"`") and b"\\" in text:
+        return _not_run(shell, node)  # within back quotes a backslash has another meaning
     inner = [each for each in node.named_children if each.type != "comment"]
     outer_state, outer_output, outer_commands = shell.state, shell.output, shell.commands
     shell.state, shell.output, shell.commands = shell.state.copy(), [], []
@@ -267,5 +295,5 @@ def substitution(shell: Interpreter, node: "Node") -> Text:
     shell.state, shell.output, shell.commands = outer_state, outer_output, outer_commands
     if ran or not is_known or node.children[0].type not in {"$(", "`"}:
         return _not_run(shell, node)
-    text = shell.join(printed or [Text()], shell.place(node))
-    return text.part(0, len(text.characters.rstrip("\n")))
+    whole = shell.join(printed or [Text()], shell.place(node))
+    return whole.part(0, len(whole.characters.rstrip("\n")))

@@ -36,6 +36,9 @@ class Fragment:
     begins: bool = False
 
 
+SPACE = Fragment(Text(" ", (0,)), Kind.QUOTED)
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """A word: its text, whether any of it was quoted, and the pattern that it is."""
@@ -46,7 +49,13 @@ class Field:
 
 
 def field_of(fragments: Sequence[Fragment]) -> Field:
-    """Return the one word that fragments make where nothing is split."""
+    """Return the one word that fragments make where nothing is split: an array is joined."""
+    if any(each.begins for each in fragments[1:]):
+        fragments = [
+            part
+            for number, each in enumerate(fragments)
+            for part in ([SPACE, each] if each.begins and number else [each])
+        ]
     pattern = "".join(
         escaped(each.text.characters) if each.kind is Kind.QUOTED else each.text.characters
         for each in fragments

@@ -1,5 +1,6 @@
 """The grammar of bash: a script as a tree, or the first line that is none."""
 
+import re
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,7 +12,8 @@ from meshwright.planner.shell.texts import MARKS, Text, Unknowns
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-MOST_BYTES = 1_000_000
+PLACEHOLDER = re.compile(r"<\w[^<>]*>")  # VOCAB=<Specify path>
+MOST_BYTES = 250_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,22 @@ def parse(source: Source, unknowns: Unknowns) -> "Node":
 
     if len(source.data) > MOST_BYTES:
         raise unknowns.refusal(source.place(0), f"a script has at most {MOST_BYTES:,} bytes")
-    tree = Parser(Language(tree_sitter_bash.language())).parse(source.data)
-    root = tree.root_node
+    parser = Parser(Language(tree_sitter_bash.language()))
+    root = parser.parse(source.data).root_node
+    if root.has_error:
+        # The grammar has no continuation before an empty line; bash ends the command there.
+        mended = re.sub(rb"\\(?=\n[ \t]*(\n|$))", b" ", source.data)
+        again = parser.parse(mended).root_node
+        root = root if again.has_error else again
     if root.has_error:
         node = _first_error(root)
-        snippet = source.part(node.start_byte, node.end_byte).characters
-        snippet = unknowns.shown(MARKS.sub("$?", snippet)).split("\n")[0]
-        said = shown(snippet) if snippet else f"something before it, {shown(node.type)}, is missing"
-        raise unknowns.refusal(source.place(node.start_byte), f"this is not read as bash: {said}")
+        place = source.place(node.start_byte)
+        line = source.data[source.data.rfind(b"\n", 0, node.start_byte) + 1 :].partition(b"\n")[0]
+        text = MARKS.sub("$...", line.decode("utf-8", "replace")).strip()
+        gap = PLACEHOLDER.search(text)
+        if gap is not None:
+            raise unknowns.refusal(place, f"{shown(gap[0])} is to be filled in")
+        raise unknowns.refusal(place, f"this is not read as bash: {shown(text)}")
     return root
 
 

@@ -21,7 +21,7 @@ from meshwright.planner.shell.texts import (
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-MOST_STEPS = 100_000
+MOST_STEPS = 25_000
 MOST_TEXT = 4_000_000  # characters of all values together
 MOST_NESTED = 40
 Status = bool | str  # whether a command succeeds; the mark of what that depends on
@@ -77,11 +77,12 @@ class Command:
 class Flow(Exception):  # noqa: N818 - no error: how the shell leaves a loop, a function, a script
     """The end of a list of commands before its last one."""
 
-    def __init__(self, kind: str, levels: int = 1) -> None:
+    def __init__(self, kind: str, levels: int = 1, status: Status = True) -> None:
         """Leave *levels* loops (``break``, ``continue``), a function (``return``) or all."""
         super().__init__(kind)
         self.kind = kind
         self.levels = levels
+        self.status = status
 
 
 @dataclass(slots=True)
@@ -183,7 +184,9 @@ class Interpreter:
         if is_unset and self.state.missing and not name.isdigit():
             is_unset, what = False, f"may be set in {self.state.missing}, which is not there"
         where = self.unknowns.where(place)
-        unknown = Unknown(f"${name}", f"${name} at {where} {what}", name, is_unset)
+        # Of `$?` and the like it is the variable that it is assigned to that can be given.
+        told_by = name if name.isalnum() or name.isidentifier() else ""
+        unknown = Unknown(f"${name}", f"${name} at {where} {what}", told_by, is_unset)
         return self.mark(place, unknown)
 
     def assign(self, name: str, text: Text, place: int, *, key: Key | None = None) -> None:

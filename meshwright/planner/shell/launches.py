@@ -99,7 +99,8 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
 
     Args:
         commands: Of the script, in order.
-        program: The one that is meant where there are several: its name, or a part of its path.
+        program: The one that is meant where there are several: its name, or the end of its path;
+            with the line where it stands twice: ``pretrain_gpt.py:24``.
 
     Raises:
         PlanError: If there is none, several, or one that may not run.
@@ -133,7 +134,7 @@ def _signature(launch: Launch) -> tuple[str, ...]:
 
 
 def _listed(launches: Iterable[Launch]) -> str:
-    texts = [f"{each.program.text} ({where(each.program)})" for each in launches]
+    texts = [f"{each.program.text}:{each.program.line}" for each in launches]
     more = f" and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else ""
     return ", ".join(texts[:MOST_SHOWN]) + more
 
@@ -143,7 +144,12 @@ def _best(
 ) -> list[tuple[Command, Launch]]:
     """Return the launches that are most likely training: by launcher, then by name."""
     if program is not None:
-        return [each for each in found if program in _names(each[1].program.text)]
+        name, _, line = program.partition(":")
+        return [
+            each
+            for each in found
+            if name in _names(each[1].program.text) and line in {"", str(each[1].program.line)}
+        ]
     kept = [each for each in found if not TOOLS.search(each[1].program.text)]
     kept = kept or [each for each in found if TRAINING.search(each[1].program.text)]
     for is_better in (
@@ -167,7 +173,10 @@ def _nothing(
     if program is not None:
         names = [each.program.text for _, each in found]
         return f"no command starts {shown(program)}; {suggestion(program, names)}"
-    unknown = next((each.words[0] for each in commands if each.words[0].unknown), None)
+    names = [each.words[0] for each in commands]
+    unknown = next(
+        (each for each in names if each.unknown and "$" in each.text.rpartition("/")[2]), None
+    )
     if unknown is not None:
         return f"{where(unknown)}: which command runs is not known: {unknown.unknown}"
     start = "the file has no command that starts training"
@@ -178,8 +187,9 @@ def _nothing(
     last = commands[-1] if commands else None
     if last is not None and last.words[0].text == "exit":
         return f"{start}: it ends at {where(last.words[0])} (exit); --define 1=... gives arguments"
-    names = list(dict.fromkeys(each.words[0].text for each in commands))
-    ran = ", ".join(shown(each) for each in names[:MOST_SHOWN])
+    if found:
+        return f"{start}: {_listed(launch for _, launch in found)} trains nothing"
+    ran = ", ".join(shown(each) for each in list(dict.fromkeys(w.text for w in names))[:MOST_SHOWN])
     return (
         f"{start} (torchrun, deepspeed, accelerate launch, srun, python): it runs {ran or 'none'}"
     )
@@ -197,9 +207,12 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
         return None
     program, *arguments = start.words
     own = [name for name in start.launchers if name not in {"sbatch"}]
-    if not start.is_python and program.text.rpartition("/")[2] not in PROGRAMS:
-        return None
     name = program.text.rpartition("/")[2]
+    trains = name in PROGRAMS and (
+        name == "composer" or any(each.text in {"train", "fine-tune"} for each in arguments[:1])
+    )
+    if not start.is_python and not trains:
+        return None
     launcher = name if name in PROGRAMS else own[-1] if own else "python"
     count = _counted(launcher, start.values)
     return Launch(

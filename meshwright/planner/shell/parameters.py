@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from meshwright.planner.shell.arithmetic import evaluate
 from meshwright.planner.shell.fields import WHITE, Fragment, Kind, field_of
@@ -11,9 +11,6 @@ from meshwright.planner.shell.patterns import escaped, is_match, pieces_of
 from meshwright.planner.shell.state import Key, Variable
 from meshwright.planner.shell.texts import MARKS, Text, Unknown, joined, written
 from meshwright.simulator import PlanError
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 HEAD = re.compile(rb"([!#]?)([A-Za-z_]\w*|[0-9]+|[@*?$!#-])")
 OPERATOR = re.compile(rb":?[-=?+]|##?|%%?|//|/[#%]?|\^\^?|,,?|:|@")
@@ -80,9 +77,9 @@ def values(shell: Interpreter, parameter: Parameter, place: int) -> tuple[Text, 
             return (shell.mark(place, first),)
         return (written(str(len(state.arguments)), place),)
     if name.isdigit():
-        return _argument(shell, int(name), place)
+        return _argument(shell, int(name))
     if name in {"PWD", "BASH_SOURCE"} and name not in state.variables:
-        return (state.folder if name == "PWD" else _script(shell, place),)
+        return (state.folder if name == "PWD" else state.name,)
     variable = state.variables.get(name)
     if variable is None:
         if parameter.is_all:
@@ -97,13 +94,9 @@ def values(shell: Interpreter, parameter: Parameter, place: int) -> tuple[Text, 
     return (_element(shell, variable, parameter.key, place),)
 
 
-def _script(shell: Interpreter, place: int) -> Text:
-    return written(str(shell.file) if shell.file else "bash", place)
-
-
-def _argument(shell: Interpreter, number: int, place: int) -> tuple[Text, ...] | None:
+def _argument(shell: Interpreter, number: int) -> tuple[Text, ...] | None:
     if number == 0:
-        return (_script(shell, place),)
+        return (shell.state.name,)
     arguments = shell.state.arguments
     if str(number) in shell.defines:
         shell.used.add(str(number))
@@ -161,7 +154,7 @@ def operated(
     parameter: Parameter,
     operator: str,
     word: Callable[[str], list[Fragment]] | None,
-    node: "Node",
+    place: int,
     kind: Kind,
 ) -> list[Fragment]:
     """Return what a parameter with an operator stands for.
@@ -171,15 +164,14 @@ def operated(
         parameter: What stands before the operator.
         operator: ``:-`` for instance; empty where there is none.
         word: Expands what stands after it, in a mode.
-        node: The part of the tree.
+        place: Where it was written.
         kind: The quoting of the whole.
     """
-    place = shell.place(node)
     found = _prefixed(shell, parameter, place)
     if operator in {"-", ":-", "=", ":=", "?", ":?", "+", ":+"} and word is not None:
         fallback = _conditional(shell, parameter, operator, found, word)
         if fallback is not None:
-            return fallback
+            return fallback or [Fragment(Text(), kind)]
     if found is None:
         found = (shell.unset(parameter.name, place),)
     if word is not None and operator in {"#", "##", "%", "%%", "/", "//", "/#", "/%", ":", "@"}:
@@ -325,7 +317,7 @@ def _replaced(shell: Interpreter, text: Text, operator: str, pattern: str, place
     found, at, length = "", 0, len(text.characters)
     is_plain = all(each.kind == "" for each in pieces)
     while at < length:
-        shell.spend(place, steps=1 if is_plain else 1 + (length - at) // 4)
+        shell.spend(place, steps=1 if is_plain else 1 + (length - at) ** 2 // 1_000)
         ends = (at + len(pieces),) if is_plain else range(length, at, -1)
         if operator == "/%":
             ends = (length,)

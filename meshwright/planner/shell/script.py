@@ -65,9 +65,9 @@ def _first_state(file: Path | None, defines: Mapping[str, str]) -> State:
         for name, value in defines.items()
         if not name.isdigit() and name != "@"
     }
-    state = State(variables, frozenset(variables))
+    state = State(variables, frozenset(variables), name=written("bash", 0))
     if file is not None:
-        state.folder = written(str(file.parent), 0)
+        state.folder, state.name = written(str(file.parent), 0), written(str(file), 0)
     if "@" in defines:
         state.arguments = tuple(written(each, 0) for each in defines["@"].split())
         state.knows_arguments = True

@@ -10,6 +10,7 @@ from meshwright.planner.shell.texts import Text, Unknown, Unknowns, written
 if TYPE_CHECKING:
     from tree_sitter import Node
 
+DEPENDS = " depends on a test: "
 Key = int | str  # of an element: a number, in an associative array a text
 
 
@@ -60,6 +61,7 @@ class State:
         variables: By name; those that are not there are unset.
         exported: Names of variables that commands see.
         functions: By name.
+        name: Of the script, as ``$0``.
         arguments: The positional parameters.
         knows_arguments: There are no other arguments than these.
         folder: The working folder.
@@ -70,6 +72,7 @@ class State:
     variables: dict[str, Variable] = field(default_factory=dict)
     exported: frozenset[str] = frozenset()
     functions: dict[str, Function] = field(default_factory=dict)
+    name: Text = field(default_factory=Text)
     arguments: tuple[Text, ...] = ()
     knows_arguments: bool = False
     folder: Text = field(default_factory=Text)
@@ -114,6 +117,8 @@ def merged(
     for name in names:
         each = [state.variables.get(name) for state in states]
         known = next(one for one in each if one is not None)
+        if all(one is known for one in each):
+            continue
         if all(known.same(one) for one in each):
             result.variables[name] = known
             continue
@@ -128,7 +133,7 @@ def merged(
         result.local = state.local | result.local
         result.missing = result.missing or state.missing
         if state.arguments != first.arguments:
-            mark = unknowns.mark(Unknown("$@", f"$@ depends on a test: {cause.cause}", cause.name))
+            mark = unknowns.mark(Unknown("$@", f"$@{DEPENDS}{cause.cause}", cause.name))
             result.arguments, result.knows_arguments = (written(mark, 0),), False
     return result
 
@@ -142,7 +147,8 @@ def _uncertain(
         len(one) != 1 or len(one[0].characters.split()) != 1 or one[0].characters.startswith("-")
         for one in texts
     )
-    why = cause.cause if name == cause.name else f"${name} depends on a test: {cause.cause}"
+    root = cause.cause.rpartition(DEPENDS)[2]
+    why = root if name == cause.name else f"${name}{DEPENDS}{root}"
     unknown = Unknown(f"${name}", why, cause.name or name, is_open=is_open)
     longest = max((text for one in texts for text in one), key=lambda text: text.place)
     element = written(unknowns.mark(unknown), longest.place)
@@ -154,5 +160,8 @@ def _uncertain(
     while all(kept < len(one) for one in texts) and all(
         one[kept].characters == texts[0][kept].characters for one in texts
     ):
+        first = unknowns.first(texts[0][kept].characters)
+        if first is not None and first.is_open:
+            break  # what follows in a loop, of which it is not known how often it runs
         kept += 1
     return Variable(dict(enumerate([*texts[0][:kept], element])), is_array=True)

@@ -141,7 +141,7 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], Non
     if not ends:
         shell.state = before
         raise flow or Flow("exit")
-    shell.spend(0, steps=sum(len(each.variables) for each in ends) // 20)
+    shell.spend(0, steps=len(before.variables) // 10)
     shell.state = merged(ends, cause, shell.unknowns, shell.told)
 
 

@@ -64,6 +64,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
         "--n --np --npernode --host --hostfile --machinefile --bind-to --map-by --wdir --prefix "
         "-ppn -f -hosts -rf --rankfile --report-bindings-to --output-filename"
     ),
+    "uv": Wrapper(
+        "-p -w --with --python --project --directory --extra --group --env-file --index",
+        subcommands="run",
+    ),
+    "conda": Wrapper("-n -p --name --prefix --cwd", subcommands="run"),
+    "poetry": Wrapper(subcommands="run"),
     "docker": Wrapper(
         "-v -e -p -w -u -h -m --volume --env --publish --workdir --user --hostname --memory --name "
         "--gpus --network --net --ipc --shm-size --ulimit --mount --env-file --entrypoint --runtime "
@@ -72,7 +78,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
         subcommands="run exec",
     ),
 }
-ALIASES = {"mpiexec": "mpirun", "orterun": "mpirun", "podman": "docker"}
+ALIASES = {"mpiexec": "mpirun", "orterun": "mpirun", "podman": "docker", "mamba": "conda", "micromamba": "conda"}
 SLURM = "srun-25"
 
 

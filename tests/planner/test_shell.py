@@ -1,0 +1,228 @@
+"""Scripts of bash: bash itself, with programs that print their words, says what they run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.planner.shell import Launch, find_launches, read_commands
+from meshwright.simulator import PlanError
+
+PROGRAMS = ("torchrun", "python", "python3", "srun", "deepspeed", "accelerate", "mpirun")
+TOOLS = ("dirname", "basename", "cat", "seq", "mkdir", "realpath", "tee", "env", "nohup", "rm")
+# Prints its words; srun goes on with the shell that it starts.
+STUB = """#!{python} -IS
+import json, os, sys
+words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+starts = [at for at, word in enumerate(words) if word in ("bash", "sh")]
+if words[0] == "srun" and starts:
+    os.execv({bash!r}, words[starts[0]:])
+with open({log!r}, "a") as file:
+    file.write(json.dumps(words) + "\\n")
+"""
+SCRIPTS = {
+    "arrays and defaults": r"""
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+NUM_NODES=${NNODES-2}; : ${PORT:=29500}
+DISTRIBUTED_ARGS=(--nproc_per_node $GPUS_PER_NODE
+    --nnodes "$NUM_NODES"   # a comment
+    --master_port ${PORT})
+ARGS=(--num-layers 96 --name "two words" --empty "" 'it''s $X')
+ARGS+=(--extra 1) ; ARGS[0]=--layers ; ARGS+=("--last")
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py "${ARGS[@]}" ${#ARGS[@]} "${ARGS[-1]}" ${ARGS[*]:1:2} > log 2>&1
+torchrun "x${ARGS[@]:6}y" "${ARGS[*]}" ${!ARGS[@]}
+""",
+    "strings that are split": r"""
+OPTS=" \
+    --a 1 \
+    --b 'two words' "
+OPTS="$OPTS --c	3
+ --d"
+EMPTY=
+torchrun $OPTS x"$EMPTY" $EMPTY "$EMPTY" pre$OPTS-post
+run_cmd="torchrun $OPTS train.py
+ ${EMPTY} ${OPTS}"
+echo $run_cmd
+eval $run_cmd
+eval "A=5; torchrun --a=\$A"
+""",
+    "branches": r"""
+MODEL=8B; TP=2; SP=true
+if [ $MODEL = 8B ]; then L=32; elif [ $MODEL = 70B ]; then L=80; else L=0; fi
+if [[ $SP == t*e && "$TP" -gt 1 ]] || false; then SPO="--sequence-parallel"; fi
+[ -z "$NOTHING" ] && X=1 || X=2
+[ ! -z "$MODEL" -a $TP -eq 2 ] && Y=yes
+test -n "$MODEL" || Y=no
+if ! [[ $MODEL != 8B || ( -z $L && $L < 4 ) ]]; then Z=z; fi
+case $MODEL in 7B|13B) K=1 ;; [0-9]B) K=2 ;; *) K=3 ;; esac
+case "$MODEL-$TP" in "8B-"[!3]) J=1;; esac
+torchrun --l $L $SPO $X $Y $Z $K $J $([ $TP -ge 3 ] && echo big || echo small)
+""",
+    "arithmetic": r"""
+A=7; B=$((A * 3 - 2 ** 3 % 5)); ((B += 2)); let C=B/2 D=A%4; ((A++)); E=$(( (A > 4) ? 1 : 0 ))
+F=$(( $A*$B )); G=$(($F / -3)); H=$((0x1f + 010)); I=$(( A == 8 && B != 0 || 1/1 ))
+S=(1 2 3); S[$((1+1))]=9; T=$((S[2] + ${S[0]} << 3)); ((U = A > 3, V = ~A))
+torchrun $A $B $C $D $E $F $G $H $I $T "${S[@]}" $U $V $((A++ + --B)) $A $B
+if (( A > 3 && B )); then torchrun yes; fi
+""",
+    "expansions": r"""
+P=/data/models/llama-3.tar.gz; N=llama3-8b
+torchrun ${P##*/} ${P%.*} ${P%%.*} ${P#*/} ${N/8b/70b} ${N//l/L} ${N/#lla/X} ${N/%8b/} ${N:0:5} ${N:3} ${N: -2} ${#N}
+torchrun ${N^^} ${N^} ${N,,} ${N:+set} ${M:+set} ${M+set} "${N+a b}" ${M:-"x  y" z} "${M:-x  y}" ${P//\//_} ${P/[a-m]*\//-}
+R=N; torchrun ${!R} $'tab\there' "q\"uo\$te" 'a'"b"c\ d {1,2}x a{b,c}{d,e} {1..4} {3..1} ~x 2>/dev/null
+""",
+    "functions": r"""
+scale=3
+launch() {
+    local n=$1 scale=5; shift
+    if [ $# -eq 0 ]; then return 1; fi
+    torchrun --n $n --scale $scale "$@" $# $*
+    last=$n
+}
+function name { echo "run-$1-${2:-none}"; }
+launch 4 "a b" c
+launch 5 || torchrun failed $last
+launch 6 "$(name x)" `name y z` $scale
+""",
+    "loops": r"""
+LIST=; for x in a "b c" {1..2}; do LIST="$LIST$x,"; done
+for ((i = 0, n = 0; i < 5; i++)); do if [ $i -eq 1 ]; then continue; fi; if [ $i = 4 ]; then break; fi; n=$((n + i)); done
+k=0; while [ $k -lt 3 ]; do k=$((k + 1)); done
+until (( k == 0 )); do ((k--)); done
+for tp in 1 2; do for pp in 1 2; do [ $pp = 2 ] && continue 2; torchrun --tp $tp --pp $pp; done; done
+for n in $(seq 1 3); do S+=($n); done
+torchrun "$LIST" $n $k ${S[@]}
+""",
+    "here-documents": r"""
+A=5
+cat > config.json <<EOF
+{"torchrun": $A}
+torchrun never
+EOF
+cat <<-'EOT' > other
+	torchrun never
+	EOT
+T=$(cat <<EOF
+ x $A $(echo \$B) \$C "q"
+y
+EOF
+)
+torchrun "$T" $T
+bash <<EOF
+B=6
+torchrun --a $A --b \$B
+EOF
+bash -s one <<'EOF'
+torchrun $1 $#
+EOF
+read -r X Y <<< "1 2"; IFS=, read -ra Z <<< "a,b c,d"; torchrun $X $Y "${Z[1]}" ${#Z[@]}
+cat <<EOF | tee copy && torchrun after
+text
+EOF
+""",
+    "shells within": r"""
+export N=4; M=5
+srun -N 2 --ntasks-per-node=8 bash -c "torchrun --nnodes $N --rank \$N $M"
+bash -c 'torchrun $N "${M-none}" $0 $1' zero one
+sh -c "python -u train.py --n=$N" | tee log
+A=1 env B=2 torchrun x
+(M=6; torchrun $M); torchrun $M
+{ M=7; torchrun $M; } > log; torchrun $M
+M=8 torchrun $M; torchrun $M
+nohup python3 -m torch.distributed.run --nproc_per_node=8 a.py > x 2>&1
+exec torchrun last
+torchrun never
+""",
+    "places": r"""
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd)
+NAME=$(basename $0 .sh)
+D=d; E=e; P=$D/$E/x_${D}_y; Q=z${D}/$E/$D; export R=$D/$E/c S=1; L=($D/$E/c "$D/$E/c" x$D$E.$D)
+torchrun $P $Q $R $S ${L[@]} $D/$E/c "$D/$E/$D" --x=$D/$E --y=$D:$E:$D.$E, $D-$E-$D/c
+[ "$D/$E/c" = d/e/c ] && [[ $D/$E/c == $D/$E/$D || $D/$E == d/e ]] && torchrun $((D=3, $D * 2))
+mkdir -p $HERE/a/b; cd a/b; UP=$(pwd); cd ../..; BACK=$PWD
+torchrun $HERE/train.py $NAME $UP $BACK $(basename "$UP") $(dirname $(dirname $UP)) $(realpath a/../x)
+""",
+    "declarations": r"""
+declare -A SIZE=([7b]=32 [70b]="80 x") ; SIZE[1b]=16
+declare -a L=(1 2); declare -i J=3; readonly K=4; typeset T=5
+export A=1 B="two words" C; export "D=$A$K"; unset A
+m=70b; torchrun ${SIZE[$m]} "${SIZE[1b]}" ${#SIZE[@]} ${L[@]} $J $K $T $B "${A-none}" ${D} ${A:-$B}
+set -euo pipefail; set -- x "y z"; torchrun "$@" $# $1; shift; torchrun "$*"
+""",
+    "line continuations": "A=1 \\\n  B=2 \\\n  torchrun --x=a\\\n1 \\\n    --y \"a\\\nb\" 'c\\\nd' \\\n    # end\n"
+    "X=1 Y=2\ntorchrun $X $Y\r\n".replace("\r", ""),
+    "status": r"""
+false || torchrun a; true && torchrun b; ! false && torchrun c; false && torchrun d; mkdir -p x && torchrun e
+cd x || exit 1
+if torchrun f; then torchrun g; fi
+trap "echo x" EXIT; wait
+[ 1 = 2 ] || [ a ] && torchrun h; [[ -n "" ]] ; torchrun $([ 2 -lt 10 ] && echo i)
+[ "a" = "b" -o 1 -lt 2 ] && [ ! "" ] && [ "(" = "(" ] && torchrun j
+if false; then exit; fi; torchrun k; exit 0; torchrun l
+""",
+    "redirections": "torchrun a >log b 2>&1 c </dev/null d\n2>err torchrun e\ntorchrun f &>> all &\nwait\n",
+    "printing": r"""
+A=$(printf "%s-%02d" run 7); B="$(echo -n "x  y")"; C=$(echo "a"; echo 'b')
+torchrun $A "$B" $B "$C" "$(echo "nested "quotes"")" $(echo '$X') "a$(echo)b" $((1+$(echo 2)))
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("programs")
+    bash = shutil.which("bash")
+    assert bash is not None
+    for name in PROGRAMS:
+        stub = folder / name
+        stub.write_text(
+            STUB.format(python=sys.executable, bash=bash, log=str(folder / "log")), "utf-8"
+        )
+        stub.chmod(0o755)
+    for name in (*TOOLS, "bash", "sh"):
+        (folder / name).symlink_to(shutil.which(name) or name)
+    return folder
+
+
+def run_with_bash(
+    script: str, programs: Path, folder: Path, environment: dict[str, str]
+) -> list[list[str]]:
+    """Return the words of the programs that bash starts."""
+    file, log = folder / "script.sh", programs / "log"
+    file.write_text(script, "utf-8")
+    log.unlink(missing_ok=True)
+    subprocess.run(
+        [programs / "bash", str(file)],
+        env={**environment, "PATH": str(programs)},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    return [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+
+
+def words_of(script: str, file: Path, **defines: str) -> list[list[str]]:
+    """Return the words of those programs that our reader finds."""
+    found = [
+        each
+        for each in read_commands(script, file=file, defines=defines)
+        if each.words[0].text not in {"echo", "rm"}
+    ]
+    words = [[word.text for word in each.words] for each in found]
+    starts = [next((at for at, w in enumerate(each) if w in PROGRAMS), None) for each in words]
+    return [each[at:] for each, at in zip(words, starts, strict=True) if at is not None]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_words_are_those_of_bash(name: str, programs: Path, tmp_path: Path) -> None:
+    script = SCRIPTS[name]
+    ours = words_of(script, tmp_path / "script.sh")
+    assert len(ours) > 0
+    assert ours == run_with_bash(script, programs, tmp_path, {})
