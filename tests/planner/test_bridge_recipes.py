@@ -139,6 +139,18 @@ def test_a_recipe_trains_the_vocabulary_of_its_tokenizer(
     assert "vocab_size 32000, not 128256" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("told", ["qwen3-8b", "deepseek-v3"])
+def test_a_model_given_beside_a_recipe_is_compared_with_its_own(
+    told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3 4B has 36 layers of width 2560, 32 heads, 8 key heads; moonlight has 27 layers."""
+    recipe = {"qwen3-8b": "qwen3_4b", "deepseek-v3": "moonlight_16b"}[told]
+    words = f"--model {recipe} --mode pretrain"
+    assert launch(words, 8, tmp_path, "--model", told) == 2
+    said = {"qwen3-8b": "hidden_size 2560, not 4096", "deepseek-v3": "num_layers 61, not 27"}[told]
+    assert said in capsys.readouterr().err
+
+
 REFUSED = [
     ("--recipe llama3_8b_pretrain_confg", LLAMA),
     ("--recipe llama3_8b_sft_config", "it fine-tunes"),
@@ -179,8 +191,9 @@ def test_comm_overlap_of_a_recipe_overwrites_what_ddp_says(tmp_path: Path) -> No
         (64, "comm_overlap.overlap_grad_reduce=false"),
     ]:
         recipe = f"--recipe llama3_70b_pretrain_config {OWN_VOCABULARY}"
-        assert launch(f"{recipe} {words}", gpus, tmp_path, "--explain") == 0
+        assert launch(f"{recipe} {words}", gpus, tmp_path) == 0
         told[gpus, words] = (tmp_path / "plan.json").read_text()
+    assert all('"gradient_bucket_parameters": 134217728' in each for each in told.values())
     off = '"overlap_gradient_reduce": false'
     assert [off in each for each in told.values()] == [True, False, True]
 

@@ -39,8 +39,14 @@ DDP = [*GPT, "--stack", "ddp"]
 ONE_BY_ONE = ["--set", "overlap_gradient_reduce=false"]
 ONCE = ["--recompute", "none"]
 SINGLE = ["--micro-batch", "1"]
-AT_LAST, EACH = ["--no-sync-each-microbatch"], ["--sync-each-microbatch", *SINGLE]
+AT_LAST = ["--no-sync-each-microbatch"]
+UNFUSED = [
+    "--attention",
+    "unfused",
+]  # of FSDP on Blackwell, for which FlashAttention 2 has no times
+EACH = ["--sync-each-microbatch", *SINGLE, *UNFUSED]
 SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
+FLASH = ["--attention", "flash"]
 SHARDED = [*CORE, "--seq-len", "4096", "--global-batch", "64"]
 NESTED = ["--cp-type", "ring+all-to-all", "--cp-inner", "4"]
 PREDICTING = ["--stages", "Et*9|(t*9|)*2t*5mL", "--prediction-layers", "1"]
@@ -105,21 +111,21 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*SPEED, *ONE_BY_ONE, "--zero", "3"], [*SPED, *ONCE]),
     ],
     "accelerate": [
-        ([*DDP, "--gpus", "8"], [*SPED, *ONCE, *AT_LAST, *SINGLE]),
+        ([*DDP, "--gpus", "8"], [*SPED, *ONCE, *AT_LAST, *SINGLE, *FLASH]),
         (
             [*DDP, "--gpus", "16", "--find-unused"],
-            [*SPED, *ONCE, *AT_LAST, *SINGLE, "--find-unused"],
+            [*SPED, *ONCE, *AT_LAST, *SINGLE, *FLASH, "--find-unused"],
         ),
         (
             [*DDP, "--gpus", "8", "--micro-batch", "4", "--recompute", "full"],
-            [*SPED, *AT_LAST, "--micro-batch", "4", "--recompute", "full"],
+            [*SPED, *AT_LAST, *FLASH, "--micro-batch", "4", "--recompute", "full"],
         ),
         ([*FSDP, "--recompute", "full"], [*SHARDED, *EACH]),
         ([*FSDP, "--no-reshard-after-forward", "--precision", "fp16"], [*SHARDED, *EACH]),
-        ([*FSDP, *AT_LAST], [*SHARDED, *AT_LAST, *SINGLE]),
+        ([*FSDP, *AT_LAST], [*SHARDED, *AT_LAST, *SINGLE, *UNFUSED]),
         (
             [*FSDP, "--micro-batch", "4", "--offload", "parameters"],
-            [*SHARDED, "--micro-batch", "4"],
+            [*SHARDED, *UNFUSED, "--micro-batch", "4"],
         ),
         ([*FSDP, "--dp-shard", "8"], [*SHARDED, *EACH]),
         ([*FSDP, "--tp", "2"], [*SHARDED, *EACH]),

@@ -6,15 +6,16 @@ from meshwright.hwprofiles import FrameworkTable, load_framework
 from meshwright.hwprofiles.framework_schema import list_frameworks
 from meshwright.planner.configuration import Effect, Option, Takes, list_options, load_options
 
+# Options of Megatron Bridge's programs become overrides before a table reads them.
 WITH_OPTIONS = [
     name
     for name in list_frameworks()
-    if all(table.options for table in load_framework(name).tables.values())
+    if name != "megatron-bridge"
+    and all(table.options for table in load_framework(name).tables.values())
 ]
 
 # What frameworks have of a table that they share with others, and their files of options lack.
 SHARED = {
-    "megatron-bridge": {"checkpoint.ckpt_format", "ddp.grad_reduce_in_fp32"},
     "nemo": {
         "model.moe_flex_dispatcher_backend",
         "model.mtp_num_layers",

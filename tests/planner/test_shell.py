@@ -1,17 +1,14 @@
 """Scripts of bash: bash itself, with programs that print their words, says what they run."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from meshwright.planner.shell import Launch, find_launches, read_commands
-from meshwright.simulator import PlanError
+from meshwright.planner.shell import read_commands
 
 PROGRAMS = ("torchrun", "python", "python3", "srun", "deepspeed", "accelerate", "mpirun")
 TOOLS = ("dirname", "basename", "cat", "seq", "mkdir", "realpath", "tee", "env", "nohup", "rm")
@@ -205,7 +202,9 @@ def run_with_bash(
         timeout=60,
         check=False,
     )
-    return [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+    return (
+        [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
+    )
 
 
 def words_of(script: str, file: Path, **defines: str) -> list[list[str]]:

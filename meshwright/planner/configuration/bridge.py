@@ -41,7 +41,8 @@ PLAIN: Mapping[str, object] = {"null": None, "true": True, "false": False}
 COMM_OVERLAP, PRECISION = "comm_overlap", "mixed_precision"
 OF_MODEL = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
 OF_PIPELINE = ("overlap_p2p_comm", "batch_p2p_comm")
-OF_REPLICAS = ("overlap_grad_reduce", "overlap_param_gather")
+OF_REPLICAS = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size")
+BUCKET = 128 * 2**20  # parameters of a bucket where nothing says how many
 REDUCE = "grad_reduce_in_fp32"
 SHARDS = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
 
@@ -167,7 +168,8 @@ def _derive_overlap(keys: Keys, found: Options) -> None:
         _move(f"{COMM_OVERLAP}.{name}", f"model.{name}", absent, keys, found)
     if keys.get(SHARDS[0]) is True:
         for name in OF_REPLICAS:
-            _move(f"{COMM_OVERLAP}.{name}", f"ddp.{name}", None, keys, found)
+            usual_size = BUCKET if name == "bucket_size" else None
+            _move(f"{COMM_OVERLAP}.{name}", f"ddp.{name}", usual_size, keys, found)
     for name in OF_REPLICAS:
         keys.pop(f"{COMM_OVERLAP}.{name}", None)
 
@@ -177,8 +179,7 @@ def _move(source: str, target: str, absent: object, keys: Keys, found: Options) 
     keys[target] = absent if said is None else said
     if keys[target] is None:
         del keys[target]
-    if source in found.lines:
-        found.lines[target] = found.lines[source]
+    found.lines[target] = found.lines.get(source, found.lines["recipe"])
 
 
 def said_of_section(recipe: Recipe, keys: Keys) -> Keys:

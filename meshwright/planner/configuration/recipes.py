@@ -22,13 +22,15 @@ class Recipe(Profile):
 
     Args:
         aliases: Further names of it.
-        model: The built-in model of its sizes; empty where there is none.
+        model: The built-in model that it trains; empty where it trains none.
+        sizes: In what its model differs from that, or what is known of one that is none.
         release: The checkpoint whose configuration says them.
         keys: Its own values.
     """
 
     aliases: tuple[str, ...] = ()
     model: str = ""
+    sizes: dict[str, bool | int] = Field(default_factory=dict)
     release: str = ""
     keys: dict[str, Said] = Field(default_factory=dict)
 

@@ -4,18 +4,21 @@ Overrides are those of scripts/training/run_recipe.py in v0.6.0
 (https://github.com/NVIDIA-NeMo/Megatron-Bridge, commit 51885cf1); recipes and options are data.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 from meshwright.hwprofiles import Precision, ProfileError
-from meshwright.planner.configuration import bridge_recipe, read_overrides, said_of_section
+from meshwright.planner.configuration import Recipe, bridge_recipe, read_overrides, said_of_section
 from meshwright.planner.export import megatron_core
-from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, theirs
 from meshwright.planner.export.megatron_core import CODECS
 from meshwright.planner.export.table import Codec, Export, Program, Roles
 from meshwright.planner.export.texts import single_quoted
 from meshwright.simulator import ModelSpec, PlanError, load_model
 
 NULL_TOKENIZER = "NullTokenizer"
+BUCKET, PER_REPLICA = "gradient_bucket_parameters", "gradient_bucket_parameters_per_replica"
+USUAL_BUCKET, USUAL_PER_REPLICA = 40_000_000, 1_000_000
 # What the dtypes of moments are called here; the first is that of any other optimizer.
 MOMENTS = {
     "float32": Precision.FP32,
@@ -54,25 +57,39 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     except ProfileError as error:
         raise PlanError(str(error)) from None
     if not recipe.model:
+        _check_sizes(recipe, facts.model)
         return {}
     model = load_model(recipe.model)
     assert isinstance(model, ModelSpec)  # recipes of others are in no plan
+    model = _resized(model, recipe.sizes, recipe.release)
     tokenizer = keys.get(roles["file"])
-    if not keys.get(roles["flag"]) or tokenizer == recipe.release != "":
-        return {"model": recipe.model}
-    if keys.get(roles["kind"]) == NULL_TOKENIZER:
-        return {"model": _resized(model, words.whole(keys, roles["size"], model.vocab_size))}
-    if facts.model is None:
-        raise MissingError("model", f"{roles['file']}={tokenizer} decides its vocabulary")
-    return {"model": _resized(model, facts.model.vocab_size)}
+    if keys.get(roles["flag"]) and tokenizer != (recipe.release or None):
+        if keys.get(roles["kind"]) == NULL_TOKENIZER:
+            vocab_size = words.whole(keys, roles["size"], model.vocab_size)
+        elif facts.model is None:
+            raise MissingError("model", f"{roles['file']}={tokenizer} decides its vocabulary")
+        else:
+            vocab_size = facts.model.vocab_size
+        name = f"{model.name}-vocab-{vocab_size}"
+        model = _resized(model, {"vocab_size": vocab_size}, name)
+    return {"model": model}
 
 
-def _resized(model: ModelSpec, vocab_size: int) -> object:
-    """Return the name of a model, or the model with another vocabulary."""
-    if vocab_size == model.vocab_size:
-        return model.name
-    name = f"{model.name}-vocab-{vocab_size}"
-    return model.model_copy(update={"vocab_size": vocab_size, "name": name})
+def _resized(model: ModelSpec, sizes: Mapping[str, int], name: str) -> ModelSpec:
+    """Return a model of other sizes, by another name where they are others."""
+    if all(getattr(model, key) == value for key, value in sizes.items()):
+        return model
+    name = name.rpartition("/")[2].lower()
+    labels = {"name": name, "title": name, "source": "Megatron Bridge v0.6.0"}
+    return model.model_copy(update={**sizes, **labels})
+
+
+def _check_sizes(recipe: Recipe, model: ModelSpec | None) -> None:
+    """Raise PlanError where a model given beside a recipe has other sizes than are known of it."""
+    for key, value in recipe.sizes.items():
+        if model is not None and key != "vocab_size" and getattr(model, key) != value:
+            said = f"{key} {theirs(getattr(model, key))}, not {theirs(value)}"
+            raise PlanError(f"{model.name} is not the model of this recipe: {said}")
 
 
 def _write_stages(roles: Roles, facts: Facts) -> Keys:
@@ -123,6 +140,25 @@ def _overlap(fact: str) -> Codec:
     return Codec(lambda roles, facts: {roles["switch"]: facts.get(fact)}, read)
 
 
+def _write_bucket(roles: Roles, facts: Facts) -> Keys:
+    each = cast("int", facts.get(f"stack.{PER_REPLICA}"))
+    ranks = facts.number("dp") * facts.number("cp")
+    return {roles["size"]: max(cast("int", facts.get(f"stack.{BUCKET}")), each * ranks)}
+
+
+def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the parameters of a bucket, unless they are as many as without a word.
+
+    That is distributed_data_parallel.py of megatron/core/distributed.
+    """
+    if keys.get(roles["size"]) is None:
+        return {}
+    ranks = facts.world_size // (facts.number("tp") * facts.number("pp"))
+    size = words.whole(keys, roles["size"], 1)
+    usual = max(USUAL_BUCKET, USUAL_PER_REPLICA * ranks)
+    return {} if size == usual else {f"stack.{BUCKET}": size, f"stack.{PER_REPLICA}": 0}
+
+
 def _write_moments(roles: Roles, facts: Facts) -> Keys:
     moments = facts.get("moment_precision")
     if moments is None:
@@ -157,6 +193,7 @@ PROGRAM = Program(
         "gradients of Bridge": Codec(lambda *_: {}, _read_gradients),
         "overlap of gradients": _overlap("stack.overlap_gradient_reduce"),
         "overlap of weights": _overlap("stack.overlap_parameter_gather"),
+        "bucket of Bridge": Codec(_write_bucket, _read_bucket),
         "moments of Bridge": Codec(_write_moments, _read_moments),
     },
 )

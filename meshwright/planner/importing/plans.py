@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.hwprofiles import list_stacks, load_stack
 from meshwright.planner.export import Facts, theirs
 from meshwright.planner.importing.models import built_in_name, differences
 from meshwright.planner.importing.reading import (
@@ -97,6 +98,7 @@ def import_source(
         if (name in REQUIRED and reading.values.get(name) is None)
         or (name in reading.missing and name not in given)
     }
+    missing = {name: why for name, why in missing.items() if _has_choice(name, stack or own)}
     if own is None:
         missing["stack"] = f"the training software: {profile.name} is none of the built-in ones"
     _refuse(source, complaints, missing)
@@ -107,6 +109,14 @@ def import_source(
         stack=own,
         rows=tuple(_rows(source, reading, given)),
     )
+
+
+def _has_choice(name: str, stack: str | None) -> bool:
+    """Return whether a stack has several values of what its plans may have."""
+    if stack is None or stack not in list_stacks():
+        return True
+    offered = {"attention": "attention_kernels", "recompute": "recompute_modes"}.get(name)
+    return offered is None or len(getattr(load_stack(stack), offered)) > 1
 
 
 def _disagreements(

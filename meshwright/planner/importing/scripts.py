@@ -91,15 +91,16 @@ def read_source(
     (launch,) = find_launches(read_commands(text, file=path, defines=defines))
     found = framework or _started(launch)
     said, files = _said(launch, found, folder)
-    program, own_keys, ranks = found.program, said.keys, launch.world_size
-    own = "" if found.name != ACCELERATE or program.read_words else ACCELERATE
-    if program.launched is not None and ACCELERATE in launch.launcher_words:
-        beside = _accelerate(launch, folder)[0].keys
-        own_keys, own = program.launched(own_keys, beside), ACCELERATE
-        told = beside.get("num_processes")
-        ranks = ranks or (told if isinstance(told, int) and told > 0 else None)
-    keys, lines = completed(found, own_keys, said.lines, folder)
-    sizes = {"world_size": ranks, "num_nodes": launch.nodes}
+    told, beside, world_size = said.keys, "", launch.world_size
+    if found.name == ACCELERATE:
+        beside = ACCELERATE
+    elif found.program.launched is not None and ACCELERATE in launch.launcher_words:
+        beside, configuration = ACCELERATE, _accelerate(launch, folder)[0].keys
+        told = found.program.launched(told, configuration)
+        ranks = configuration.get("num_processes")
+        world_size = world_size or (ranks if isinstance(ranks, int) and ranks > 0 else None)
+    keys, lines = completed(found, told, said.lines, folder)
+    sizes = {"world_size": world_size, "num_nodes": launch.nodes}
     stray = [f"line {each.line}: {each.unknown or shown(each.text)}" for each in said.words]
     return Source(
         framework=found,
@@ -108,7 +109,7 @@ def read_source(
         files=files,
         launched={name: number for name, number in sizes.items() if number is not None},
         launcher=tuple(_launcher(launch)),
-        refusals=[*_launcher_refusals(launch, read_beside=own), *said.refusals, *stray],
+        refusals=[*_launcher_refusals(launch, read_beside=beside), *said.refusals, *stray],
     )
 
 

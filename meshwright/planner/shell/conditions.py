@@ -237,8 +237,7 @@ def tested(shell: Interpreter, node: "Node") -> Status:
     return Condition(shell, words, shell.place(node), is_double).result()
 
 
-def _groups(
-    shell: Interpreter, nodes: Sequence["Node"], *, is_double: bool) -> list[list["Node"]]:
+def _groups(shell: Interpreter, nodes: Sequence["Node"], *, is_double: bool) -> list[list["Node"]]:
     if not is_double:
         return word_groups(shell, nodes)  # of `[ a=b ]` the one word
     groups: list[list[Node]] = []

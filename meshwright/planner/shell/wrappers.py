@@ -78,7 +78,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
         subcommands="run exec",
     ),
 }
-ALIASES = {"mpiexec": "mpirun", "orterun": "mpirun", "podman": "docker", "mamba": "conda", "micromamba": "conda"}
+ALIASES = {
+    "mpiexec": "mpirun",
+    "orterun": "mpirun",
+    "podman": "docker",
+    "mamba": "conda",
+    "micromamba": "conda",
+}
 SLURM = "srun-25"
 
 
