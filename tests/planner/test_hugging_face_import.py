@@ -20,7 +20,7 @@ def imported(name: str, text: str | None = None, **given: object) -> Imported:
     path = FOLDER / name
     text = path.read_text(encoding="utf-8") if text is None else text
     source = read_source(path, text, None, {})
-    ranks = {} if source.world_size else {"world_size": 8}
+    ranks = {} if source.launched.get("world_size") else {"world_size": 8}
     return import_source(source, {"cluster": "dgx-h100", **ranks, **given}, None, None)
 
 
@@ -97,6 +97,7 @@ REFUSED: Mapping[str, tuple[str, str, str, str]] = {
     "moments of 8 bits": (FULL, "stage: sft", "stage: sft\noptim: adamw_8bit", "optim=adamw_8bit"),
     "an unknown key": (FULL, "cutoff_len", "cutof_len", "'cutof_len' of llama-factory is unknown"),
     "no DeepSpeed file": (FULL, "zero3-auto.json", "zero9.json", "zero9.json' is not there"),
+    "a number for a file": (FULL, "deepspeed/zero3-auto.json", "7", "deepspeed=7 is no section"),
     "packed samples": (
         *("axolotl-full-fsdp2.yaml", "sample_packing: false", "sample_packing: true"),
         "sample_packing=true",
@@ -118,7 +119,7 @@ REFUSED: Mapping[str, tuple[str, str, str, str]] = {
         *("axolotl-full-zero2.yaml", "deepspeed: deepspeed/zero2-offload.json\n", ""),
         "keeps part of the weights in fp32",
     ),
-    "an option that has no value": (
+    "a misspelt option": (
         *("transformers-ddp.sh", "--learning_rate 5e-5", "--learnin_rate 5e-5"),
         "'learnin_rate' of transformers is unknown",
     ),
@@ -186,11 +187,11 @@ def test_names_of_the_hub_are_of_built_in_models() -> None:
 RUN_CLM = "run_clm.py --model_name_or_path gpt2 --block_size 1024 --per_device_train_batch_size 2"
 # Each with its stack, ranks, sequences of a step, and what else.
 LAUNCHES: Mapping[str, tuple[str, int, int, Mapping[str, object]]] = {
-    f"accelerate launch --config_file accelerate-launch-fsdp2.yaml {RUN_CLM}": (
+    f"accelerate launch --config_file transformers-fsdp2.yaml {RUN_CLM}": (
         *("fsdp", 4, 8),
         {"recompute": "full", "reshard_after_forward": False, "precision": "bf16"},
     ),
-    f"accelerate launch --config_file accelerate-launch-fsdp2.yaml --num_processes 8 {RUN_CLM}": (
+    f"accelerate launch --config_file transformers-fsdp2.yaml --num_processes 8 {RUN_CLM}": (
         *("fsdp", 8, 16),
         {"gradient_precision": "fp32"},
     ),

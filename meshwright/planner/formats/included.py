@@ -44,7 +44,7 @@ def with_included(keys: Keys, folder: Path) -> Keys:
                 continue
             found.setdefault(section, MARK)
         found[_without_prefix(key)] = value
-        if name in DICTIONARIES and isinstance(value, str):
+        if name in DICTIONARIES and value not in (None, {}):
             found |= _dictionary(key, value, folder)
         elif name in MODELS and isinstance(value, str):
             found[key] = _model(value, folder)
@@ -57,8 +57,10 @@ def _without_prefix(key: str) -> str:
     return f"{section}.{name.removeprefix(PREFIX)}" if is_old else key
 
 
-def _dictionary(key: str, value: str, folder: Path) -> Keys:
+def _dictionary(key: str, value: object, folder: Path) -> Keys:
     """Return the keys of a section that is JSON, or the name of a file of it."""
+    if not isinstance(value, str):
+        raise PlanError(f"{key}={shown(value)} is no section; allowed: the name of a JSON file")
     is_text = value.lstrip().startswith("{")
     text = value if is_text else FRAMEWORK_FILE.read_text(named_file(key, value, folder))
     try:
@@ -71,7 +73,7 @@ def _dictionary(key: str, value: str, folder: Path) -> Keys:
 def _model(value: str, folder: Path) -> str:
     """Return the config.json of a model's folder, or its name as it stands."""
     files = (place / CONFIG for place in _places(value, folder))
-    return next((str(file) for file in files if file.is_file()), value)
+    return next((str(file) for file in files if _is_file(file)), value)
 
 
 def named_file(key: str, value: str, folder: Path) -> Path:
@@ -81,12 +83,20 @@ def named_file(key: str, value: str, folder: Path) -> Path:
         PlanError: If there is none where it may be.
     """
     for place in _places(value, folder):
-        if place.is_file():
+        if _is_file(place):
             return place
     raise PlanError(
         f"{key}={shown(value)} is not there; allowed: a file beside the configuration or in one of "
         f"the {PARENTS} folders above"
     )
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a file is there; a name may be none, or lead where nobody may look."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _places(value: str, folder: Path) -> list[Path]:
