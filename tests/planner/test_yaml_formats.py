@@ -158,3 +158,13 @@ def test_references_that_grow_without_end_are_refused_at_once() -> None:
     with pytest.raises(PlanError, match="100000 characters"):
         resolved(keys)
     assert perf_counter() - begun < 1
+
+
+def test_a_file_of_unknown_keys_is_refused_at_once() -> None:
+    text = "base_config: base.yml\n" + "".join(f"unknown_{each}: {each}\n" for each in range(3_000))
+    begun = perf_counter()
+    source = read_source(FOLDER / "a.yaml", text, None, {})
+    with pytest.raises(PlanError) as caught:
+        import_source(source, {}, None, None)
+    assert perf_counter() - begun < 3
+    assert str(caught.value).count("may change the plan") == 3_000
