@@ -81,5 +81,6 @@ def test_a_file_of_no_plan_is_refused_whole(
 def test_every_file_is_tried() -> None:
     """Those of trainers on top of other libraries: test_hugging_face_import.py."""
     styles = ("megatron", "bridge", "torchtitan", "deepspeed-", "accelerate", "refused")
+    styles += ("nanotron", "llm-foundry", "maxtext", "nemo")
     names = {each.name for each in FILES.iterdir() if each.name.startswith(styles)}
     assert names == {param.values[0] for param in PLANS} | {*REFUSED}

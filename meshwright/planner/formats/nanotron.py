@@ -19,14 +19,13 @@ SIZES = {
     "intermediate_size": 11008,
     "num_attention_heads": 32,
     "num_hidden_layers": 32,
-    "max_position_embeddings": 2048,
     "vocab_size": 32000,
 }
 MEBIBYTE = 1024 * 1024
 GATHERED = "llama3_ring_attention"
 
 
-def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_model(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
     """Return the model of Llama's or Qwen2's configuration."""
     kinds = [each for each in (LLAMA, QWEN) if keys.get(each) is True]
     if len(kinds) != 1:
@@ -35,7 +34,6 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     heads, groups = sizes["num_attention_heads"], keys.get(f"{MODEL}num_key_value_heads")
     is_qwen = kinds == [QWEN]
     window = keys.get(f"{MODEL}sliding_window_size") if is_qwen else None
-    seq_len = facts.get("seq_len") or keys.get("tokens.sequence_length")
     found: dict[str, object] = {
         "name": "nanotron-qwen2" if is_qwen else "nanotron-llama",
         "num_layers": sizes["num_hidden_layers"],
@@ -44,8 +42,7 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         "num_heads": heads,
         "num_kv_heads": heads if groups is None else groups,
         "vocab_size": sizes["vocab_size"],
-        "seq_len": seq_len or sizes["max_position_embeddings"],
-        "max_positions": sizes["max_position_embeddings"],
+        "seq_len": words.whole(keys, "tokens.sequence_length", 1),
         "tied_embeddings": keys.get(f"{MODEL}tie_word_embeddings", False),
         # Of both the product of queries, keys and values alone can have a bias, of Llama's none.
         "attention_bias": is_qwen and keys.get(f"{MODEL}attention_bias", False),

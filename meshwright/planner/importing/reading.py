@@ -3,9 +3,11 @@
 Every key is read, or known to change neither time nor memory, or refused; all refusals are told.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import NamedTuple
 
 from meshwright.hwprofiles import (
@@ -40,6 +42,8 @@ from meshwright.simulator.layout import PLAN_FIELDS
 from meshwright.simulator.model import list_models
 
 MOST_NEAREST = 3
+# Unknown keys of which the nearest are looked for, which takes a hundredth of a second each.
+MOST_HINTS = 12
 # Whole numbers, and the least that each can be.
 COUNTS = dict.fromkeys(("global_batch_size", "seq_len", "world_size", "dp", "dp_shard"), 1) | {
     name: min(each.default, 1) for name, each in PLAN_FIELDS.items() if type(each.default) is int
@@ -101,8 +105,13 @@ def table_of(framework: FrameworkProfile, keys: Keys) -> FrameworkTable:
 
 def options_of(table: FrameworkTable) -> Mapping[str, Option]:
     """Return the options that a configuration of a table's may hold, by key."""
-    found = {key: each for name in table.options for key, each in load_options(name).items()}
-    for section, framework in table.sections.items():
+    return _options(table.options, tuple(table.sections.items()))
+
+
+@cache
+def _options(files: tuple[str, ...], sections: tuple[tuple[str, str], ...]) -> Mapping[str, Option]:
+    found = {key: each for name in files for key, each in load_options(name).items()}
+    for section, framework in sections:
         for other in load_framework(framework).tables.values():
             inner = options_of(other).items()
             found |= {f"{section}.{key}": _in_section(section, each) for key, each in inner}
@@ -128,7 +137,12 @@ def read_keys(
         facts: What is known beside it.
         codecs: Of the framework.
     """
-    reader = _Reader(framework, table, facts, codecs, Reading(dict(facts.values)))
+    read = frozenset(table.keys)
+    sections = frozenset(
+        key[: dot.start()] for key in {*options_of(table), *read} for dot in re.finditer(r"\.", key)
+    )
+    found = Reading(dict(facts.values))
+    reader = _Reader(framework, table, facts, codecs, found, read, sections)
     known = {
         key: value for key, value in keys.items() if reader.takes(key, value, is_given=facts.values)
     }
@@ -147,13 +161,15 @@ class _Reader:
     beside: Facts
     codecs: Codecs
     found: Reading
+    read: frozenset[str]
+    sections: frozenset[str]
 
     def takes(self, key: str, value: object, *, is_given: Collection[str]) -> bool:
         """Return whether a key is one to read; complain of what is not understood.
 
         A value that the file does not tell may be given by an option.
         """
-        if key in self.table.keys:
+        if key in self.read:
             if not isinstance(value, Unknown):
                 return True
             told = (
@@ -164,11 +180,11 @@ class _Reader:
             if not any(names & {*is_given} for names in told):
                 self.found.complaints.append(Complaint(key, value.why))
             return False
-        options = options_of(self.table)
-        is_empty = value is None or value == {}
-        if is_empty and any(each.startswith(f"{key}.") for each in (*options, *self.table.keys)):
+        if (value is None or value == {}) and key in self.sections:
             return False  # a section without a word in it
-        text = mistake(self.framework.name, key, value, options, self.table.keys)
+        is_hinted = len(self.found.complaints) < MOST_HINTS
+        options, name = options_of(self.table), self.framework.name
+        text = mistake(name, key, value, options, self.read, is_hinted=is_hinted)
         if text:
             self.found.complaints.append(Complaint(key, text))
         return False
@@ -235,13 +251,17 @@ def mistake(
     value: object,
     options: Mapping[str, Option],
     keys: Collection[str],
+    *,
+    is_hinted: bool = True,
 ) -> str:
     """Return why a key that no table reads may not stand there; nothing where it may."""
     option = options.get(key) or _section(key, options)
     if option is None:
+        what = f"{shown(key)} of {framework} is unknown, and may change the plan"
+        if not is_hinted:
+            return what
         nearest = ", ".join(nearest_names(key, {*options, *keys})[:MOST_NEAREST])
-        hint = f"nearest: {nearest}" if nearest else "no known one is near"
-        return f"{shown(key)} of {framework} is unknown, and may change the plan; {hint}"
+        return f"{what}; nearest: {nearest}" if nearest else f"{what}; no known one is near"
     if option.effect is not Effect.HELD:
         return ""
     if isinstance(value, Unknown):
