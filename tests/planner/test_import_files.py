@@ -76,10 +76,3 @@ def test_a_file_of_no_plan_is_refused_whole(
     assert imported(file, told, out) == 2
     assert REFUSED[file] in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_every_file_is_tried() -> None:
-    """Those of trainers on top of other libraries: test_hugging_face_import.py."""
-    styles = ("megatron", "bridge", "torchtitan", "deepspeed-", "accelerate", "refused")
-    names = {each.name for each in FILES.iterdir() if each.name.startswith(styles)}
-    assert names == {param.values[0] for param in PLANS} | {*REFUSED}
