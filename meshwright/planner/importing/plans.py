@@ -98,6 +98,12 @@ def import_source(
         if (name in REQUIRED and reading.values.get(name) is None)
         or (name in reading.missing and name not in given)
     }
+    unread = {each.key for each in reading.complaints}
+    for name, entry in table.fields.items():
+        if unread & {*entry.all_keys}:  # what it says is refused: it need not be said again
+            missing = {
+                each: why for each, why in missing.items() if each not in (name, *entry.fields)
+            }
     missing = {name: why for name, why in missing.items() if _has_choice(name, stack or own)}
     if own is None:
         missing["stack"] = f"the training software: {profile.name} is none of the built-in ones"
@@ -162,6 +168,10 @@ def _named(model: object) -> ModelSpec | str:
     return built_in_name(model) or model if isinstance(model, ModelSpec) else model
 
 
+def _name(model: ModelSpec) -> str:
+    return built_in_name(model) or model.name
+
+
 def _refuse(source: Source, complaints: Iterable[Complaint], missing: Mapping[str, str]) -> None:
     """Raise all that is wrong, in the order of the file, and then all that is missing."""
     complaints = sorted(complaints, key=lambda each: source.lines.get(each.key, 0))
@@ -178,7 +188,7 @@ def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iter
     """Yield each value with where it is from: its lines, or who says it where there are none."""
     for name, value in reading.values.items():
         origin, keys = reading.origins.get(name, (Origin.OPTION, ()))
-        text = value.name if isinstance(value, ModelSpec) else theirs(value)
+        text = _name(value) if isinstance(value, ModelSpec) else theirs(value)
         told = tuple(
             (source.lines.get(key, 0), f"{key}={theirs(source.keys[key])}")
             for key in keys

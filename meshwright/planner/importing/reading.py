@@ -197,8 +197,12 @@ class _Reader:
                 continue
             try:
                 if held.is_required and key not in keys:
-                    raise words.unknown(key, value=False, allowed=held.values)
-                words.held(keys, key, (*held.values, None))
+                    allowed = ", ".join(map(theirs, held.values))
+                    self.found.complaints.append(
+                        Complaint(key, f"{key} of {words.framework} is missing; allowed: {allowed}")
+                    )
+                elif keys.get(key) is not None:
+                    words.held(keys, key, held.values)
             except PlanError as error:
                 self.found.complaints.append(Complaint(key, str(error)))
 
@@ -333,8 +337,9 @@ def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
         is_told = all(said.get(key, absent.get(key)) == value for key, value in told.items())
         if is_told and all(key in told or said[key] == absent.get(key) for key in said):
             return word
-    if not said:
+    if not said and not absent:
         return None
+    said = said or absent
     for key, value in said.items():
         known = dict.fromkeys(str(each[key]) for each in tables.values() if key in each)
         if str(value) not in known:

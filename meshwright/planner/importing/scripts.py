@@ -6,7 +6,6 @@ layout themselves, beside the configuration that it names.
 
 import re
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ from meshwright.planner.importing.sources import (
     completed,
     kind_of,
     of_document,
+    recognised,
 )
 from meshwright.simulator import PlanError
 
@@ -91,7 +91,7 @@ def read_source(
     from meshwright.planner.shell import find_launches, read_commands  # noqa: PLC0415
 
     (launch,) = find_launches(read_commands(text, file=path, defines=defines))
-    found = framework or _started(launch)
+    found = framework or _started(launch, folder)
     said, files = _said(launch, found, folder)
     told, beside, world_size = said.keys, "", launch.world_size
     if found.name == ACCELERATE:
@@ -117,16 +117,24 @@ def read_source(
     )
 
 
-def _started(launch: "Launch") -> Framework:
+def _started(launch: "Launch", folder: Path) -> Framework:
     """Return the framework whose program a launch starts, or whose options it gives.
+
+    Of programs of one name the configuration that is named beside tells.
 
     Raises:
         PlanError: If it is none that is known.
     """
-    name = Path(launch.program.text).name
-    for each in FORMATS.values():
-        if any(fnmatchcase(name, pattern) for pattern in each.profile.programs):
-            return each
+    path = Path(launch.program.text)
+    patterns = {name: each.profile.programs for name, each in FORMATS.items()}
+    named = [name for name, each in patterns.items() if any(map(path.match, each))]
+    for word in launch.arguments if len(named) > 1 else ():
+        kind = SUFFIXES.get(Path(word.text).suffix)
+        if kind is not None:
+            document = READERS[kind](FRAMEWORK_FILE.read_text(_found_file(word, folder)))
+            return recognised(document, kind, named)
+    if named:
+        return FORMATS[named[0]]
     starts = [each.text.lstrip("-").partition("=")[0] for each in launch.arguments]
     for each in FORMATS.values():
         known = all_options(each.profile)

@@ -1,7 +1,7 @@
 """What a file is: which framework's, and what it says by which keys."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def of_document(text: str, kind: str, framework: Framework | None, folder: Path)
         PlanError: If it is none, or is of no framework.
     """
     document = READERS[kind](text)
-    found = framework or _recognised(document, kind)
+    found = framework or recognised(document, kind)
     if found.profile.format != kind:
         raise PlanError(
             f"--from {found.name} reads {found.profile.format}, not {kind.upper()}; "
@@ -148,8 +148,13 @@ def _of_format(kind: str) -> list[str]:
     return [name for name, each in FORMATS.items() if each.profile.format == kind]
 
 
-def _recognised(document: Document, kind: str) -> Framework:
+def recognised(document: Document, kind: str, among: Collection[str] = ()) -> Framework:
     """Return the framework most of whose keys a document has.
+
+    Args:
+        document: The document.
+        kind: Its format.
+        among: Names of those that it may be of; all where there are none.
 
     Raises:
         PlanError: If there is none.
@@ -158,10 +163,11 @@ def _recognised(document: Document, kind: str) -> Framework:
         (len([key for key in document.keys if key in _keys_of(each.profile)]), name)
         for name, each in FORMATS.items()
         if each.profile.format == kind
+        and (not among or name in among)
         and any(key in document.lines for key in each.profile.known_by)
     ]
     best = max(ranked, default=(0, ""), key=lambda each: each[0])
-    if not best[0]:
+    if not best[1]:
         known = ", ".join(_of_format(kind)) or "none"
         raise PlanError(f"is of no framework that is known; {kind.upper()} is read of: {known}")
     return FORMATS[best[1]]
