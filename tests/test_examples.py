@@ -28,7 +28,7 @@ def tried(folder: Path, file: str, plan: Claims | None, monkeypatch: pytest.Monk
 
 def told_by_bash() -> Claims:
     """Return what a script says to bash and to a reader of its command."""
-    nothing, answers = Imported(0, {}, "", {}, {}), Answers({"gpus": "8"}, {})
+    nothing, answers = Imported(0, {}, "", {}, {}), Answers({"gpus": "16"}, {"GPUS_PER_NODE": "8"})
     with tempfile.TemporaryDirectory() as folder:  # pytest's are closed to the user of scripts
         Path(folder).chmod(0o755)
         script = Path(shutil.copy(FILES / "megatron-strings.sh", folder))

@@ -14,7 +14,9 @@ Options = dict[str, list[str]]
 STARTERS = {"torchrun", "deepspeed", "accelerate", "python", "python3"}
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 # What trains a decoder alone; all else, were it read as a plan, would be read wrong.
-TRAINS = re.compile(r"^pretrain_(?!bert|t5|ict|vision|retro|hybrid|mamba|vlm)\w+\.py$|^train\.py$")
+TRAINS = re.compile(
+    r"(pretrain|finetune)_(?!bert|t5|ict|vision|retro|hybrid|mamba|vlm|huggingface)\w+\.py|train\.py"
+)
 EITHER = re.compile(r"train|finetune|sft|run_|main", re.IGNORECASE)
 OLD_NAMES = {
     "moe-expert-parallel-size": "expert-model-parallel-size",

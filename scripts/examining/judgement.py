@@ -62,13 +62,13 @@ def _script_claims(
 ) -> Claims | None:
     """Return what the only training of a script says; None where it starts none, or several."""
     variables = {key: value for key, value in found.variables.items() if not key.isdecimal()}
-    gpus = int(found.options.get("gpus", answers.options["gpus"]))
+    gpus = int(found.options.get("gpus", answers.variables["GPUS_PER_NODE"]))
     with tempfile.TemporaryDirectory() as scratch:
         give_away(Path(scratch))
         commands = launches(started(script, words, variables, Path(scratch), gpus))
     if not commands or any(each != commands[0] for each in commands):
         return None
-    if not TRAINS.match(program_of(commands[0])):
+    if not TRAINS.fullmatch(program_of(commands[0])):
         return None
     header = batch_header(script.read_text(encoding="utf-8", errors="replace"))
     return command_claims(commands[0], devices_of(commands[0], header, gpus))

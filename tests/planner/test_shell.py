@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - lines of scripts
 """Scripts of bash: bash itself, with programs that print their words, says what they run."""
 
 import json
@@ -140,7 +141,7 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd)
 NAME=$(basename $0 .sh)
 D=d; E=e; P=$D/$E/x_${D}_y; Q=z${D}/$E/$D; export R=$D/$E/c S=1; L=($D/$E/c "$D/$E/c" x$D$E.$D)
 torchrun $P $Q $R $S ${L[@]} $D/$E/c "$D/$E/$D" --x=$D/$E --y=$D:$E:$D.$E, $D-$E-$D/c
-[ "$D/$E/c" = d/e/c ] && [[ $D/$E/c == $D/$E/$D || $D/$E == d/e ]] && torchrun $((D=3, $D * 2))
+[ "$D/$E/c" = d/e/c ] && [[ $D/$E/c == $D/$E/$D || $D/$E == d/e ]] && torchrun $((D=3, D * 2))
 mkdir -p $HERE/a/b; cd a/b; UP=$(pwd); cd ../..; BACK=$PWD
 torchrun $HERE/train.py $NAME $UP $BACK $(basename "$UP") $(dirname $(dirname $UP)) $(realpath a/../x)
 """,
@@ -225,3 +226,197 @@ def test_words_are_those_of_bash(name: str, programs: Path, tmp_path: Path) -> N
     ours = words_of(script, tmp_path / "script.sh")
     assert len(ours) > 0
     assert ours == run_with_bash(script, programs, tmp_path, {})
+
+
+def launch_of(script: str, program: str | None = None, **defines: str) -> Launch:
+    """Return the one launch of a script."""
+    (launch,) = find_launches(read_commands(script, file=None, defines=defines), program=program)
+    return launch
+
+
+def test_environment_and_arguments_come_from_defines(programs: Path, tmp_path: Path) -> None:
+    script = 'torchrun --tp ${TP:-2} $GPUS "${1-none}" $# "$@"\n[ $TP -gt 2 ] && torchrun big\n'
+    defines = {"TP": "4", "GPUS": "8 9"}
+    assert words_of(script, tmp_path / "script.sh", **defines) == run_with_bash(
+        script, programs, tmp_path, defines
+    )
+    assert words_of("torchrun $1 $# ${3:-c} $@", tmp_path / "x", **{"1": "a", "2": "b b"}) == [
+        ["torchrun", "a", "2", "c", "a", "b", "b"]
+    ]
+
+
+def test_a_sourced_file_beside_the_script_is_read_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "outside.sh").write_text("TP=1\n", "utf-8")
+    (tmp_path / "beside" / "config.sh").write_text("# one\nTP=8\nARGS=(--a\n --b)\n", "utf-8")
+    script = 'source "$(dirname "$0")/config.sh"; . ../outside.sh\ntorchrun x.py $TP ${ARGS[@]}\n'
+    (command,) = read_commands(script, file=tmp_path / "beside" / "run.sh", defines={})
+    assert [word.text for word in command.words] == ["torchrun", "x.py", "8", "--a", "--b"]
+    assert [(word.file, word.line) for word in command.words[2:]] == [
+        ("config.sh", 2), ("config.sh", 3), ("config.sh", 4),
+    ]  # fmt: skip
+    missing = read_commands("source gone.sh\ntorchrun ${TP:-8}", file=tmp_path / "r", defines={})
+    assert "may be set in gone.sh" in missing[0].words[1].unknown
+
+
+UNKNOWN = {
+    "T=$GPUS_PER_NODE\ntorchrun a $T": "$GPUS_PER_NODE at line 1 is not set in the file; give it with --define GPUS_PER_NODE=8",
+    "\ntorchrun a $EXTRA_ARGS": '$EXTRA_ARGS at line 2 is not set in the file; give it with --define EXTRA_ARGS=""',
+    "torchrun a --tp=$1": "$1 at line 1 is not set in the file; give it with --define 1=VALUE",
+    "N=$(nproc)\ntorchrun a $((N * 2))": "$N at line 1: $(nproc) at line 1 is not executed here; give it with --define N=VALUE",
+    "if [ $MODE = big ]; then TP=8; else TP=4; fi\ntorchrun a $TP": "$TP depends on a test: $MODE at line 1 is not set in the file; give it with --define MODE=VALUE",
+    "A=(x); [ -f conf ] && A+=(--fp8)\ntorchrun a ${A[1]}": "$A depends on a test: the test `-f conf` at line 1 asks for what is not in the file; give it with --define A=VALUE",
+    "for i in $LIST; do TP=$i; done; torchrun a $TP": "$TP depends on a test: $LIST at line 1 is not set in the file; give it with --define LIST=VALUE",
+    "while read -r TP; do :; done < f; torchrun a $TP": "$TP at line 1 is read from outside the file; give it with --define TP=VALUE",
+}
+
+
+@pytest.mark.parametrize("script", UNKNOWN)
+def test_what_is_not_known_says_why_and_what_would_tell_it(script: str) -> None:
+    word = launch_of(script).arguments[-1]
+    assert word.unknown == UNKNOWN[script]
+    name, _, value = word.unknown.rpartition("--define ")[2].partition("=")
+    told = launch_of(script, **{name: "7"}).arguments  # the remedy is one
+    assert not any(word.unknown for word in told), value
+
+
+def test_a_define_that_the_script_does_not_ask_for_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"--define TPP: the script asks for no TPP; nearest: TP"):
+        launch_of("torchrun x $TP", TPP="1")
+    with pytest.raises(PlanError, match=r"--define TP: the script sets TP itself at line 1"):
+        launch_of("TP=1; torchrun x $TP", TP="2")
+
+
+def test_options_that_one_branch_adds_may_be_any_words() -> None:
+    words = launch_of('V=""; [ -d x ] && V="--vp 2"\ntorchrun a.py --data x $V --tp 2').arguments
+    assert [(word.text, word.is_open) for word in words] == [
+        ("--data", False), ("x", False), ("$V", True), ("--tp", False), ("2", False),
+    ]  # fmt: skip
+
+
+REFUSED = {
+    "echo hello": "no command that starts training",
+    "pip install x; python tools/preprocess_data.py": r"tools/preprocess_data.py:1 trains nothing",
+    "torchrun a.py 1; torchrun a.py 2": r"starts 2 programs: a.py:1, a.py:1",
+    "if [ $X = 1 ]; then torchrun train.py; fi": r"line 1: whether torchrun runs is not known: \$X at line 1",
+    "if [ $# -lt 1 ]; then exit 1; fi\ntorchrun a.py": r"it ends at line 1 \(exit\)",
+    "A=1\nif true; then\ntorchrun x": "line 2: this is not read as bash",
+    "P=<path of data>\ntorchrun x": r"line 1: '<path of data>' is to be filled in",
+    "torchrun --nproc_per_nod 8 a.py": "line 1: torchrun has no option '--nproc_per_nod'; nearest: nproc-per-node",
+    "$CMD train.py": r"line 1: which command runs is not known: \$CMD",
+}
+
+
+@pytest.mark.parametrize("script", REFUSED)
+def test_a_file_without_one_launch_is_refused(script: str) -> None:
+    with pytest.raises(PlanError, match=REFUSED[script]) as refusal:
+        launch_of(script)
+    assert "\n" not in str(refusal.value)
+
+
+# Script; launcher, program, nodes, ranks of a node.
+LAUNCHES = {
+    "torchrun --nnodes=2 --nproc-per-node 4 -m torchtitan.train --x": (
+        "torchrun",
+        "torchtitan.train",
+        2,
+        4,
+    ),
+    "python -u -m torch.distributed.launch --nproc_per_node=8 --use_env a/pretrain_gpt.py": (
+        "torchrun",
+        "a/pretrain_gpt.py",
+        1,
+        8,
+    ),
+    "torchrun --nnodes 1:4 --nproc_per_node gpu train.py": ("torchrun", "train.py", None, None),
+    "torchrun --nproc_per_node=$GPUS train.py": ("torchrun", "train.py", 1, None),
+    "deepspeed --num_nodes 2 --num_gpus=8 train.py --deepspeed": ("deepspeed", "train.py", 2, 8),
+    "deepspeed -i localhost:0,1,2 --module my.train": ("deepspeed", "my.train", 1, 3),
+    "accelerate launch --num_processes 16 --num_machines 2 --use_fsdp run_clm.py": (
+        "accelerate",
+        "run_clm.py",
+        2,
+        8,
+    ),
+    "nohup srun -N4 --ntasks-per-node=8 --cpu-bind=none python pretrain.py": (
+        "srun",
+        "pretrain.py",
+        4,
+        8,
+    ),
+    "#!/bin/bash\n#SBATCH -N 2\n#SBATCH --ntasks=16 # ranks\nsrun --label bash -c 'python train.py'": (
+        "srun",
+        "train.py",
+        2,
+        8,
+    ),
+    "#SBATCH --nodes=3 --gpus-per-node=h100:4\nsrun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE t.py": (
+        "torchrun",
+        "t.py",
+        3,
+        4,
+    ),
+    "python prep.py; A=1 env B=2 uv run torchrun --standalone finetune.py 2>&1 | tee log": (
+        "torchrun",
+        "finetune.py",
+        1,
+        1,
+    ),
+    "singularity exec --nv -B /a image.sif torchrun --nproc_per_node 2 train.py": (
+        "torchrun",
+        "train.py",
+        1,
+        2,
+    ),
+    "llamafactory-cli train x.yaml": ("llamafactory-cli", "llamafactory-cli", None, None),
+    "python train.py": ("python", "train.py", None, None),
+}
+
+
+@pytest.mark.parametrize("script", LAUNCHES)
+def test_the_launch_is_found_with_its_nodes_and_ranks(script: str) -> None:
+    launch = launch_of(script)
+    found = (launch.launcher, launch.program.text, launch.nodes, launch.ranks_per_node)
+    assert found == LAUNCHES[script]
+
+
+def test_the_program_chooses_among_several_launches() -> None:
+    script = "torchrun a/train.py 1\ntorchrun b/train.py 2\ntorchrun b/train.py 3\n"
+    assert launch_of(script, "a/train.py").arguments[0].text == "1"
+    assert launch_of(script, "b/train.py:3").arguments[0].text == "3"
+
+
+def test_nothing_is_executed_and_no_variable_of_the_process_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TP", "8")
+    script = "touch x > y; rm -rf kept; A=$(touch z) B=`touch w`; eval touch v; bash -c 'touch u'\ntorchrun t.py $TP *"
+    (tmp_path / "kept").mkdir()
+    launch = launch_of(script)
+    assert os.listdir(tmp_path) == ["kept"]  # noqa: PTH208
+    assert [word.text for word in launch.arguments] == ["$TP", "*"]
+
+
+BOMBS = {
+    "doubling": "A=xx\n" + "A=$A$A\n" * 60,
+    "arrays": "A=(1 2)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60,
+    "loops": "for i in {1..900}; do for j in {1..900}; do A=$i; done; done",
+    "recursion": 'f() { f "$@" x; }; f',
+    "eval": 'A=\'eval "$A"\'; eval "$A"',
+    "parentheses": "A=$((" + "(" * 5_000 + "1" + ")" * 5_000 + "))",
+    "substitutions": "$(" * 3_000 + "true" + ")" * 3_000,
+    "pattern": "A=" + "a" * 20_000 + "\necho ${A//a*a*b/c}",
+    "branches": "".join(f"[ $X{at} = 1 ] && A{at}=1\n" for at in range(5_000)),
+    "large": "A=1\n" * 100_000,
+    "mark": "A=\U000f0000",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_ends_in_one_line(name: str) -> None:
+    start = time.process_time()
+    with pytest.raises(PlanError) as refusal:
+        read_commands(BOMBS[name], file=None, defines={})
+    assert "\n" not in str(refusal.value)
+    assert time.process_time() - start < 3  # a second on an idle machine

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
-from meshwright.planner.shell.interpreter import Command
+from meshwright.planner.shell.language import SLURM, Word, next_at, split_options, where
+from meshwright.planner.shell.running import Command
 from meshwright.planner.shell.script import count_of
-from meshwright.planner.shell.texts import Word
-from meshwright.planner.shell.wrappers import SLURM, next_at, split_options, where
 from meshwright.simulator import PlanError
 
 MODULES = {
@@ -173,9 +172,9 @@ def _nothing(
     if program is not None:
         names = [each.program.text for _, each in found]
         return f"no command starts {shown(program)}; {suggestion(program, names)}"
-    names = [each.words[0] for each in commands]
+    first_words = [each.words[0] for each in commands]
     unknown = next(
-        (each for each in names if each.unknown and "$" in each.text.rpartition("/")[2]), None
+        (each for each in first_words if each.unknown and "$" in each.text.rpartition("/")[2]), None
     )
     if unknown is not None:
         return f"{where(unknown)}: which command runs is not known: {unknown.unknown}"
@@ -189,7 +188,9 @@ def _nothing(
         return f"{start}: it ends at {where(last.words[0])} (exit); --define 1=... gives arguments"
     if found:
         return f"{start}: {_listed(launch for _, launch in found)} trains nothing"
-    ran = ", ".join(shown(each) for each in list(dict.fromkeys(w.text for w in names))[:MOST_SHOWN])
+    ran = ", ".join(
+        shown(each) for each in list(dict.fromkeys(w.text for w in first_words))[:MOST_SHOWN]
+    )
     return (
         f"{start} (torchrun, deepspeed, accelerate launch, srun, python): it runs {ran or 'none'}"
     )
@@ -206,7 +207,7 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
     if start is None or not start.words:
         return None
     program, *arguments = start.words
-    own = [name for name in start.launchers if name not in {"sbatch"}]
+    own = [name for name in start.launchers if name != "sbatch"]
     name = program.text.rpartition("/")[2]
     trains = name in PROGRAMS and (
         name == "composer" or any(each.text in {"train", "fine-tune"} for each in arguments[:1])
@@ -286,7 +287,7 @@ def _python(words: Sequence[Word]) -> tuple[Word, ...] | None:
         text = words[at].text
         if text == "-m":
             return tuple(words[at + 1 :]) or None
-        if text == "-c" or text == "-":
+        if text in {"-c", "-"}:
             return None
         if not text.startswith("-"):
             return tuple(words[at:])

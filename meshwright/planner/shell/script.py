@@ -5,13 +5,26 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.hwprofiles import shown, suggestion
-from meshwright.planner.shell.commands import placed, run_text
-from meshwright.planner.shell.grammar import MOST_BYTES, source_of
-from meshwright.planner.shell.interpreter import Command, Flow, Frame, Interpreter
-from meshwright.planner.shell.state import State, Variable
-from meshwright.planner.shell.statements import run_statement
-from meshwright.planner.shell.texts import Word, written
-from meshwright.planner.shell.wrappers import SLURM, Options, split_options
+from meshwright.planner.shell.language import (
+    MOST_BYTES,
+    SLURM,
+    Options,
+    State,
+    Variable,
+    Word,
+    source_of,
+    split_options,
+    written,
+)
+from meshwright.planner.shell.running import (
+    Command,
+    Flow,
+    Frame,
+    Interpreter,
+    placed,
+    run_statement,
+    run_text,
+)
 from meshwright.simulator import PlanError
 
 HEADER = re.compile(r"#SBATCH\s+(.*)")

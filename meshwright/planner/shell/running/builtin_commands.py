@@ -5,16 +5,25 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.shell.assignments import declare_words
-from meshwright.planner.shell.conditions import Condition
-from meshwright.planner.shell.expansion import separators
-from meshwright.planner.shell.fields import Field, Fragment, Kind, split
-from meshwright.planner.shell.interpreter import Command, Flow, Interpreter, Status
-from meshwright.planner.shell.parameters import calculated
-from meshwright.planner.shell.state import Variable
-from meshwright.planner.shell.texts import MARKS, Text, Unknown, written
+from meshwright.planner.shell.language import (
+    MARKS,
+    Field,
+    Fragment,
+    Kind,
+    Text,
+    Unknown,
+    Variable,
+    split,
+    written,
+)
+from meshwright.planner.shell.running.assignments import declare_words
+from meshwright.planner.shell.running.conditions import Condition
+from meshwright.planner.shell.running.expansion import separators
+from meshwright.planner.shell.running.interpreter import Command, Flow, Interpreter, Status
+from meshwright.planner.shell.running.parameters import calculated
 
 MOST_OF_A_SEQUENCE = 10_000
+NAME = re.compile(r"[A-Za-z_]\w*")
 FORMAT = re.compile(r"%(%|s|0?[0-9]*[di])")
 
 
@@ -74,7 +83,7 @@ def _leave(call: Call) -> Status:
         text = "0"
     mark = MARKS.search(text)
     status: Status = mark[0] if mark else text == "0"
-    raise Flow(kind, int(text) if text.isdecimal() else 1, status)
+    raise Flow(kind, int(text) if text.isdecimal() else 1, status=status)
 
 
 def _declare(call: Call) -> Status:
@@ -149,7 +158,24 @@ def _test(call: Call) -> Status:
 
 def _read(call: Call) -> Status:
     """Set the variables of ``read``: from a here-string where one is known."""
-    shell, names, array = call.shell, [], ""
+    shell = call.shell
+    names, array = _names_of_read(call)
+    if call.text is None or MARKS.search(call.text.characters):
+        is_known = False
+    else:
+        is_known = _read_line(call, names, array)
+    if not is_known:
+        for name in [*names, *([array] if array else [])]:
+            shell.assign(name, call.unknown(name, "is read from outside the file"), call.place)
+    if call.text is not None:
+        return True
+    where = shell.unknowns.where(call.place)
+    return shell.unknowns.mark(Unknown("read", f"what `read` at {where} finds is not known"))
+
+
+def _names_of_read(call: Call) -> tuple[list[str], str]:
+    """Return the variables of ``read``, and the array of its ``-a``."""
+    names, array = [], ""
     waiting = [each.characters for each in call.arguments]
     while waiting:
         each = waiting.pop(0)
@@ -158,36 +184,29 @@ def _read(call: Call) -> Status:
         elif each[-1] in "adinNptu" and waiting:
             value = waiting.pop(0)
             array = value if each[-1] == "a" else array
-    names = [each for each in names if re.fullmatch(r"[A-Za-z_]\w*", each)]
-    known = call.text is not None and not MARKS.search(call.text.characters)
-    if call.text is not None and known:
-        line = call.text.part(0, (call.text.characters + "\n").index("\n"))
-        words = [each.text for each in split([Fragment(line, Kind.SPLIT)], separators(shell))]
-        if array:
-            shell.state.variables[array] = Variable(dict(enumerate(words)), is_array=True)
-        elif len(words) <= len(names):
-            for name, word in zip(names, [*words, *[Text()] * len(names)], strict=False):
-                shell.assign(name, word, call.place)
-        elif len(names) == 1:
-            stripped = line.characters.strip()
-            shell.assign(names[0], written(stripped, line.place), call.place)
-        else:
-            known = False
-    if not known:
-        for name in [*names, *([array] if array else [])]:
-            shell.assign(name, call.unknown(name, "is read from outside the file"), call.place)
-    return (
-        shell.unknowns.mark(
-            Unknown("read", f"what `read` at {shell.unknowns.where(call.place)} finds is not known")
-        )
-        if call.text is None
-        else True
-    )
+    return [each for each in names if NAME.fullmatch(each)], array
+
+
+def _read_line(call: Call, names: Sequence[str], array: str) -> bool:
+    """Set variables from the first line of a text; False where it is not known how."""
+    shell, text = call.shell, call.text or Text()
+    line = text.part(0, (text.characters + "\n").index("\n"))
+    words = [each.text for each in split([Fragment(line, Kind.SPLIT)], separators(shell))]
+    if array:
+        shell.state.variables[array] = Variable(dict(enumerate(words)), is_array=True)
+        return True
+    if len(words) > len(names) != 1:
+        return False
+    if len(names) == 1:
+        words = [written(line.characters.strip(), line.place)]
+    for name, word in zip(names, [*words, *[Text()] * len(names)], strict=False):
+        shell.assign(name, word, call.place)
+    return True
 
 
 def _mapfile(call: Call) -> Status:
     name = call.plain()[-1].characters if call.plain() else "MAPFILE"
-    if re.fullmatch(r"[A-Za-z_]\w*", name):
+    if NAME.fullmatch(name):
         cause = f"${name} at {call.shell.unknowns.where(call.place)} is read from outside the file"
         mark = call.shell.mark(call.place, Unknown(f"${name}", cause, name, is_open=True))
         call.shell.state.variables[name] = Variable({0: mark}, is_array=True)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.grammar import Source
-from meshwright.planner.shell.texts import Text, Unknown, Unknowns, written
+from meshwright.planner.shell.language.grammar import Source
+from meshwright.planner.shell.language.texts import Text, Unknown, Unknowns, written
 
 if TYPE_CHECKING:
     from tree_sitter import Node

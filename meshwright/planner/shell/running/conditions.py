@@ -1,22 +1,38 @@
 """Conditions of the shell: ``[ ]``, ``test`` and ``[[ ]]``, true, false or not known."""
 
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.expansion import fragments, separators, word_groups
-from meshwright.planner.shell.fields import Field, field_of, split
-from meshwright.planner.shell.interpreter import MOST_NESTED, Interpreter, Status
-from meshwright.planner.shell.parameters import calculated
-from meshwright.planner.shell.patterns import is_match, pieces_of
-from meshwright.planner.shell.texts import MARKS, Text, Unknown
+from meshwright.planner.shell.language import (
+    MARKS,
+    Field,
+    Text,
+    Unknown,
+    field_of,
+    is_match,
+    pieces_of,
+    split,
+)
+from meshwright.planner.shell.running.expansion import fragments, separators, word_groups
+from meshwright.planner.shell.running.interpreter import MOST_NESTED, Interpreter, Status
+from meshwright.planner.shell.running.parameters import calculated
 from meshwright.simulator import PlanError
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-NUMBERS = frozenset({"-eq", "-ne", "-lt", "-le", "-gt", "-ge"})
+ORDERS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+NUMBERS = frozenset(ORDERS)
 BINARY = NUMBERS | {"=", "==", "!=", "<", ">", "=~", "-nt", "-ot", "-ef"}
 NESTING = frozenset(
     {"binary_expression", "unary_expression", "parenthesized_expression", "negated_expression"}
@@ -160,7 +176,7 @@ class Condition:
         """Return the value of a comparison."""
         unknowns = self.shell.unknowns
         if operator in NUMBERS:
-            return self.ordered(left.text.characters, operator, right.text.characters)
+            return _ordered(self, left.text.characters, operator, right.text.characters)
         if operator in {"-nt", "-ot", "-ef"} or (operator == "=~"):
             shown = unknowns.shown(f"{left.text.characters} {operator} {right.text.characters}")
             where = unknowns.where(self.place)
@@ -183,31 +199,24 @@ class Condition:
             is_equal = left.text.characters == right.text.characters
         return is_equal is (operator != "!=")
 
-    def ordered(self, left: str, operator: str, right: str) -> Status:
-        """Return the value of a comparison of numbers."""
-        sides: list[int] = []
-        for each in (left, right):
-            first = MARKS.search(each)
-            if first is not None:
-                return first[0]
-            if self.is_double:
-                value = calculated(self.shell, each, self.place)
-                if isinstance(value, str):
-                    return value
-                sides.append(value)
-            elif re.fullmatch(r"\s*[-+]?[0-9]{1,19}\s*", each):
-                sides.append(int(each))
-            else:
-                return False  # bash complains, and goes on
-        low, high = sides
-        return {
-            "-eq": low == high,
-            "-ne": low != high,
-            "-lt": low < high,
-            "-le": low <= high,
-            "-gt": low > high,
-            "-ge": low >= high,
-        }[operator]
+
+def _ordered(test: Condition, left: str, operator: str, right: str) -> Status:
+    """Return the value of a comparison of numbers."""
+    sides: list[int] = []
+    for each in (left, right):
+        first = MARKS.search(each)
+        if first is not None:
+            return first[0]
+        if test.is_double:
+            value = calculated(test.shell, each, test.place)
+            if isinstance(value, str):
+                return value
+            sides.append(value)
+        elif re.fullmatch(r"\s*[-+]?[0-9]{1,19}\s*", each):
+            sides.append(int(each))
+        else:
+            return False  # bash complains, and goes on
+    return ORDERS[operator](*sides)
 
 
 def leaves(node: "Node") -> list["Node"]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from meshwright.simulator import PlanError
 
@@ -16,6 +17,12 @@ LEVELS = {
     "<<": 8, ">>": 8, "+": 9, "-": 9, "*": 10, "/": 10, "%": 10, "**": 11,
 }  # fmt: skip
 ASSIGNMENTS = frozenset({"=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^="})
+SIGNS: Mapping[str, Callable[[int], int]] = {
+    "-": lambda value: -value,
+    "+": lambda value: value,
+    "!": lambda value: int(not value),
+    "~": lambda value: ~value,
+}
 MOST_NESTED = 40
 Number = int | str  # a mark where it is unknown
 
@@ -108,7 +115,7 @@ class Formula:
             first = self.side(self.choice, is_skipped=value == 0)
             if not self.take(":"):
                 raise PlanError("a `?` has no `:`")
-            second = self.side(self.choice, is_skipped=value not in (0, "") and value != 0)
+            second = self.side(self.choice, is_skipped=isinstance(value, int) and value != 0)
             if isinstance(value, int):
                 value = first if value else second
             elif first == second:
@@ -125,8 +132,6 @@ class Formula:
 
     def binary(self, level: int) -> Number:
         """Return a value of operators that bind at least as *level*."""
-        if self.depth > MOST_NESTED:
-            raise PlanError("arithmetic is nested too deeply")
         left = self.unary()
         while LEVELS.get(sign := self.peek(), 0) >= level:
             self.at += 1
@@ -135,47 +140,30 @@ class Formula:
                 sign == "||" and isinstance(left, int) and left != 0
             )
             above = LEVELS[sign] + (sign != "**")
-            right = self.side(lambda above=above: self.binary(above), is_skipped=skips)  # type: ignore[misc]
+            right = self.side(partial(self.binary, above), is_skipped=skips)
             self.depth -= 1
-            left = self.combined(sign, left, right)
+            left = _combined(sign, left, right, is_skipped=self.is_skipped)
         return left
-
-    def combined(self, sign: str, left: Number, right: Number) -> Number:
-        """Return what an operator makes of two values."""
-        if sign == "&&" and 0 in (left, right):
-            return 0
-        if isinstance(left, str) or isinstance(right, str):
-            if sign == "||" and any(isinstance(each, int) and each for each in (left, right)):
-                return 1
-            return left if isinstance(left, str) else right
-        if self.is_skipped and sign in "/%**":
-            return 0
-        return _wrapped(OPERATIONS[sign](left, right))
 
     def unary(self) -> Number:
         """Return a signed value."""
         self.depth += 1
         if self.depth > MOST_NESTED:
             raise PlanError("arithmetic is nested too deeply")
-        value: Number
-        for sign, change in (("++", 1), ("--", -1)):
-            if self.take(sign):
-                kind, name = self.token()
-                if kind != "name":
-                    raise PlanError(f"`{sign}` stands before no variable")
-                value = self.changed(name, "+", change)
-                break
+        sign = self.peek()
+        if sign in {"++", "--"}:
+            self.at += 1
+            kind, name = self.token()
+            if kind != "name":
+                raise PlanError(f"`{sign}` stands before no variable")
+            value = self.changed(name, sign[0], 1)
+        elif sign in SIGNS:
+            self.at += 1
+            value = self.unary()
+            if isinstance(value, int):
+                value = SIGNS[sign](value)
         else:
-            for sign, scale in (("-", -1), ("+", 1), ("!", 0), ("~", 0)):
-                if self.take(sign):
-                    value = self.unary()
-                    if isinstance(value, int):
-                        value = (
-                            value * scale if scale else (~value if sign == "~" else int(not value))
-                        )
-                    break
-            else:
-                value = self.atom()
+            value = self.atom()
         self.depth -= 1
         return value
 
@@ -219,7 +207,7 @@ class Formula:
     def changed(self, name: str, sign: str, value: Number) -> Number:
         """Assign a value, or what an operator makes of it and the value before."""
         if sign:
-            value = self.combined(sign, self.value(name), value)
+            value = _combined(sign, self.value(name), value, is_skipped=self.is_skipped)
         if not self.is_skipped:
             self.assign(name, str(value))
         return value
@@ -229,6 +217,19 @@ class Formula:
         if self.is_skipped:
             return 0
         return evaluate(self.value_of(name), self.value_of, self.assign, depth=self.depth + 1)
+
+
+def _combined(sign: str, left: Number, right: Number, *, is_skipped: bool) -> Number:
+    """Return what an operator makes of two values."""
+    if sign == "&&" and 0 in (left, right):
+        return 0
+    if isinstance(left, str) or isinstance(right, str):
+        if sign == "||" and any(isinstance(each, int) and each for each in (left, right)):
+            return 1
+        return left if isinstance(left, str) else right
+    if is_skipped and sign in {"/", "%", "**"}:
+        return 0
+    return _wrapped(OPERATIONS[sign](left, right))
 
 
 def _number(text: str) -> int:

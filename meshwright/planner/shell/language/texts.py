@@ -1,4 +1,4 @@
-"""Texts of a shell script: the line that each character was written at, and what of them is unknown.
+"""Texts of a script: the line that each character was written at, and what of them is unknown.
 
 An unknown part of a text is one character of a private plane, a mark: so texts are joined, split
 and compared as usual, and a word still says what of it is unknown, and why.

@@ -6,22 +6,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.grammar import Source
-from meshwright.planner.shell.state import Key, State, Variable, merged
-from meshwright.planner.shell.texts import (
+from meshwright.planner.shell.language import (
     MOST_CHARACTERS,
+    Key,
+    Source,
+    State,
     Text,
     Unknown,
     Unknowns,
+    Variable,
     Word,
     joined,
+    merged,
     written,
 )
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-MOST_STEPS = 25_000
+MOST_STEPS = 12_000
 MOST_TEXT = 4_000_000  # characters of all values together
 MOST_NESTED = 40
 Status = bool | str  # whether a command succeeds; the mark of what that depends on
@@ -77,7 +80,7 @@ class Command:
 class Flow(Exception):  # noqa: N818 - no error: how the shell leaves a loop, a function, a script
     """The end of a list of commands before its last one."""
 
-    def __init__(self, kind: str, levels: int = 1, status: Status = True) -> None:
+    def __init__(self, kind: str, levels: int = 1, *, status: Status = True) -> None:
         """Leave *levels* loops (``break``, ``continue``), a function (``return``) or all."""
         super().__init__(kind)
         self.kind = kind

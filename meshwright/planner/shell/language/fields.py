@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from meshwright.planner.shell.patterns import escaped
-from meshwright.planner.shell.texts import Text, joined, written
+from meshwright.planner.shell.language.patterns import escaped
+from meshwright.planner.shell.language.texts import Text, joined, written
 
 WHITE = " \t\n"
 BRACES = re.compile(r"(.*?[^$]|)\{([^{}\s]*,[^{}\s]*|-?\d+\.\.-?\d+|[a-zA-Z]\.\.[a-zA-Z])\}(.*)")

@@ -7,11 +7,32 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from meshwright.hwprofiles import shown
-from meshwright.planner.shell.texts import MARKS, Text, Unknowns
+from meshwright.planner.shell.language.texts import MARKS, Text, Unknowns
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
+# What a part that is no bash lacks the end of, most often.
+OPENING = frozenset(
+    [
+        "if",
+        "for",
+        "while",
+        "until",
+        "case",
+        "select",
+        "{",
+        "(",
+        "[",
+        "[[",
+        "((",
+        "$(",
+        "${",
+        "$((",
+        "`",
+        '"',
+    ]
+)
 PLACEHOLDER = re.compile(r"<\w[^<>]*>")  # VOCAB=<Specify path>
 MOST_BYTES = 250_000
 
@@ -91,4 +112,4 @@ def _first_error(node: "Node") -> "Node":
         if inner is None:
             return node
         node = inner
-    return node
+    return next((each for each in node.children if each.type in OPENING), node)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
 from meshwright.planner.configuration import Effect, Option, Takes, load_options
-from meshwright.planner.shell.texts import Word
+from meshwright.planner.shell.language.texts import Word
 from meshwright.simulator import PlanError
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -53,8 +53,8 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "nsys": Wrapper(
         "-o -t -s -c -f -w -d -y -x -b -e -n -p --trace --output --sample --capture-range "
         "--capture-range-end --force-overwrite --stats --stop-on-exit --wait --delay --duration "
-        "--cuda-memory-usage --cudabacktrace --python-sampling --gpu-metrics-device --kill --export "
-        "--cpuctxsw --cuda-graph-trace --backtrace --session-new --nic-metrics --env-var --nvtx-capture",
+        "--cuda-memory-usage --cudabacktrace --python-sampling --gpu-metrics-device --kill "
+        "--cpuctxsw --cuda-graph-trace --backtrace --session-new --export --env-var",
         subcommands="profile launch",
     ),
     "apptainer": Wrapper(CONTAINER, positionals=1, subcommands="exec run"),
@@ -72,8 +72,9 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "poetry": Wrapper(subcommands="run"),
     "docker": Wrapper(
         "-v -e -p -w -u -h -m --volume --env --publish --workdir --user --hostname --memory --name "
-        "--gpus --network --net --ipc --shm-size --ulimit --mount --env-file --entrypoint --runtime "
-        "--device --cap-add --security-opt --cpus --pid --group-add --label --log-driver --restart",
+        "--gpus --network --net --ipc --shm-size --ulimit --mount --env-file "
+        "--entrypoint --runtime --device --cap-add --security-opt --cpus --pid --group-add "
+        "--label --log-driver --restart",
         positionals=1,
         subcommands="run exec",
     ),

@@ -4,12 +4,24 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from meshwright.planner.shell.arithmetic import evaluate
-from meshwright.planner.shell.fields import WHITE, Fragment, Kind, field_of
-from meshwright.planner.shell.interpreter import Interpreter
-from meshwright.planner.shell.patterns import escaped, is_match, pieces_of
-from meshwright.planner.shell.state import Key, Variable
-from meshwright.planner.shell.texts import MARKS, Text, Unknown, joined, written
+from meshwright.planner.shell.language import (
+    MARKS,
+    WHITE,
+    Fragment,
+    Key,
+    Kind,
+    Text,
+    Unknown,
+    Variable,
+    escaped,
+    evaluate,
+    field_of,
+    is_match,
+    joined,
+    pieces_of,
+    written,
+)
+from meshwright.planner.shell.running.interpreter import Interpreter
 from meshwright.simulator import PlanError
 
 HEAD = re.compile(rb"([!#]?)([A-Za-z_]\w*|[0-9]+|[@*?$!#-])")
@@ -80,7 +92,12 @@ def values(shell: Interpreter, parameter: Parameter, place: int) -> tuple[Text, 
         return _argument(shell, int(name))
     if name in {"PWD", "BASH_SOURCE"} and name not in state.variables:
         return (state.folder if name == "PWD" else state.name,)
-    variable = state.variables.get(name)
+    return _variable(shell, parameter, place)
+
+
+def _variable(shell: Interpreter, parameter: Parameter, place: int) -> tuple[Text, ...] | None:
+    name = parameter.name
+    variable = shell.state.variables.get(name)
     if variable is None:
         if parameter.is_all:
             return ()
@@ -91,7 +108,7 @@ def values(shell: Interpreter, parameter: Parameter, place: int) -> tuple[Text, 
         shell.used.add(name)
     if parameter.is_all:
         return variable.texts
-    return (_element(shell, variable, parameter.key, place),)
+    return (_element(variable, parameter.key, place),)
 
 
 def _argument(shell: Interpreter, number: int) -> tuple[Text, ...] | None:
@@ -105,7 +122,7 @@ def _argument(shell: Interpreter, number: int) -> tuple[Text, ...] | None:
     return (Text(),) if shell.state.knows_arguments else None
 
 
-def _element(shell: Interpreter, variable: Variable, key: Key | None, place: int) -> Text:
+def _element(variable: Variable, key: Key | None, place: int) -> Text:
     if isinstance(key, str) and MARKS.search(key):
         return written(MARKS.findall(key)[0], place)
     key = 0 if key is None else key
@@ -284,6 +301,11 @@ def _changed(shell: Interpreter, text: Text, operator: str, pattern: str, place:
         return shell.mark(place, Unknown("${...@}", cause))
     if operator[0] == "/":
         return _replaced(shell, text, operator, pattern, place)
+    return _cut(shell, text, operator, pattern, place)
+
+
+def _cut(shell: Interpreter, text: Text, operator: str, pattern: str, place: int) -> Text:
+    """Return a value without what a pattern matches at its start or its end."""
     pieces, length = pieces_of(pattern), len(text.characters)
     shell.spend(place, steps=1 + length * (length + len(pieces)) // 100)
     ends = range(length + 1)

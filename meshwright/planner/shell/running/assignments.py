@@ -4,11 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.expansion import fields, fragments, key_of, word_groups
-from meshwright.planner.shell.fields import field_of
-from meshwright.planner.shell.interpreter import Interpreter, Status
-from meshwright.planner.shell.state import Key, Variable
-from meshwright.planner.shell.texts import Text, written
+from meshwright.planner.shell.language import Key, Text, Variable, field_of, written
+from meshwright.planner.shell.running.expansion import fields, fragments, key_of, word_groups
+from meshwright.planner.shell.running.interpreter import Interpreter, Status
 
 if TYPE_CHECKING:
     from tree_sitter import Node

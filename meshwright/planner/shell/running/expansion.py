@@ -5,15 +5,26 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.fields import WHITE, Field, Fragment, Kind, braced, field_of, split
-from meshwright.planner.shell.interpreter import MOST_NESTED, Flow, Interpreter
-from meshwright.planner.shell.parameters import (
+from meshwright.planner.shell.language import (
+    WHITE,
+    Field,
+    Fragment,
+    Kind,
+    Text,
+    Unknown,
+    braced,
+    field_of,
+    joined,
+    split,
+    written,
+)
+from meshwright.planner.shell.running.interpreter import MOST_NESTED, Flow, Interpreter
+from meshwright.planner.shell.running.parameters import (
     Parameter,
     calculated,
     operated,
     parameter_at,
 )
-from meshwright.planner.shell.texts import Text, Unknown, joined, written
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -133,14 +144,12 @@ def _expanded(shell: Interpreter, node: "Node", *, is_quoted: bool) -> list[Frag
     source = shell.frame.source
     start, stop = _begin(shell, node), node.end_byte
     kind = Kind.QUOTED if is_quoted else Kind.SPLIT
-    if node.type == "string":
-        return _quoted(shell, node)
-    if node.type == "translated_string":
-        return _quoted(shell, node.children[-1])
-    if node.type == "raw_string":
-        return [Fragment(source.part(start + 1, stop - 1), Kind.QUOTED)]
-    if node.type == "ansi_c_string":
-        return [Fragment(_ansi(source.part(start + 2, stop - 1)), Kind.QUOTED)]
+    if node.type in {"string", "translated_string"}:
+        return _quoted(shell, node if node.type == "string" else node.children[-1])
+    if node.type in {"raw_string", "ansi_c_string"}:
+        is_raw = node.type == "raw_string"
+        text = source.part(start + 1 if is_raw else start + 2, stop - 1)
+        return [Fragment(text if is_raw else _ansi(text), Kind.QUOTED)]
     if node.type == "simple_expansion":
         parameter = Parameter("", source.data[start + 1 : stop].decode())
         return operated(shell, parameter, "", None, source.place(start), kind)
@@ -151,9 +160,8 @@ def _expanded(shell: Interpreter, node: "Node", *, is_quoted: bool) -> list[Frag
         inner = (start + 2, stop - 1) if is_old else (start + 3, stop - 2)
         value = number(shell, node, *inner)
         return [Fragment(written(str(value), source.place(start)), kind)]
-    if node.type == "command_substitution":
-        return [Fragment(substitution(shell, node), kind)]
-    return [Fragment(_not_run(shell, node), kind)]
+    is_command = node.type == "command_substitution"
+    return [Fragment(substitution(shell, node) if is_command else _not_run(shell, node), kind)]
 
 
 def _quoted(shell: Interpreter, node: "Node") -> list[Fragment]:
@@ -259,8 +267,7 @@ def within(shell: Interpreter, node: "Node", start: int, stop: int) -> Field:
     """Return the word between two bytes, not split."""
     if node.type in SPECIAL:
         return field_of(_expanded(shell, node, is_quoted=False))
-    found = field_of(fragments(shell, node, start, stop, "word"))
-    return found
+    return field_of(fragments(shell, node, start, stop, "word"))
 
 
 def _not_run(shell: Interpreter, node: "Node") -> Text:

@@ -1,27 +1,28 @@
 """Statements of the shell: lists, branches, loops, functions; both branches where none is known."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.assignments import assign, run_declaration
-from meshwright.planner.shell.commands import run_command
-from meshwright.planner.shell.conditions import both, either, negated, tested
-from meshwright.planner.shell.expansion import fields, fragments, number, single
-from meshwright.planner.shell.fields import field_of
-from meshwright.planner.shell.interpreter import Command, Flow, Interpreter, Status
-from meshwright.planner.shell.patterns import is_match, pieces_of
-from meshwright.planner.shell.state import Function, State, merged
-from meshwright.planner.shell.texts import MARKS, Text, Unknown
+from meshwright.planner.shell.language import (
+    MARKS,
+    Function,
+    Text,
+    Unknown,
+    field_of,
+    is_match,
+    pieces_of,
+)
+from meshwright.planner.shell.running.assignments import assign, run_declaration
+from meshwright.planner.shell.running.blocks import Block, fork, run_all, run_in_subshell
+from meshwright.planner.shell.running.commands import run_command
+from meshwright.planner.shell.running.conditions import both, either, negated, tested
+from meshwright.planner.shell.running.expansion import fields, fragments, number, single
+from meshwright.planner.shell.running.interpreter import Flow, Interpreter, Status
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
 MOST_ROUNDS = 1_000  # of a loop
-Block = Sequence["Node"]
-NO_STATEMENTS = frozenset(
-    {"comment", "heredoc_body", "heredoc_end", "heredoc_start", "do_group", "else_clause"}
-)
 
 
 def run_statement(shell: Interpreter, node: "Node") -> Status:
@@ -40,36 +41,12 @@ def run_statement(shell: Interpreter, node: "Node") -> Status:
         shell.budget.depth -= 1
 
 
-def run_all(shell: Interpreter, nodes: Block) -> Status:
-    """Run statements one after the other; return whether the last succeeds."""
-    status: Status = True
-    for number_, each in enumerate(nodes):
-        if not each.is_named or each.type in NO_STATEMENTS:
-            continue
-        follows = nodes[number_ + 1].type if number_ + 1 < len(nodes) else ""
-        if follows == "&":
-            status = _in_subshell(shell, each)
-        else:
-            status = run_statement(shell, each)
-    return status
-
-
 def _program(shell: Interpreter, node: "Node") -> Status:
     return run_all(shell, node.children)
 
 
-def _in_subshell(shell: Interpreter, node: "Node", nodes: Block | None = None) -> Status:
-    outer, shell.state = shell.state, shell.state.copy()
-    try:
-        return run_statement(shell, node) if nodes is None else run_all(shell, nodes)
-    except Flow:
-        return True
-    finally:
-        shell.state = outer
-
-
 def _subshell(shell: Interpreter, node: "Node") -> Status:
-    return _in_subshell(shell, node, node.children)
+    return run_in_subshell(shell, node, node.children)
 
 
 def _pipeline(shell: Interpreter, node: "Node") -> Status:
@@ -79,7 +56,7 @@ def _pipeline(shell: Interpreter, node: "Node") -> Status:
     for place, each in enumerate(inner):
         if printed is not None:
             shell.output = []
-        status = _in_subshell(shell, each)
+        status = run_in_subshell(shell, each)
         if printed is not None and place < len(inner) - 1 and shell.output:
             # What a filter makes of it is not known.
             shell.output = []
@@ -111,46 +88,6 @@ def _list(shell: Interpreter, node: "Node") -> Status:
     fork(shell, cause, [lambda: second.append(run_statement(shell, right)), lambda: None])
     join = both if operator == "&&" else either
     return join(status, second[0] if second else status)
-
-
-def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], None]]) -> None:
-    """Run branches of which it is not known which one runs; go on with what they have in common.
-
-    A branch that ends the script, or leaves a loop or function, is not gone on with.
-    """
-    before, outer = shell.state, shell.commands
-    ends: list[State] = []
-    ran: list[list[Command]] = []
-    flow: Flow | None = None
-    for branch in branches:
-        shell.state, shell.commands = before.copy(), []
-        try:
-            branch()
-        except Flow as end:
-            flow = end
-            if end.kind != "exit":
-                shell.frame.left.append((end.kind, shell.state, cause))
-        else:
-            ends.append(shell.state)
-        ran.append(shell.commands)
-    shell.commands = outer
-    if all(_words(each) == _words(ran[0]) for each in ran):
-        outer += ran[0]
-    else:
-        outer += [_doubtful(each, cause) for commands in ran for each in commands]
-    if not ends:
-        shell.state = before
-        raise flow or Flow("exit")
-    shell.spend(0, steps=len(before.variables) // 10)
-    shell.state = merged(ends, cause, shell.unknowns, shell.told)
-
-
-def _words(commands: Sequence[Command]) -> list[list[str]]:
-    return [[word.text for word in each.words] for each in commands]
-
-
-def _doubtful(command: Command, cause: Unknown) -> Command:
-    return command if command.unknown else replace(command, unknown=cause.message)
 
 
 def _if(shell: Interpreter, node: "Node") -> Status:
