@@ -328,7 +328,7 @@ def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
 
     A key that the file lacks, or that a value says nothing of, is as where it is absent.
     """
-    absent = entry.absent if isinstance(entry.absent, dict) else {}
+    absent: Keys = {**entry.absent} if isinstance(entry.absent, dict) else {}
     tables = {word: told for word, told in entry.values.items() if isinstance(told, dict)}
     names = dict.fromkeys(key for each in tables.values() for key in each)
     nothing = (None, *entry.nothing)
