@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import tomllib
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -29,10 +30,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 from witnesses import megatron_config, torchtitan_job
 
 from meshwright.hwprofiles import Dispatcher, load_framework
-from meshwright.planner.export import export_plan, get_framework, registry
-from meshwright.planner.export.facts import Keys
-from meshwright.planner.export.texts import command_words
+from meshwright.planner.export import export_plan, facts_of, get_framework, keys_of
 from meshwright.planner.reports import SavedPlan
+from meshwright.planner.tables import Keys
 from meshwright.simulator import ModelSpec
 from meshwright.validate.cli import plan_of_words
 
@@ -107,7 +107,7 @@ ACCELERATE_PLANS = (
 
 
 def keys_of(saved: SavedPlan, name: str, version: str | None = None) -> Keys:
-    return registry.keys_of(saved, get_framework(name), registry.facts_of(saved), version)[0]
+    return keys_of(saved, get_framework(name), facts_of(saved), version)[0]
 
 
 @pytest.mark.parametrize("words", TITAN_PLANS)
@@ -281,7 +281,7 @@ def launched(words: str, misspelt: str = "") -> Namespace:
     """Return what torchrun's own parser makes of the script that starts a plan."""
     files = export_plan(plan_of_words(words, "dgx-h100"), get_framework("torchrun")).files
     said = files["run.sh"].replace("$NODE_RANK", "0").replace("${MASTER_PORT:-29500}", "29500")
-    options = command_words(said)
+    options = shlex.split(said.replace("\\\n", " "), comments=True)
     options = options[options.index("torchrun") + 1 :]
     return get_args_parser().parse_args(
         [each.replace(f"{misspelt}=", f"{misspelt}x=") if misspelt else each for each in options]

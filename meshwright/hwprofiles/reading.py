@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from meshwright.hwprofiles.complaints import ProfileError, shown, shown_path
 
@@ -63,14 +63,7 @@ class FileKind:
         Raises:
             ValueError: As `error`, naming the file, if it is none of this kind.
         """
-        return self._decoded(self._content(path), shown_path(path))
-
-    def read_stream(self, stream: BinaryIO) -> str:
-        """Return the text of a stream, such as standard input; raises as `read_text`."""
-        content = stream.read(self.most_bytes + 1)
-        if len(content) > self.most_bytes:
-            raise self.error(f"too large for {self._a}; allowed: at most {self.most_bytes:,} bytes")
-        return self._decoded(content, "standard input")
+        return self.decoded(self._content(path), shown_path(path))
 
     def read_json(self, path: Path) -> object:
         """Return what a JSON file holds; raises as `read_text`."""
@@ -108,7 +101,7 @@ class FileKind:
 
     def parse_toml(self, content: bytes, file: str) -> dict[str, object]:
         """Return what a TOML text of *file* holds; raises as `read_text`."""
-        document = self.load_toml(self._decoded(content, file), file)
+        document = self.load_toml(self.decoded(content, file), file)
         try:
             mistake = _mistaken_number(document)
         except RecursionError:
@@ -165,9 +158,6 @@ class FileKind:
             raise
         except ValueError as error:  # a null character in the path
             raise self.error(f"{file}: cannot be read: {error}") from None
-        if len(content) > self.most_bytes:
-            limit = f"at most {self.most_bytes:,} bytes"
-            raise self.error(f"{file}: too large for {self._a}; allowed: {limit}")
         return content
 
     def _unpacked(self, packed: bytes, file: str) -> bytes:
@@ -183,7 +173,11 @@ class FileKind:
                     raise self.error(f"{file}: unpacks to more than {limit}; allowed: {self._a}")
         return b"".join(parts)
 
-    def _decoded(self, content: bytes, file: str) -> str:
+    def decoded(self, content: bytes, file: str) -> str:
+        """Return the text that *content* of a *file* is; raises as `read_text`."""
+        if len(content) > self.most_bytes:
+            limit = f"at most {self.most_bytes:,} bytes"
+            raise self.error(f"{file}: too large for {self._a}; allowed: {limit}")
         try:
             return content.decode("utf-8-sig")
         except UnicodeDecodeError as error:

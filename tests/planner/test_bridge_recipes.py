@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from meshwright import main
-from meshwright.planner.configuration import bridge_recipe, load_options, load_recipes
-from meshwright.planner.export import export_plan, get_framework
+from meshwright.planner.configuration import load_options
+from meshwright.planner.export import bridge_recipe, export_plan, get_framework, load_recipes
 from meshwright.planner.reports import json_text, plan_document
 from meshwright.simulator import load_model
 from meshwright.validate.cli import plan_of_words

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from meshwright import main
-from meshwright.planner.export import FRAMEWORKS, Facts
+from meshwright.planner.export import FRAMEWORKS
 from meshwright.planner.export.registry import facts_of, keys_of
 from meshwright.planner.importing import read_keys, table_of
 from meshwright.planner.reports import json_text, plan_document
+from meshwright.planner.tables import Facts
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words
 
@@ -290,7 +291,7 @@ WRONG = [
     (
         "titan.sh",
         "torchrun -m torchtitan.train --module llama3 --config llama3_8b",
-        "disable_cuda_graphs=false",
+        "disable_cuda_graphs of torchtitan is missing",
     ),
     ("a.sh", "torchrun pretrain_gpt.py --num-layers 3 --seq-length 2048", "num_layers 3, not 32"),
     ("a.sh", "torchrun pretrain_gpt.py --expert-model-parallel-size 2", "allowed: 1"),
@@ -485,6 +486,7 @@ def test_what_can_be_no_configuration_is_refused_in_one_line(
     known = ["--model", "llama3-8b", "--gpus", "8", *WHERE]
     assert main(["import", str(path), "--from", framework, *known]) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
-    assert err.count("theirs") == 1
+    first = err.splitlines()[0]  # what is missing beside may follow
+    assert out == ""
+    assert says in first
+    assert first.count("theirs") == 1

@@ -15,13 +15,14 @@ from meshwright import main
 from meshwright.hwprofiles import Strategy, list_stacks, load_cluster, load_framework, load_stack
 from meshwright.planner.cli import importer
 from meshwright.planner.configuration import read_toml
-from meshwright.planner.export import FRAMEWORKS, Facts, export_plan
+from meshwright.planner.export import FRAMEWORKS, export_plan
 from meshwright.planner.importing import JOB_OPTIONS, get_format, read_keys, table_of
 from meshwright.planner.importing.plans import asked_by
 from meshwright.planner.options import ImportOptions
 from meshwright.planner.reports import SavedPlan
 from meshwright.planner.search import search
 from meshwright.planner.space import COLUMNS, Space, SpaceLimits, enumerate_space, lacks
+from meshwright.planner.tables import Facts
 from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model, simulate
 from meshwright.simulator.launching import framework_gaps, framework_refusal
 from meshwright.simulator.layout import (

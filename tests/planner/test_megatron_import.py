@@ -12,12 +12,12 @@ from meshwright import main
 from meshwright.hwprofiles import Precision, load_framework
 from meshwright.planner.configuration import read_options
 from meshwright.planner.export import get_framework
-from meshwright.planner.export.facts import Facts, FileWords
 from meshwright.planner.export.megatron_model import read_model, write_model
-from meshwright.planner.export.texts import flags
 from meshwright.planner.importing import Imported, Source, import_source
 from meshwright.planner.importing.models import built_in_name, differences
 from meshwright.planner.importing.sources import all_options
+from meshwright.planner.tables.facts import Facts, FileWords
+from meshwright.planner.tables.texts import flags
 from meshwright.simulator import MistakesError, ModelSpec, load_model
 from meshwright.simulator.launching import gaps
 from meshwright.simulator.model import list_models

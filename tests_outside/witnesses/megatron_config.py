@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwright.hwprofiles import Precision, Recompute, RecomputeMethod
-from meshwright.planner.export.texts import layout_text
+from meshwright.planner.tables.texts import layout_text
 from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import repeated_modules
 from meshwright.simulator.model import ModelSpec

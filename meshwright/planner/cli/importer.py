@@ -14,9 +14,9 @@ from meshwright.simulator import MistakesError, PlanError
 
 if TYPE_CHECKING:
     from meshwright.hwprofiles import Cluster
-    from meshwright.planner.export import Framework
     from meshwright.planner.importing import Imported, Source
     from meshwright.planner.reports import SavedPlan
+    from meshwright.planner.tables import Framework
     from meshwright.simulator import ResolvedPlan
 
 STANDARD_INPUT = "-"
@@ -111,7 +111,9 @@ def _source(options: ImportOptions, framework: "Framework | None") -> "Source":
 
     defines = dict(_defined(each) for each in options.define or ())
     if options.file == STANDARD_INPUT:
-        return read_source(None, FRAMEWORK_FILE.read_stream(sys.stdin.buffer), framework, defines)
+        content = sys.stdin.buffer.read(FRAMEWORK_FILE.most_bytes + 1)
+        text = FRAMEWORK_FILE.decoded(content, "standard input")
+        return read_source(None, text, framework, defines)
     path = Path(options.file or "")
     return read_source(path, FRAMEWORK_FILE.read_text(path), framework, defines)
 
@@ -125,7 +127,7 @@ def _defined(text: str) -> tuple[str, str]:
 
 def _facts(values: Mapping[str, object]) -> Iterable[str]:
     """Yield what is said of the stack's facts as ``--set`` has it."""
-    from meshwright.planner.export import STACK_FACT
+    from meshwright.planner.tables import STACK_FACT
 
     for name, value in values.items():
         if name.startswith(STACK_FACT):
@@ -146,8 +148,8 @@ def _words(values: Mapping[str, object]) -> Given:
 def _explain(imported: "Imported", saved: "SavedPlan") -> None:
     """Print each value of the plan beside where it is from; what nobody says the stack decides."""
     from meshwright.planner.cli.handover import say
-    from meshwright.planner.export import theirs
     from meshwright.planner.importing import Row
+    from meshwright.planner.tables import theirs
     from meshwright.simulator.layout import PLAN_FIELDS
 
     said = {row.name for row in imported.rows}

@@ -3,10 +3,17 @@
 from typing import cast
 
 from meshwright.planner.configuration import yaml_text
-from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
-from meshwright.planner.export.launch import Starter
-from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import remarks
+from meshwright.planner.tables import (
+    Codec,
+    Facts,
+    FileWords,
+    Keys,
+    MissingError,
+    Program,
+    Roles,
+    Starter,
+    remarks,
+)
 from meshwright.simulator import PlanError
 
 FILE = "accelerate.yaml"

@@ -4,8 +4,16 @@ from collections.abc import Mapping
 from typing import cast
 
 from meshwright.planner.configuration import json_keys
-from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, value_of
-from meshwright.planner.export.table import Codec, Program, Roles
+from meshwright.planner.tables import (
+    Codec,
+    Facts,
+    FileWords,
+    Keys,
+    MissingError,
+    Program,
+    Roles,
+    value_of,
+)
 from meshwright.simulator import PlanError
 
 FILE = "ds_config.json"

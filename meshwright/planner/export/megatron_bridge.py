@@ -8,12 +8,26 @@ from collections.abc import Mapping
 from typing import cast
 
 from meshwright.hwprofiles import Precision, ProfileError
-from meshwright.planner.configuration import Recipe, bridge_recipe, read_overrides, said_of_section
 from meshwright.planner.export import megatron_core
-from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, theirs
+from meshwright.planner.export.bridge_overrides import (
+    bridge_recipe,
+    read_overrides,
+    said_of_section,
+)
 from meshwright.planner.export.megatron_core import CODECS
-from meshwright.planner.export.table import Codec, Export, Program, Roles
-from meshwright.planner.export.texts import single_quoted
+from meshwright.planner.export.recipes import Recipe
+from meshwright.planner.tables import (
+    Codec,
+    Export,
+    Facts,
+    FileWords,
+    Keys,
+    MissingError,
+    Program,
+    Roles,
+    single_quoted,
+    theirs,
+)
 from meshwright.simulator import ModelSpec, PlanError, load_model
 
 NULL_TOKENIZER = "NullTokenizer"

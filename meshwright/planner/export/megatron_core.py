@@ -14,9 +14,7 @@ from meshwright.hwprofiles import (
     RecomputeModule,
     StageSplit,
 )
-from meshwright.planner.export.facts import Facts, FileWords, Keys
-from meshwright.planner.export.table import Codec, Roles
-from meshwright.planner.export.texts import layout_text
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Roles, layout_text
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.layout import check_predictions, prediction_place, read_layout
 from meshwright.simulator.schedules import core_group

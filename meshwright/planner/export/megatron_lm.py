@@ -10,10 +10,8 @@ from typing import cast
 
 from meshwright.hwprofiles import Dispatcher, Precision, StageSplit
 from meshwright.planner.export import megatron_core
-from meshwright.planner.export.facts import Facts, FileWords, Keys
 from meshwright.planner.export.megatron_model import MODEL
-from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import flags
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Program, Roles, flags
 from meshwright.simulator import PlanError
 
 # Formats of exp_avg_dtype; the first is that of any other optimizer.

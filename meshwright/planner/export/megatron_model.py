@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
 from meshwright.planner.export.megatron_core import expert_fields
-from meshwright.planner.export.table import Codec, Roles
-from meshwright.planner.export.texts import layer_numbers
+from meshwright.planner.tables import (
+    Codec,
+    Facts,
+    FileWords,
+    Keys,
+    MissingError,
+    Roles,
+    layer_numbers,
+)
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.model import parse_model
 

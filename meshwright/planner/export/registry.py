@@ -18,21 +18,20 @@ from meshwright.planner.export import (
     torchrun,
     torchtitan,
 )
-from meshwright.planner.export.facts import Facts, Keys
-from meshwright.planner.export.launch import (
+from meshwright.planner.reports import SavedPlan, named
+from meshwright.planner.tables import (
+    Export,
+    Facts,
+    Framework,
+    Keys,
     Launch,
+    Program,
     hand_script,
     job_name,
     nodes_of,
     slurm_script,
-)
-from meshwright.planner.export.table import (
-    Export,
-    Framework,
-    Program,
     write_keys,
 )
-from meshwright.planner.reports import SavedPlan, named
 from meshwright.simulator import PlanError, StepResult
 from meshwright.simulator.launching import all_gaps, chosen_tables, refusal_text
 from meshwright.simulator.layout import DP_CP, PLAN_FIELDS

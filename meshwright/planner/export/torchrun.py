@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.hwprofiles import quoted, single_line
-from meshwright.planner.export.facts import Facts, Keys
-from meshwright.planner.export.table import Codec, Export, Program, Roles
+from meshwright.planner.tables import Codec, Export, Facts, Keys, Program, Roles
 
 FILE = "train.py"
 PROGRAM_FILE = Path(__file__).resolve().parents[1] / "data" / "train.py.txt"

@@ -13,9 +13,19 @@ from meshwright.planner.configuration import (
     read_options,
     toml_text,
 )
-from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, spelled
-from meshwright.planner.export.table import Codec, Export, Program, Roles
-from meshwright.planner.export.texts import remarks, tyro_options
+from meshwright.planner.tables import (
+    Codec,
+    Export,
+    Facts,
+    FileWords,
+    Keys,
+    MissingError,
+    Program,
+    Roles,
+    remarks,
+    spelled,
+    tyro_options,
+)
 from meshwright.simulator import PlanError
 
 TOML, COMMAND = "0.2", "0.3"

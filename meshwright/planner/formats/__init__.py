@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from meshwright.planner.export import Program
 from meshwright.planner.formats import hugging_face, llm_foundry, maxtext, nanotron, nemo
 from meshwright.planner.formats.references import resolved
+from meshwright.planner.tables import Program
 
 PROGRAMS: Mapping[str, Program] = {
     **hugging_face.PROGRAMS,

@@ -8,17 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.hwprofiles import FileKind, shown
-from meshwright.planner.export import (
-    FRAMEWORKS,
-    Codec,
-    Codecs,
-    Facts,
-    FileWords,
-    Keys,
-    MissingError,
-    Program,
-    Roles,
-)
+from meshwright.planner.export import FRAMEWORKS, Keys
 from meshwright.planner.formats.included import CONFIG, MARK, with_included
 from meshwright.planner.formats.launched import Spelling, with_accelerate
 from meshwright.planner.formats.precisions import (
@@ -37,6 +27,7 @@ from meshwright.planner.formats.precisions import (
     sharded_precision,
     switch,
 )
+from meshwright.planner.tables import Codec, Codecs, Facts, FileWords, MissingError, Program, Roles
 from meshwright.simulator import PlanError, load_model
 
 HUB_FILE = Path(__file__).resolve().parents[1] / "data" / "hub_models.csv"

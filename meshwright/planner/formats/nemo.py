@@ -7,7 +7,8 @@ language_modeling), commit 8cfedd72.
 from collections.abc import Mapping
 
 from meshwright.hwprofiles import Precision
-from meshwright.planner.export import MEGATRON_CODECS, Codec, Facts, FileWords, Keys, Program, Roles
+from meshwright.planner.export import MEGATRON_CODECS, Keys
+from meshwright.planner.tables import Codec, Facts, FileWords, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 
@@ -37,6 +38,20 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     vocabulary = _vocabulary(keys, facts)
     if vocabulary is None:
         return {}
+    found = _dense(keys, facts, words) | {"vocab_size": vocabulary}
+    if found["positions"] == "rotary":
+        found["rotary_fraction"] = keys.get(f"{MODEL}rotary_percentage", 1.0)
+    if (number := keys.get(f"{MODEL}num_moe_experts")) is not None:
+        found["experts"] = {
+            "num_experts": number,
+            "experts_per_token": keys.get(f"{MODEL}moe_router_topk", 2),
+            "hidden_size": found["ffn_hidden_size"],
+        }
+    return {"model": parse_model(found, origin="model of nemo")}
+
+
+def _dense(keys: Keys, facts: Facts, words: FileWords) -> dict[str, object]:
+    """Return the facts of a model without experts, but its vocabulary."""
     width, heads = (_size(keys, name, words) for name in ("hidden_size", "num_attention_heads"))
     activation = _choice(keys, "activation", "gelu", tuple(ACTIVATIONS), words)
     positions = POSITIONS[
@@ -44,7 +59,7 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     ]
     bias = keys.get(f"{MODEL}bias", True)
     dropouts = (keys.get(MODEL + name, 0.1) for name in ("hidden_dropout", "attention_dropout"))
-    found: dict[str, object] = {
+    return {
         "name": "nemo-gpt",
         "num_layers": _size(keys, "num_layers", words),
         "hidden_size": width,
@@ -52,7 +67,6 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         "num_kv_heads": _given(keys, "num_query_groups", heads),
         "head_dim": _given(keys, "kv_channels", width // heads),
         "ffn_hidden_size": _size(keys, "ffn_hidden_size", words),
-        "vocab_size": vocabulary,
         "seq_len": facts.get("seq_len") or words.whole(keys, f"{MODEL}encoder_seq_length", 512),
         "positions": positions,
         "norm": NORMS[_choice(keys, "normalization", "layernorm", tuple(NORMS), words)],
@@ -65,15 +79,6 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         "dropout": any(dropouts),
         "source": "a configuration of NeMo",
     }
-    if positions == "rotary":
-        found["rotary_fraction"] = keys.get(f"{MODEL}rotary_percentage", 1.0)
-    if (number := keys.get(f"{MODEL}num_moe_experts")) is not None:
-        found["experts"] = {
-            "num_experts": number,
-            "experts_per_token": keys.get(f"{MODEL}moe_router_topk", 2),
-            "hidden_size": found["ffn_hidden_size"],
-        }
-    return {"model": parse_model(found, origin="model of nemo")}
 
 
 def _check_defaults(keys: Keys, words: FileWords) -> None:

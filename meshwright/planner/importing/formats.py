@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 
 from meshwright.hwprofiles import FieldEntry, FrameworkProfile, load_framework, shown, suggestion
 from meshwright.planner.configuration import Effect, Option
-from meshwright.planner.export import FRAMEWORKS, Framework, spelled
+from meshwright.planner.export import FRAMEWORKS
 from meshwright.planner.formats import PROGRAMS
 from meshwright.planner.importing.reading import options_of
+from meshwright.planner.tables import Framework, spelled
 from meshwright.simulator import PlanError
 
 FORMATS: Mapping[str, Framework] = {

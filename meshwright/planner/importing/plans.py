@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.hwprofiles import list_stacks, load_stack
-from meshwright.planner.export import Facts, theirs
 from meshwright.planner.importing.models import built_in_name, differences
 from meshwright.planner.importing.reading import (
     Complaint,
@@ -16,6 +15,7 @@ from meshwright.planner.importing.reading import (
 )
 from meshwright.planner.importing.sources import Source
 from meshwright.planner.options import option_name, option_of
+from meshwright.planner.tables import Facts, theirs
 from meshwright.simulator import MistakesError, ModelSpec, load_model
 
 # The option of a value that is of the job, and what it is asked for with.

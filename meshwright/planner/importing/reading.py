@@ -19,14 +19,8 @@ from meshwright.hwprofiles import (
     nearest_names,
     shown,
 )
-from meshwright.planner.configuration import (
-    Effect,
-    Option,
-    Takes,
-    Unknown,
-    load_options,
-)
-from meshwright.planner.export import (
+from meshwright.planner.configuration import Effect, Option, Takes, Unknown, load_options
+from meshwright.planner.tables import (
     ANY,
     Codecs,
     Facts,

@@ -21,7 +21,6 @@ from meshwright.planner.configuration import (
     read_options,
     read_yaml,
 )
-from meshwright.planner.export import Framework
 from meshwright.planner.importing.formats import FORMATS
 from meshwright.planner.importing.reading import mistake
 from meshwright.planner.importing.sources import (
@@ -35,6 +34,7 @@ from meshwright.planner.importing.sources import (
     of_document,
     recognised,
 )
+from meshwright.planner.tables import Framework
 from meshwright.simulator import PlanError
 
 if TYPE_CHECKING:

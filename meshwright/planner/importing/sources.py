@@ -15,10 +15,10 @@ from meshwright.planner.configuration import (
     read_toml,
     read_yaml,
 )
-from meshwright.planner.export import Framework
 from meshwright.planner.formats import resolved
 from meshwright.planner.importing.formats import FORMATS
 from meshwright.planner.importing.reading import options_of
+from meshwright.planner.tables import Framework
 from meshwright.simulator import PlanError
 
 READERS = {"yaml": read_yaml, "json": read_json, "toml": read_toml}
@@ -68,8 +68,8 @@ def kind_of(path: Path | None, text: str, framework: Framework | None) -> str:
     if first.startswith("{"):
         return "json"
     if framework is not None and framework.profile.format in READERS:
-        own = framework.profile.format
-        return own if own != "toml" or "=" in text.partition("[")[2] else SCRIPT
+        starts = any(each in text for each in framework.profile.programs)
+        return SCRIPT if starts else framework.profile.format
     if re.fullmatch(r"\[[\w.-]+\]", first):
         return "toml"
     return "yaml" if re.fullmatch(r"[\w.-]+:( .*)?", first) else SCRIPT

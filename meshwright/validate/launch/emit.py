@@ -6,9 +6,9 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
-from meshwright.planner.export import Launch, hand_script, job_name, slurm_script
-from meshwright.planner.export import nodes_of as nodes_of_ranks
 from meshwright.planner.reports import SavedPlan, json_text, plan_document
+from meshwright.planner.tables import Launch, hand_script, job_name, slurm_script
+from meshwright.planner.tables import nodes_of as nodes_of_ranks
 from meshwright.validate.launch.spec import RunSpec, write_spec
 from meshwright.validate.ranks import num_processes
 

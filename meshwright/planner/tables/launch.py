@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.planner.export.texts import remarks
+from meshwright.planner.tables.texts import remarks
 from meshwright.simulator import PlanError
 
 PORT = 29500  # torchrun's own

@@ -9,14 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshwright.hwprofiles import ProfileError, shown
-from meshwright.planner.configuration.options import (
+from meshwright.planner.configuration import (
     Options,
     OptionWord,
     Unknown,
     load_options,
     read_options,
 )
-from meshwright.planner.configuration.recipes import Recipe, load_recipes
+from meshwright.planner.export.recipes import Recipe, load_recipes
 
 Keys = dict[str, object]
 RECIPES = "megatron-bridge-0.6"

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable
 
 from meshwright.hwprofiles import single_line
-from meshwright.planner.export.facts import Keys
+from meshwright.planner.tables.facts import Keys
 
 # A list of digits, and how often it is repeated, as "[0,1]*12".
 LISTS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")

@@ -16,8 +16,8 @@ from meshwright.hwprofiles import (
     FrameworkTable,
 )
 from meshwright.planner.configuration import Options, OptionWord
-from meshwright.planner.export.facts import Facts, FileWords, Keys, spelled
-from meshwright.planner.export.launch import Starter
+from meshwright.planner.tables.facts import Facts, FileWords, Keys, spelled
+from meshwright.planner.tables.launch import Starter
 
 Roles: TypeAlias = Mapping[str, str]
 """Keys of a framework, by what they are to a codec."""
