@@ -80,7 +80,7 @@ R=N; torchrun ${!R} $'tab\there' "q\"uo\$te" 'a'"b"c\ d {1,2}x a{b,c}{d,e} {1..4
     "functions": r"""
 scale=3
 launch() {
-    local n=$1 scale=5; shift
+    local n=$1 scale=$((scale + 2)) m=$n; local n=$n$m; n=$1; shift
     if [ $# -eq 0 ]; then return 1; fi
     torchrun --n $n --scale $scale "$@" $# $*
     last=$n
@@ -264,6 +264,7 @@ def test_a_sourced_file_beside_the_script_is_read_and_no_other(tmp_path: Path) -
 
 UNKNOWN = {
     "T=$GPUS_PER_NODE\ntorchrun a $T": "$GPUS_PER_NODE at line 1 is not set in the file; give it with --define GPUS_PER_NODE=8",
+    'torchrun a "${ARGS[@]}"': '$ARGS at line 1 is not set in the file; give it with --define ARGS=""',
     "\ntorchrun a $EXTRA_ARGS": '$EXTRA_ARGS at line 2 is not set in the file; give it with --define EXTRA_ARGS=""',
     "torchrun a --tp=$1": "$1 at line 1 is not set in the file; give it with --define 1=VALUE",
     "N=$(nproc)\ntorchrun a $((N * 2))": "$N at line 1: $(nproc) at line 1 is not executed here; give it with --define N=VALUE",

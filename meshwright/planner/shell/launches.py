@@ -322,6 +322,8 @@ def _whole(word: Word | None, absent: int | None) -> int | None:
 def _counted_deepspeed(own: Mapping[str, Word | None]) -> Count:
     nodes, ranks = own.get("num-nodes"), own.get("num-gpus")
     include = own.get("include")
+    if "exclude" in own:
+        return Count()
     if include is not None and not include.unknown:
         hosts = [each.partition(":")[2].split(",") for each in include.text.split("@")]
         sizes = {len([each for each in slots if each]) for slots in hosts}
