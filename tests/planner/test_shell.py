@@ -75,7 +75,7 @@ if (( A > 3 && B )); then torchrun yes; fi
 P=/data/models/llama-3.tar.gz; N=llama3-8b
 torchrun ${P##*/} ${P%.*} ${P%%.*} ${P#*/} ${N/8b/70b} ${N//l/L} ${N/#lla/X} ${N/%8b/} ${N:0:5} ${N:3} ${N: -2} ${#N}
 torchrun ${N^^} ${N^} ${N,,} ${N:+set} ${M:+set} ${M+set} "${N+a b}" ${M:-"x  y" z} "${M:-x  y}" ${P//\//_} ${P/[a-m]*\//-}
-R=N; torchrun ${!R} $'tab\there' "q\"uo\$te" 'a'"b"c\ d {1,2}x a{b,c}{d,e} {1..4} {3..1} ~x 2>/dev/null
+R=N; torchrun ${!R} $'tab\there' "q\"uo\$te" 'a'"b"c\ d {1,2}x a{b,c}{d,e} {a,b}{c,d} {1..4} {3..1} ~x 2>/dev/null
 """,
     "functions": r"""
 scale=3
@@ -271,6 +271,7 @@ UNKNOWN = {
     "if [ $MODE = big ]; then TP=8; else TP=4; fi\ntorchrun a $TP": "$TP depends on a test: $MODE at line 1 is not set in the file; give it with --define MODE=VALUE",
     "A=(x); [ -f conf ] && A+=(--fp8)\ntorchrun a ${A[1]}": "$A depends on a test: the test `-f conf` at line 1 asks for what is not in the file; give it with --define A=VALUE",
     "for i in $LIST; do TP=$i; done; torchrun a $TP": "$TP depends on a test: $LIST at line 1 is not set in the file; give it with --define LIST=VALUE",
+    "A=$(printf '%s ' 1 2); torchrun a $A": "$A at line 1: $(printf '%s ' 1 2) at line 1 is not executed here; give it with --define A=VALUE",
     "while read -r TP; do :; done < f; torchrun a $TP": "$TP at line 1 is read from outside the file; give it with --define TP=VALUE",
 }
 

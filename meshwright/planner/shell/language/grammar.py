@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # What a part that is no bash lacks the end of, most often.
 OPENING = {"if", "for", "while", "until", "case", "{", "(", "[", "[[", "((", "$(", "${", "`", '"'}
-PLACEHOLDER = re.compile(r"<\w[^<>]*>")  # VOCAB=<Specify path>
+PLACEHOLDER = re.compile(r"(?<!<)<\w[^<>]*>")  # VOCAB=<Specify path>
 MOST_BYTES = 250_000
 
 

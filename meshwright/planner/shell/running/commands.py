@@ -135,9 +135,10 @@ def run_words(shell: Interpreter, words: Sequence[Field], text: Text | None, pla
     call = Call(shell, words, [each.text for each in words[1:]], text, place)
     if name in PRINTING and shell.output is not None:
         printed = PRINTING[name](call)
-        if printed is not None:
-            shell.output.append(printed)
-            return True
+        if printed is None:
+            return _external(shell, words, text, place)
+        shell.output.append(printed)
+        return True
     builtin = RUNNING.get(name) or BUILTINS.get(name)
     if builtin is not None:
         return builtin(call)
