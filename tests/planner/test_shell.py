@@ -308,6 +308,8 @@ REFUSED = {
     "A=1\nif true; then\ntorchrun x": "line 2: this is not read as bash",
     "P=<path of data>\ntorchrun x": r"line 1: '<path of data>' is to be filled in",
     "torchrun --nproc_per_nod 8 a.py": "line 1: torchrun has no option '--nproc_per_nod'; nearest: nproc-per-node",
+    "torchrun $ARGS train.py": r"line 1: what torchrun starts is not known: \$ARGS at line 1",
+    "srun $ARGS torchrun train.py": r"line 1: what srun starts is not known: \$ARGS at line 1",
     "$CMD train.py": r"line 1: which command runs is not known: \$CMD",
 }
 
