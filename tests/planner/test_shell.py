@@ -304,6 +304,7 @@ REFUSED = {
     "pip install x; python tools/preprocess_data.py": r"tools/preprocess_data.py:1 trains nothing",
     "torchrun a.py 1; torchrun a.py 2": r"starts 2 programs: a.py:1, a.py:1",
     "if [ $X = 1 ]; then torchrun train.py; fi": r"line 1: whether torchrun runs is not known: \$X at line 1",
+    "[ $X = 1 ] && { export A=1; torchrun a.py; } || { export A=2; torchrun a.py; }": r"whether torchrun runs is not known: \$X",
     "if [ $# -lt 1 ]; then exit 1; fi\ntorchrun a.py": r"it ends at line 1 \(exit\)",
     "A=1\nif true; then\ntorchrun x": "line 2: this is not read as bash",
     "P=<path of data>\ntorchrun x": r"line 1: '<path of data>' is to be filled in",
