@@ -183,10 +183,14 @@ def _run(words: list[str]) -> int:
         return 0
     from meshwright.hwprofiles import ProfileError
     from meshwright.planner.options import run_command_line
-    from meshwright.simulator import PlanError
+    from meshwright.simulator import MistakesError, PlanError
 
     try:
         return run_command_line(COMMANDS, _command, words)
+    except MistakesError as errors:
+        for message in errors.messages:
+            complain(message, USER_MISTAKE)
+        return USER_MISTAKE
     except (PlanError, ProfileError) as error:
         return complain(str(error), USER_MISTAKE)
 
@@ -212,7 +216,7 @@ def _command(name: str) -> Callable[..., int]:
 def _planning(name: str) -> "tuple[Callable[..., int], tuple[type | OptionGroup, ...]]":
     """Return a command that needs no PyTorch, and its options."""
     from meshwright.planner import options
-    from meshwright.planner.cli import commands, explanations, handover
+    from meshwright.planner.cli import commands, explanations, handover, importer
 
     if name == "sweep":
         from meshwright.planner.sweep import run_sweep
@@ -236,7 +240,7 @@ def _planning(name: str) -> "tuple[Callable[..., int], tuple[type | OptionGroup,
             (options.WordOptions, shared, layout, limits, output),
         ),
         "export": (handover.run_export, (options.ExportOptions,)),
-        "import": (handover.run_import, (options.ImportOptions, layout, replication)),
+        "import": (importer.run_import, (options.ImportOptions, layout, replication)),
         "matmul": (commands.run_matmul, (options.MatmulOptions, output)),
         "models": (commands.run_models, (options.NameOptions,)),
         "clusters": (commands.run_clusters, (options.ProfileOptions,)),

@@ -58,7 +58,8 @@ ALLOWED: dict[str, str] = {
     "planner.presentation": "compare plots reports search",
     "planner.explain": "changes compare reports search",
     "planner.export": "configuration reports",
-    "planner.importing": "configuration export reports shell",
+    "planner.formats": "configuration export",
+    "planner.importing": "configuration export formats reports shell",
     "planner.cli": "changes compare configuration explain export importing largest matmul options "
     "reports search space",
     "planner.sweep": "cli options plots presentation reports search space",

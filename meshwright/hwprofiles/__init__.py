@@ -14,7 +14,6 @@ from meshwright.hwprofiles.complaints import (
     shown_text,
     single_line,
     suggestion,
-    toml_key,
 )
 from meshwright.hwprofiles.conditions import (
     Condition,
@@ -30,6 +29,7 @@ from meshwright.hwprofiles.facts import (
     changed_facts,
     fact_keys,
     profile_toml,
+    toml_table,
     with_facts,
 )
 from meshwright.hwprofiles.framework_schema import (
@@ -211,6 +211,6 @@ __all__ = [
     "stacks_with",
     "suggestion",
     "to_ps",
-    "toml_key",
+    "toml_table",
     "with_facts",
 ]

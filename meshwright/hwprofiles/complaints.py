@@ -189,15 +189,6 @@ def quoted(text: str) -> str:
     return "".join(each if each.isprintable() else _escape(each) for each in basic)
 
 
-def toml_key(word: str) -> str:
-    """Return *word* as a key of TOML, quoted where a dot in it would begin a table.
-
-    >>> print(toml_key("flash-2"), toml_key("flash-2.5"))
-    flash-2 "flash-2.5"
-    """
-    return word if re.fullmatch(r"[A-Za-z0-9_-]+", word) else quoted(word)
-
-
 def _escape(character: str) -> str:
     code = ord(character)
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -4,11 +4,12 @@ A key is written as the fact stands in its file, after the name of the table or 
 ``loss``, ``fitted.kernel_gap``, ``devices_per_node``, ``device.gemm.plateau_fraction``,
 ``inter_node.bandwidth``.  A list counts from 1: ``intra_node.collectives.1.busbw``.
 """
+# ruff: noqa: PLC0415 (few commands write TOML)
 
-import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -19,7 +20,6 @@ from meshwright.hwprofiles.complaints import (
     quoted,
     shown,
     suggestion,
-    toml_key,
 )
 from meshwright.hwprofiles.loader import list_clusters, list_stacks, load_cluster, load_stack
 from meshwright.hwprofiles.schema import Cluster
@@ -30,6 +30,9 @@ from meshwright.hwprofiles.units import (
     format_flops_per_s,
     format_time,
 )
+
+if TYPE_CHECKING:
+    from tomlkit.items import SingleKey, Table
 
 R = TypeVar("R", bound=Profile)
 
@@ -119,49 +122,97 @@ def profile_toml(profile: Profile) -> str:
     >>> print(profile_toml(load_cluster("dgx-a100").host_link).splitlines()[2])
     bandwidth = "32 GB/s per direction"
     """
-    return "".join(f"{line}\n" for line in _lines(profile, ""))
+    lines = []  # each of its own: tomlkit takes seconds for hundreds of dotted keys in one document
+    for words, value in _facts(profile, ()):
+        key = ".".join(_toml_key(word).as_string() for word in words)
+        is_given = value is not None
+        lines.append(f"{key} = {_on_a_line(value)}" if is_given else f"# {key} is not given")
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _lines(profile: Profile, prefix: str) -> Iterator[str]:
+def toml_table(table: Mapping[str, object]) -> "Table":
+    r"""Return tables in tables as TOML, each with a header of its own.
+
+    What is not printable is escaped, so that the text is safe to show.
+
+    >>> print(toml_table({"a": {"b": 1, "c": ["x\n"]}, "d": 2}).as_string(), end="")
+    d = 2
+    <BLANKLINE>
+    [a]
+    b = 1
+    c = ["x\n"]
+    """
+    import tomlkit
+
+    return cast("Table", tomlkit.item(_toml_words(table)))
+
+
+def _toml_words(value: object) -> Any:  # noqa: ANN401
+    """Return *value* with its texts as tomlkit's, escaped as `quoted` does."""
+    from tomlkit.items import String, StringType, Trivia
+
+    if isinstance(value, Mapping):
+        return {_toml_key(key): _toml_words(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_toml_words(each) for each in value]
+    if isinstance(value, str):
+        return String(StringType.SLB, value, quoted(value)[1:-1], Trivia())
+    return value
+
+
+def _toml_key(word: str) -> "SingleKey":
+    from tomlkit.items import KeyType, SingleKey
+
+    if re.fullmatch(r"[A-Za-z0-9_-]+", word):
+        return SingleKey(word)
+    return SingleKey(word, t=KeyType.Basic, original=quoted(word))
+
+
+def _on_a_line(value: object) -> str:
+    """Return a value as TOML, its tables in braces."""
+    import tomlkit
+
+    if isinstance(value, list):
+        return f"[{', '.join(map(_on_a_line, value))}]"
+    if isinstance(value, Mapping):
+        items = (f" {_toml_key(key).as_string()} = {_on_a_line(value[key])}" for key in value)
+        return f"{{{','.join(items)}{' ' if value else ''}}}"
+    return str(tomlkit.item(_toml_words(value)).as_string())
+
+
+def _facts(profile: Profile, before: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Yield the words of the key of each fact, and its value as a file has it."""
     for name, field in type(profile).model_fields.items():
-        key, value = field.alias or name, getattr(profile, name)
-        kind = _annotation(type(profile), name)
+        value, kind = getattr(profile, name), _annotation(type(profile), name)
+        words = (*before, *(field.alias or name).split("."))
         if isinstance(value, Profile):
-            yield from _lines(value, f"{prefix}{key}.")
+            yield from _facts(value, words)
         elif isinstance(value, Mapping) and value:
             for word, item in value.items():
-                inner = f"{prefix}{key}.{toml_key(word)}"
                 if isinstance(item, Profile):
-                    yield from _lines(item, f"{inner}.")
+                    yield from _facts(item, (*words, word))
                 else:
-                    yield f"{inner} = {_written(get_args(kind)[-1], item)}"
-        elif value is None:
-            yield f"# {prefix}{key} is not given"
+                    yield (*words, word), _written(get_args(kind)[-1], item)
         else:
-            yield f"{prefix}{key} = {_written(kind, value)}"
+            yield words, _written(kind, value)
 
 
-def _written(kind: object, value: object) -> str:
-    """Return *value* of a field of type *kind* as TOML: the shortest text that is read so."""
+def _written(kind: object, value: object) -> object:
+    """Return *value* of a field of type *kind* as in a file: the shortest that is read so."""
     if isinstance(value, tuple):
-        return f"[{', '.join(_written(get_args(kind)[0], item) for item in value)}]"
+        return [_written(get_args(kind)[0], item) for item in value]
     if isinstance(value, Profile):
-        return f"{{ {', '.join(_lines(value, ''))} }}"
-    if isinstance(value, Mapping):
-        return "{}"
-    if isinstance(value, str):
-        return quoted(value)
-    plain = json.dumps(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return plain
+        return {".".join(words): item for words, item in _facts(value, ())}
+    if isinstance(value, Mapping | bool) or not isinstance(value, int | float):
+        return value
     sizes = [*(write(value) for write in LEGIBLE), *(f"{value!r} {unit}" for unit in EXACT)]
-    texts = [f'"{size}{direction}"' for size in sizes for direction in ("", " per direction")]
-    return next(text for text in (plain, *texts) if _reads_as(kind, text, value))
+    texts = [f"{size}{direction}" for size in sizes for direction in ("", " per direction")]
+    return next(each for each in (value, *texts) if _reads_as(kind, each, value))
 
 
-def _reads_as(kind: object, text: str, value: object) -> bool:
+def _reads_as(kind: object, written: object, value: object) -> bool:
     try:
-        return _read(kind, _toml_value(text)) == value
+        return _read(kind, written) == value
     except ValidationError:
         return False
 

@@ -3,10 +3,10 @@
 Exporters, importers and the search read the same tables: a value that leaves one leaves all three.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, TypeAlias, cast
+from typing import Annotated, Literal, TypeAlias, cast
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -19,6 +19,8 @@ UNSET = "unset"  # a field that is None, where a file has no null
 NULL = "null"  # the same of a framework's own value
 OTHERWISE = "otherwise"  # the last of several conditions
 
+Format: TypeAlias = Literal["options", "overrides", "yaml", "json", "toml"]
+"""How a framework is told: by options or ``KEY=VALUE`` of a command, or by a file."""
 Theirs: TypeAlias = Flag | Annotated[int, Field(strict=True)] | str | list[str]
 """A value as a framework has it."""
 Told: TypeAlias = Theirs | dict[str, Theirs]
@@ -64,6 +66,7 @@ class FieldEntry(Profile):
         beside: Keys that are written beside, and on which no layout depends.
         codec: Name of the code that writes or reads what is irregular.
         fields: Further fields of which the codec tells.
+        asks: Whether it is asked for where a file does not say it: the user's own script does.
         why: By which rule, and which version has it.
     """
 
@@ -86,6 +89,7 @@ class FieldEntry(Profile):
     beside: dict[str, Theirs] = Field(default_factory=dict)
     codec: str = ""
     fields: tuple[str, ...] = ()
+    asks: Flag = False
     why: str = ""
 
     @property
@@ -138,6 +142,9 @@ class FrameworkTable(Profile):
         launches: Patterns of the names of stacks whose plans it trains in any case.
         when: Which plans of other stacks it trains.
         told_by: Values by which a file of it is known.
+        options: Files of options that its configuration, or its command, may hold.
+        sections: Frameworks whose configurations stand in sections of it, or in files that these
+            name, by the sections: their keys are read as those frameworks read them.
         notes: What is to be said of such an export.
         model_facts: Facts of a model that it is told; all others must be as usual.  Where there are
             none nothing is asked of a model.
@@ -152,6 +159,8 @@ class FrameworkTable(Profile):
     launches: tuple[str, ...] = ()
     when: str = ""
     told_by: dict[str, Theirs] = Field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    sections: dict[Name, Name] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
     model_facts: tuple[str, ...] = ()
     fields: dict[str, FieldEntry] = Field(default_factory=dict)
@@ -178,8 +187,11 @@ class FrameworkProfile(Profile):
         name: As ``--to`` and ``--from`` have it.
         title: In words.
         source: Which release, or revision, the words are of.
-        suffixes: Of files that it reads.
-        harmless: Patterns of keys that leave a layout as it is.
+        format: Of the configurations that it reads; none where it only writes.
+        known_by: Keys, or sections, one of which a configuration of it has.
+        programs: Patterns of the programs, or modules, that a script of it starts.
+        is_written: Whether plans are handed to it.
+        has_references: Whether values of its files may name other keys: ``${section.key}``.
         has_options: Whether its keys are options of a command: a switch that is off is left out.
         tables: Of its versions and engines; the first that goes with a plan is its.
     """
@@ -187,8 +199,11 @@ class FrameworkProfile(Profile):
     name: Name
     title: Text
     source: Text
-    suffixes: tuple[str, ...] = ()
-    harmless: tuple[str, ...] = ()
+    format: Format | None = None
+    known_by: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+    is_written: Flag = True
+    has_references: Flag = False
     has_options: Flag = False
     tables: dict[Name, FrameworkTable] = Field(min_length=1)
 
@@ -268,9 +283,12 @@ def _checked(data: Mapping[str, object], file: str) -> FrameworkProfile:
     common: dict[str, object] = {} if shared is None else _read(f"frameworks/shared/{shared}.toml")
     if own.get("has_options") is True:
         common = _as_options(common)
-    common = _merged(common, {key: own.pop(key) for key in TABLE_KEYS if key in own})
+    usual = {key: own.pop(key) for key in TABLE_KEYS if key in own}
     tables = cast("Mapping[str, Mapping[str, object]]", own.pop("tables", {"all": {}}))
-    own["tables"] = {name: _merged(common, table) for name, table in tables.items()}
+    own["tables"] = {
+        name: _merged(_merged(_with_sections(common, table), usual), table)
+        for name, table in tables.items()
+    }
     try:
         return FrameworkProfile.model_validate(own, context=FROM_FILE)
     except ValidationError as error:
@@ -288,36 +306,56 @@ def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str,
     return merged
 
 
+def _with_sections(common: Mapping[str, object], table: Mapping[str, object]) -> dict[str, object]:
+    """Return *common* with what other frameworks are told in sections of a table."""
+    merged = dict(common)
+    for section, name in cast("Mapping[str, str]", table.get("sections", {})).items():
+        other = _read(f"frameworks/{name}.toml")
+        told = {key: each for key, each in other.items() if key in ("fields", "held", "refused")}
+        merged = _merged(merged, _renamed(told, f"{section}.{{}}".format))
+    return merged
+
+
 def _as_options(table: Mapping[str, object]) -> dict[str, object]:
     """Return a table with keys of sections as options of a command."""
+    return _renamed(table, _option)
+
+
+Rename: TypeAlias = Callable[[str], str]
+
+
+def _renamed(table: Mapping[str, object], rename: Rename) -> dict[str, object]:
+    """Return a table with other names of the framework's keys."""
     found = dict(table)
     fields = cast("Mapping[str, dict[str, object]]", table.get("fields", {}))
-    found["fields"] = {name: _entry_as_options(entry) for name, entry in fields.items()}
+    found["fields"] = {name: _renamed_entry(entry, rename) for name, entry in fields.items()}
     held = cast("Mapping[str, object]", table.get("held", {}))
-    found["held"] = {_option(key): value for key, value in held.items()}
+    found["held"] = {rename(key): value for key, value in held.items()}
     return found
 
 
-def _entry_as_options(entry: Mapping[str, object]) -> dict[str, object]:
+def _renamed_entry(entry: Mapping[str, object], rename: Rename) -> dict[str, object]:
     found = dict(entry)
     if "key" in entry:
-        found["key"] = _option(str(entry["key"]))
+        found["key"] = rename(str(entry["key"]))
     if "keys" in entry:
         keys = cast("Mapping[str, str]", entry["keys"])
-        found["keys"] = {role: _option(key) for role, key in keys.items()}
+        found["keys"] = {role: rename(key) for role, key in keys.items()}
+    if "further_keys" in entry:
+        found["further_keys"] = [*map(rename, cast("list[str]", entry["further_keys"]))]
     if "values" in entry:
         values = cast("Mapping[str, object]", entry["values"])
-        found["values"] = {ours: _keys_as_options(theirs) for ours, theirs in values.items()}
+        found["values"] = {ours: _renamed_keys(theirs, rename) for ours, theirs in values.items()}
     for name in ("beside", "absent"):
         if name in entry:
-            found[name] = _keys_as_options(entry[name])
+            found[name] = _renamed_keys(entry[name], rename)
     return found
 
 
-def _keys_as_options(value: object) -> object:
+def _renamed_keys(value: object, rename: Rename) -> object:
     if not isinstance(value, Mapping):
         return value
-    return {_option(str(key)): each for key, each in value.items()}
+    return {rename(str(key)): each for key, each in value.items()}
 
 
 def _option(key: str) -> str:

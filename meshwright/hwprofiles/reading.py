@@ -14,14 +14,15 @@ import stat
 import tomllib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from meshwright.hwprofiles.complaints import ProfileError, shown, shown_path
 
+Items = list[tuple[str, object]]
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_DIGITS = 30
 # Traces pack to a tenth or a thirtieth; what unpacks to a thousand times its size is made to.
@@ -64,16 +65,31 @@ class FileKind:
         """
         return self._decoded(self._content(path), shown_path(path))
 
+    def read_stream(self, stream: BinaryIO) -> str:
+        """Return the text of a stream, such as standard input; raises as `read_text`."""
+        content = stream.read(self.most_bytes + 1)
+        if len(content) > self.most_bytes:
+            raise self.error(f"too large for {self._a}; allowed: at most {self.most_bytes:,} bytes")
+        return self._decoded(content, "standard input")
+
     def read_json(self, path: Path) -> object:
         """Return what a JSON file holds; raises as `read_text`."""
         return self.parse_json(self.read_text(path), shown_path(path))
 
-    def parse_json(self, text: str, file: str) -> object:
-        """Return what a JSON text of *file* holds; raises as `read_text`."""
+    def parse_json(
+        self, text: str, file: str, table: Callable[[Items], object] | None = None
+    ) -> object:
+        """Return what a JSON text of *file* holds; raises as `read_text`.
+
+        Args:
+            text: Of the file.
+            file: Its name, for errors.
+            table: Makes an object of its names and values, in which then a name may stand twice.
+        """
         try:
             if not self.is_exact:
                 return json.loads(text)
-            document = json.loads(text, object_pairs_hook=_unique)
+            document = json.loads(text, object_pairs_hook=table or _unique)
             mistake = _mistaken_number(document)
         except json.JSONDecodeError as error:
             place = f"line {error.lineno} column {error.colno}"
@@ -92,19 +108,25 @@ class FileKind:
 
     def parse_toml(self, content: bytes, file: str) -> dict[str, object]:
         """Return what a TOML text of *file* holds; raises as `read_text`."""
-        text = self._decoded(content, file)
+        document = self.load_toml(self._decoded(content, file), file)
+        try:
+            mistake = _mistaken_number(document)
+        except RecursionError:
+            raise self.error(f"{file}: not valid TOML: nested too deeply") from None
+        if mistake is not None:
+            raise self.error(f"{file}: {mistake}")
+        return document
+
+    def load_toml(self, text: str, file: str) -> dict[str, object]:
+        """Return what a TOML text holds, whatever its numbers; raises as `read_text`."""
         try:
             if _DEEP_KEY.search(text):
                 raise RecursionError
-            document = tomllib.loads(text)
-            mistake = _mistaken_number(document)
+            return tomllib.loads(text)
         except RecursionError:
             raise self.error(f"{file}: not valid TOML: nested too deeply") from None
         except ValueError as error:
             raise self.error(f"{file}: not valid TOML: {_short_limit(error)}") from None
-        if mistake is not None:
-            raise self.error(f"{file}: {mistake}")
-        return document
 
     def parse_table(self, text: str, file: str) -> tuple[Sequence[str], Iterator[Line]]:
         """Return the columns of a CSV text of *file* and its lines; raises as `read_text`."""
@@ -173,7 +195,7 @@ class FileKind:
         return f"a {self.title}"
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique(pairs: Items) -> dict[str, object]:
     document = dict(pairs)
     if len(document) < len(pairs):
         ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)

@@ -5,7 +5,12 @@ from meshwright.simulator.blocks import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.chrome_trace import write_chrome_trace
 from meshwright.simulator.costs import COMMUNICATION, Category, Cost, CostModel
 from meshwright.simulator.engine import StepTimes, StepWork, simulate_folded, simulate_unfolded
-from meshwright.simulator.errors import DeadlockError, PlanError, TooManyTasksError
+from meshwright.simulator.errors import (
+    DeadlockError,
+    MistakesError,
+    PlanError,
+    TooManyTasksError,
+)
 from meshwright.simulator.layout import (
     Axis,
     Mesh,
@@ -51,6 +56,7 @@ __all__ = [
     "DeadlockError",
     "MemoryResult",
     "Mesh",
+    "MistakesError",
     "ModelSpec",
     "ParallelPlan",
     "ParameterServer",

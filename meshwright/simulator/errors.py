@@ -1,8 +1,22 @@
 """Errors this package raises on purpose."""
 
+from collections.abc import Iterable
+
 
 class PlanError(ValueError):
     """A model, job or plan that can never run; the message is one line for the user."""
+
+
+class MistakesError(PlanError):
+    """Several mistakes of one file, a line each."""
+
+    def __init__(self, messages: Iterable[str]) -> None:
+        self.messages = tuple(messages)
+        super().__init__("\n".join(self.messages))
+
+    def of_file(self, file: str) -> "MistakesError":
+        """Return the same mistakes, each with the file's name before it."""
+        return MistakesError(f"{file}: {each}" for each in self.messages)
 
 
 class TooManyTasksError(PlanError):

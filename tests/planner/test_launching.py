@@ -1,6 +1,7 @@
 """Limits of frameworks hold of exactly the plans that their exporters refuse, over whole spaces."""
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,16 +12,24 @@ import pytest
 from numpy.typing import NDArray
 
 from meshwright import main
-from meshwright.hwprofiles import list_stacks, load_cluster, load_framework, load_stack
-from meshwright.planner.cli import handover
-from meshwright.planner.export import FRAMEWORKS, Facts, export_plan, read_framework_file
+from meshwright.hwprofiles import Strategy, list_stacks, load_cluster, load_framework, load_stack
+from meshwright.planner.cli import importer
+from meshwright.planner.configuration import read_toml
+from meshwright.planner.export import FRAMEWORKS, Facts, export_plan
+from meshwright.planner.importing import JOB_OPTIONS, get_format, read_keys, table_of
+from meshwright.planner.importing.plans import asked_by
 from meshwright.planner.options import ImportOptions
 from meshwright.planner.reports import SavedPlan
 from meshwright.planner.search import search
 from meshwright.planner.space import COLUMNS, Space, SpaceLimits, enumerate_space, lacks
 from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model, simulate
 from meshwright.simulator.launching import framework_gaps, framework_refusal
-from meshwright.simulator.layout import default_precision, job_refusal, stack_refusal
+from meshwright.simulator.layout import (
+    PLAN_FIELDS,
+    default_precision,
+    job_refusal,
+    stack_refusal,
+)
 
 CLUSTER = load_cluster("dgx-h100")
 # A dense GPT, a dense Llama on long sequences, experts, and latent attention beside them.
@@ -111,11 +120,8 @@ def test_an_exported_plan_comes_back_from_the_stack_of_its_framework(
                 files = export_plan(saved, FRAMEWORKS[framework], version or None).files
                 path = tmp_path / "exported"
                 path.write_text(next(iter(files.values())), encoding="utf-8")
-                again, plan = read_back(path, framework, saved), saved.plan
-                if plan.dp_cp == 1:  # of one rank a stage has no effect
-                    shards = again.zero_stage, again.reshard_after_forward
-                    plan = replace(plan, zero_stage=shards[0], reshard_after_forward=shards[1])
-                assert again == plan
+                again = read_back(path, framework, saved)
+                assert again == without_effect(saved.plan, again)
 
 
 def read_back(path: Path, framework: str, saved: SavedPlan) -> ResolvedPlan:
@@ -132,7 +138,78 @@ def read_back(path: Path, framework: str, saved: SavedPlan) -> ResolvedPlan:
     )
     kept = ("attention", "recompute", "sync_each_microbatch", "microbatch_size", "reduce_precision")
     told = {name: getattr(plan, name) for name in kept if framework in ("deepspeed", "accelerate")}
-    return handover._imported(options, told).plan
+    return importer._imported(options, get_format(framework), told)[1].plan
+
+
+def has_mesh(stack: str) -> bool:
+    """Return whether plans of a stack are those of a mesh of ranks."""
+    return load_stack(stack).strategy is Strategy.MESH
+
+
+ASKED = re.compile(r"does not say: (.*)")
+NAMES = {
+    asked_by(name): name for name in (*PLAN_FIELDS, *JOB_OPTIONS) if name != "parameter_server"
+}
+
+
+@pytest.mark.parametrize(
+    ("framework", "version", "stack"),
+    [
+        (framework, version, stack)
+        for framework, each in FRAMEWORKS.items()
+        for version in (each.versions or ("",)) * each.is_read
+        for stack in list_stacks()
+        if has_mesh(stack)
+    ],
+)
+def test_a_plan_of_any_stack_comes_back_from_any_file_or_what_it_lacks_is_asked_for(
+    framework: str, version: str, stack: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "exported"
+    for model in ("llama3-8b", "qwen3-30b-a3b"):
+        space = offered(model, stack)
+        for saved, is_told in chosen(space, left(space, framework, version)) if len(space) else ():
+            if is_told:
+                files = export_plan(saved, FRAMEWORKS[framework], version or None).files
+                path.write_text(next(iter(files.values())), encoding="utf-8")
+                again = asked_again(path, framework, saved)
+                assert again.plan == without_effect(saved.plan, again.plan)
+                assert (again.job, again.stack) == (saved.job, saved.stack)
+
+
+def asked_again(path: Path, framework: str, saved: SavedPlan) -> SavedPlan:
+    """Import a file with what is asked for, and no more; the stack is not what a file says."""
+    known = {name: getattr(saved.plan, name) for name in PLAN_FIELDS}
+    known |= {
+        "model": saved.job.model.name,
+        "world_size": saved.plan.world_size,
+        "global_batch_size": saved.job.global_batch_size,
+        "seq_len": saved.job.seq_len,
+        "precision": saved.job.precision,
+    }
+    asked: set[str] = set()
+    while True:
+        told = {name: known[name] for name in asked}
+        job = {option: told.pop(name) for name, option in JOB_OPTIONS.items() if name in told}
+        options = ImportOptions(
+            file=str(path), cluster=saved.cluster.name, stack=saved.stack.name, **job
+        )
+        try:
+            return importer._imported(options, get_format(framework), told)[1]
+        except PlanError as error:
+            (said,) = ASKED.findall(str(error))
+            found = {NAMES[option] for option in re.findall(r"--[a-z-]+", said)}
+            if found <= asked:
+                raise
+            asked |= found
+
+
+def without_effect(plan: ResolvedPlan, again: ResolvedPlan) -> ResolvedPlan:
+    """Return a plan with what has no effect in it as another one has it: stages of one rank."""
+    if plan.dp_cp > 1:
+        return plan
+    shards = again.zero_stage, again.reshard_after_forward
+    return replace(plan, zero_stage=shards[0], reshard_after_forward=shards[1])
 
 
 def test_a_value_that_leaves_a_table_leaves_export_import_and_gaps(tmp_path: Path) -> None:
@@ -154,8 +231,9 @@ def test_a_value_that_leaves_a_table_leaves_export_import_and_gaps(tmp_path: Pat
         export_plan(saved, shorter, "0.2")
     gaps = [*framework_gaps(less, "0.2", space.stack, space.job)]
     assert [each.field for each in gaps if each.lacks(plan.number)] == ["schedule"]
-    with pytest.raises(PlanError, match="allowed: GPipe, 1F1B"):
-        read_framework_file(tmp_path, files["train.toml"], shorter, Facts({}))
+    keys, codecs = read_toml(files["train.toml"]).keys, framework.program.codecs
+    (complaint,) = read_keys(less, table_of(less, keys), keys, Facts({}), codecs).complaints
+    assert complaint.text.endswith("allowed: GPipe, 1F1B")
 
 
 LAUNCHED = [name for name in list_stacks() if load_stack(name).launched_by]

@@ -67,8 +67,15 @@ class Setting:
         return self.saved.plan.world_size
 
 
-def read_setting(options: JobOptions, plan_file: str | None = None) -> Setting:
+def read_setting(
+    options: JobOptions, plan_file: str | None = None, *, model: AnyModel | str | None = None
+) -> Setting:
     """Return what *options* describe; what they leave open comes from the plan file.
+
+    Args:
+        options: Of the command.
+        plan_file: Of ``--plan``.
+        model: That is trained, or its name; by default that of the options.
 
     Raises:
         PlanError: If a model, job or number is at fault, or missing.
@@ -77,13 +84,16 @@ def read_setting(options: JobOptions, plan_file: str | None = None) -> Setting:
     check_counts(options)
     memory_limit_bytes = read_memory_limit(options.memory_limit)
     saved = None if plan_file is None else read_plan(Path(plan_file))
-    _check_complete(options, saved)
+    model = options.model if model is None else model
+    if isinstance(model, str):
+        model = load_model(model)
+    _check_complete(options, saved, model)
     cluster = saved.cluster if saved and options.cluster is None else _cluster(options)
     stack = saved.stack if saved and options.stack is None else _stack(options)
     cluster, stack = with_facts(cluster, stack, options.set or ())
     usable_bytes(cluster, memory_limit_bytes)  # refuses a limit beyond the device
     return Setting(
-        job=_job(options, saved, cluster, stack),
+        job=_job(options, saved, cluster, stack, model),
         cluster=cluster,
         stack=stack,
         num_gpus=options.gpus,
@@ -92,10 +102,10 @@ def read_setting(options: JobOptions, plan_file: str | None = None) -> Setting:
     )
 
 
-def _check_complete(options: JobOptions, saved: SavedPlan | None) -> None:
+def _check_complete(options: JobOptions, saved: SavedPlan | None, model: AnyModel | None) -> None:
     if saved is not None:
         return
-    if options.model is None:
+    if model is None:
         raise PlanError("MODEL is missing; allowed: a built-in name, a config.json or a model TOML")
     for field in ("cluster", "gpus", "global_batch"):
         if getattr(options, field) is None:
@@ -111,10 +121,15 @@ def _stack(options: JobOptions) -> StackProfile:
 
 
 def _job(
-    options: JobOptions, saved: SavedPlan | None, cluster: Cluster, stack: StackProfile
+    options: JobOptions,
+    saved: SavedPlan | None,
+    cluster: Cluster,
+    stack: StackProfile,
+    model: AnyModel | None,
 ) -> TrainingJob:
     old = saved.job if saved else None
-    model = old.model if old and options.model is None else load_model(options.model or "")
+    model = old.model if model is None and old else model
+    assert model is not None  # _check_complete
     if options.seq_len is not None and not isinstance(model, ModelSpec):
         raise PlanError(
             f"--seq-len {options.seq_len} does not go with {model.name}, whose batch counts "

@@ -3,16 +3,19 @@
 A CSV file holds those of one version. What is in none of its rows is unknown, and so refused.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from meshwright.hwprofiles import FileKind, ProfileError, shown, suggestion
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "options"
 OPTION_FILE = FileKind(title="file of options", most_bytes=1_000_000)
+OPTION_NAME = re.compile(r"--?[A-Za-z]")  # a negative number is a value
 COLUMNS = ("key", "takes", "effect", "allowed", "why")
 
 
@@ -96,3 +99,120 @@ def load_options(name: str) -> Mapping[str, Option]:
             raise ProfileError(f"{file}: line {number}: {option.key} appears twice")
         found[option.key] = option
     return found
+
+
+class Unknown(NamedTuple):
+    """The value of an option that the file alone does not tell; ``why`` says what is missing."""
+
+    why: str
+
+
+class OptionWord(Protocol):
+    """A word of a command, the line that it stands on, and why it is unknown if it is."""
+
+    @property
+    def text(self) -> str:
+        """The word."""
+
+    @property
+    def line(self) -> int:
+        """Of the file, from 1."""
+
+    @property
+    def unknown(self) -> str:
+        """What is missing; empty where the word is known."""
+
+
+class Options(NamedTuple):
+    """The options of a command: values and lines by key, words beside them, and what is wrong."""
+
+    keys: dict[str, object]
+    lines: dict[str, int]
+    words: list[OptionWord]
+    refusals: list[str]
+
+
+def read_options(words: Sequence[OptionWord], known: Mapping[str, Option]) -> Options:
+    """Return the options that *words* give; of one that stands twice the last counts.
+
+    A name may have dashes or underscores, whichever is *known*. An unknown option is a key too.
+    """
+    found = Options({}, {}, [], [])
+    place = 0
+    while place < len(words):
+        word = words[place]
+        place += 1
+        if not _is_option(word):
+            found.words.append(word)
+            continue
+        name, sign, text = word.text.lstrip("-").partition("=")
+        option = known_option(name, known)
+        if sign:
+            values: list[OptionWord | str] = [text]
+        else:
+            end = _end_of_values(words, place, option)
+            values, place = [*words[place:end]], end
+        key = name if option is None else option.key
+        found.keys.pop(key, None)
+        found.keys[key], found.lines[key] = _value_of(option, word, values, found), word.line
+    return found
+
+
+def known_option(name: str, known: Mapping[str, Option]) -> Option | None:
+    """Return the option of a name, by its new one if it is an old one; None where it is unknown."""
+    spellings = (name, name.replace("_", "-"), name.replace("-", "_"))
+    option = next((known[each] for each in spellings if each in known), None)
+    if option is not None and option.effect is Effect.RENAMED:
+        return known.get(option.allowed[0], option)
+    return option
+
+
+def _is_option(word: OptionWord) -> bool:
+    return bool(OPTION_NAME.match(word.text))
+
+
+def _end_of_values(words: Sequence[OptionWord], start: int, option: Option | None) -> int:
+    """Return the place behind the values of an option that stands before *start*."""
+    takes = Takes.WORDS if option is None else option.takes
+    most = {Takes.NOTHING: 0, Takes.WORDS: len(words)}.get(takes, 1)
+    end = start
+    while end < min(start + most, len(words)) and not _is_option(words[end]):
+        end += 1
+    return end
+
+
+def _value_of(
+    option: Option | None, word: OptionWord, values: Sequence[OptionWord | str], found: Options
+) -> object:
+    unknown = [each.unknown for each in (word, *values) if not isinstance(each, str)]
+    why = next(filter(None, unknown), "")
+    if why:
+        return Unknown(why)
+    texts = [each if isinstance(each, str) else each.text for each in values]
+    if not texts:
+        needs = option is not None and option.takes not in {Takes.NOTHING, Takes.OPTIONAL}
+        if needs:
+            found.refusals.append(f"line {word.line}: {word.text} has no value")
+        return True
+    if option is None or len(texts) > 1:
+        return texts[0] if len(texts) == 1 else texts
+    if option.takes is Takes.NOTHING:
+        found.refusals.append(f"line {word.line}: {word.text} takes no value")
+    return texts if option.takes is Takes.WORDS else converted(option, texts[0])
+
+
+def converted(option: Option, value: object) -> object:
+    """Return the value of an option as the kind that it takes, as it is where it is of another.
+
+    >>> converted(Option("a", Takes.WHOLE, Effect.READ), "5e8")
+    500000000
+    """
+    if option.takes in {Takes.WHOLE, Takes.NUMBER} and isinstance(value, str | float):
+        with suppress(ValueError, OverflowError):
+            number = float(value)
+            if option.takes is Takes.NUMBER:
+                return number
+            return int(number) if number.is_integer() and abs(number) < 10**15 else value
+    if option.takes in {Takes.BOOLEAN, Takes.OPTIONAL} and isinstance(value, str):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    return value

@@ -2,13 +2,18 @@
 
 from typing import cast
 
-from meshwright.planner.export.facts import Facts, FileWords, Keys
+from meshwright.planner.configuration import yaml_text
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError
 from meshwright.planner.export.launch import Starter
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import read_yaml, remarks, yaml_text
+from meshwright.planner.export.texts import remarks
 from meshwright.simulator import PlanError
 
 FILE = "accelerate.yaml"
+AUTO = "auto"
+# By their numbers, from 1 (FSDP_SHARDING_STRATEGY of utils/constants.py).
+STRATEGIES = "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
+WHOLE, HYBRID = "NO_SHARD", "HYBRID_SHARD"
 
 
 def _write_mesh(roles: Roles, facts: Facts) -> Keys:
@@ -20,15 +25,41 @@ def _write_mesh(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return a mesh: where one is said each of its axes is 1 unless told, and all ranks are in it.
+
+    So ParallelismConfig checks it (parallelism_config.py).
+    """
     tp, replicas = (words.whole(keys, roles[name], 1) for name in ("tp", "replicas"))
     ranks = facts.world_size
     if ranks % tp:
         raise words.unknown(roles["tp"], tp, (f"a divisor of {ranks} processes",))
     dp = ranks // tp
-    shards = words.whole(keys, roles["shards"], dp // replicas, least=0)
+    is_said = any(key in keys for key in roles.values())
+    if dp % replicas:
+        raise words.unknown(roles["replicas"], replicas, (f"a divisor of {dp} ranks",))
+    shards = words.whole(keys, roles["shards"], 1 if is_said else dp)
     if shards * replicas != dp:
         raise words.unknown(roles["shards"], shards, (dp // replicas,))
+    if shards == 1 and ranks > 1:
+        raise words.unknown(roles["shards"], shards, ("more than 1, for FSDP to shard across",))
     return {"tp": tp, "dp": dp, "dp_shard": shards}
+
+
+def _read_strategy(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return what ShardingStrategy means, by its name or its number."""
+    key, ranks, nodes = roles["strategy"], facts.world_size, facts.number("num_nodes")
+    said = str(keys.get(key, STRATEGIES[0])).upper()
+    if said.isdecimal() and 0 < int(said) <= len(STRATEGIES):
+        said = STRATEGIES[int(said) - 1]
+    if said not in STRATEGIES or said == WHOLE:
+        raise words.unknown(key, keys[key], [each for each in STRATEGIES if each != WHOLE])
+    shards = ranks
+    if said.startswith(HYBRID):
+        if ranks % nodes:
+            raise words.unknown(key, said, (f"others of {ranks} ranks on {nodes} machines",))
+        shards = ranks // nodes
+    frees = said in {STRATEGIES[0], HYBRID}
+    return {"reshard_after_forward": frees, "dp_shard": shards}
 
 
 def _write_steps(roles: Roles, facts: Facts) -> Keys:
@@ -36,24 +67,29 @@ def _write_steps(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_steps(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    key = roles["steps"]
-    steps = words.whole(keys, key, 1)
+    """Return the batch of the two that options do not say; ``auto`` steps are the script's."""
+    key, ranks = roles["steps"], facts.world_size
     batch = cast("int | None", facts.get("global_batch_size"))
+    size = cast("int | None", facts.get("microbatch_size"))
+    if keys.get(key) == AUTO:
+        return {"dp": ranks}
+    each = ranks * words.whole(keys, key, 1)
     if batch is None:
-        raise PlanError(f"--global-batch is missing; {key} is {steps}")
-    each = facts.world_size * steps
+        if size is None:
+            raise MissingError("global_batch_size", f"{key} is {each // ranks}")
+        return {"global_batch_size": size * each, "dp": ranks}
     if batch % each:
         raise PlanError(f"--global-batch {batch} is not a multiple of {each} = ranks x {key}")
-    return {"microbatch_size": batch // each, "dp": facts.world_size}
+    return {"microbatch_size": batch // each, "dp": ranks}
 
 
 PROGRAM = Program(
     files=lambda export: {FILE: remarks(export.remarks) + yaml_text(export.keys)},
     command=lambda _: (f"--config_file {FILE}", '"${SCRIPT:?is not set: your script}"'),
     starter=Starter.ACCELERATE,
-    read=read_yaml,
     codecs={
         "mesh of Accelerate": Codec(_write_mesh, _read_mesh),
+        "strategy of FSDP": Codec(read=_read_strategy),
         "steps of Accelerate": Codec(_write_steps, _read_steps),
     },
 )

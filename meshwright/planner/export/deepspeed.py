@@ -3,13 +3,20 @@
 from collections.abc import Mapping
 from typing import cast
 
-from meshwright.planner.export.facts import Facts, FileWords, Keys
+from meshwright.planner.configuration import json_keys
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, value_of
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import json_keys, read_json
 from meshwright.simulator import PlanError
 
 FILE = "ds_config.json"
 NAMES = "batch", "micro", "steps"
+# What transformers and Accelerate fill in; DeepSpeed itself then takes its default.
+AUTO = "auto"
+STAGES = 0, 1, 2, 3
+BUCKET = 500_000_000
+STACK_BUCKET = "stack.gradient_bucket_parameters"
+# Norms and biases: what DeepSpeed leaves whole on each rank (1e5, or 10 x hidden_size).
+MOST_WHOLE = 1_000_000
 
 
 def _write_batches(roles: Roles, facts: Facts) -> Keys:
@@ -22,9 +29,11 @@ def _write_batches(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    given = {name: words.whole(keys, roles[name], 1) for name in NAMES if roles[name] in keys}
+    said = {name: keys[roles[name]] for name in NAMES if keys.get(roles[name]) is not None}
+    given = {name: words.whole(keys, roles[name], 1) for name in said if said[name] != AUTO}
     if len(given) < len(NAMES):
-        return _completed(roles, given, facts, words)
+        steps = None if said.get("steps") == AUTO else given.get("steps", 1)
+        return _completed(roles, given, steps, facts, words)
     batch, size = given["batch"], given["micro"]
     rank = size * given["steps"]
     if batch % rank:
@@ -34,37 +43,130 @@ def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     return {**sizes, "dp": dp, "world_size": dp * facts.number("tp")}
 
 
-def _completed(roles: Roles, given: Mapping[str, int], facts: Facts, words: FileWords) -> Keys:
+def _completed(
+    roles: Roles, given: Mapping[str, int], steps: int | None, facts: Facts, words: FileWords
+) -> Keys:
     """Return what a file leaves open, as _set_batch_related_parameters of DeepSpeed fills it in.
 
-    What options say counts as said by the file, where transformers would fill it in.
+    What options say counts as said by the file, where transformers would fill it in; there *steps*
+    are None.
     """
     if facts.get("world_size") is None:
         names = ", ".join(roles[name] for name in NAMES)
-        raise PlanError(f"--gpus is missing; the file leaves out one of {names}")
-    dp, steps = facts.world_size // facts.number("tp"), given.get("steps", 1)
+        raise MissingError("world_size", f"the file leaves out one of {names}")
+    dp = facts.world_size // facts.number("tp")
     batch = given.get("batch", cast("int | None", facts.get("global_batch_size")))
     size = given.get("micro", cast("int | None", facts.get("microbatch_size")))
-    if batch is None and size is None:
-        raise PlanError(
-            f"--micro-batch is missing; the file has neither {roles['batch']} nor {roles['micro']}"
-        )
+    if size is None and (batch is None or steps is None):
+        raise MissingError("microbatch_size", f"the file does not say {roles['micro']}")
+    if batch is None and steps is None:
+        raise MissingError("global_batch_size", f"{roles['steps']} is {AUTO}")
     if batch is None:
-        batch = cast("int", size) * steps * dp
-    each = dp * (steps if size is None else size)
+        batch = cast("int", size) * cast("int", steps) * dp
+    each = dp * (cast("int", steps) if size is None else size)
     if batch % each:
         raise words.unknown(roles["batch"], batch, (f"multiples of {each} on {dp} ranks",))
-    return {"global_batch_size": batch, "microbatch_size": size or batch // each, "dp": dp}
+    size = size or batch // each
+    if "steps" in given and batch != size * given["steps"] * dp:
+        raise words.unknown(roles["steps"], given["steps"], (batch // (size * dp),))
+    return {"global_batch_size": batch, "microbatch_size": size, "dp": dp}
 
 
-def _read(text: str) -> Keys:
-    """Return the keys of a file; what transformers fills in (auto) is not said."""
-    return {key: value for key, value in read_json(text).items() if value != "auto"}
+def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the format that is switched on: fp32 if none is, as in DeepSpeed."""
+    said = {name: keys.get(key) or False for name, key in roles.items()}
+    for name, value in said.items():
+        if value not in (True, False, AUTO):
+            raise words.unknown(roles[name], value, (True, False, AUTO))
+    switched_on = [name for name, value in said.items() if value is True]
+    if len(switched_on) > 1:
+        both = " and ".join(roles[name] for name in switched_on)
+        raise PlanError(f"{both} of {words.framework} are both true; allowed: one of them")
+    autos = [roles[name] for name, value in said.items() if value == AUTO]
+    if switched_on or not autos:
+        return {"precision": value_of("precision", *(switched_on or ["fp32"]))}
+    if facts.get("precision") is None:
+        raise MissingError("precision", f"{' and '.join(autos)} is {AUTO}")
+    return {}
+
+
+def _read_stage(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the stage; of stage 3 what it gathers has to be as it is planned, a layer ahead."""
+    stage, ahead, whole, old = (roles[name] for name in ("stage", "ahead", "whole", "old"))
+    said = keys.get(stage)
+    if old in keys:
+        if type(keys[old]) is not bool:
+            raise words.unknown(old, keys[old], (True, False))
+        said = 1 if keys[old] else 0
+    said = 0 if said in (None, AUTO) else said
+    if type(said) is not int or said not in STAGES:
+        raise words.unknown(stage, said, STAGES)
+    if said == max(STAGES):
+        if not _is_between(keys.get(ahead, AUTO), 1, None):
+            raise words.unknown(ahead, keys[ahead], ("more than 0",))
+        if not _is_between(keys.get(whole, AUTO), 0, MOST_WHOLE):
+            raise words.unknown(whole, keys[whole], (f"up to {MOST_WHOLE}",))
+    return {"zero_stage": value_of("zero_stage", said)}
+
+
+def _is_between(value: object, least: int, most: int | None) -> bool:
+    """Return whether a number, or what is filled in, lies between others."""
+    if value in (None, AUTO):
+        return True
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return value >= least and (most is None or value <= most)
+
+
+def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return what is on the host: of old files by switches, of others by sections."""
+    found = []
+    for part in ("optimizer", "parameters"):
+        device, pinned, old = (roles[f"{part}{end}"] for end in ("", "_pinned", "_old"))
+        said = keys.get(device)
+        if said not in (None, "none", "cpu", AUTO):
+            raise words.unknown(device, said, ("none", "cpu"))
+        if said == "cpu" or keys.get(old) is True:
+            if keys.get(pinned, True) not in (True, AUTO):
+                raise words.unknown(pinned, keys[pinned], (True,))
+            found.append(part)
+        elif keys.get(old) not in (None, False):
+            raise words.unknown(old, keys[old], (True, False))
+    if found == ["parameters"]:
+        raise words.unknown(roles["optimizer"], "none", (f"cpu beside {roles['parameters']}=cpu",))
+    return {"offload": value_of("offload", found[-1] if found else "none")}
+
+
+def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the parameters of a bucket; transformers and Accelerate take hidden_size squared."""
+    said = keys.get(roles["size"])
+    if said == AUTO:
+        return {} if facts.model is None else {STACK_BUCKET: facts.model.hidden_size**2}
+    if said is None:
+        return {STACK_BUCKET: BUCKET}
+    whole = int(said) if isinstance(said, float) and said.is_integer() else said
+    return {STACK_BUCKET: words.whole({roles["size"]: whole}, roles["size"], 1)}
+
+
+def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return whether gradients are reduced beside the backward pass: of stage 3 unless told."""
+    said = keys.get(roles["overlap"])
+    if said in (None, AUTO):
+        said = facts.get("zero_stage") == max(STAGES)
+    if type(said) is not bool:
+        raise words.unknown(roles["overlap"], said, (True, False))
+    return {"stack.overlap_gradient_reduce": value_of("stack.overlap_gradient_reduce", said)}
 
 
 PROGRAM = Program(
     files=lambda export: {FILE: json_keys(export.keys)},
     command=lambda _: ('"${SCRIPT:?is not set: your script}"', f"--deepspeed_config {FILE}"),
-    read=_read,
-    codecs={"batches of DeepSpeed": Codec(_write_batches, _read_batches)},
+    codecs={
+        "batches of DeepSpeed": Codec(_write_batches, _read_batches),
+        "precision of DeepSpeed": Codec(read=_read_precision),
+        "stage of DeepSpeed": Codec(read=_read_stage),
+        "offload of DeepSpeed": Codec(read=_read_offload),
+        "bucket of DeepSpeed": Codec(read=_read_bucket),
+        "overlap of DeepSpeed": Codec(read=_read_overlap),
+    },
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias, cast
 
 from meshwright.hwprofiles import UNSET, Number, Precision, StackProfile, parsed, shown
@@ -10,6 +11,20 @@ from meshwright.simulator.layout import PLAN_FIELDS, code_of
 
 Keys: TypeAlias = dict[str, object]
 """Values by the framework's keys; a key in a section is written with dots."""
+
+
+class MissingError(PlanError):
+    """What a configuration leaves open and a plan needs.
+
+    Args:
+        name: Of the field, or of the job's fact.
+        why: What of the configuration leaves it open.
+    """
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} is missing; {why}")
+        self.name, self.why = name, why
+
 
 STACK_FACT, MODEL_FACT = "stack.", "model."  # begin the names of facts
 
@@ -39,7 +54,7 @@ class Facts:
             precision = cast("Precision | None", self.values.get("precision"))
             return None if precision is None else precision.storage
         if name.startswith(STACK_FACT) and self.stack is not None:
-            return cast("object", getattr(self.stack, name.removeprefix(STACK_FACT)))
+            return attrgetter(name.removeprefix(STACK_FACT))(self.stack)
         if name.startswith(MODEL_FACT):
             value: object = self.model
             for word in name.removeprefix(MODEL_FACT).split("."):
@@ -59,9 +74,9 @@ class Facts:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job; raises PlanError if neither the file nor the user says."""
+        """Ranks of the job; raises MissingError if neither the file nor the user says."""
         if self.values.get("world_size") is None:
-            raise PlanError("--gpus is missing; the file does not say how many")
+            raise MissingError("world_size", "the file does not say how many")
         return self.number("world_size")
 
 

@@ -1,22 +1,39 @@
 """Megatron Bridge: a recipe with overrides of its ConfigContainer.
 
 Overrides are those of scripts/training/run_recipe.py in v0.6.0
-(https://github.com/NVIDIA-NeMo/Megatron-Bridge, commit 51885cf1).
+(https://github.com/NVIDIA-NeMo/Megatron-Bridge, commit 51885cf1); recipes and options are data.
 """
 
 from collections.abc import Mapping
+from typing import cast
 
+from meshwright.hwprofiles import Precision, ProfileError
+from meshwright.planner.configuration import Recipe, bridge_recipe, read_overrides, said_of_section
 from meshwright.planner.export import megatron_core
-from meshwright.planner.export.facts import Keys
-from meshwright.planner.export.table import Export, Program
-from meshwright.planner.export.texts import command_words, single_quoted
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, theirs
+from meshwright.planner.export.megatron_core import CODECS
+from meshwright.planner.export.table import Codec, Export, Program, Roles
+from meshwright.planner.export.texts import single_quoted
+from meshwright.simulator import ModelSpec, PlanError, load_model
+
+NULL_TOKENIZER = "NullTokenizer"
+BUCKET, PER_REPLICA = "gradient_bucket_parameters", "gradient_bucket_parameters_per_replica"
+USUAL_BUCKET, USUAL_PER_REPLICA = 40_000_000, 1_000_000
+# What the dtypes of moments are called here; the first is that of any other optimizer.
+MOMENTS = {
+    "float32": Precision.FP32,
+    "float16": Precision.FP16,
+    "bfloat16": Precision.BF16,
+    "uint8": Precision.FP8,
+}
 
 
 def _command(export: Export) -> tuple[str, ...]:
     keys = dict(export.keys)
-    recipe = keys.pop("recipe")
+    recipe = str(keys.pop("recipe"))
     start = f"scripts/training/run_recipe.py --recipe {recipe} --mode pretrain --dataset mock"
-    return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in keys.items()))
+    said = said_of_section(bridge_recipe(recipe), keys)
+    return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in said.items()))
 
 
 def _hydra(value: object) -> str:
@@ -27,26 +44,156 @@ def _hydra(value: object) -> str:
     )
 
 
-def _read(text: str) -> Keys:
-    """Return the overrides of a script, and its recipe; the runner's own options are no keys."""
-    words = command_words(text)
-    found: Keys = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        key, sign, value = word.partition("=")
-        if word == "--recipe":
-            found["recipe"] = following
-        elif sign and ("." in key or key == "mixed_precision") and not word.startswith("-"):
-            found[key] = _value(value)
-    return found
+def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the model of a recipe, with the vocabulary that its tokenizer has.
+
+    Raises:
+        MissingError: If the tokenizer is one of which only ``--model`` says how many words it has.
+    """
+    if "recipe" not in keys:
+        return {}
+    try:
+        recipe = bridge_recipe(words.word(keys, "recipe", ""))
+    except ProfileError as error:
+        raise PlanError(str(error)) from None
+    if not recipe.model:
+        _check_sizes(recipe, facts.model)
+        return {}
+    model = load_model(recipe.model)
+    assert isinstance(model, ModelSpec)  # recipes of others are in no plan
+    model = _resized(model, recipe.sizes, recipe.release)
+    tokenizer = keys.get(roles["file"])
+    if keys.get(roles["flag"]) and tokenizer != (recipe.release or None):
+        if keys.get(roles["kind"]) == NULL_TOKENIZER:
+            vocab_size = words.whole(keys, roles["size"], model.vocab_size)
+        elif facts.model is None:
+            raise MissingError("model", f"{roles['file']}={tokenizer} decides its vocabulary")
+        else:
+            vocab_size = facts.model.vocab_size
+        name = f"{model.name}-vocab-{vocab_size}"
+        model = _resized(model, {"vocab_size": vocab_size}, name)
+    return {"model": model}
 
 
-def _value(text: str) -> object:
-    plain: Mapping[str, object] = {"null": None, "true": True, "false": False}
-    if text in plain:
-        return plain[text]
-    return int(text) if text.isdigit() else text
+def _resized(model: ModelSpec, sizes: Mapping[str, int], name: str) -> ModelSpec:
+    """Return a model of other sizes, by another name where they are others."""
+    if all(getattr(model, key) == value for key, value in sizes.items()):
+        return model
+    name = name.rpartition("/")[2].lower()
+    labels = {"name": name, "title": name, "source": "Megatron Bridge v0.6.0"}
+    return model.model_copy(update={**sizes, **labels})
+
+
+def _check_sizes(recipe: Recipe, model: ModelSpec | None) -> None:
+    """Raise PlanError where a model given beside a recipe has other sizes than are known of it."""
+    for key, value in recipe.sizes.items():
+        if model is not None and key != "vocab_size" and getattr(model, key) != value:
+            said = f"{key} {theirs(getattr(model, key))}, not {theirs(value)}"
+            raise PlanError(f"{model.name} is not the model of this recipe: {said}")
+
+
+def _write_stages(roles: Roles, facts: Facts) -> Keys:
+    found = dict(CODECS["layout of Megatron"].write(roles, facts))  # type: ignore[misc]
+    return found | {roles["embedding"]: False, roles["loss"]: False}
+
+
+def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return stages; embedding and loss may each count as one of the layers shared out evenly."""
+    found = dict(CODECS["layout of Megatron"].read(roles, keys, facts, words))  # type: ignore[misc]
+    first, last = (keys.get(roles[each]) is True for each in ("embedding", "loss"))
+    if not (first or last):
+        return found
+    if keys.get(roles["layout"]) is not None:
+        raise words.unknown(roles["layout"], keys[roles["layout"]], ("leave it out",))
+    if facts.model is None:
+        raise MissingError("model", "its layers and ends are shared out evenly")
+    count = facts.number("pp") * cast("int", found["num_virtual_stages"])
+    each, rest = divmod(facts.model.num_layers + first + last, count)
+    if rest:
+        raise words.unknown(roles["embedding"], first, (f"layers and ends in {count} alike",))
+    stages = [each] * count
+    stages[0] -= first
+    stages[-1] -= last
+    return found | {"stages": tuple(stages)}
+
+
+def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+    stored = cast("Precision | None", facts.get("storage"))
+    is_half = keys.get(roles["fp32"], stored is not Precision.FP16) is False
+    return {"gradient_precision": stored if is_half and stored is not None else Precision.FP32}
+
+
+def _overlap(fact: str) -> Codec:
+    """Return how collectives of replicas are told to run beside computation.
+
+    Where comm_overlap decides it they do with several data-parallel ranks, of which those of
+    context parallelism are none (_get_optimizer_overlap_cfgs of comm_overlap.py).
+    """
+
+    def read(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+        said = keys.get(roles["switch"])
+        if said is None:
+            others = facts.number("tp") * facts.number("pp") * facts.number("cp")
+            return {fact: facts.world_size > others}
+        return {fact: said is True}
+
+    return Codec(lambda roles, facts: {roles["switch"]: facts.get(fact)}, read)
+
+
+def _write_bucket(roles: Roles, facts: Facts) -> Keys:
+    each = cast("int", facts.get(f"stack.{PER_REPLICA}"))
+    ranks = facts.number("dp") * facts.number("cp")
+    return {roles["size"]: max(cast("int", facts.get(f"stack.{BUCKET}")), each * ranks)}
+
+
+def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the parameters of a bucket, unless they are as many as without a word.
+
+    That is distributed_data_parallel.py of megatron/core/distributed.
+    """
+    if keys.get(roles["size"]) is None:
+        return {}
+    ranks = facts.world_size // (facts.number("tp") * facts.number("pp"))
+    size = words.whole(keys, roles["size"], 1)
+    usual = max(USUAL_BUCKET, USUAL_PER_REPLICA * ranks)
+    return {} if size == usual else {f"stack.{BUCKET}": size, f"stack.{PER_REPLICA}": 0}
+
+
+def _write_moments(roles: Roles, facts: Facts) -> Keys:
+    moments = facts.get("moment_precision")
+    if moments is None:
+        return {roles["switch"]: False}
+    name = next(name for name, each in MOMENTS.items() if each is moments)
+    return {roles["switch"]: True} | {roles[each]: f"torch.{name}" for each in ("first", "second")}
+
+
+def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    if keys.get(roles["switch"]) is not True:
+        return {}
+    said = {
+        role: words.word(keys, roles[role], "float32").removeprefix("torch.")
+        for role in ("first", "second", "gradients")
+    }
+    if said["first"] not in MOMENTS:
+        raise words.unknown(roles["first"], said["first"], MOMENTS)
+    for role, allowed in (("second", (said["first"],)), ("gradients", ("float32", "bfloat16"))):
+        if said[role] not in allowed:
+            raise words.unknown(roles[role], said[role], allowed)
+    return {"moment_precision": MOMENTS[said["first"]]}
 
 
 PROGRAM = Program(
-    command=_command, is_script=lambda _: True, read=_read, codecs=megatron_core.CODECS
+    command=_command,
+    is_script=lambda _: True,
+    read_words=read_overrides,
+    codecs={
+        **megatron_core.CODECS,
+        "recipe of Bridge": Codec(read=_read_model),
+        "layout of Bridge": Codec(_write_stages, _read_stages),
+        "gradients of Bridge": Codec(lambda *_: {}, _read_gradients),
+        "overlap of gradients": _overlap("stack.overlap_gradient_reduce"),
+        "overlap of weights": _overlap("stack.overlap_parameter_gather"),
+        "bucket of Bridge": Codec(_write_bucket, _read_bucket),
+        "moments of Bridge": Codec(_write_moments, _read_moments),
+    },
 )

@@ -4,34 +4,49 @@ Options are those of megatron/training/arguments.py and of the dataclasses that 
 in core_v0.16.1 (https://github.com/NVIDIA/Megatron-LM, commit 55ac7082).
 """
 
+from functools import partial
 from math import prod
 from typing import cast
 
-from meshwright.hwprofiles import Precision
+from meshwright.hwprofiles import Dispatcher, Precision, StageSplit
 from meshwright.planner.export import megatron_core
 from meshwright.planner.export.facts import Facts, FileWords, Keys
-from meshwright.planner.export.megatron_core import expert_fields
+from meshwright.planner.export.megatron_model import MODEL
 from meshwright.planner.export.table import Codec, Program, Roles
-from meshwright.planner.export.texts import command_words, flags, layer_numbers, read_flags
-from meshwright.simulator import ModelSpec, PlanError
+from meshwright.planner.export.texts import flags
+from meshwright.simulator import PlanError
 
 # Formats of exp_avg_dtype; the first is that of any other optimizer.
 MOMENTS = Precision.FP32, Precision.FP16, Precision.BF16, Precision.FP8
 
 
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+def _others(roles: Roles, keys: Keys, words: FileWords) -> int:
+    """Return the ranks that train one replica."""
+    return prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
 
 
-def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    ranks = roles["ranks"]
-    if ranks not in keys:
-        return {}
-    world = words.whole(keys, roles["nodes"], 1) * words.whole(keys, ranks, 1)
-    others = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
+def _read_ranks(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    world, others = facts.world_size, _others(roles, keys, words)
     if world % others:
-        raise words.unknown(ranks, keys[ranks], (f"a multiple of {others} ranks in all",))
-    return {"world_size": world, "dp": world // others}
+        raise PlanError(f"{world} ranks are no multiple of the {others} of tp, pp and cp")
+    return {"dp": world // others}
+
+
+def _write_batch(roles: Roles, facts: Facts) -> Keys:
+    return {roles["batch"]: facts.get("global_batch_size")}
+
+
+def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the batch of a step: without a word one microbatch of each replica."""
+    if roles["batch"] in keys:
+        return {"global_batch_size": keys[roles["batch"]]}
+    size = words.whole(keys, roles["microbatch"], facts.number("microbatch_size"))
+    return {"global_batch_size": size * (facts.world_size // _others(roles, keys, words))}
+
+
+def _read_sequence_parallel(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+    """Return what a file says; of one rank it is switched off."""
+    return {"sequence_parallel": keys.get(roles["switch"]) is True and facts.number("tp") > 1}
 
 
 def _stored(facts: Facts) -> Precision:
@@ -49,9 +64,27 @@ def _write_gradients(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+    if facts.get("precision") is None:
+        return {}  # which is refused
     stored = _stored(facts)
-    is_half = roles["bf16"] in keys if stored is Precision.BF16 else roles["fp32"] not in keys
+    is_half = roles["fp32"] not in keys
+    if stored is Precision.BF16:
+        is_half = roles["bf16"] in keys or keys.get(roles["main"]) == Precision.BF16
     return {"gradient_precision": stored if is_half else Precision.FP32}
+
+
+def _write_weights(roles: Roles, facts: Facts) -> Keys:
+    holds = facts.get(f"stack.{facts.get('precision')}.holds_parameters")
+    return dict.fromkeys(roles.values(), True) if holds else {}
+
+
+def _read_weights(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return whether weights are those of 8 bits alone, of MXFP8 gathered by way of gradients."""
+    said = {key: keys.get(key) is True for key in roles.values()}
+    if len({*said.values()}) > 1:
+        text = " and ".join(roles.values())
+        raise PlanError(f"of {text} of {words.framework} one stands alone; allowed: both or none")
+    return {f"stack.{facts.get('precision')}.holds_parameters": said[roles["gather"]]}
 
 
 def _write_moments(roles: Roles, facts: Facts) -> Keys:
@@ -79,67 +112,103 @@ def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     return {"moment_precision": Precision(str(said[first]))} if on else {}
 
 
-def _write_model(_: Roles, facts: Facts) -> Keys:
-    assert facts.model is not None  # of every plan
-    return _model_options(facts.model, cast("int", facts.get("stack.vocabulary_multiple")))
-
-
-def _read_model(roles: Roles, keys: Keys, facts: Facts, _words: FileWords) -> Keys:
-    """Return nothing: sizes are compared with those of --model."""
-    if facts.model is None:
-        return {}
-    own = _model_options(facts.model, 1)
-    for key in (each for each in roles if each not in VOCABULARY_KEYS):
-        theirs = keys.get(key)
-        layers = layer_numbers(theirs, facts.model.num_layers) if key in LAYER_KEYS else []
-        if layers:
-            theirs = None if all(layers) else str(layers).replace(" ", "")
-        if key in keys and theirs != own.get(key):
-            raise PlanError(
-                f"{key}={theirs} is not that of model {facts.model.name}; "
-                f"allowed: {own.get(key, 'leave it out')}"
-            )
+def _read_dispatcher(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return how tokens go to experts; those of one rank go nowhere."""
+    kind = words.word(keys, roles["type"], "allgather")
+    backends = Dispatcher.DEEPEP, Dispatcher.HYBRIDEP
+    if kind == "alltoall":
+        return {"dispatcher": None}
+    if kind == "flex":
+        backend = words.word(keys, roles["backend"], backends[0])
+        if backend not in backends:
+            raise words.unknown(roles["backend"], backend, backends)
+        return {"dispatcher": Dispatcher(backend)}
+    if kind != "allgather" or facts.number("ep") * facts.number("etp") > 1:
+        raise words.unknown(roles["type"], kind, ("alltoall", "flex"))
     return {}
 
 
-LAYER_KEYS = {"moe-layer-freq"}
-VOCABULARY_KEYS = {"vocab-size", "make-vocab-size-divisible-by"}
+def _own(codec: str, roles: Roles) -> tuple[Codec, Roles]:
+    """Return what Megatron-Core reads of an entry, and those of its keys."""
+    return megatron_core.CODECS[codec], {name: roles[name] for name in CORE_ROLES[codec]}
 
 
-def _model_options(model: ModelSpec, vocabulary_multiple: int) -> Keys:
-    """Return what describes *model*, of which pretrain_gpt.py has such a one."""
-    dropout = 0.1 if model.dropout else 0.0
-    switches = {
-        "swiglu": model.gated_mlp,
-        "disable-bias-linear": not model.mlp_bias,
-        "add-qkv-bias": model.attention_bias and not model.mlp_bias,
-        "untie-embeddings-and-output-weights": not model.tied_embeddings,
-        "group-query-attention": model.num_kv_heads < model.num_heads,
-        "qk-layernorm": model.qk_norm == "head",
+STAGE_ROLES = ("first", "last", "embedding", "loss", "per_stage", "virtual_of_even")
+RECOMPUTE, LAYOUT = "recompute of Megatron", "layout of Megatron"
+CORE_ROLES = {
+    RECOMPUTE: ("granularity", "method", "num_layers", "modules"),
+    LAYOUT: ("layout", "virtual_of_even"),
+}
+
+
+def _write_core(codec: str, roles: Roles, facts: Facts) -> Keys:
+    own, known = _own(codec, roles)
+    assert own.write is not None
+    return own.write(known, facts)
+
+
+def _read_recompute(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return what runs again, which releases before 2022-05 said by switches."""
+    keys = dict(keys)
+    if keys.get(roles["selective"]) is True:
+        keys[roles["granularity"]] = "selective"
+    if keys.get(roles["full"]) is True or roles["full_method"] in keys:
+        keys[roles["granularity"]] = "full"
+        keys[roles["method"]] = keys.get(roles["full_method"], "uniform")
+        keys.setdefault(roles["num_layers"], 1)
+    own, known = _own(RECOMPUTE, roles)
+    assert own.read is not None
+    return own.read(known, keys, facts, words)
+
+
+def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the layers of stages, which Megatron-LM tells in ways of its own too."""
+    own, known = _own(LAYOUT, roles)
+    assert own.read is not None
+    told = [roles[role] for role in STAGE_ROLES if role not in known and roles[role] in keys]
+    if not told:
+        return own.read(known, keys, facts, words)
+    if roles["layout"] in keys:
+        raise words.unknown(told[0], keys[told[0]], (f"without {roles['layout']}",))
+    return _stages(roles, keys, facts, words)
+
+
+def _stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the stages of get_num_layers_to_build (core/transformer/transformer_block.py)."""
+    pp, usual = facts.number("pp"), 1 if facts.model is None else facts.model.num_layers
+    layers = words.whole(keys, roles["layers"], usual)
+    ends = {role: roles[role] in keys for role in ("embedding", "loss")}
+    fixed = {
+        rank: words.whole(keys, roles[role], 1)
+        for role, rank in (("first", 0), ("last", pp - 1))
+        if roles[role] in keys
     }
-    width = model.head_dim
-    own_width = {"kv-channels": width} if width * model.num_heads != model.hidden_size else {}
-    return {
-        "num-layers": model.num_layers,
-        "hidden-size": model.hidden_size,
-        "ffn-hidden-size": model.ffn_hidden_size,
-        "num-attention-heads": model.num_heads,
-        **own_width,
-        **({"num-query-groups": model.num_kv_heads} if switches["group-query-attention"] else {}),
-        "max-position-embeddings": model.max_positions,
-        "position-embedding-type": POSITIONS[model.positions],
-        "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
-        **{name: True for name, is_on in switches.items() if is_on},
-        **{_dashed(name): value for name, value in expert_fields(model).items()},
-        "hidden-dropout": dropout,
-        "attention-dropout": dropout,
-        # NullTokenizer adds one token, that ends a document.
-        "vocab-size": model.vocab_size - 1,
-        "make-vocab-size-divisible-by": vocabulary_multiple,
-    }
+    if fixed and any(ends.values()):
+        raise PlanError(
+            f"{roles['first']} or {roles['last']} of {words.framework} goes without "
+            f"{roles['embedding']} and {roles['loss']}"
+        )
+    left = layers + sum(ends.values()) - sum(fixed.values())
+    each, rest = divmod(left, pp - len(fixed)) if pp > len(fixed) else (0, left)
+    count = words.whole(keys, roles["virtual_of_even"], 1)
+    if roles["per_stage"] in keys:
+        count, odd = divmod(each, words.whole(keys, roles["per_stage"], 1))
+        rest += odd + len(fixed)
+    ranks = [fixed.get(rank, each) for rank in range(pp)]
+    stages = [size // max(count, 1) for _ in range(count) for size in ranks]
+    if stages:
+        stages[0] -= ends["embedding"]
+        stages[-1] -= ends["loss"]
+    if rest or min(stages, default=-1) < 0 or any(size % count for size in ranks):
+        said = ", ".join(
+            f"{roles[role]}={keys[roles[role]]}" for role in STAGE_ROLES if roles[role] in keys
+        )
+        raise PlanError(f"{said} of {words.framework} does not divide {layers} layers")
+    is_even = len({*stages}) == 1
+    split = {"stages": StageSplit.EVEN if is_even else tuple(stages)} if pp > 1 else {}
+    return {"num_virtual_stages": count, **split}
 
 
-POSITIONS = {"learned": "learned_absolute", "rotary": "rope"}
 # What else a first run needs; it leaves the layout as it is.
 SAMPLE: Keys = {
     "transformer-impl": "transformer_engine",
@@ -151,12 +220,17 @@ SAMPLE: Keys = {
 PROGRAM = Program(
     command=lambda export: ("pretrain_gpt.py", *flags(export.keys), *flags(SAMPLE)),
     is_script=lambda _: True,
-    read=lambda text: read_flags(command_words(text)),
     codecs={
         **megatron_core.CODECS,
-        "ranks of torchrun": Codec(lambda *_: {}, _read_ranks),
-        "model of Megatron-LM": Codec(_write_model, _read_model),
+        "ranks of Megatron-LM": Codec(lambda *_: {}, _read_ranks),
+        "batch of Megatron-LM": Codec(_write_batch, _read_batch),
+        "sequence parallelism of Megatron-LM": Codec(read=_read_sequence_parallel),
+        "recompute of Megatron-LM": Codec(partial(_write_core, RECOMPUTE), _read_recompute),
+        "layout of Megatron-LM": Codec(partial(_write_core, LAYOUT), _read_stages),
+        "dispatcher of Megatron-LM": Codec(read=_read_dispatcher),
+        "model of Megatron-LM": MODEL,
         "gradients of Megatron-LM": Codec(_write_gradients, _read_gradients),
+        "8-bit weights of Megatron-LM": Codec(_write_weights, _read_weights),
         "moments of Megatron-LM": Codec(_write_moments, _read_moments),
     },
 )

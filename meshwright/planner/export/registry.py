@@ -1,13 +1,11 @@
 """The frameworks that plans are handed to and read from, and the way there and back."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.hwprofiles import (
     FrameworkTable,
     Strategy,
-    list_frameworks,
     load_framework,
     shown,
     suggestion,
@@ -32,8 +30,6 @@ from meshwright.planner.export.table import (
     Export,
     Framework,
     Program,
-    read_keys,
-    table_of,
     write_keys,
 )
 from meshwright.planner.reports import SavedPlan, named
@@ -50,8 +46,8 @@ PROGRAMS: Mapping[str, Program] = {
     "torchrun": torchrun.PROGRAM,
 }
 FRAMEWORKS: Mapping[str, Framework] = {
-    name: Framework(profile=load_framework(name), program=PROGRAMS[name])
-    for name in list_frameworks()
+    name: Framework(profile=load_framework(name), program=program)
+    for name, program in PROGRAMS.items()
 }
 BATCH_SCRIPT = "run.sbatch"
 
@@ -137,42 +133,6 @@ def _without_nothing(keys: Keys, framework: Framework) -> Keys:
     if not framework.profile.has_options:
         return keys
     return {key: each for key, each in keys.items() if each is not None and each is not False}
-
-
-def read_framework_file(
-    path: Path, text: str, framework: Framework | None, facts: Facts
-) -> tuple[Framework, dict[str, object], str]:
-    """Return the framework of a file, the values that it says, and the name of its stack.
-
-    Args:
-        path: Of the file, whose suffix tells the framework where none is named.
-        text: Of the file.
-        framework: That it is of, if that is known.
-        facts: What is known beside it.
-
-    Raises:
-        PlanError: If it cannot be read, or says what no plan can say.
-    """
-    chosen = framework or _framework_of(path)
-    profile, program = chosen.profile, chosen.program
-    if program.read is None:
-        raise PlanError(f"--from {chosen.name} has no file to read; allowed: {', '.join(_read())}")
-    keys: Keys = program.read(text)
-    table = table_of(profile, keys)
-    values = read_keys(profile, table, keys, facts, program.codecs)
-    return chosen, values, str(table.stack)
-
-
-def _read() -> list[str]:
-    """Return the names of the frameworks whose files are read."""
-    return [each.name for each in FRAMEWORKS.values() if each.is_read]
-
-
-def _framework_of(path: Path) -> Framework:
-    for each in FRAMEWORKS.values():
-        if path.suffix.lower() in each.profile.suffixes:
-            return each
-    raise PlanError(f"--from is missing; allowed for {path.name}: {', '.join(sorted(_read()))}")
 
 
 def _version(framework: Framework, version: str | None) -> str:

@@ -1,182 +1,19 @@
-"""Texts of the formats that frameworks read, from keys and back."""
+"""Words of commands and of layouts that frameworks read, from keys and back."""
 
-import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
-from typing import cast
+from collections.abc import Iterable
 
-from meshwright.hwprofiles import FileKind, quoted, shown, single_line
+from meshwright.hwprofiles import single_line
 from meshwright.planner.export.facts import Keys
-from meshwright.simulator import PlanError
-
-FRAMEWORK_FILE = FileKind(
-    title="configuration of a framework", most_bytes=1_000_000, error=PlanError
-)
-PLACE = "content"  # of the file that who reads it names
 
 # A list of digits, and how often it is repeated, as "[0,1]*12".
 LISTS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 
 
-def nested(keys: Keys) -> dict[str, object]:
-    """Return *keys* with a table for each section.
-
-    >>> nested({"a.b": 1, "a.c": 2, "d": 3})
-    {'a': {'b': 1, 'c': 2}, 'd': 3}
-    """
-    found: dict[str, object] = {}
-    for key, value in keys.items():
-        *sections, name = key.split(".")
-        table = found
-        for section in sections:
-            table = cast("dict[str, object]", table.setdefault(section, {}))
-        table[name] = value
-    return found
-
-
-def flat(document: Mapping[str, object], prefix: str = "") -> Keys:
-    """Return the keys of a document of tables; the opposite of `nested`."""
-    found: Keys = {}
-    for key, value in document.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
 def remarks(lines: Iterable[str]) -> str:
     """Return *lines* as comments of TOML, YAML and shells, each on one line whatever it holds."""
     return "".join(f"# {single_line(line)}\n" for line in lines)
-
-
-def toml_text(keys: Keys) -> str:
-    """Return *keys* as TOML, a table for each section.
-
-    >>> print(toml_text({"a.b": 1, "a.c": ["x"]}), end="")
-    [a]
-    b = 1
-    c = ["x"]
-    """
-    tables: dict[str, list[str]] = {}
-    for key, value in keys.items():
-        section, _, name = key.rpartition(".")
-        tables.setdefault(section, []).append(f"{name} = {_toml_value(value)}")
-    return "\n".join(f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in tables.items())
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    return quoted(value) if isinstance(value, str) else json.dumps(value)
-
-
-def read_toml(text: str) -> Keys:
-    """Return the keys of a TOML text."""
-    return flat(FRAMEWORK_FILE.parse_toml(text.encode(), PLACE))
-
-
-def read_json(text: str) -> Keys:
-    """Return the keys of a JSON text."""
-    document = FRAMEWORK_FILE.parse_json(text, PLACE)
-    if not isinstance(document, dict):
-        raise PlanError(f"must hold a JSON object, not {shown(document)}")
-    return flat(document)
-
-
-def json_keys(keys: Keys) -> str:
-    """Return *keys* as JSON, a table for each section.
-
-    >>> print(json_keys({"a.b": 1}), end="")
-    {
-      "a": {
-        "b": 1
-      }
-    }
-    """
-    return json.dumps(nested(keys), indent=2) + "\n"
-
-
-def yaml_text(keys: Keys) -> str:
-    """Return *keys* as YAML, a block for each section.
-
-    >>> print(yaml_text({"a": "no", "b.c": True}), end="")
-    a: 'no'
-    b:
-      c: true
-    """
-
-    def lines(document: Mapping[str, object], indent: str) -> Iterator[str]:
-        for key, value in document.items():
-            if isinstance(value, Mapping):
-                yield f"{indent}{key}:"
-                yield from lines(value, indent + "  ")
-            else:
-                yield f"{indent}{key}: {_yaml_word(value)}"
-
-    return "".join(f"{line}\n" for line in lines(nested(keys), ""))
-
-
-# What YAML 1.1, which PyYAML reads, would not take for a text.
-_YAML_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_YAML_WORDS = {
-    **dict.fromkeys(("true", "yes", "on"), True),
-    **dict.fromkeys(("false", "no", "off"), False),
-    **dict.fromkeys(("null", "~", ""), None),
-}
-
-
-def _yaml_word(value: object) -> str:
-    if not isinstance(value, str):
-        return json.dumps(value)
-    is_plain = _YAML_PLAIN.fullmatch(value) and value.lower() not in _YAML_WORDS
-    if is_plain:
-        return value
-    return "'" + value.replace("'", "''") + "'" if value.isprintable() else quoted(value)
-
-
-_YAML_LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_][A-Za-z0-9_.-]*):(?: +(?P<value>.*))?")
-
-
-def read_yaml(text: str) -> Keys:
-    """Return the keys of YAML as a configuration has it: words, numbers and blocks of them.
-
-    Raises:
-        PlanError: If a line is of another kind, as a list, an anchor or a block of text.
-    """
-    found: Keys = {}
-    blocks: list[tuple[int, str]] = []  # indent and prefix of the blocks around a line
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = re.sub(r"(^|\s)#.*$", "", raw).rstrip()
-        if not line or line == "---":
-            continue
-        match = _YAML_LINE.fullmatch(line)
-        if match is None:
-            raise PlanError(f"line {number}: {shown(line.strip())} is not KEY: VALUE")
-        indent = len(match["indent"])
-        while blocks and indent <= blocks[-1][0]:
-            blocks.pop()
-        key = (blocks[-1][1] if blocks else "") + match["key"]
-        if key in found:
-            raise PlanError(f"line {number}: key {shown(key)} appears twice")
-        if match["value"] is None:
-            blocks.append((indent, f"{key}."))
-        elif match["value"] != "{}":
-            found[key] = _yaml_value(match["value"], number)
-    return found
-
-
-def _yaml_value(text: str, number: int) -> object:
-    if text[0] in "'\"":
-        if len(text) < 2 or text[-1] != text[0]:
-            raise PlanError(f"line {number}: {shown(text)} has no closing quote")
-        return text[1:-1].replace("''", "'") if text[0] == "'" else json.loads(text)
-    if text[0] in "[{&*!|>%@`":
-        raise PlanError(f"line {number}: {shown(text)} is not a word or a number")
-    if text.lower() in _YAML_WORDS:
-        return _YAML_WORDS[text.lower()]
-    return _number(text)
 
 
 def flags(keys: Keys) -> list[str]:
@@ -205,44 +42,6 @@ def single_quoted(word: str) -> str:
     return "'" + word.replace("'", "'\"'\"'") + "'"
 
 
-def command_words(text: str) -> list[str]:
-    """Return the words of all lines of a script, its continued lines joined.
-
-    Raises:
-        PlanError: If a quote is not closed.
-    """
-    try:
-        return shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise PlanError(f"not words of a shell: {error}") from None
-
-
-def read_flags(words: list[str]) -> Keys:
-    """Return options by their names, without dashes; a flag alone is True.
-
-    >>> read_flags(["python", "x.py", "--bf16", "--lr", "0.1", "--tp=2"])
-    {'bf16': True, 'lr': 0.1, 'tp': 2}
-    >>> read_flags(["torchrun", "--nproc-per-node", "8", "x.py", "--bf16"])
-    {'nproc-per-node': 8, 'bf16': True}
-    """
-    found: Keys = {}
-    name = ""
-    for word in words:
-        if word.endswith(".py"):  # ends what is its launcher's
-            name = ""
-        elif re.match(r"--[A-Za-z]", word):
-            name, sign, value = word[2:].partition("=")
-            if name in found:
-                raise PlanError(f"--{name} appears twice")
-            found[name] = _number(value) if sign else True
-            name = "" if sign else name
-        elif name and found[name] is True:
-            found[name] = _number(word)
-        elif name:
-            found[name] = f"{found[name]} {word}"
-    return found
-
-
 def tyro_options(keys: Keys) -> list[str]:
     """Return *keys* as options of a command that tyro parses.
 
@@ -260,21 +59,6 @@ def tyro_options(keys: Keys) -> list[str]:
         else:
             found.append(f"--{key} {_shell_words(value)}")
     return found
-
-
-def read_tyro(words: list[str]) -> Keys:
-    """Return options that tyro parses; of a list, its words in one text.
-
-    >>> read_tyro(["--a.no-b-c", "--a.d_e", "x,y", "z"])
-    {'a.b_c': False, 'a.d_e': 'x,y z'}
-    """
-    keys: Keys = {}
-    for key, value in read_flags(words).items():
-        section, dot, name = key.rpartition(".")
-        no = name.startswith("no-")
-        name = name.removeprefix("no-").replace("-", "_")
-        keys[f"{section}{dot}{name}"] = value is not True if no else value
-    return keys
 
 
 def _number(text: str) -> object:

@@ -1,24 +1,44 @@
 """torchtitan: TOML up to 0.2, options of its command from 0.3 on."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import cast
 
-from meshwright.hwprofiles import Kernels, Recompute, RecomputeMethod, StageSplit
-from meshwright.planner.export.facts import Facts, FileWords, Keys, spelled
-from meshwright.planner.export.table import Codec, Export, Program, Roles
-from meshwright.planner.export.texts import (
-    command_words,
-    read_toml,
-    read_tyro,
-    remarks,
+from meshwright.hwprofiles import Kernels, Precision, Recompute, RecomputeMethod, StageSplit
+from meshwright.planner.configuration import (
+    Options,
+    OptionWord,
+    load_options,
+    read_options,
     toml_text,
-    tyro_options,
 )
+from meshwright.planner.export.facts import Facts, FileWords, Keys, MissingError, spelled
+from meshwright.planner.export.table import Codec, Export, Program, Roles
+from meshwright.planner.export.texts import remarks, tyro_options
 from meshwright.simulator import PlanError
 
 TOML, COMMAND = "0.2", "0.3"
+CHECKPOINT, COMPILED = "activation-checkpoint:", "compile.components"
+COMMAND_OPTIONS = "torchtitan-0.3"
 PARTS = "parallelism.module_fqns_per_model_part"
 SELECTIVE, OPERATORS = "selective", "op"
+FORMATS = {"bfloat16": Precision.BF16, "float32": Precision.FP32}
+# The converter, and what it was called up to 0.1.
+FLOAT8 = ("quantize.linear.float8",), ("float8",)
+# What configurations of 0.3 say beside the defaults (torchtitan/models/llama3/config_registry.py).
+RECIPES: Mapping[str, Keys] = {
+    "llama3_8b": {
+        "training.local_batch_size": 1,
+        "training.seq_len": 8192,
+        "activation-checkpoint": "selective",
+    },
+    "llama3_70b": {
+        "training.seq_len": 8192,
+        "parallelism.tensor_parallel_degree": 8,
+        "activation-checkpoint": "full",
+    },
+}
 MODES: Mapping[str, Recompute] = {
     "none": Recompute.NONE,
     SELECTIVE: Recompute.SELECTIVE_OP,
@@ -39,7 +59,7 @@ def _read_replicas(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
     others = facts.number("tp") * facts.number("pp") * facts.number("cp")
     if shards == -1:
         if facts.get("world_size") is None:
-            raise PlanError(f"--gpus is missing; {shard} is what it leaves")
+            raise MissingError("world_size", f"{shard} is what it leaves")
         shards = facts.world_size // (others * replicas)
     dp = replicas * shards
     return {"dp": dp, "dp_shard": shards, "world_size": dp * others}
@@ -67,39 +87,51 @@ def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     return {"global_batch_size": batch, "microbatch_size": keys.get(roles["own"], 1)}
 
 
-def _ends(roles: Roles) -> tuple[list[str], list[str]]:
-    """Return the names of a model's modules before its layers and after them."""
-    return ["tok_embeddings"], ["norm", roles["head"]]
-
-
-def _write_stages(roles: Roles, facts: Facts) -> Keys:
-    """Return the layers of each stage: its modules by name."""
+def _write_stages(head: str, roles: Roles, facts: Facts) -> Keys:
+    """Return the layers of each stage: its modules by name, a model's last one being its *head*."""
     if facts.number("pp") == 1:
         return {}
-    first, last = _ends(roles)
     layers = iter(range(sum(stages := cast("tuple[int, ...]", facts.get("stages")))))
     parts = [[f"layers.{next(layers)}" for _ in range(count)] for count in stages]
-    parts[0][:0] = first
-    parts[-1] += last
+    parts[0][:0] = ["tok_embeddings"]
+    parts[-1] += ["norm", head]
     return {roles["parts"]: parts}
 
 
-def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    key = roles["parts"]
-    if facts.number("pp") == 1:
+def _read_stages(head: str, roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    key, pp = roles["parts"], facts.number("pp")
+    if pp == 1:
         return {}
-    if key not in keys:  # generate_llm_fqn_per_model_part: two stages a rank, or one
-        virtual = 2 if facts.get("schedule") == "interleaved" else 1
-        return {"stages": StageSplit.ENDS, "num_virtual_stages": virtual}
-    pp, parts = facts.number("pp"), words.lists(keys, key)
+    if key not in keys:
+        return _even_stages(roles["size"], keys, facts, words)
+    parts = words.lists(keys, key)
     stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
-    again = _write_stages(roles, Facts({"pp": pp, "stages": stages}))
+    again = _write_stages(head, roles, Facts({"pp": pp, "stages": stages}))
     if again != {key: parts} or len(parts) % pp:
         raise PlanError(
             f"{key} of torchtitan is in no plan; allowed: the modules in their order, "
             f"stages a multiple of {pp}"
         )
     return {"stages": stages, "num_virtual_stages": len(parts) // pp}
+
+
+def _even_stages(key: str, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return stages as pipeline_llm makes them: two on a rank that interleaves, or of a size.
+
+    Ends count as a layer each.
+    """
+    interleaves, pp = facts.get("schedule") == "interleaved", facts.number("pp")
+    virtual = 2 if interleaves else 1
+    if keys.get(key) is not None:
+        size = words.whole(keys, key, 1)
+        if facts.model is None:
+            raise MissingError("model", f"{key} is of its layers")
+        parts = -(-(facts.model.num_layers + 2) // size)
+        virtual = parts // pp
+        if parts % pp or interleaves != (virtual > 1):
+            allowed = f"stages a multiple of {pp}, {'several' if interleaves else 'one'} a rank"
+            raise words.unknown(key, size, (allowed,))
+    return {"stages": StageSplit.ENDS, "num_virtual_stages": virtual}
 
 
 def _write_reshard(roles: Roles, facts: Facts) -> Keys:
@@ -117,10 +149,38 @@ def _read_reshard(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     return {"reshard_after_forward": choices[theirs]}
 
 
+def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the format; a section of float8 counts where its converter is named."""
+    param = str(keys.get(roles["param"], "bfloat16"))
+    if param not in FORMATS:
+        raise words.unknown(roles["param"], param, FORMATS)
+    converters = words.names(keys, roles["converters"], ())
+    if not converters:
+        return {"precision": FORMATS[param]}
+    if converters not in FLOAT8:
+        raise words.unknown(roles["converters"], list(converters), ([], list(FLOAT8[0])))
+    held: Mapping[str, tuple[object, ...]] = {
+        "param": ("bfloat16",),
+        "filtered": (["output"],),
+        "recipe": (None, "tensorwise"),
+        "gathers": (False,),
+        "scales": (False,),
+        "emulates": (False,),
+    }
+    usual: Keys = {roles["param"]: "bfloat16", roles["filtered"]: []}
+    for role, allowed in held.items():
+        words.held({**usual, **keys}, roles[role], allowed)
+    return {"precision": Precision.FP8}
+
+
 def _read_compiled(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
-    parted = "model" in words.names(keys, "compile.components", ("model",))
-    is_on = bool(keys.get("compile.enable", False)) and parted
-    return {"stack.kernels": Kernels.COMPILED if is_on else Kernels.EAGER}
+    """Return the kernels of layers; a loss that is compiled is in no plan."""
+    components = words.names(keys, COMPILED, ("model", "loss"))
+    if keys.get("compile.enable", False) is not True:
+        return {"stack.kernels": Kernels.EAGER}
+    if "loss" in components:
+        raise words.unknown(COMPILED, list(components), (["model"],))
+    return {"stack.kernels": Kernels.COMPILED if "model" in components else Kernels.EAGER}
 
 
 def _write_checkpoints(roles: Roles, facts: Facts) -> Keys:
@@ -163,36 +223,55 @@ def _command(export: Export) -> tuple[str, ...]:
     return (start, *tyro_options(keys), f"activation-checkpoint:{checkpoint}")
 
 
-def _read(text: str) -> Keys:
-    """Return the keys of a TOML file, or of a script with the command."""
-    if "torchtitan.train" not in text:
-        return read_toml(text)
-    words = command_words(text)
-    words = words[words.index("torchtitan.train") + 1 :]
-    checkpoint = [each for each in words if each.startswith("activation-checkpoint:")]
-    keys = read_tyro([each for each in words if each not in checkpoint])
-    if PARTS in keys:
-        keys[PARTS] = [part.split(",") for part in str(keys[PARTS]).split()]
-    if "compile.components" in keys:
-        keys["compile.components"] = str(keys["compile.components"]).replace(",", " ").split()
-    if not checkpoint:
-        raise PlanError(
-            "activation-checkpoint:... is missing, which each configuration has of its own; "
-            "allowed: none, selective, full"
-        )
-    keys["activation-checkpoint"] = checkpoint[0].partition(":")[2]
-    return keys
+def _read_words(words: Sequence[OptionWord]) -> Options:
+    """Return the options of a command of 0.3, which tyro parses: ``--a.no-b`` is a false ``a.b``.
+
+    What it leaves out is as in the configuration that it names.
+    """
+    checkpoint = [each for each in words if each.text.startswith(CHECKPOINT)]
+    others = [each for each in words if each not in checkpoint]
+    found = read_options(others, load_options(COMMAND_OPTIONS))
+    for key in [each for each in found.keys if ".no-" in each or ".no_" in each]:
+        value, line = found.keys.pop(key), found.lines.pop(key)
+        positive = re.sub(r"\.no[-_]", ".", key).replace("-", "_")
+        found.keys[positive], found.lines[positive] = value is not True, line
+    for key, split in ((PARTS, _parts), (COMPILED, _names)):
+        if key in found.keys:
+            found.keys[key] = split(found.keys[key])
+    key = CHECKPOINT.rstrip(":")
+    for each in checkpoint:
+        found.keys[key], found.lines[key] = each.text.removeprefix(CHECKPOINT), each.line
+    recipe = RECIPES.get(str(found.keys.get("config")), {})
+    return found._replace(keys={**recipe, **found.keys})
+
+
+def _words_of(value: object) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list) else str(value).split()
+
+
+def _parts(value: object) -> list[list[str]]:
+    return [each.split(",") for each in _words_of(value)]
+
+
+def _names(value: object) -> list[str]:
+    return [name for each in _words_of(value) for name in each.split(",")]
 
 
 PROGRAM = Program(
     files=_files,
     command=_command,
     is_script=lambda version: version == COMMAND,
-    read=_read,
+    read_words=_read_words,
     codecs={
         "replicas of torchtitan": Codec(_write_replicas, _read_replicas),
         "batches of torchtitan": Codec(_write_batches, _read_batches),
-        "modules of torchtitan": Codec(_write_stages, _read_stages),
+        "modules of torchtitan 0.2": Codec(
+            partial(_write_stages, "output"), partial(_read_stages, "output")
+        ),
+        "modules of torchtitan 0.3": Codec(
+            partial(_write_stages, "lm_head"), partial(_read_stages, "lm_head")
+        ),
+        "precision of torchtitan": Codec(read=_read_precision),
         "reshard of torchtitan": Codec(_write_reshard, _read_reshard),
         "compiled of torchtitan": Codec(read=_read_compiled),
         "checkpoints of torchtitan": Codec(_write_checkpoints, _read_checkpoints),

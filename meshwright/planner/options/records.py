@@ -155,10 +155,15 @@ class ExportOptions:
 class ImportOptions:
     """A framework's configuration, and what it does not say."""
 
-    file: str | None = argument(None, "FILE", "A configuration of a framework.")
-    source: str | None = option(
-        None, "FRAMEWORK", "Whose it is [by the file's name].", name="--from"
+    file: str | None = argument(
+        None, "FILE|-", "A configuration or a launch script; - reads an expanded command."
     )
+    source: str | None = option(None, "FRAMEWORK", "Whose it is [by its keys].", name="--from")
+    define: list[str] | None = option(
+        None, "NAME=VALUE", "A variable that a script does not set; repeatable."
+    )
+    explain: bool = flag("--explain", "Print each value with the line that it is from.")
+    options: bool = flag("--options", "List what each key of the framework means here.")
     model: str | None = option(None, "MODEL", "Built-in name, config.json or model TOML.")
     cluster: str | None = option(None, "NAME|FILE", "Built-in name or cluster TOML.")
     gpus: int | None = option(None, "N", "Devices of the run.")

@@ -61,6 +61,13 @@ class Launch:
     ranks_per_node: int | None = None
     unknown: tuple[str, ...] = ()
 
+    @property
+    def world_size(self) -> int | None:
+        """Ranks on all nodes; None where the launcher does not tell."""
+        if self.nodes is None or self.ranks_per_node is None:
+            return None
+        return self.nodes * self.ranks_per_node
+
 
 class Start(NamedTuple):
     """A command without the launchers before it.

@@ -34,6 +34,12 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "env": Wrapper("-u -C -S --unset --chdir"),
     "exec": Wrapper("-a"),
     "nohup": Wrapper(),
+    "uv": Wrapper(
+        "-p --python --project --directory --package --extra --no-extra --group --no-group "
+        "--only-group --with --with-editable --with-requirements --env-file --index "
+        "--default-index --index-url --extra-index-url --find-links --cache-dir --config-file",
+        subcommands="run",
+    ),
     "time": Wrapper("-f -o --format --output"),
     "setsid": Wrapper(),
     "unbuffer": Wrapper(),

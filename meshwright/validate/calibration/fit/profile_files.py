@@ -1,6 +1,9 @@
 """Profiles as TOML, in the form that `hwprofiles` reads."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import tomlkit
 
 from meshwright.hwprofiles import (
     GIBI,
@@ -9,14 +12,18 @@ from meshwright.hwprofiles import (
     TERA,
     Device,
     DeviceOverheads,
+    FlashKernels,
     GemmKernels,
     Link,
     Profile,
-    quoted,
-    toml_key,
+    toml_table,
 )
 from meshwright.planner.reports import write_output
 
+if TYPE_CHECKING:
+    from tomlkit.items import Item, Table
+
+FLASH_REMARK = "Causal attention counts half of the full square; backward is 2.5 x forward."
 UNUSED_LINK = "loopback"  # a cluster of one device needs a link, but sends nothing over it
 
 
@@ -32,107 +39,115 @@ def _time(time_s: float) -> str:
     return f"{time_s * MEGA:.10g} us"
 
 
-def _kernels(kernels: Profile) -> list[str]:
+def _rounded(value: float) -> float:
+    """Return a number of ten digits; a whole one as such."""
+    number = float(f"{value:.10g}")
+    return int(number) if number.is_integer() else number
+
+
+def _kernels(kernels: Profile) -> dict[str, object]:
     """Return the keys of a table whose values have no unit; not those that are not there."""
     values = {name: getattr(kernels, name) for name in type(kernels).model_fields}
-    return [
-        f"{name} = {quoted(value) if isinstance(value, str) else f'{value:.10g}'}"
+    return {
+        name: str(value) if isinstance(value, str) else _rounded(value)
         for name, value in values.items()
         if value is not None and not isinstance(value, Profile)
-    ]
+    }
 
 
-def _beside(gemm: GemmKernels) -> list[str]:
-    """Return the tables of products that differ, where they are there."""
-    tables = [*gemm.eight_bit.items(), ("grouped", gemm.grouped)]
-    lines: list[str] = []
-    for name, kernels in tables:
-        if kernels is not None:
-            lines += ["", f"[gemm.{name}]", *_kernels(kernels)]
-    return lines
+def _gemm(gemm: GemmKernels) -> dict[str, object]:
+    """Return the table of products, and in it those that differ, where they are there."""
+    inner = [*gemm.eight_bit.items(), ("grouped", gemm.grouped)]
+    tables = {str(name): _kernels(each) for name, each in inner if each is not None}
+    return {**_kernels(gemm), **tables}
 
 
-def _overheads(overheads: DeviceOverheads) -> list[str]:
+def _flash(kernel: FlashKernels) -> dict[str, object]:
+    tables = {name: getattr(kernel, name) for name in ("narrow", "narrow_window")}
+    inner = {name: _kernels(each) for name, each in tables.items() if each is not None}
+    return {**_kernels(kernel), **inner}
+
+
+def _overheads(overheads: DeviceOverheads) -> dict[str, object]:
     """Return the keys of a table whose values are bytes."""
     sizes = ("usable", "communicator", "product_workspace", "engine_workspace")
-    return [
-        *(f'{key} = "{_bytes(getattr(overheads, f"{key}_bytes"))}"' for key in sizes),
-        f"kind = {quoted(overheads.kind)}",
-        f"source = {quoted(overheads.source)}",
-    ]
+    return {
+        **{key: _bytes(getattr(overheads, f"{key}_bytes")) for key in sizes},
+        "kind": str(overheads.kind),
+        "source": overheads.source,
+    }
 
 
 def device_toml(device: Device) -> str:
     """Return the file of *device*."""
-    peaks = [
-        f'{key} = "{rate / TERA:.10g} TFLOP/s"' for key, rate in device.peak_flops_per_s.items()
-    ]
-    lines = [
-        f"name = {quoted(device.name)}",
-        f"title = {quoted(device.title)}",
-        f'memory_capacity = "{_bytes(device.memory_capacity_bytes)}"',
-        f'memory_bandwidth = "{_rate(device.memory_bandwidth_bytes_per_s)}"',
-        f"num_sms = {device.num_sms}",
-        f"source = {quoted(device.source)}",
-        *("", "[peak]", *peaks),
-        *("", "[gemm]", *_kernels(device.gemm)),
-        *_beside(device.gemm),
-        *("", "[memory]", *_kernels(device.memory)),
-        *("", "# Causal attention counts half of the full square; backward is 2.5 x forward."),
-        "[flash]",
-    ]
-    for kernel, facts in sorted(device.flash.items()):
-        lines += ["", f"[flash.{toml_key(kernel)}]", *_kernels(facts)]
-        for name in ("narrow", "narrow_window"):
-            own = getattr(facts, name)
-            if own is not None:
-                lines += ["", f"[flash.{toml_key(kernel)}.{name}]", *_kernels(own)]
+    rates = device.peak_flops_per_s.items()
+    tables: dict[str, object] = {
+        "name": device.name,
+        "title": device.title,
+        "memory_capacity": _bytes(device.memory_capacity_bytes),
+        "memory_bandwidth": _rate(device.memory_bandwidth_bytes_per_s),
+        "num_sms": device.num_sms,
+        "source": device.source,
+        "peak": {key: f"{rate / TERA:.10g} TFLOP/s" for key, rate in rates},
+        "gemm": _gemm(device.gemm),
+        "memory": _kernels(device.memory),
+        "flash": {name: _flash(kernel) for name, kernel in sorted(device.flash.items())},
+    }
     if device.convolution is not None:
-        lines += ["", "[convolution]", *_kernels(device.convolution)]
+        tables["convolution"] = _kernels(device.convolution)
     if device.overheads is not None:
-        lines += ["", "[overheads]", *_overheads(device.overheads)]
-    return "\n".join(lines) + "\n"
+        tables["overheads"] = _overheads(device.overheads)
+    document = toml_table(tables)
+    before_flash = cast("Table", document["memory"])
+    before_flash.add(tomlkit.nl())
+    before_flash.add(tomlkit.comment(FLASH_REMARK))
+    return document.as_string()
 
 
 def link_toml(link: Link) -> str:
     """Return the file of *link*."""
-    lines = [
-        f"name = {quoted(link.name)}",
-        f"title = {quoted(link.title)}",
-        f'bandwidth = "{_rate(link.bandwidth_bytes_per_s)} per direction"',
-        f'latency = "{_time(link.latency_s)}"',
-        f"busbw_fraction = {link.busbw_fraction:.10g}",
-        f"kind = {quoted(link.kind)}",
-        f"source = {quoted(link.source)}",
+    tables: dict[str, object] = {
+        "name": link.name,
+        "title": link.title,
+        "bandwidth": f"{_rate(link.bandwidth_bytes_per_s)} per direction",
+        "latency": _time(link.latency_s),
+        "busbw_fraction": _rounded(link.busbw_fraction),
+        "kind": str(link.kind),
+        "source": link.source,
+    }
+    collectives = [
+        {
+            "op": str(fact.op),
+            "num_ranks": fact.num_ranks,
+            "busbw": _rate(fact.busbw_bytes_per_s),
+            "latency": _time(fact.latency_s),
+            "kind": str(fact.kind),
+            "source": fact.source,
+        }
+        for fact in link.collectives
     ]
-    for fact in link.collectives:
-        lines += [
-            "",
-            "[[collectives]]",
-            f"op = {quoted(fact.op)}",
-            f"num_ranks = {fact.num_ranks}",
-            f'busbw = "{_rate(fact.busbw_bytes_per_s)}"',
-            f'latency = "{_time(fact.latency_s)}"',
-            f"kind = {quoted(fact.kind)}",
-            f"source = {quoted(fact.source)}",
-        ]
-    return "\n".join(lines) + "\n"
+    if collectives:
+        tables["collectives"] = collectives
+    return toml_table(tables).as_string()
 
 
 def cluster_toml(name: str, title: str, device: str, link: str, num_devices: int) -> str:
     """Return the file of one node of *num_devices*; *device* and *link* are names or paths."""
-    lines = [
-        f"name = {quoted(name)}",
-        f"title = {quoted(title)}",
-        f"device = {quoted(device)}",
-        f"devices_per_node = {num_devices}",
-        f"intra_node = {quoted(link)}",
-        f"inter_node = {quoted(link)} # one node: no step goes between nodes",
-        "nics_per_node = 1",
-        "num_nodes = 1",
-        f"source = {quoted('one machine, calibrated; its device and link say on what')}",
-    ]
-    return "\n".join(lines) + "\n"
+    table = toml_table(
+        {
+            "name": name,
+            "title": title,
+            "device": device,
+            "devices_per_node": num_devices,
+            "intra_node": link,
+            "inter_node": link,
+            "nics_per_node": 1,
+            "num_nodes": 1,
+            "source": "one machine, calibrated; its device and link say on what",
+        }
+    )
+    cast("Item", table["inter_node"]).comment("one node: no step goes between nodes")
+    return table.as_string()
 
 
 def write_profiles(

@@ -1,0 +1,180 @@
+"""From a framework's configuration to a plan.
+
+Imports are local, so that a command waits for no more than it needs.
+"""
+# ruff: noqa: PLC0415
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from meshwright.planner.options import Given, ImportOptions, JobOptions
+from meshwright.simulator import MistakesError, PlanError
+
+if TYPE_CHECKING:
+    from meshwright.hwprofiles import Cluster
+    from meshwright.planner.export import Framework
+    from meshwright.planner.importing import Imported, Source
+    from meshwright.planner.reports import SavedPlan
+    from meshwright.simulator import ResolvedPlan
+
+STANDARD_INPUT = "-"
+
+
+def run_import(options: ImportOptions, layout: Given, replication: Given) -> int:
+    """Read a framework's configuration as a plan."""
+    from meshwright.planner.cli.handover import write_files
+    from meshwright.planner.reports import check_file, json_text, plan_document
+
+    framework = _framework(options)
+    if options.options:
+        return _list_options(framework)
+    if options.file is None:
+        raise PlanError("FILE is missing; allowed: a configuration of a framework, or -")
+    if options.out is not None:
+        check_file("--out", options.out)
+    imported, saved = _imported(options, framework, {**layout, **replication})
+    if options.explain:
+        _explain(imported, saved)
+        if options.out is None:
+            return 0
+    write_files({"plan.json": json_text(plan_document(saved))}, options.out, force=False)
+    return 0
+
+
+def _framework(options: ImportOptions) -> "Framework | None":
+    from meshwright.planner.importing import get_format
+
+    return None if options.source is None else get_format(options.source)
+
+
+def _imported(
+    options: ImportOptions, framework: "Framework | None", given: Given
+) -> "tuple[Imported, SavedPlan]":
+    """Return the plan of a file, completed by options and checked by its stack."""
+    from meshwright.hwprofiles import shown_path
+    from meshwright.planner.cli.request import read_setting, resolve_plan
+    from meshwright.planner.importing import JOB_OPTIONS, import_source
+    from meshwright.planner.reports import SavedPlan
+    from meshwright.simulator import ModelSpec, load_model
+    from meshwright.simulator.layout import check_sharding, stack_refusal
+
+    model = None if options.model is None else load_model(options.model)
+    said = {name: getattr(options, option) for name, option in JOB_OPTIONS.items()}
+    told = {name: value for name, value in {**said, **given}.items() if value is not None}
+    name = "standard input"
+    try:
+        if options.file != STANDARD_INPUT:
+            name = shown_path(Path(options.file or ""))
+        imported = import_source(
+            _source(options, framework),
+            told,
+            model if isinstance(model, ModelSpec) else None,
+            options.stack,
+        )
+    except MistakesError as errors:
+        raise errors.of_file(name) from None
+    except PlanError as error:
+        text = str(error)
+        raise PlanError(text if text.startswith(name) else f"{name}: {text}") from None
+    job = JobOptions(
+        **cast("Any", {option: imported.values.get(name) for name, option in JOB_OPTIONS.items()}),
+        stack=options.stack or imported.stack,
+        set=[*_facts(imported.values), *(options.set or ())],
+    )
+    setting = read_setting(job, model=imported.model)
+    plan = resolve_plan(setting, {**_words(imported.values), **given})
+    _check_nodes(imported, plan, setting.cluster)
+    check_sharding(setting.job, plan)
+    refusal = stack_refusal(setting.job, plan, setting.stack)
+    if refusal is not None:
+        raise PlanError(refusal)
+    saved = SavedPlan(job=setting.job, plan=plan, cluster=setting.cluster, stack=setting.stack)
+    return imported, saved
+
+
+def _check_nodes(imported: "Imported", plan: "ResolvedPlan", cluster: "Cluster") -> None:
+    """Raise PlanError where the ranks lie on other nodes than the cluster has."""
+    said, per_node = imported.values.get("num_nodes"), cluster.devices_per_node
+    if isinstance(said, int) and said != -(-plan.world_size // per_node):
+        raise PlanError(
+            f"{plan.world_size} ranks on {said} nodes are not those of {cluster.name}, which has "
+            f"{per_node} devices a node; allowed: a cluster with {-(-plan.world_size // said)}, "
+            f"or --set devices_per_node={-(-plan.world_size // said)}"
+        )
+
+
+def _source(options: ImportOptions, framework: "Framework | None") -> "Source":
+    from meshwright.planner.configuration import FRAMEWORK_FILE
+    from meshwright.planner.importing import read_source
+
+    defines = dict(_defined(each) for each in options.define or ())
+    if options.file == STANDARD_INPUT:
+        return read_source(None, FRAMEWORK_FILE.read_stream(sys.stdin.buffer), framework, defines)
+    path = Path(options.file or "")
+    return read_source(path, FRAMEWORK_FILE.read_text(path), framework, defines)
+
+
+def _defined(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not (name.isidentifier() or name.isdigit()):
+        raise PlanError(f"--define {text!r} is not allowed; it must be NAME=VALUE")
+    return name, value
+
+
+def _facts(values: Mapping[str, object]) -> Iterable[str]:
+    """Yield what is said of the stack's facts as ``--set`` has it."""
+    from meshwright.planner.export import STACK_FACT
+
+    for name, value in values.items():
+        if name.startswith(STACK_FACT):
+            yield f"{name.removeprefix(STACK_FACT)}={str(value).lower()}"
+
+
+def _words(values: Mapping[str, object]) -> Given:
+    """Return the fields of a plan as options give them."""
+    from meshwright.simulator.layout import PLAN_FIELDS
+
+    found = {name: values[name] for name in PLAN_FIELDS if values.get(name) is not None}
+    stages = found.get("stages")
+    if isinstance(stages, tuple):
+        found["stages"] = ",".join(map(str, stages))
+    return found
+
+
+def _explain(imported: "Imported", saved: "SavedPlan") -> None:
+    """Print each value of the plan beside where it is from; what nobody says the stack decides."""
+    from meshwright.planner.cli.handover import say
+    from meshwright.planner.export import theirs
+    from meshwright.planner.importing import Row
+    from meshwright.simulator.layout import PLAN_FIELDS
+
+    said = {row.name for row in imported.rows}
+    others = (
+        Row(name, theirs(value), (), f"stack {saved.stack.name}")
+        for name in PLAN_FIELDS
+        if name not in said and (value := getattr(saved.plan, name)) not in (None, ())
+    )
+    say(sys.stdout, f"{'field':<22}  {'value':<13}  line  said there, or by whom")
+    for row in (*imported.rows, *others):
+        first, *further = row.said or ((0, row.otherwise),)
+        say(sys.stdout, f"{row.name:<22}  {row.value:<13}  {_line(*first)}")
+        for each in further:
+            say(sys.stdout, f"{'':<22}  {'':<13}  {_line(*each)}")
+
+
+def _line(number: int, text: str) -> str:
+    return f"{number or '':>4}  {text}"
+
+
+def _list_options(framework: "Framework | None") -> int:
+    """Print what each key of a framework means here."""
+    from meshwright.planner.cli.handover import say
+    from meshwright.planner.importing import FORMATS, meanings
+
+    if framework is None:
+        raise PlanError(f"--options needs --from; allowed: {', '.join(FORMATS)}")
+    for key, meaning in meanings(framework.profile):
+        say(sys.stdout, f"{key:<44}  {meaning}")
+    return 0

@@ -1,0 +1,292 @@
+"""transformers' Trainer, LLaMA-Factory and axolotl: what their tables cannot say.
+
+Rules are those of transformers 5.23 (training_args.py, trainer.py, integrations/deepspeed.py),
+LLaMA-Factory 0.9.6.dev0 and axolotl 0.18.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.hwprofiles import FileKind, shown
+from meshwright.planner.export import (
+    FRAMEWORKS,
+    Codec,
+    Codecs,
+    Facts,
+    FileWords,
+    Keys,
+    MissingError,
+    Program,
+    Roles,
+)
+from meshwright.planner.formats.included import CONFIG, MARK, with_included
+from meshwright.planner.formats.launched import Spelling, with_accelerate
+from meshwright.planner.formats.precisions import (
+    AUTO,
+    AXOLOTL,
+    LLAMA_FACTORY,
+    TRANSFORMERS,
+    Dialect,
+    axolotl_ddp,
+    axolotl_fsdp,
+    engine_precision,
+    fsdp_version,
+    listed,
+    master_precision,
+    plain_precision,
+    sharded_precision,
+    switch,
+)
+from meshwright.simulator import PlanError, load_model
+
+HUB_FILE = Path(__file__).resolve().parents[1] / "data" / "hub_models.csv"
+HUB_TABLE = FileKind(title="table of models", most_bytes=1_000_000)
+
+
+def model_of(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+    """Return the model that a path of a configuration, or a name on the hub, stands for."""
+    paths = listed(roles, "path")
+    value = next((keys[key] for key in paths if keys.get(key) is not None), None)
+    if isinstance(value, str) and Path(value).name == CONFIG:
+        return {"model": load_model(value)}
+    known = hub_models().get(str(value))
+    if known is not None:
+        return {"model": known}
+    if facts.get("model") is not None or facts.model is not None:
+        return {}
+    said = f"{paths[-1]}={shown(value)}" if value else f"no {paths[-1]}"
+    raise MissingError("model", f"{said} is no model that is known by its name")
+
+
+def hub_models() -> Mapping[str, str]:
+    """Return the built-in models that are those of the hub, by their names there."""
+    _, lines = HUB_TABLE.parse_table(HUB_FILE.read_text("utf-8"), HUB_FILE.name)
+    return {cells["id"]: cells["model"] for _, cells in lines}
+
+
+def batches(dialect: Dialect) -> Codec:
+    """Return the codec of a batch: microbatch, times accumulation steps, times replicas."""
+
+    def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+        size = _count(roles, keys, words, "micro", dialect.microbatch_size)
+        steps = _count(roles, keys, words, "steps", 1)
+        total = roles.get("total", "")
+        if keys.get(total) is not None and keys.get(roles["steps"]) is None:
+            steps = words.whole(keys, total, size) // size
+        dp = facts.world_size // facts.number("tp")
+        found = {"micro": size, "steps": steps, "batch": size * steps * dp}
+        for name, value in found.items():
+            # transformers fills in what is auto, and refuses what is not the same.
+            key = roles.get(f"deepspeed_{name}", "")
+            if key in keys and keys[key] not in (AUTO, value):
+                raise words.unknown(key, keys[key], (value, AUTO))
+        return {"microbatch_size": size, "global_batch_size": found["batch"], "dp": dp}
+
+    return Codec(read=read)
+
+
+def _count(roles: Roles, keys: Keys, words: FileWords, role: str, usual: int) -> int:
+    key = roles[role]
+    return usual if keys.get(key) is None else words.whole(keys, key, usual)
+
+
+def _bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the elements of DeepSpeed's buckets; auto is the square of the hidden size."""
+    name, key = "stack.gradient_bucket_parameters", roles["size"]
+    if keys.get(key) == AUTO:
+        return {} if facts.model is None else {name: facts.model.hidden_size**2}
+    value = keys.get(key, 500_000_000)
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    return {name: words.whole({key: whole}, key, 1)}
+
+
+def checkpoints(dialect: Dialect) -> Codec:
+    """Return the codec of recomputation: all layers, one by one, or none."""
+
+    def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+        said = [key for key in listed(roles, "switch") if keys.get(key) is not None]
+        is_on = any(switch(words, keys, key, usual=False) for key in said)
+        off, fsdp = roles.get("off", ""), roles.get("fsdp", "")
+        if off:
+            is_on = is_on or not switch(words, keys, off, usual=not dialect.recomputes)
+        by_fsdp = switch(words, keys, fsdp, usual=False)
+        if is_on and by_fsdp:
+            asked = off or ", ".join(said)
+            raise PlanError(f"{fsdp} of {words.framework} does not go with {asked}")
+        older = listed(roles, "reentrant")
+        is_older = any(
+            switch(words, keys, key, usual=dialect.is_reentrant)
+            for key in older
+            if key in keys or dialect.is_reentrant
+        )
+        if is_on and is_older and "fsdp" in roles:
+            raise words.unknown(older[0], value=True, allowed=("false with FSDP",))
+        found: Keys = {"recompute": "full" if is_on or by_fsdp else "none"}
+        return {**found, "stack.recompute_stops_early": not (is_on and is_older)}
+
+    return Codec(read=read)
+
+
+def _unused(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return whether DDP searches unused weights: without recomputation it does."""
+    usual = facts.get("recompute") != "full"
+    key = roles["switch"]
+    if keys.get(key) is None:
+        return {"find_unused": usual}
+    return {"find_unused": switch(words, keys, key, usual=usual)}
+
+
+SHARDING = {"full_shard": True, "shard_grad_op": False}
+
+
+def shards(dialect: Dialect) -> Codec:
+    """Return the codec of FSDP: what is gathered again, and what the host keeps."""
+
+    def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+        version = fsdp_version(dialect, roles, keys, words)
+        options = _fsdp_options(roles["fsdp"], keys, words)
+        known = {*SHARDING, "auto_wrap", "offload"}
+        for each in options:
+            if each not in known:
+                raise words.unknown(roles["fsdp"], each, sorted(known))
+        if "wraps" in roles and "auto_wrap" not in options:
+            raise words.unknown(roles["fsdp"], " ".join(options), ("full_shard auto_wrap",))
+        named = [SHARDING[each] for each in options if each in SHARDING]
+        gathers = _gathers(version, roles["reshard"], keys, words)
+        if gathers is None:
+            gathers = named[0] if named else True
+        offloads = "offload" in options or switch(
+            words, keys, roles.get("offload", ""), usual=False
+        )
+        return {
+            "zero_stage": 3,
+            "reshard_after_forward": gathers,
+            "offload": "parameters" if offloads else "none",
+        }
+
+    return Codec(read=read)
+
+
+def _fsdp_options(key: str, keys: Keys, words: FileWords) -> list[str]:
+    said = keys.get(key)
+    if said is None or said is True or said == MARK or str(said).lower() == "true":
+        return []
+    if isinstance(said, list):
+        return [str(each) for each in said]
+    if not isinstance(said, str):
+        raise words.unknown(key, shown(said), ("full_shard auto_wrap",))
+    return said.replace(",", " ").split()
+
+
+def _gathers(version: int, key: str, keys: Keys, words: FileWords) -> bool | None:
+    said = keys.get(key)
+    if said is None:
+        return None
+    word = str(said).lower()
+    known = SHARDING if version == 1 else {"true": True, "false": False}
+    if word not in known:
+        raise words.unknown(key, said, known)
+    return known[word]
+
+
+def attention(names: Mapping[str, str], *, on_deepspeed: bool) -> Codec:
+    """Return the codec of the attention kernel; without a word PyTorch's, which is flash.
+
+    Args:
+        names: Kernels by the trainer's words.
+        on_deepspeed: Whether the plan's stack has to be told of the kernel.
+    """
+
+    def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+        key = roles["word"]
+        said = keys.get(key)
+        found = "flash"
+        if facts.model is not None and facts.model.attention_sinks:
+            found = "unfused"  # modeling_gpt_oss.py: none of PyTorch's has them
+        if said is not None:
+            if str(said) not in names:
+                raise words.unknown(key, said, names)
+            found = names[str(said)] or found
+        for old, kernel in OLD_ATTENTION.items():
+            if old in roles and switch(words, keys, roles[old], usual=False):
+                found = kernel
+        if not on_deepspeed or found != "flash":
+            return {"attention": found}
+        offered = {"stack.attention_kernels": '["unfused", "flash"]'}
+        return {"attention": found, **offered, "stack.flash_kernel": "sdpa-fa2"}
+
+    return Codec(read=read)
+
+
+OLD_ATTENTION = {"flash": "flash", "sdpa": "flash", "eager": "unfused"}
+ATTENTION = {
+    "eager": "unfused",
+    "sdpa": "flash",
+    "flash_attention_2": "flash",
+}
+LLAMA_FACTORY_ATTENTION = {"auto": "", "disabled": "unfused", "sdpa": "flash", "fa2": "flash"}
+
+
+def _mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the ranks that share shards: all, or as many as both sizes together say."""
+    dp = facts.world_size
+    replicas, size = (_count(roles, keys, words, name, 1) for name in ("replicas", "shards"))
+    if replicas * size == 1:
+        size = dp
+    if size * replicas != dp:
+        raise words.unknown(roles["shards"], size, (f"{dp} ranks / {roles['replicas']}",))
+    return {"dp": dp, "dp_shard": size}
+
+
+def _codecs(dialect: Dialect, names: Mapping[str, str], own: Codecs) -> Codecs:
+    return {
+        **FRAMEWORKS["deepspeed"].program.codecs,
+        "model of the hub": Codec(read=model_of),
+        "batches of a trainer": batches(dialect),
+        "formats beside DDP": plain_precision(dialect),
+        "formats of fp32 weights": master_precision(dialect),
+        "formats beside FSDP": sharded_precision(dialect),
+        "formats on DeepSpeed": engine_precision(dialect),
+        "bucket on DeepSpeed": Codec(read=_bucket),
+        "checkpoints of a trainer": checkpoints(dialect),
+        "unused weights": Codec(read=_unused),
+        "FSDP of a trainer": shards(dialect),
+        "attention of transformers": attention(names, on_deepspeed=False),
+        "attention on DeepSpeed": attention(names, on_deepspeed=True),
+        **own,
+    }
+
+
+def _program(
+    dialect: Dialect, names: Mapping[str, str], spelling: Spelling, own: Codecs | None = None
+) -> Program:
+    return Program(
+        command=lambda _: (),
+        included=with_included,
+        launched=with_accelerate(spelling),
+        codecs=_codecs(dialect, names, own or {}),
+    )
+
+
+PROGRAMS: Mapping[str, Program] = {
+    "transformers": _program(
+        TRANSFORMERS, ATTENTION, Spelling("fsdp", "fsdp-config", "cpu_offload")
+    ),
+    "llama-factory": _program(
+        LLAMA_FACTORY,
+        LLAMA_FACTORY_ATTENTION,
+        # prepare_model_for_training of model_utils/checkpointing.py.
+        Spelling("fsdp", "fsdp_config", "", "auto_wrap", beside={"use_reentrant_gc": False}),
+    ),
+    "axolotl": _program(
+        AXOLOTL,
+        ATTENTION,
+        # It says mixed precision itself, and changes FSDP by its own configuration alone.
+        Spelling("", "fsdp_config", "", is_mixed=False),
+        {
+            "formats of axolotl's DDP": Codec(read=axolotl_ddp),
+            "formats of axolotl's FSDP": Codec(read=axolotl_fsdp),
+            "mesh of axolotl": Codec(read=_mesh),
+        },
+    ),
+}

@@ -1,0 +1,108 @@
+"""Files, and texts of JSON, that a configuration of Hugging Face's trainers names."""
+
+from pathlib import Path
+
+from meshwright.hwprofiles import shown
+from meshwright.planner.configuration import FRAMEWORK_FILE, read_json
+from meshwright.planner.export import Keys
+from meshwright.simulator import PlanError
+
+PARENTS = 4  # folders above a configuration in which a file that it names is looked for
+CONFIG = "config.json"
+MARK = "in the file"  # the value of a section's name whose keys stand in the configuration itself
+DEEPSPEED, FSDP = "deepspeed", "fsdp_config"
+SWITCHES = (DEEPSPEED, FSDP, "fsdp")  # what is empty is off
+DICTIONARIES = (
+    *(DEEPSPEED, FSDP, "accelerator_config"),
+    *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+)
+MODELS = ("model_name_or_path", "base_model")
+PREFIX = "fsdp_"  # transformers and axolotl take keys of fsdp_config with it and without
+
+
+def with_included(keys: Keys, folder: Path) -> Keys:
+    """Return *keys* with those of the files, or of the JSON, that they name.
+
+    These stand behind the name of the key: ``deepspeed.zero_optimization.stage``. A model's folder
+    becomes its config.json. What is switched off is left out.
+
+    Args:
+        keys: Of the configuration.
+        folder: Of its file.
+
+    Raises:
+        PlanError: If a file is not there, or holds no JSON object.
+    """
+    found: Keys = {}
+    for key, value in keys.items():
+        name = key.replace("-", "_")
+        section, _, inner = key.partition(".")
+        if name in SWITCHES and value in (None, False, "", [], {}):
+            continue
+        if inner and section.replace("-", "_") in (DEEPSPEED, FSDP):
+            if value is None:
+                continue
+            found.setdefault(section, MARK)
+        found[_without_prefix(key)] = value
+        if name in DICTIONARIES and value not in (None, {}):
+            found |= _dictionary(key, value, folder)
+        elif name in MODELS and isinstance(value, str):
+            found[key] = _model(value, folder)
+    return found
+
+
+def _without_prefix(key: str) -> str:
+    section, _, name = key.partition(".")
+    is_old = section.replace("-", "_") == FSDP and name.startswith(PREFIX)
+    return f"{section}.{name.removeprefix(PREFIX)}" if is_old else key
+
+
+def _dictionary(key: str, value: object, folder: Path) -> Keys:
+    """Return the keys of a section that is JSON, or the name of a file of it."""
+    if not isinstance(value, str):
+        raise PlanError(f"{key}={shown(value)} is no section; allowed: the name of a JSON file")
+    is_text = value.lstrip().startswith("{")
+    text = value if is_text else FRAMEWORK_FILE.read_text(named_file(key, value, folder))
+    try:
+        document = read_json(text)
+    except PlanError as error:
+        raise PlanError(f"{key}={shown(value)}: {error}") from None
+    return {_without_prefix(f"{key}.{name}"): each for name, each in document.keys.items()}
+
+
+def _model(value: str, folder: Path) -> str:
+    """Return the config.json of a model's folder, or its name as it stands."""
+    files = (place / CONFIG for place in _places(value, folder))
+    return next((str(file) for file in files if _is_file(file)), value)
+
+
+def named_file(key: str, value: str, folder: Path) -> Path:
+    """Return the file that a key names.
+
+    Raises:
+        PlanError: If there is none where it may be.
+    """
+    for place in _places(value, folder):
+        if _is_file(place):
+            return place
+    raise PlanError(
+        f"{key}={shown(value)} is not there; allowed: a file beside the configuration or in one of "
+        f"the {PARENTS} folders above"
+    )
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a file is there; a name may be none, or lead where nobody may look."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _places(value: str, folder: Path) -> list[Path]:
+    """Return where a name may lead: under a configuration's folder, or under one above it."""
+    name, own = Path(value), folder.resolve()
+    if ".." in name.parts:
+        return []
+    above = [each for each in [own, *own.parents][: PARENTS + 1] if each != each.parent]
+    return [each / name for each in above if not name.is_absolute() or name.is_relative_to(each)]

@@ -1,0 +1,139 @@
+"""What Accelerate's launcher tells the trainer that it starts: a configuration of its own."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from meshwright.hwprofiles import shown, suggestion
+from meshwright.planner.configuration import Effect, Option, known_option, load_options
+from meshwright.planner.export import Keys, spelled, theirs
+from meshwright.simulator import PlanError
+
+CONFIGURATION = "accelerate-1.15"
+DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
+TYPE, MIXED, FSDP = "distributed_type", "mixed_precision", "fsdp_config.fsdp_"
+ENGINES = ("FSDP", "DEEPSPEED", "MULTI_GPU", "NO")
+# Its steps of accumulation are the trainer's.
+READ = (
+    TYPE,
+    MIXED,
+    "num_machines",
+    "num_processes",
+    "deepspeed_config.gradient_accumulation_steps",
+)
+ALLOWED: Mapping[str, tuple[str, ...]] = {
+    MIXED: ("no", "bf16", "fp16"),
+    TYPE: ENGINES,
+    f"{FSDP}auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
+}
+
+
+class Spelling(NamedTuple):
+    """The keys of a trainer that say what Accelerate may say in their place.
+
+    Args:
+        fsdp: Switches FSDP on; none where no plan says what the launcher's FSDP does.
+        section: Of FSDP.
+        offload: In this section, what offloads parameters; none where ``fsdp`` says it.
+        words: The value of ``fsdp``.
+        is_mixed: Whether it takes the launcher's mixed precision where it says none.
+        beside: What FSDP2 changes of the trainer.
+    """
+
+    fsdp: str
+    section: str
+    offload: str
+    words: object = True
+    is_mixed: bool = True
+    beside: Mapping[str, object] = {}
+
+
+def with_accelerate(spelling: Spelling) -> Callable[[Keys, Keys], Keys]:
+    """Return what adds to a trainer's keys those that Accelerate's configuration says.
+
+    It raises PlanError for what no plan says of a trainer.
+    """
+
+    def added(keys: Keys, configuration: Keys) -> Keys:
+        said = _checked(configuration)
+        found = {**_mixed(said, keys), **keys} if spelling.is_mixed else dict(keys)
+        if said.get(TYPE) == "DEEPSPEED":
+            found |= _deepspeed(said, keys)
+        if said.get(TYPE) == "FSDP":
+            found |= _fsdp(said, keys, spelling)
+        return found
+
+    return added
+
+
+def _checked(configuration: Keys) -> Keys:
+    """Return what a configuration says of a plan, by the present names of its keys."""
+    options, said = load_options(CONFIGURATION), dict[str, object]()
+    for key, value in configuration.items():
+        option = known_option(key, options)
+        if option is None:
+            known = suggestion(key, options)
+            raise PlanError(f"{shown(key)} of accelerate is unknown, and may change it; {known}")
+        if value not in (None, {}, []) and _says(option, value):
+            said[option.key] = value
+    for key, value in said.items():
+        is_known = key in READ or key == DEEPSPEED_FILE or key.startswith(FSDP)
+        if not is_known or spelled(value) not in ALLOWED.get(key, (spelled(value),)):
+            allowed = ", ".join(ALLOWED.get(key, ("leave it out",)))
+            raise PlanError(
+                f"{key}={theirs(value)} of accelerate is in no plan of a trainer; "
+                f"allowed: {allowed}"
+            )
+    return said
+
+
+def _says(option: Option, value: object) -> bool:
+    """Return whether a key says something of a plan; raises PlanError if no plan says it."""
+    if option.effect is not Effect.HELD or option.key == DEEPSPEED_FILE:
+        return option.effect is not Effect.NONE
+    if spelled(value) not in option.allowed and not (value is False and not option.allowed):
+        allowed = ", ".join(option.allowed) or "leave it out"
+        raise PlanError(
+            f"{option.key}={theirs(value)} of accelerate is in no plan; allowed: {allowed}"
+        )
+    return False
+
+
+def _mixed(said: Keys, keys: Keys) -> Keys:
+    """Return the format of mixed precision where the trainer says none."""
+    word = spelled(said.get(MIXED, "no"))
+    is_said = any(keys.get(each) not in (None, False) for each in ("bf16", "fp16"))
+    return {} if is_said or word == "no" else {word: True}
+
+
+def _deepspeed(said: Keys, keys: Keys) -> Keys:
+    if "deepspeed" in keys:
+        return {}
+    if DEEPSPEED_FILE not in said:
+        raise PlanError(f"DeepSpeed of accelerate is read of its own file alone: {DEEPSPEED_FILE}")
+    return {"deepspeed": said[DEEPSPEED_FILE]}
+
+
+def _fsdp(said: Keys, keys: Keys, spelling: Spelling) -> Keys:
+    """Return the trainer's keys of Accelerate's FSDP, whose version is 1 by default."""
+    if not spelling.fsdp:
+        raise PlanError(f"{TYPE}=FSDP of accelerate is in no plan of this trainer")
+    section = spelling.section
+    if keys.get(spelling.fsdp) or any(key.startswith(f"{section}.") for key in keys):
+        raise PlanError(f"accelerate and {spelling.fsdp} both say FSDP; allowed: one of them")
+    version = spelled(said.get(f"{FSDP}version", 1))
+    gathers = said.get(f"{FSDP}reshard_after_forward")
+    if version == "1":
+        gathers = said.get(f"{FSDP}sharding_strategy", gathers)
+        gathers = {"1": "full_shard", "2": "shard_grad_op"}.get(spelled(gathers), gathers)
+    found: Keys = {spelling.fsdp: spelling.words, f"{section}.version": version}
+    if gathers is not None:
+        found[f"{section}.reshard_after_forward"] = spelled(gathers)
+    checkpoints = said.get(f"{FSDP}activation_checkpointing")
+    if checkpoints is not None:
+        found[f"{section}.activation_checkpointing"] = checkpoints
+    if spelled(said.get(f"{FSDP}offload_params", "false")).lower() == "true":
+        if spelling.offload:
+            found[f"{section}.{spelling.offload}"] = True
+        else:
+            found[spelling.fsdp] = f"{spelling.words} offload"
+    return {**found, **(spelling.beside if version == "2" else {})}

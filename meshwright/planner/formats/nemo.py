@@ -1,0 +1,220 @@
+"""NeMo 1: what of its YAML no table says.
+
+Rules are those of MegatronGPTModel and MegatronBaseModel (nemo/collections/nlp/models/
+language_modeling), commit 8cfedd72.
+"""
+
+from collections.abc import Mapping
+
+from meshwright.hwprofiles import Precision
+from meshwright.planner.export import MEGATRON_CODECS, Codec, Facts, FileWords, Keys, Program, Roles
+from meshwright.simulator import PlanError
+from meshwright.simulator.model import parse_model
+
+MODEL = "model."
+NORMS = {
+    "layernorm": "layernorm",
+    "layernorm1p": "layernorm",
+    "LayerNorm": "layernorm",
+    "rmsnorm": "rmsnorm",
+    "RMSNorm": "rmsnorm",
+}
+GATED = ("swiglu", "fast-swiglu")
+ACTIVATIONS = {"gelu": "usual", "squared-relu": "squared relu", **dict.fromkeys(GATED, "usual")}
+POSITIONS = {"learned_absolute": "learned", "rope": "rotary"}
+# Words of tokenizers that have them without a file.
+GPT2 = {("megatron", "GPT2BPETokenizer"), ("huggingface", "gpt2")}
+GPT2_WORDS = 50257
+PLAIN, APEX, CORE = "fused_adam", "distributed_fused_adam", "mcore_distributed_optim"
+FORMATS = {16: "fp16", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16"}
+FORMATS |= {32: "fp32", "32": "fp32", "32-true": "fp32"}
+MEBIBYTE = 1024 * 1024
+
+
+def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the model, if the file or ``--model`` says how many words it has."""
+    _check_defaults(keys, words)
+    vocabulary = _vocabulary(keys, facts)
+    if vocabulary is None:
+        return {}
+    width, heads = (_size(keys, name, words) for name in ("hidden_size", "num_attention_heads"))
+    activation = _choice(keys, "activation", "gelu", tuple(ACTIVATIONS), words)
+    positions = POSITIONS[
+        _choice(keys, "position_embedding_type", "learned_absolute", tuple(POSITIONS), words)
+    ]
+    bias = keys.get(f"{MODEL}bias", True)
+    dropouts = (keys.get(MODEL + name, 0.1) for name in ("hidden_dropout", "attention_dropout"))
+    found: dict[str, object] = {
+        "name": "nemo-gpt",
+        "num_layers": _size(keys, "num_layers", words),
+        "hidden_size": width,
+        "num_heads": heads,
+        "num_kv_heads": _given(keys, "num_query_groups", heads),
+        "head_dim": _given(keys, "kv_channels", width // heads),
+        "ffn_hidden_size": _size(keys, "ffn_hidden_size", words),
+        "vocab_size": vocabulary,
+        "seq_len": facts.get("seq_len") or words.whole(keys, f"{MODEL}encoder_seq_length", 512),
+        "positions": positions,
+        "norm": NORMS[_choice(keys, "normalization", "layernorm", tuple(NORMS), words)],
+        "gated_mlp": activation in GATED,
+        "activation": ACTIVATIONS[activation],
+        "tied_embeddings": keys.get(f"{MODEL}share_embeddings_and_output_weights", True),
+        "attention_bias": bias or keys.get(f"{MODEL}qkv_bias", False),
+        "output_bias": bias,
+        "mlp_bias": bias,
+        "dropout": any(dropouts),
+        "source": "a configuration of NeMo",
+    }
+    if positions == "rotary":
+        found["rotary_fraction"] = keys.get(f"{MODEL}rotary_percentage", 1.0)
+    if (number := keys.get(f"{MODEL}num_moe_experts")) is not None:
+        found["experts"] = {
+            "num_experts": number,
+            "experts_per_token": keys.get(f"{MODEL}moe_router_topk", 2),
+            "hidden_size": found["ffn_hidden_size"],
+        }
+    return {"model": parse_model(found, origin="model of nemo")}
+
+
+def _check_defaults(keys: Keys, words: FileWords) -> None:
+    """Raise PlanError where a file is laid on others: their keys are not here."""
+    names = keys.get("defaults") or []
+    for each in names if isinstance(names, list) else [names]:
+        is_optional = isinstance(each, Mapping) and all(key.startswith("optional ") for key in each)
+        if each != "_self_" and not is_optional:
+            raise words.unknown("defaults", each, ("_self_",))
+
+
+def _vocabulary(keys: Keys, facts: Facts) -> object:
+    told = keys.get(f"{MODEL}override_vocab_size")
+    if told is not None:
+        return told
+    tokenizer = keys.get(f"{MODEL}tokenizer.library"), keys.get(f"{MODEL}tokenizer.type")
+    return GPT2_WORDS if tokenizer in GPT2 else facts.get("model.vocab_size")
+
+
+def _size(keys: Keys, name: str, words: FileWords) -> int:
+    if MODEL + name not in keys:
+        raise PlanError(f"{MODEL}{name} of nemo is missing")
+    return words.whole(keys, MODEL + name, 1)
+
+
+def _given(keys: Keys, name: str, usual: int) -> object:
+    value = keys.get(MODEL + name)
+    return usual if value is None else value
+
+
+def _choice(keys: Keys, name: str, usual: str, known: tuple[str, ...], words: FileWords) -> str:
+    word = words.word(keys, MODEL + name, usual)
+    if word not in known:
+        raise words.unknown(MODEL + name, word, known)
+    return word
+
+
+def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    length = words.whole(keys, roles["length"], 512)
+    words.held(keys, roles["data"], (length,))
+    return {"seq_len": length}
+
+
+def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the ranks, where the trainer counts devices; -1 and auto are what a node has."""
+    devices, nodes = keys.get(roles["devices"], "auto"), words.whole(keys, roles["nodes"], 1)
+    if devices in {"auto", -1, "-1"}:
+        return {}
+    ranks = words.whole(keys, roles["devices"], 1) * nodes
+    others = 1
+    for axis in ("tp", "pp", "cp"):
+        others *= words.whole(keys, roles[axis], 1)
+    if ranks % others:
+        raise words.unknown(roles["devices"], devices, (f"multiples of {others} ranks in all",))
+    return {"world_size": ranks, "dp": ranks // others}
+
+
+def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the format: with 16 bits weights are copies in it, which O2 alone has."""
+    theirs = keys.get(roles["trainer"])
+    if theirs is None:
+        return {}
+    known = [key for key, each in FORMATS.items() if each != "fp16"]  # O2 has no fp16
+    if theirs not in known:
+        raise words.unknown(roles["trainer"], theirs, dict.fromkeys(map(str, known)))
+    is_eight = keys.get(roles["eight"], False) is True
+    if FORMATS[theirs] == "bf16" and keys.get(roles["weights"], False) is not True:
+        raise words.unknown(roles["weights"], value=False, allowed=(True,))
+    if not is_eight:
+        return {"precision": Precision(FORMATS[theirs])}
+    if keys.get(roles["hybrid"], False) is not True or keys.get(roles["e4m3"], False):
+        raise words.unknown(roles["hybrid"], keys.get(roles["hybrid"], False), (True,))
+    return {"precision": Precision.FP8}
+
+
+def _read_gradients(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the format of gradients: those of fused_adam's O2 are fp32 (MainParamsOptimizer)."""
+    if keys.get(roles["optimizer"]) == PLAIN:
+        return {"gradient_precision": Precision.FP32}
+    formats = {"fp32": Precision.FP32, "bf16": Precision.BF16, 32: Precision.FP32}
+    word = keys.get(roles["sync"], "fp32")
+    if word not in formats:
+        raise words.unknown(roles["sync"], word, formats)
+    return {"gradient_precision": formats[word]}
+
+
+def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return what is beside backward, with each optimizer's default, and in its products."""
+    optimizer, pp = keys.get(roles["optimizer"], PLAIN), words.whole(keys, roles["pp"], 1)
+    fuses = keys.get(roles["fusion"], False) is True
+    if optimizer == PLAIN:
+        overlaps = pp == 1 and not fuses and not keys.get(roles["sequence"], False)
+        fuses = fuses and (pp > 1 or facts.number("dp") == 1)
+    else:
+        overlaps = keys.get(roles["overlap"], optimizer == APEX) is True
+    return {"stack.overlap_gradient_reduce": overlaps, "stack.fused_gradient_accumulation": fuses}
+
+
+def _read_buckets(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return how many parameters a bucket of Apex's, or core's, optimizer holds."""
+    if keys.get(roles["optimizer"]) == APEX:
+        size = 2 if keys.get(roles["sync"]) == "bf16" else 4
+        count = words.whole(keys, roles["megabytes"], 100) * MEBIBYTE // size
+    elif keys.get(roles["optimizer"]) == CORE and keys.get(roles["parameters"]) is not None:
+        count = words.whole(keys, roles["parameters"], 1)
+    else:
+        return {}
+    return {
+        "stack.gradient_bucket_parameters": count,
+        "stack.gradient_bucket_parameters_per_replica": 0,
+    }
+
+
+def _read_sequences(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    words.held(keys, roles["switch"], (True, False, None))
+    return {
+        "sequence_parallel": bool(keys.get(roles["switch"]))
+        and words.whole(keys, roles["tp"], 1) > 1
+    }
+
+
+def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    kernels = {"auto": "flash", "fused": "flash", "flash": "flash", "unfused": "unfused"}
+    backend = words.word(keys, roles["backend"], "auto")
+    if backend not in kernels:
+        raise words.unknown(roles["backend"], backend, kernels)
+    return {"attention": kernels[backend] if keys.get(roles["engine"]) is True else "unfused"}
+
+
+PROGRAM = Program(
+    command=lambda _: (),  # it is only read
+    codecs={
+        **MEGATRON_CODECS,
+        "model of NeMo": Codec(read=_read_model),
+        "length of NeMo": Codec(read=_read_length),
+        "ranks of NeMo": Codec(read=_read_ranks),
+        "precision of NeMo": Codec(read=_read_precision),
+        "gradients of NeMo": Codec(read=_read_gradients),
+        "overlap of NeMo": Codec(read=_read_overlap),
+        "buckets of NeMo": Codec(read=_read_buckets),
+        "sequences of NeMo": Codec(read=_read_sequences),
+        "attention of NeMo": Codec(read=_read_attention),
+    },
+)

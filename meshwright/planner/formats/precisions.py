@@ -1,0 +1,207 @@
+"""Number formats of Hugging Face's trainers: of mixed precision, and of the weights beside it."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Precision, shown
+from meshwright.planner.export import Codec, Facts, FileWords, Keys, MissingError, Roles
+from meshwright.simulator import PlanError
+
+SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+AUTO = "auto"
+# Of AdamW on weights, gradients and moments of 16 bits: reads four of them and writes three.
+IN_16_BITS: Mapping[str, object] = {
+    "stack.parameter_bytes": 2,
+    "stack.sharded_parameter_bytes": 2,
+    "stack.gradient_bytes": 2,
+    "stack.gradient_reduce_bytes": 2,
+    "stack.gradient_precisions": '[["bf16", "bf16"]]',
+    "stack.optimizer_bytes": 4,
+    "stack.optimizer_traffic_bytes": 14,
+}
+# Without casts of DDP's autocast; a gradient is added to another: reads two, writes one.
+DDP_IN_16_BITS = {"stack.autocast": False, "stack.accumulation_traffic_bytes": 6}
+
+
+class Dialect(NamedTuple):
+    """What a trainer does where its configuration says nothing.
+
+    Args:
+        microbatch_size: Sequences of a rank's pass.
+        bf16: Its ``bf16``.
+        fsdp_version: Of FSDP.
+        recomputes: Whether it recomputes layers.
+        is_reentrant: Whether recomputation is PyTorch's older one, which runs a layer to its end.
+    """
+
+    microbatch_size: int
+    bf16: bool | str
+    fsdp_version: int
+    recomputes: bool = False
+    is_reentrant: bool = False
+
+
+TRANSFORMERS = Dialect(microbatch_size=8, bf16=False, fsdp_version=2)
+# transformers 5.8, the newest that it takes.
+LLAMA_FACTORY = Dialect(
+    microbatch_size=8, bf16=False, fsdp_version=1, recomputes=True, is_reentrant=True
+)
+AXOLOTL = Dialect(microbatch_size=1, bf16=AUTO, fsdp_version=1)
+
+
+def switch(words: FileWords, keys: Keys, key: str, *, usual: bool) -> bool:
+    """Return whether a switch is on; of a command its value may be a word.
+
+    Raises:
+        PlanError: If it is neither on nor off.
+    """
+    value = keys.get(key, usual) if key else usual
+    if value is None:
+        return False
+    known = SWITCH.get(str(value).lower())
+    if known is None:
+        raise words.unknown(key, shown(value), (True, False))
+    return known
+
+
+def listed(roles: Roles, role: str) -> list[str]:
+    """Return the keys of a role that has several, as ``switch`` and ``switch_new``."""
+    return [key for name, key in roles.items() if name.split("_")[0] == role]
+
+
+def fsdp_version(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -> int:
+    """Return the version of FSDP.
+
+    Raises:
+        PlanError: If there is none such.
+    """
+    said = [key for key in listed(roles, "version") if keys.get(key) is not None]
+    value = keys[said[0]] if said else dialect.fsdp_version
+    if str(value) not in ("1", "2"):
+        raise words.unknown(said[0], value, (1, 2))
+    return int(str(value))
+
+
+def mixed_format(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -> Precision | None:
+    """Return the format of mixed precision; None where there is none."""
+    bf16, fp16 = roles["bf16"], roles["fp16"]
+    is_auto = keys.get(bf16, dialect.bf16) == AUTO
+    is_half = switch(words, keys, fp16, usual=False)
+    is_bf16 = not is_half if is_auto else switch(words, keys, bf16, usual=False)
+    if is_half and is_bf16:
+        raise PlanError(f"{bf16} and {fp16} of {words.framework} are both on; allowed: one of them")
+    return Precision.BF16 if is_bf16 else Precision.FP16 if is_half else None
+
+
+def plain_precision(dialect: Dialect) -> Codec:
+    """Return the codec of DDP's formats: its weights are as a script loads them."""
+
+    def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+        mixed, weights = mixed_format(dialect, roles, keys, words), _loaded(roles, keys, words)
+        if mixed is None:
+            return _unmixed(weights, facts, roles, DDP_IN_16_BITS)
+        given = weights or facts.get("gradient_precision")
+        if given is None:
+            why = "that of the weights: fp32 where the script loads them with dtype float32"
+            raise MissingError("gradient_precision", why)
+        return _ddp_formats(mixed, Precision(str(given)), words)
+
+    return Codec(read=read)
+
+
+def sharded_precision(dialect: Dialect) -> Codec:
+    """Return the codec of FSDP's formats: with mixed precision Accelerate makes weights fp32."""
+
+    def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+        mixed, weights = mixed_format(dialect, roles, keys, words), _loaded(roles, keys, words)
+        if mixed is None:
+            return _unmixed(weights, facts, roles, {})
+        return {"precision": mixed, "gradient_precision": Precision.FP32}
+
+    return Codec(read=read)
+
+
+def _loaded(roles: Roles, keys: Keys, words: FileWords) -> Precision | None:
+    """Return the format in which a script loads weights; None where it is the checkpoint's."""
+    known = {"float32": Precision.FP32, "bfloat16": Precision.BF16, AUTO: None}
+    options = listed(roles, "dtype")
+    said = next((keys[key] for key in options if key in keys), AUTO)
+    if said not in known:
+        raise words.unknown(options[0], said, known)
+    return known[str(said)]
+
+
+def _unmixed(
+    weights: Precision | None, facts: Facts, roles: Roles, beside: Mapping[str, object]
+) -> Keys:
+    given = weights or facts.get("precision")
+    if given is None:
+        why = f"neither {roles['bf16']} nor {roles['fp16']}: that in which the script loads weights"
+        raise MissingError("precision", why)
+    weights = Precision(str(given))
+    low = {} if weights is Precision.FP32 else {**IN_16_BITS, **beside}
+    return {"precision": weights, "gradient_precision": weights, **low}
+
+
+def _ddp_formats(mixed: Precision, weights: Precision, words: FileWords) -> Keys:
+    if weights is Precision.FP32:
+        return {"precision": mixed, "gradient_precision": weights}
+    if weights is not Precision.BF16 or mixed is not Precision.BF16:
+        raise PlanError(f"weights in {weights} of {words.framework} do not train in {mixed}")
+    low = {**IN_16_BITS, **DDP_IN_16_BITS}
+    return {"precision": mixed, "gradient_precision": weights, **low}
+
+
+def master_precision(dialect: Dialect) -> Codec:
+    """Return the codec of the format where weights are kept in fp32."""
+
+    def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+        mixed = mixed_format(dialect, roles, keys, words) or Precision.FP32
+        return {"precision": mixed, "gradient_precision": Precision.FP32}
+
+    return Codec(read=read)
+
+
+def axolotl_ddp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the formats of axolotl's DDP: it loads weights in the format of the products.
+
+    Norms and embeddings become fp32 ones unless FlashAttention is asked for (loaders/model.py).
+    """
+    mixed = mixed_format(AXOLOTL, roles, keys, words)
+    if mixed is None:
+        return {"precision": Precision.FP32, "gradient_precision": Precision.FP32}
+    asked = keys.get(roles["attention"]) == "flash_attention_2"
+    if mixed is Precision.BF16 and (asked or keys.get(roles["flash"]) is True):
+        return _ddp_formats(mixed, Precision.BF16, words)
+    raise PlanError(
+        f"{roles['bf16']} of {words.framework} without FSDP or DeepSpeed keeps part of the weights "
+        f"in fp32 and part in {mixed}; allowed: bf16 with {roles['attention']}=flash_attention_2"
+    )
+
+
+def axolotl_fsdp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the formats of axolotl's FSDP.
+
+    Its own fsdp2_prepare_model (monkeypatch/accelerate/fsdp2.py) leaves weights in the format in
+    which they are loaded, that of the products; with FSDP1 Accelerate makes fp32 ones of them.
+    """
+    mixed = mixed_format(AXOLOTL, roles, keys, words)
+    if mixed is None or fsdp_version(AXOLOTL, roles, keys, words) == 1:
+        return {"precision": mixed or Precision.FP32, "gradient_precision": Precision.FP32}
+    if mixed is Precision.FP16:
+        raise words.unknown(roles["fp16"], value=True, allowed=("false with fsdp_version 2",))
+    return {"precision": mixed, "gradient_precision": mixed, **IN_16_BITS}
+
+
+def engine_precision(dialect: Dialect) -> Codec:
+    """Return the codec of DeepSpeed's format; what its file leaves open is the trainer's."""
+
+    def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+        mixed = mixed_format(dialect, roles, keys, words)
+        for name, own in (("bf16", Precision.BF16), ("fp16", Precision.FP16)):
+            key = roles[f"deepspeed_{name}"]
+            if key in keys and keys[key] not in (AUTO, mixed is own):
+                raise words.unknown(key, keys[key], (mixed is own, AUTO))
+        return {"precision": mixed or Precision.FP32}
+
+    return Codec(read=read)

@@ -1,0 +1,22 @@
+"""Plans from the configurations of frameworks: every key is understood, or refused by name."""
+
+from meshwright.planner.importing.formats import FORMATS, get_format, meanings
+from meshwright.planner.importing.plans import JOB_OPTIONS, Imported, Row, import_source
+from meshwright.planner.importing.reading import Reading, read_keys, table_of
+from meshwright.planner.importing.scripts import read_source
+from meshwright.planner.importing.sources import Source
+
+__all__ = [
+    "FORMATS",
+    "JOB_OPTIONS",
+    "Imported",
+    "Reading",
+    "Row",
+    "Source",
+    "get_format",
+    "import_source",
+    "meanings",
+    "read_keys",
+    "read_source",
+    "table_of",
+]

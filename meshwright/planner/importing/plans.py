@@ -1,0 +1,204 @@
+"""From a configuration to what is known of its job and plan, with all that is wrong with it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.hwprofiles import list_stacks, load_stack
+from meshwright.planner.export import Facts, theirs
+from meshwright.planner.importing.models import built_in_name, differences
+from meshwright.planner.importing.reading import (
+    Complaint,
+    Origin,
+    Reading,
+    read_keys,
+    table_of,
+)
+from meshwright.planner.importing.sources import Source
+from meshwright.planner.options import option_name, option_of
+from meshwright.simulator import MistakesError, ModelSpec, load_model
+
+# The option of a value that is of the job, and what it is asked for with.
+JOB_OPTIONS: Mapping[str, str] = {
+    "model": "model",
+    "cluster": "cluster",
+    "world_size": "gpus",
+    "global_batch_size": "global_batch",
+    "seq_len": "seq_len",
+    "precision": "precision",
+    "prediction_layers": "prediction_layers",
+}
+REQUIRED: Mapping[str, str] = {
+    "model": "which model is trained",
+    "cluster": "on which cluster",
+    "world_size": "devices of the run",
+    "global_batch_size": "sequences of one optimizer step",
+    "seq_len": "tokens of a sequence",
+    "precision": "the number format",
+}
+
+
+class Row(NamedTuple):
+    """A value, and the lines of the configuration, or in words who else, that say it."""
+
+    name: str
+    value: str
+    said: tuple[tuple[int, str], ...]
+    otherwise: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """What a configuration and the options beside it say.
+
+    Args:
+        values: By the names of fields and facts.
+        model: That it describes, or its name.
+        framework: Whose it is.
+        stack: Name of the stack that its framework is.
+        rows: Each value with where it is from, for people.
+    """
+
+    values: Mapping[str, object]
+    model: ModelSpec | str
+    framework: str
+    stack: str | None
+    rows: tuple[Row, ...]
+
+
+def import_source(
+    source: Source, given: Mapping[str, object], model: ModelSpec | None, stack: str | None
+) -> Imported:
+    """Return what a configuration says of a job and its plan.
+
+    Args:
+        source: The configuration.
+        given: What options say, by the names of fields and facts.
+        model: Of ``--model``, if it is given.
+        stack: Of ``--stack``, if it is given.
+
+    Raises:
+        MistakesError: If it says what no plan can, or what is not understood; a line each.
+    """
+    beside = dict(given)
+    complaints = [Complaint("", each) for each in source.refusals]
+    complaints += _disagreements(beside, source.launched)
+    beside |= source.launched
+    profile = source.framework.profile
+    table = table_of(profile, source.keys)
+    codecs = source.framework.program.codecs
+    reading = read_keys(profile, table, source.keys, Facts(beside, model), codecs)
+    complaints += reading.complaints
+    complaints += _disagreements(beside, reading.values, source.launched)
+    complaints += _other_model(reading, model)
+    own = table.stack or stack
+    missing = {
+        name: reading.missing.get(name) or why
+        for name, why in {**REQUIRED, **reading.missing}.items()
+        if (name in REQUIRED and reading.values.get(name) is None)
+        or (name in reading.missing and name not in given)
+    }
+    unread = {each.key for each in reading.complaints}
+    for name, entry in table.fields.items():
+        if unread & {*entry.all_keys}:  # what it says is refused: it need not be said again
+            missing = {
+                each: why for each, why in missing.items() if each not in (name, *entry.fields)
+            }
+    missing = {name: why for name, why in missing.items() if _has_choice(name, stack or own)}
+    if own is None:
+        missing["stack"] = f"the training software: {profile.name} is none of the built-in ones"
+    _refuse(source, complaints, missing)
+    return Imported(
+        values=reading.values,
+        model=_named(reading.values["model"]),
+        framework=profile.name,
+        stack=own,
+        rows=tuple(_rows(source, reading, given)),
+    )
+
+
+def _has_choice(name: str, stack: str | None) -> bool:
+    """Return whether a stack has several values of what its plans may have."""
+    if stack is None or stack not in list_stacks():
+        return True
+    offered = {"attention": "attention_kernels", "recompute": "recompute_modes"}.get(name)
+    return offered is None or len(getattr(load_stack(stack), offered)) > 1
+
+
+def _disagreements(
+    given: Mapping[str, object],
+    values: Mapping[str, object],
+    launched: Mapping[str, object] | None = None,
+) -> list[Complaint]:
+    """Return where an option, or a launcher, says other than the configuration."""
+    found = []
+    for name, value in given.items():
+        said = values.get(name, value)
+        if name != "model" and said not in (value, str(value)) and str(said) != str(value):
+            who = f"the launcher's {name}" if name in (launched or {}) else asked_by(name)
+            text = f"{who} {value} is not what the file says; allowed: {theirs(said)}"
+            found.append(Complaint("", text))
+    return found
+
+
+def asked_by(name: str) -> str:
+    """Return the option that says a value."""
+    if name == "stack":
+        return "--stack"
+    return option_name(JOB_OPTIONS[name]) if name in JOB_OPTIONS else option_of(name)
+
+
+def _other_model(reading: Reading, model: ModelSpec | None) -> list[Complaint]:
+    """Return where the configuration's model is not that of ``--model``."""
+    said = reading.values.get("model")
+    own = load_model(said) if isinstance(said, str) else said
+    if model is None or not isinstance(own, ModelSpec):
+        return []
+    texts = [
+        f"{each.field} {theirs(each.first)}, not {theirs(each.second)}"
+        for each in differences(own, model)
+    ]
+    if not texts:
+        return []
+    return [Complaint("", f"the model of the file is not {model.name}: {'; '.join(texts)}")]
+
+
+def _named(model: object) -> ModelSpec | str:
+    assert isinstance(model, ModelSpec | str)  # of REQUIRED
+    return built_in_name(model) or model if isinstance(model, ModelSpec) else model
+
+
+def _name(model: ModelSpec) -> str:
+    return built_in_name(model) or model.name
+
+
+def _refuse(source: Source, complaints: Iterable[Complaint], missing: Mapping[str, str]) -> None:
+    """Raise all that is wrong, in the order of the file, and then all that is missing."""
+    complaints = sorted(complaints, key=lambda each: source.lines.get(each.key, 0))
+    placed = [(source.place(each.key), each.text) for each in complaints]
+    lines = [f"{place}: {text}" if place else text for place, text in placed]
+    if missing:
+        asked = "; ".join(f"{asked_by(name)} ({why})" for name, why in missing.items())
+        lines.append(f"does not say: {asked}")
+    if lines:
+        raise MistakesError(dict.fromkeys(lines))
+
+
+def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iterable[Row]:
+    """Yield each value with where it is from: its lines, or who says it where there are none."""
+    for name, value in reading.values.items():
+        origin, keys = reading.origins.get(name, (Origin.OPTION, ()))
+        text = _name(value) if isinstance(value, ModelSpec) else theirs(value)
+        told = tuple(
+            (source.lines.get(key, 0), f"{key}={theirs(source.keys[key])}")
+            for key in keys
+            if key in source.keys
+        )
+        if value is None:
+            continue
+        if origin is Origin.FILE and told:
+            yield Row(name, text, told)
+        elif name in source.launched:
+            yield Row(name, text, source.launcher)
+        else:
+            yield Row(name, text, (), asked_by(name) if name in given else str(origin))

@@ -1,0 +1,364 @@
+"""Reads what a configuration says of a plan by its framework's table, and where each value is from.
+
+Every key is read, or known to change neither time nor memory, or refused; all refusals are told.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from typing import NamedTuple
+
+from meshwright.hwprofiles import (
+    OTHERWISE,
+    FieldEntry,
+    FrameworkProfile,
+    FrameworkTable,
+    load_framework,
+    nearest_names,
+    shown,
+)
+from meshwright.planner.configuration import (
+    Effect,
+    Option,
+    Takes,
+    Unknown,
+    load_options,
+)
+from meshwright.planner.export import (
+    ANY,
+    Codecs,
+    Facts,
+    FileWords,
+    Keys,
+    MissingError,
+    spelled,
+    theirs,
+    value_of,
+)
+from meshwright.simulator import ModelSpec, PlanError, load_model
+from meshwright.simulator.layout import PLAN_FIELDS
+from meshwright.simulator.model import list_models
+
+MOST_NEAREST = 3
+# Unknown keys of which the nearest are looked for, which takes a hundredth of a second each.
+MOST_HINTS = 12
+# Whole numbers, and the least that each can be.
+COUNTS = dict.fromkeys(("global_batch_size", "seq_len", "world_size", "dp", "dp_shard"), 1) | {
+    name: min(each.default, 1) for name, each in PLAN_FIELDS.items() if type(each.default) is int
+}
+COUNTS |= {"prediction_layers": 0}
+
+
+class Origin(StrEnum):
+    """Where the value of a field is from."""
+
+    FILE = "the file"
+    DEFAULT = "the framework's default"
+    ALWAYS = "what the framework does"
+    OPTION = "an option"
+
+
+class Complaint(NamedTuple):
+    """What is wrong with a key of a configuration; the key is empty where it is of none."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a configuration says.
+
+    Args:
+        values: By the names of fields and facts.
+        origins: Where each is from, and the keys of the configuration that say it.
+        complaints: What no plan can say, or is not understood.
+        missing: What the configuration leaves open and the plan needs, and why, by name.
+    """
+
+    values: dict[str, object]
+    origins: dict[str, tuple[Origin, tuple[str, ...]]] = field(default_factory=dict)
+    complaints: list[Complaint] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def table_of(framework: FrameworkProfile, keys: Keys) -> FrameworkTable:
+    """Return the table of a framework by which a file is read.
+
+    Raises:
+        PlanError: If it is of none.
+    """
+    tables = framework.tables.values()
+    for table in tables:
+        told = table.told_by.items()
+        if told and all(key in keys and value in (ANY, keys[key]) for key, value in told):
+            return table
+    for table in tables:
+        if not table.told_by:
+            return table
+    (key, _), *_ = next(iter(tables)).told_by.items()
+    known = dict.fromkeys(each.told_by[key] for each in tables)
+    raise FileWords(framework.name).unknown(key, shown(keys.get(key)), known)
+
+
+def options_of(table: FrameworkTable) -> Mapping[str, Option]:
+    """Return the options that a configuration of a table's may hold, by key."""
+    return _options(table.options, tuple(table.sections.items()))
+
+
+@cache
+def _options(files: tuple[str, ...], sections: tuple[tuple[str, str], ...]) -> Mapping[str, Option]:
+    found = {key: each for name in files for key, each in load_options(name).items()}
+    for section, framework in sections:
+        for other in load_framework(framework).tables.values():
+            inner = options_of(other).items()
+            found |= {f"{section}.{key}": _in_section(section, each) for key, each in inner}
+    return found
+
+
+def _in_section(section: str, option: Option) -> Option:
+    """Return an option of another framework that stands in a section."""
+    is_old = option.effect is Effect.RENAMED
+    allowed = tuple(f"{section}.{each}" for each in option.allowed) if is_old else option.allowed
+    return option._replace(key=f"{section}.{option.key}", allowed=allowed)
+
+
+def read_keys(
+    framework: FrameworkProfile, table: FrameworkTable, keys: Keys, facts: Facts, codecs: Codecs
+) -> Reading:
+    """Return what *keys* of a configuration say.
+
+    Args:
+        framework: Whose configuration it is.
+        table: By which it is read.
+        keys: Of the configuration, by their present names.
+        facts: What is known beside it.
+        codecs: Of the framework.
+    """
+    read = frozenset(table.keys)
+    sections = frozenset(
+        key[: dot.start()] for key in {*options_of(table), *read} for dot in re.finditer(r"\.", key)
+    )
+    found = Reading(dict(facts.values))
+    reader = _Reader(framework, table, facts, codecs, found, read, sections)
+    known = {
+        key: value for key, value in keys.items() if reader.takes(key, value, is_given=facts.values)
+    }
+    reader.check_held(known, whatever=True)
+    # What a framework does in any case depends on what it is told.
+    for name, entry in sorted(table.fields.items(), key=lambda each: not each[1].all_keys):
+        reader.read_entry(name, entry, known)
+    reader.check_held(known, whatever=False)
+    return reader.found
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    framework: FrameworkProfile
+    table: FrameworkTable
+    beside: Facts
+    codecs: Codecs
+    found: Reading
+    read: frozenset[str]
+    sections: frozenset[str]
+
+    def takes(self, key: str, value: object, *, is_given: Collection[str]) -> bool:
+        """Return whether a key is one to read; complain of what is not understood.
+
+        A value that the file does not tell may be given by an option.
+        """
+        if key in self.read:
+            if not isinstance(value, Unknown):
+                return True
+            told = (
+                {name, *entry.fields}
+                for name, entry in self.table.fields.items()
+                if key in entry.all_keys
+            )
+            if not any(names & {*is_given} for names in told):
+                self.found.complaints.append(Complaint(key, value.why))
+            return False
+        if (value is None or value == {}) and key in self.sections:
+            return False  # a section without a word in it
+        is_hinted = len(self.found.complaints) < MOST_HINTS
+        options, name = options_of(self.table), self.framework.name
+        text = mistake(name, key, value, options, self.read, is_hinted=is_hinted)
+        if text:
+            self.found.complaints.append(Complaint(key, text))
+        return False
+
+    def check_held(self, keys: Keys, *, whatever: bool) -> None:
+        """Complain of keys of no plan: first of those held *whatever* the plan is."""
+        facts, words = self._known(), FileWords(self.framework.name)
+        for key, held in self.table.held.items():
+            if bool(held.when) == whatever or not facts.holds(held.when):
+                continue
+            try:
+                if held.is_required and key not in keys:
+                    allowed = ", ".join(map(theirs, held.values))
+                    self.found.complaints.append(
+                        Complaint(key, f"{key} of {words.framework} is missing; allowed: {allowed}")
+                    )
+                elif keys.get(key) is not None:
+                    words.held(keys, key, held.values)
+            except PlanError as error:
+                self.found.complaints.append(Complaint(key, str(error)))
+
+    def read_entry(self, name: str, entry: FieldEntry, keys: Keys) -> None:
+        """Read one entry of the table."""
+        facts = self._known()
+        if not facts.holds(entry.when):
+            return
+        words, own = FileWords(self.framework.name), [key for key in entry.all_keys if key in keys]
+        read = self.codecs[entry.codec].read if entry.codec else None
+        try:
+            found = (
+                _plainly_read(name, entry, keys, facts, words)
+                if read is None
+                else read(entry.roles, keys, facts, words)
+            )
+            _check_counts(found, entry, keys, self.framework.name)
+        except MissingError as error:
+            self.found.missing[error.name] = error.why
+            return
+        except PlanError as error:
+            key = next((each for each in own if each in str(error)), own[0] if own else "")
+            self.found.complaints.append(Complaint(key, str(error)))
+            return
+        if entry.asks and name not in {**self.found.values, **found}:
+            self.found.missing[name] = entry.why
+        self._keep(found, entry, tuple(own))
+
+    def _keep(self, found: Keys, entry: FieldEntry, own: tuple[str, ...]) -> None:
+        origin = Origin.FILE if own else Origin.DEFAULT if entry.all_keys else Origin.ALWAYS
+        for name, value in found.items():
+            self.found.values[name] = value
+            if name not in self.found.origins or own:
+                self.found.origins[name] = origin, own
+
+    def _known(self) -> Facts:
+        """Return what is known by now: the file's model where nobody else says one."""
+        model, said = self.beside.model, self.found.values.get("model")
+        if isinstance(said, ModelSpec):
+            model = model or said
+        if model is None and isinstance(said, str) and said in list_models():
+            built_in = load_model(said)
+            model = built_in if isinstance(built_in, ModelSpec) else None
+        return Facts(self.found.values, model, self.beside.stack)
+
+
+def mistake(
+    framework: str,
+    key: str,
+    value: object,
+    options: Mapping[str, Option],
+    keys: Collection[str],
+    *,
+    is_hinted: bool = True,
+) -> str:
+    """Return why a key that no table reads may not stand there; nothing where it may."""
+    option = options.get(key) or _section(key, options)
+    if option is None:
+        what = f"{shown(key)} of {framework} is unknown, and may change the plan"
+        if not is_hinted:
+            return what
+        nearest = ", ".join(nearest_names(key, {*options, *keys})[:MOST_NEAREST])
+        return f"{what}; nearest: {nearest}" if nearest else f"{what}; no known one is near"
+    if option.effect is not Effect.HELD:
+        return ""
+    if isinstance(value, Unknown):
+        return value.why
+    said = spelled(value)
+    if said in option.allowed or (not option.allowed and value in (False, None, "", [])):
+        return ""
+    allowed = ", ".join(option.allowed) or "leave it out"
+    why = f" ({option.why})" if option.why else ""
+    return f"{key}={theirs(value)} of {framework} is in no plan{why}; allowed: {allowed}"
+
+
+def _section(key: str, options: Mapping[str, Option]) -> Option | None:
+    """Return the section of the user's own keys that a key stands in."""
+    section, _, _ = key.rpartition(".")
+    while section:
+        option = options.get(section)
+        if option is not None and option.takes is Takes.TABLE:
+            return option
+        section, _, _ = section.rpartition(".")
+    return None
+
+
+def _plainly_read(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    if entry.values and not entry.key:
+        word = _matched(entry, keys, words)
+        return {} if word is None else {name: value_of(name, word)}
+    if entry.key and not entry.tells:
+        return _of_one_key(name, entry, keys, facts, words)
+    if entry.same_as:
+        is_world = entry.same_as == "world_size"
+        return {name: facts.world_size if is_world else facts.get(entry.same_as)}
+    for word, condition in entry.always.items():
+        if condition == OTHERWISE or facts.holds(condition):
+            return {name: value_of(name, word)}
+    return {name: value_of(name, entry.only[0])} if entry.only and not entry.script else {}
+
+
+def _of_one_key(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    said = keys.get(entry.key)
+    if said is None or said in entry.nothing:
+        if entry.absent_as:
+            usual = facts.get(entry.absent_as)
+            return {} if usual is None else {name: value_of(name, usual)}
+        said = entry.absent
+    if said is None:
+        return {}
+    if spelled(said) in entry.also:
+        return {name: value_of(name, entry.also[spelled(said)])}
+    if not entry.values:
+        return {name: said}
+    for word, told in entry.values.items():
+        if told == said:
+            return {name: value_of(name, word)}
+    raise words.unknown(entry.key, said, (*entry.values.values(), *entry.also))
+
+
+def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
+    """Return the value whose keys a file has, and no others of them; None where it has none.
+
+    A key that the file lacks, or that a value says nothing of, is as where it is absent.
+    """
+    absent = entry.absent if isinstance(entry.absent, dict) else {}
+    tables = {word: told for word, told in entry.values.items() if isinstance(told, dict)}
+    names = dict.fromkeys(key for each in tables.values() for key in each)
+    nothing = (None, *entry.nothing)
+    said = {key: keys[key] for key in names if key in keys and keys[key] not in nothing}
+    for word, told in tables.items():
+        is_told = all(said.get(key, absent.get(key)) == value for key, value in told.items())
+        if is_told and all(key in told or said[key] == absent.get(key) for key in said):
+            return word
+    if not said and not absent:
+        return None
+    said = said or absent
+    for key, value in said.items():
+        known = dict.fromkeys(str(each[key]) for each in tables.values() if key in each)
+        if str(value) not in known:
+            raise words.unknown(key, value, known)
+    given = ", ".join(f"{key}={theirs(value)}" for key, value in said.items())
+    listed = [
+        ", ".join(f"{key}={theirs(value)}" for key, value in told.items()) or "none"
+        for told in tables.values()
+    ]
+    raise PlanError(f"{given} of {words.framework} is in no plan; allowed: {'; or '.join(listed)}")
+
+
+def _check_counts(found: Keys, entry: FieldEntry, keys: Keys, framework: str) -> None:
+    """Raise PlanError where a count is none, naming the keys of an entry and their values."""
+    said = ", ".join(f"{key}={shown(keys[key])}" for key in entry.all_keys if key in keys)
+    for name, value in found.items():
+        if name not in COUNTS or value is None:
+            continue
+        if type(value) is not int:
+            raise PlanError(f"{said} of {framework} is in no plan; allowed: a whole number")
+        if value < COUNTS[name]:
+            raise PlanError(f"{said or name} of {framework} leaves {name}={shown(value)}")

@@ -1,0 +1,288 @@
+"""Launch scripts: the framework that a command starts, and what its words and files say.
+
+Options of launchers are read, known or refused as those of frameworks are; Accelerate's say a
+layout themselves, beside the configuration that it names.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.hwprofiles import shown
+from meshwright.planner.configuration import (
+    FRAMEWORK_FILE,
+    Effect,
+    Option,
+    Options,
+    OptionWord,
+    known_option,
+    load_options,
+    read_options,
+    read_yaml,
+)
+from meshwright.planner.export import Framework
+from meshwright.planner.importing.formats import FORMATS
+from meshwright.planner.importing.reading import mistake
+from meshwright.planner.importing.sources import (
+    READERS,
+    SCRIPT,
+    SUFFIXES,
+    Source,
+    all_options,
+    completed,
+    kind_of,
+    of_document,
+    recognised,
+)
+from meshwright.simulator import PlanError
+
+if TYPE_CHECKING:
+    from meshwright.planner.shell import Launch, Word
+
+OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
+SUBCOMMANDS = ("train",)  # of a program that names a configuration
+NAMING = re.compile(r"--?(job\.)?config([-_]?(file|path|name))?")  # options that name one
+PARENTS = 4  # folders above a script in which a configuration that it names is looked for
+
+ACCELERATE = "accelerate"
+LAUNCHERS = {
+    "torchrun": "torchrun-2.13",
+    "deepspeed": "deepspeed-launcher-0.19",
+    ACCELERATE: "accelerate-launch-1.15",
+    "srun": "srun-25",
+    "sbatch": "srun-25",
+}
+# Accelerate's options that say how many ranks there are, which any launch reads.
+PYTHON = "python"  # starts one rank
+SLURM = ("srun", "sbatch")
+RANKS = ("num-machines", "num-processes", "multi-gpu", "gpu-ids")
+CONFIGURATION, TYPE = "accelerate-1.15", "distributed_type"
+SECTIONS = ("", "fsdp_config.", "deepspeed_config.", "parallelism_config.", "megatron_lm_config.")
+STRATEGIES = {
+    "use-megatron-lm": "MEGATRON_LM",
+    "use-deepspeed": "DEEPSPEED",
+    "use-fsdp": "FSDP",
+    "multi-gpu": "MULTI_GPU",
+}
+OF_SCRIPTS = "transformers-5.23"  # options that users' own scripts have, too
+
+
+def read_source(
+    path: Path | None, text: str, framework: Framework | None, defines: Mapping[str, str]
+) -> Source:
+    """Return what a file says.
+
+    Args:
+        path: Of the file; None where its *text* is an expanded command.
+        text: Of the file.
+        framework: Whose it is, if that is known.
+        defines: Variables that a script does not set.
+
+    Raises:
+        PlanError: If it cannot be read, or is of no framework.
+    """
+    kind, folder = kind_of(path, text, framework), Path() if path is None else path.parent
+    if kind != SCRIPT:
+        if defines:
+            raise PlanError(f"--define goes with scripts; this is {kind.upper()}")
+        return of_document(text, kind, framework, folder)
+    # Only scripts need a parser of shells.
+    from meshwright.planner.shell import find_launches, read_commands  # noqa: PLC0415
+
+    (launch,) = find_launches(read_commands(text, file=path, defines=defines))
+    found = framework or _started(launch, folder)
+    said, files = _said(launch, found, folder)
+    told, beside, world_size = said.keys, "", launch.world_size
+    if found.name == ACCELERATE:
+        beside = ACCELERATE
+    elif found.program.launched is not None and ACCELERATE in launch.launcher_words:
+        beside, configuration = ACCELERATE, _accelerate(launch, folder)[0].keys
+        told = found.program.launched(told, configuration)
+        ranks = configuration.get("num_processes")
+        world_size = world_size or (ranks if isinstance(ranks, int) and ranks > 0 else None)
+    keys, lines = completed(found, told, said.lines, folder)
+    if launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}:
+        world_size = 1
+    sizes = {"world_size": world_size, "num_nodes": launch.nodes}
+    stray = [f"line {each.line}: {each.unknown or shown(each.text)}" for each in said.words]
+    return Source(
+        framework=found,
+        keys=keys,
+        lines=lines,
+        files=files,
+        launched={name: number for name, number in sizes.items() if number is not None},
+        launcher=tuple(_launcher(launch)),
+        refusals=[*_launcher_refusals(launch, read_beside=beside), *said.refusals, *stray],
+    )
+
+
+def _started(launch: "Launch", folder: Path) -> Framework:
+    """Return the framework whose program a launch starts, or whose options it gives.
+
+    Of programs of one name the configuration that is named beside tells.
+
+    Raises:
+        PlanError: If it is none that is known.
+    """
+    path = Path(launch.program.text)
+    patterns = {name: each.profile.programs for name, each in FORMATS.items()}
+    named = [name for name, each in patterns.items() if any(map(path.match, each))]
+    for word in launch.arguments if len(named) > 1 else ():
+        kind = SUFFIXES.get(Path(word.text).suffix)
+        if kind is not None:
+            document = READERS[kind](FRAMEWORK_FILE.read_text(_found_file(word, folder)))
+            return recognised(document, kind, named)
+    if named:
+        return FORMATS[named[0]]
+    starts = [each.text.lstrip("-").partition("=")[0] for each in launch.arguments]
+    for each in FORMATS.values():
+        known = all_options(each.profile)
+        if any(known_option(start, known) for start in starts if start in each.profile.known_by):
+            return each
+    if ACCELERATE in launch.launcher_words:
+        return FORMATS[ACCELERATE]
+    programs = sorted({name for each in FORMATS.values() for name in each.profile.programs})
+    raise PlanError(
+        f"line {launch.program.line}: {launch.program.text} is the program of no framework that is "
+        f"known; allowed: {', '.join(programs)}, or --from with the framework's name"
+    )
+
+
+def _said(launch: "Launch", framework: Framework, folder: Path) -> tuple[Options, dict[str, str]]:
+    """Return what the words of a launch say, and the files of keys that stand elsewhere."""
+    profile, read = framework.profile, framework.program.read_words
+    if framework.name == ACCELERATE:
+        return _accelerate(launch, folder)
+    kind = str(profile.format)
+    files = [each for each in launch.arguments if SUFFIXES.get(Path(each.text).suffix) == kind]
+    if kind in READERS and (read is None or files):
+        return _named(launch, framework, files, folder)
+    options = all_options(profile)
+    return read_options(launch.arguments, options) if read is None else read(launch.arguments), {}
+
+
+def _named(
+    launch: "Launch", framework: Framework, files: "list[Word]", folder: Path
+) -> tuple[Options, dict[str, str]]:
+    """Return the configuration that a launch names, with what its command overrides."""
+    kind, program = str(framework.profile.format), launch.program
+    if not files:
+        raise PlanError(f"line {program.line}: {program.text} names no {kind.upper()} file")
+    path = _found_file(files[0], folder)
+    document = READERS[kind](FRAMEWORK_FILE.read_text(path))
+    place = launch.arguments.index(files[0])
+    names_it = place > 0 and NAMING.fullmatch(launch.arguments[place - 1].text) is not None
+    others = [*launch.arguments[: place - names_it], *launch.arguments[place + 1 :]]
+    said = read_options(others, all_options(framework.profile))
+    stray = []
+    for word in said.words:
+        match = OVERRIDE.fullmatch(word.text)
+        if match and not word.unknown:
+            said.keys[match["key"]] = read_yaml(f"a: {match['value']}").keys["a"]
+            said.lines[match["key"]] = word.line
+        elif word.text not in SUBCOMMANDS:
+            stray.append(word)
+    files_of = {key: path.name for key in document.keys if key not in said.keys}
+    keys, lines = {**document.keys, **said.keys}, {**document.lines, **said.lines}
+    return Options(keys, lines, stray, said.refusals), files_of
+
+
+def _found_file(word: OptionWord, folder: Path) -> Path:
+    """Return the file that a word names, relative to a script's folder or to one above it.
+
+    Raises:
+        PlanError: If there is none.
+    """
+    if word.unknown:
+        raise PlanError(f"line {word.line}: {word.unknown}")
+    name = Path(word.text.partition("=")[2] or word.text)
+    for above in [folder, *folder.resolve().parents][: PARENTS + 1]:
+        found = above / name
+        if not name.is_absolute() and ".." not in name.parts and found.is_file():
+            return found
+    raise PlanError(f"line {word.line}: {shown(str(name))} is not there; it says the layout")
+
+
+def _accelerate(launch: "Launch", folder: Path) -> tuple[Options, dict[str, str]]:
+    """Return the configuration that ``accelerate launch`` makes of its options and its file.
+
+    Of the options of a user's own script those alone are known that change nothing.
+    """
+    words = launch.launcher_words.get(ACCELERATE, ())
+    said = read_options(words, load_options(LAUNCHERS[ACCELERATE]))
+    keys: dict[str, object] = {}
+    lines: dict[str, int] = {}
+    files: dict[str, str] = {}
+    name = said.keys.get("config-file")
+    for word in words:
+        if (name is not None and word.text.partition("=")[2] == name) or word.text == name:
+            path = _found_file(word, folder)
+            document = read_yaml(FRAMEWORK_FILE.read_text(path))
+            keys, lines = dict(document.keys), dict(document.lines)
+            files = dict.fromkeys(keys, path.name)
+    known = load_options(CONFIGURATION)
+    for key, value in said.keys.items():
+        names = (f"{section}{key.replace('-', '_')}" for section in SECTIONS)
+        theirs = next((each for each in names if each in known), None)
+        if theirs is not None:
+            keys[theirs], lines[theirs] = value, said.lines[key]
+            files.pop(theirs, None)
+    told = [kind for key, kind in STRATEGIES.items() if key in said.keys]
+    if told or TYPE not in keys:
+        # Without a word it starts several processes as with --multi_gpu (launch.py).
+        keys[TYPE] = told[0] if told else "MULTI_GPU"
+    return Options(keys, lines, [], [*_of_own_script(launch)]), files
+
+
+def _of_own_script(launch: "Launch") -> Iterator[str]:
+    known = load_options(OF_SCRIPTS)
+    for key, line in read_options(launch.arguments, known).lines.items():
+        option = known.get(key)
+        if option is None or option.effect is not Effect.NONE:
+            yield f"line {line}: --{key} of {launch.program.text} may change the plan"
+
+
+def _launcher(launch: "Launch") -> Iterator[tuple[int, str]]:
+    """Yield the options of launchers that say how many ranks there are."""
+    for name, words in launch.launcher_words.items():
+        if name in LAUNCHERS:
+            known = load_options(LAUNCHERS[name])
+            said = read_options(words, known)
+            for key, value in said.keys.items():
+                option = known.get(key)
+                if option is not None and option.effect is Effect.READ:
+                    yield said.lines[key], f"{key}={value}"
+
+
+def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
+    """Yield what is wrong with the options of a launch's launchers.
+
+    Args:
+        launch: The launch.
+        read_beside: The launcher whose options are read as a configuration.
+    """
+    yield from launch.unknown
+    own = {"nodes": launch.nodes, "gpus-per-node": launch.ranks_per_node}
+    for name, words in launch.launcher_words.items():
+        if name not in LAUNCHERS:
+            continue
+        known = load_options(LAUNCHERS[name])
+        said = read_options(words, known)
+        yield from said.refusals
+        dashed = {f"--{key}": each for key, each in known.items()}
+        for key, value in said.keys.items():
+            text = mistake(name, f"--{key}", value, dashed, ())
+            if name != read_beside and _is_layout(name, known.get(key)):
+                text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
+            number = own.get(key) if name in SLURM else None
+            if number is not None and str(value).isdecimal() and str(value) != str(number):
+                text = f"--{key} of {name} is {value}; the launcher starts {number}"
+            if text:
+                yield f"line {said.lines[key]}: {text}"
+
+
+def _is_layout(launcher: str, option: Option | None) -> bool:
+    """Return whether an option of a launcher says more than how many ranks there are."""
+    is_read = option is not None and option.effect is Effect.READ and option.key not in RANKS
+    return launcher == ACCELERATE and is_read

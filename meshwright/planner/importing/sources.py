@@ -1,0 +1,187 @@
+"""What a file is: which framework's, and what it says by which keys."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.hwprofiles import FrameworkProfile, shown
+from meshwright.planner.configuration import (
+    Document,
+    Option,
+    converted,
+    known_option,
+    read_json,
+    read_toml,
+    read_yaml,
+)
+from meshwright.planner.export import Framework
+from meshwright.planner.formats import resolved
+from meshwright.planner.importing.formats import FORMATS
+from meshwright.planner.importing.reading import options_of
+from meshwright.simulator import PlanError
+
+READERS = {"yaml": read_yaml, "json": read_json, "toml": read_toml}
+SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
+SCRIPT = "script"
+SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".args")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A configuration: whose it is, its values and lines by key, and how many ranks it starts.
+
+    Args:
+        framework: Whose it is.
+        keys: Its values.
+        lines: Its lines.
+        files: Names of the files, other than the one that is read, in which keys stand.
+        launched: What its launcher says of nodes and ranks, by the names of facts.
+        launcher: Lines and words of the launchers' options that say it.
+        refusals: What is wrong with its words.
+    """
+
+    framework: Framework
+    keys: dict[str, object]
+    lines: Mapping[str, int]
+    files: Mapping[str, str] = field(default_factory=dict)
+    launched: Mapping[str, int] = field(default_factory=dict)
+    launcher: tuple[tuple[int, str], ...] = ()
+    refusals: Sequence[str] = ()
+
+    def place(self, key: str) -> str:
+        """Return where a key stands; nothing where that is nowhere."""
+        line = self.lines.get(key)
+        return "" if line is None else f"{self.files.get(key, '')} line {line}".lstrip()
+
+
+def kind_of(path: Path | None, text: str, framework: Framework | None) -> str:
+    """Return what a text is: of a configuration, or a script."""
+    suffix = "" if path is None else path.suffix.lower()
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix]
+    if path is None or suffix in SCRIPTS or text.startswith("#!"):
+        return SCRIPT
+    first = next(
+        (line for each in text.splitlines() if (line := each.strip()) and line[0] != "#"), ""
+    )
+    if first.startswith("{"):
+        return "json"
+    if framework is not None and framework.profile.format in READERS:
+        own = framework.profile.format
+        return own if own != "toml" or "=" in text.partition("[")[2] else SCRIPT
+    if re.fullmatch(r"\[[\w.-]+\]", first):
+        return "toml"
+    return "yaml" if re.fullmatch(r"[\w.-]+:( .*)?", first) else SCRIPT
+
+
+def of_document(text: str, kind: str, framework: Framework | None, folder: Path) -> Source:
+    """Return what the text of a configuration says.
+
+    Args:
+        text: Of it.
+        kind: One of `READERS`.
+        framework: Whose it is, if that is known.
+        folder: Of its file.
+
+    Raises:
+        PlanError: If it is none, or is of no framework.
+    """
+    document = READERS[kind](text)
+    found = framework or recognised(document, kind)
+    if found.profile.format != kind:
+        raise PlanError(
+            f"--from {found.name} reads {found.profile.format}, not {kind.upper()}; "
+            f"allowed for {kind.upper()}: {', '.join(_of_format(kind))}"
+        )
+    keys, lines = completed(found, document.keys, document.lines, folder)
+    dotted = [
+        f"line {document.lines[key]}: {shown(key)} is one name, not a key of a section"
+        for key in sorted(document.dotted)
+    ]
+    return Source(framework=found, keys=keys, lines=lines, refusals=dotted)
+
+
+def completed(
+    framework: Framework, keys: Mapping[str, object], lines: Mapping[str, int], folder: Path
+) -> tuple[dict[str, object], dict[str, int]]:
+    """Return values and lines by today's names, with those of the files that keys name.
+
+    These have the line that names their file.
+
+    Raises:
+        PlanError: If a file is not there, or a key stands there by its old and its new name.
+    """
+    found, placed = dict(keys), dict(lines)
+    if framework.profile.has_references:
+        found = resolved(found)
+    if framework.program.included is not None:
+        found = framework.program.included(found, folder)
+        sections = {key: key.partition(".")[0] for key in found if key not in placed}
+        placed |= {key: lines[name] for key, name in sections.items() if name in lines}
+    return by_present_names(found, placed, all_options(framework.profile))
+
+
+def by_present_names(
+    keys: Mapping[str, object], lines: Mapping[str, int], options: Mapping[str, Option]
+) -> tuple[dict[str, object], dict[str, int]]:
+    """Return values and lines of a configuration by the keys' names of today.
+
+    Raises:
+        PlanError: If a key stands there by its old and its new name.
+    """
+    named = {key: known_option(key, options) for key in (*keys, *lines)}
+    found: dict[str, object] = {}
+    for key, value in keys.items():
+        option = named[key]
+        name = key if option is None else option.key
+        if name in found:
+            raise PlanError(f"line {lines.get(key, 0)}: {key} and {name} are one key")
+        found[name] = value if option is None else converted(option, value)
+    placed = {
+        key if (option := named[key]) is None else option.key: line for key, line in lines.items()
+    }
+    return found, placed
+
+
+def _of_format(kind: str) -> list[str]:
+    return [name for name, each in FORMATS.items() if each.profile.format == kind]
+
+
+def recognised(document: Document, kind: str, among: Collection[str] = ()) -> Framework:
+    """Return the framework most of whose keys a document has.
+
+    Args:
+        document: The document.
+        kind: Its format.
+        among: Names of those that it may be of; all where there are none.
+
+    Raises:
+        PlanError: If there is none.
+    """
+    ranked = [
+        (len([key for key in document.keys if key in _keys_of(each.profile)]), name)
+        for name, each in FORMATS.items()
+        if each.profile.format == kind
+        and (not among or name in among)
+        and any(key in document.lines for key in each.profile.known_by)
+    ]
+    best = max(ranked, default=(0, ""), key=lambda each: each[0])
+    if not best[1]:
+        known = ", ".join(_of_format(kind)) or "none"
+        raise PlanError(f"is of no framework that is known; {kind.upper()} is read of: {known}")
+    return FORMATS[best[1]]
+
+
+def _keys_of(profile: FrameworkProfile) -> set[str]:
+    """Return the keys that configurations of a framework may hold."""
+    tables = profile.tables.values()
+    return {key for table in tables for key in (*table.keys, *options_of(table))}
+
+
+def all_options(profile: FrameworkProfile) -> Mapping[str, Option]:
+    """Return the options of all tables of a framework; of a key that several have the first."""
+    found: dict[str, Option] = {}
+    for table in profile.tables.values():
+        found |= {key: each for key, each in options_of(table).items() if key not in found}
+    return found

@@ -1,0 +1,5 @@
+#!/bin/bash
+MODEL=(--encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768 --num-attention-heads 12)
+MODEL+=(--kv-channels 64 --ffn-hidden-size 3072 --encoder-seq-length 512 --decoder-seq-length 128)
+torchrun --nproc_per_node 8 pretrain_t5.py "${MODEL[@]}" --max-position-embeddings 512 \
+    --micro-batch-size 64 --global-batch-size 512 --bf16
