@@ -2,14 +2,17 @@
 """Scripts of bash: bash itself, with programs that print their words, says what they run."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from meshwright.planner.shell import read_commands
+from meshwright.planner.shell import Launch, find_launches, read_commands
+from meshwright.simulator import PlanError
 
 PROGRAMS = ("torchrun", "python", "python3", "srun", "deepspeed", "accelerate", "mpirun")
 TOOLS = ("dirname", "basename", "cat", "seq", "mkdir", "realpath", "tee", "env", "nohup", "rm")
