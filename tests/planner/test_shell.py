@@ -2,14 +2,17 @@
 """Scripts of bash: bash itself, with programs that print their words, says what they run."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from meshwright.planner.shell import read_commands
+from meshwright.planner.shell import Launch, find_launches, read_commands
+from meshwright.simulator import PlanError
 
 PROGRAMS = ("torchrun", "python", "python3", "srun", "deepspeed", "accelerate", "mpirun")
 TOOLS = ("dirname", "basename", "cat", "seq", "mkdir", "realpath", "tee", "env", "nohup", "rm")
@@ -72,12 +75,12 @@ if (( A > 3 && B )); then torchrun yes; fi
 P=/data/models/llama-3.tar.gz; N=llama3-8b
 torchrun ${P##*/} ${P%.*} ${P%%.*} ${P#*/} ${N/8b/70b} ${N//l/L} ${N/#lla/X} ${N/%8b/} ${N:0:5} ${N:3} ${N: -2} ${#N}
 torchrun ${N^^} ${N^} ${N,,} ${N:+set} ${M:+set} ${M+set} "${N+a b}" ${M:-"x  y" z} "${M:-x  y}" ${P//\//_} ${P/[a-m]*\//-}
-R=N; torchrun ${!R} $'tab\there' "q\"uo\$te" 'a'"b"c\ d {1,2}x a{b,c}{d,e} {1..4} {3..1} ~x 2>/dev/null
+R=N; torchrun ${!R} $'tab\there' "q\"uo\$te" 'a'"b"c\ d {1,2}x a{b,c}{d,e} {a,b}{c,d} {1..4} {3..1} ~x 2>/dev/null
 """,
     "functions": r"""
 scale=3
 launch() {
-    local n=$1 scale=5; shift
+    local n=$1 scale=$((scale + 2)) m=$n; local n=$n$m; n=$1; shift
     if [ $# -eq 0 ]; then return 1; fi
     torchrun --n $n --scale $scale "$@" $# $*
     last=$n
@@ -261,12 +264,14 @@ def test_a_sourced_file_beside_the_script_is_read_and_no_other(tmp_path: Path) -
 
 UNKNOWN = {
     "T=$GPUS_PER_NODE\ntorchrun a $T": "$GPUS_PER_NODE at line 1 is not set in the file; give it with --define GPUS_PER_NODE=8",
+    'torchrun a "${ARGS[@]}"': '$ARGS at line 1 is not set in the file; give it with --define ARGS=""',
     "\ntorchrun a $EXTRA_ARGS": '$EXTRA_ARGS at line 2 is not set in the file; give it with --define EXTRA_ARGS=""',
     "torchrun a --tp=$1": "$1 at line 1 is not set in the file; give it with --define 1=VALUE",
     "N=$(nproc)\ntorchrun a $((N * 2))": "$N at line 1: $(nproc) at line 1 is not executed here; give it with --define N=VALUE",
     "if [ $MODE = big ]; then TP=8; else TP=4; fi\ntorchrun a $TP": "$TP depends on a test: $MODE at line 1 is not set in the file; give it with --define MODE=VALUE",
     "A=(x); [ -f conf ] && A+=(--fp8)\ntorchrun a ${A[1]}": "$A depends on a test: the test `-f conf` at line 1 asks for what is not in the file; give it with --define A=VALUE",
     "for i in $LIST; do TP=$i; done; torchrun a $TP": "$TP depends on a test: $LIST at line 1 is not set in the file; give it with --define LIST=VALUE",
+    "A=$(printf '%s ' 1 2); torchrun a $A": "$A at line 1: $(printf '%s ' 1 2) at line 1 is not executed here; give it with --define A=VALUE",
     "while read -r TP; do :; done < f; torchrun a $TP": "$TP at line 1 is read from outside the file; give it with --define TP=VALUE",
 }
 
@@ -299,10 +304,13 @@ REFUSED = {
     "pip install x; python tools/preprocess_data.py": r"tools/preprocess_data.py:1 trains nothing",
     "torchrun a.py 1; torchrun a.py 2": r"starts 2 programs: a.py:1, a.py:1",
     "if [ $X = 1 ]; then torchrun train.py; fi": r"line 1: whether torchrun runs is not known: \$X at line 1",
+    "[ $X = 1 ] && { export A=1; torchrun a.py; } || { export A=2; torchrun a.py; }": r"whether torchrun runs is not known: \$X",
     "if [ $# -lt 1 ]; then exit 1; fi\ntorchrun a.py": r"it ends at line 1 \(exit\)",
     "A=1\nif true; then\ntorchrun x": "line 2: this is not read as bash",
     "P=<path of data>\ntorchrun x": r"line 1: '<path of data>' is to be filled in",
     "torchrun --nproc_per_nod 8 a.py": "line 1: torchrun has no option '--nproc_per_nod'; nearest: nproc-per-node",
+    "torchrun $ARGS train.py": r"line 1: what torchrun starts is not known: \$ARGS at line 1",
+    "srun $ARGS torchrun train.py": r"line 1: what srun starts is not known: \$ARGS at line 1",
     "$CMD train.py": r"line 1: which command runs is not known: \$CMD",
 }
 

@@ -120,12 +120,21 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
     if doubtful is not None:
         word = doubtful.words[0]
         raise PlanError(f"{where(word)}: whether {word.text} runs is not known: {doubtful.unknown}")
+    for _, launch in chosen:
+        if _is_unknown(launch.program):
+            place, why = where(launch.program), launch.program.unknown
+            raise PlanError(f"{place}: what {launch.launcher} starts is not known: {why}")
     distinct = {_signature(launch): launch for _, launch in chosen}
     if len(distinct) > 1:
         raise PlanError(
             f"the file starts {len(distinct)} programs: {_listed(distinct.values())}; say which one"
         )
     return list(distinct.values())
+
+
+def _is_unknown(word: Word) -> bool:
+    """Return whether the name of a program is not known; its folder may be unknown."""
+    return bool(word.unknown) and "$" in word.text.rpartition("/")[2]
 
 
 def _signature(launch: Launch) -> tuple[str, ...]:
@@ -173,9 +182,7 @@ def _nothing(
         names = [each.program.text for _, each in found]
         return f"no command starts {shown(program)}; {suggestion(program, names)}"
     first_words = [each.words[0] for each in commands]
-    unknown = next(
-        (each for each in first_words if each.unknown and "$" in each.text.rpartition("/")[2]), None
-    )
+    unknown = next((each for each in first_words if _is_unknown(each)), None)
     if unknown is not None:
         return f"{where(unknown)}: which command runs is not known: {unknown.unknown}"
     start = "the file has no command that starts training"
@@ -249,7 +256,8 @@ def _start(command: Command, headers: tuple[Word, ...]) -> Start | None:
             return _launched(launcher, inner[1:], launchers, values)
         after = next_at(words, 0)
         if after is None:
-            return Start(launchers, words, values, is_python=name.endswith(".py"))
+            is_open = _is_unknown(words[0]) and any(each != "sbatch" for each in launchers)
+            return Start(launchers, words, values, is_python=is_open or name.endswith(".py"))
         if name in {"srun", "mpirun", "mpiexec", "orterun"}:
             launchers[name] = words[1:after]
             if name == "srun":
@@ -329,6 +337,8 @@ def _whole(word: Word | None, absent: int | None) -> int | None:
 def _counted_deepspeed(own: Mapping[str, Word | None]) -> Count:
     nodes, ranks = own.get("num-nodes"), own.get("num-gpus")
     include = own.get("include")
+    if "exclude" in own:
+        return Count()
     if include is not None and not include.unknown:
         hosts = [each.partition(":")[2].split(",") for each in include.text.split("@")]
         sizes = {len([each for each in slots if each]) for slots in hosts}

@@ -2,6 +2,7 @@
 
 from meshwright.planner.shell.language.arithmetic import evaluate
 from meshwright.planner.shell.language.fields import (
+    BRACES,
     WHITE,
     Field,
     Fragment,
@@ -35,6 +36,7 @@ from meshwright.planner.shell.language.wrappers import (
 )
 
 __all__ = [
+    "BRACES",
     "FILE_STRIDE",
     "MARKS",
     "MOST_BYTES",

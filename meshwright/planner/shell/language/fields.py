@@ -9,7 +9,9 @@ from meshwright.planner.shell.language.patterns import escaped
 from meshwright.planner.shell.language.texts import Text, joined, written
 
 WHITE = " \t\n"
-BRACES = re.compile(r"(.*?[^$]|)\{([^{}\s]*,[^{}\s]*|-?\d+\.\.-?\d+|[a-zA-Z]\.\.[a-zA-Z])\}(.*)")
+BRACES = re.compile(
+    r"((?:.*?[^$])??)\{([^{}\s]*,[^{}\s]*|-?\d+\.\.-?\d+|[a-zA-Z]\.\.[a-zA-Z])\}(.*)"
+)
 MOST_OF_BRACES = 1_000
 
 

@@ -13,27 +13,8 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 # What a part that is no bash lacks the end of, most often.
-OPENING = frozenset(
-    [
-        "if",
-        "for",
-        "while",
-        "until",
-        "case",
-        "select",
-        "{",
-        "(",
-        "[",
-        "[[",
-        "((",
-        "$(",
-        "${",
-        "$((",
-        "`",
-        '"',
-    ]
-)
-PLACEHOLDER = re.compile(r"<\w[^<>]*>")  # VOCAB=<Specify path>
+OPENING = {"if", "for", "while", "until", "case", "{", "(", "[", "[[", "((", "$(", "${", "`", '"'}
+PLACEHOLDER = re.compile(r"(?<!<)<\w[^<>]*>")  # VOCAB=<Specify path>
 MOST_BYTES = 250_000
 
 

@@ -35,7 +35,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "exec": Wrapper("-a"),
     "nohup": Wrapper(),
     "uv": Wrapper(
-        "-p --python --project --directory --package --extra --no-extra --group --no-group "
+        "-p -w --python --project --directory --package --extra --no-extra --group --no-group "
         "--only-group --with --with-editable --with-requirements --env-file --index "
         "--default-index --index-url --extra-index-url --find-links --cache-dir --config-file",
         subcommands="run",
@@ -63,10 +63,6 @@ WRAPPERS: Mapping[str, Wrapper] = {
         "-n -np -c -N -npernode -H -host -hostfile -machinefile -x -bind-to -map-by -wdir -wd "
         "--n --np --npernode --host --hostfile --machinefile --bind-to --map-by --wdir --prefix "
         "-ppn -f -hosts -rf --rankfile --report-bindings-to --output-filename"
-    ),
-    "uv": Wrapper(
-        "-p -w --with --python --project --directory --extra --group --env-file --index",
-        subcommands="run",
     ),
     "conda": Wrapper("-n -p --name --prefix --cwd", subcommands="run"),
     "poetry": Wrapper(subcommands="run"),

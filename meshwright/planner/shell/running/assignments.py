@@ -82,7 +82,7 @@ def run_declaration(shell: Interpreter, node: "Node") -> Status:
         if first.type == "variable_assignment":
             name_node = first.children[0]
             name = shell.frame.source.part(name_node.start_byte, name_node.end_byte).characters
-            declare(shell, keyword.type, flags, name.partition("[")[0])
+            declare(shell, keyword.type, flags, name.partition("[")[0], is_assigned=True)
             assign(shell, first, stop if len(group) > 1 else None)
         elif text.startswith("-"):
             flags += text[1:]
@@ -99,7 +99,7 @@ def declare_words(shell: Interpreter, keyword: str, flags: str, words: Sequence[
         if not re.fullmatch(r"[A-Za-z_]\w*\+?", name):
             continue
         is_added, name = name.endswith("+"), name.rstrip("+")
-        declare(shell, keyword, flags, name)
+        declare(shell, keyword, flags, name, is_assigned=bool(equals))
         if equals:
             text = word.part(len(word.characters) - len(value), len(word.characters))
             old = shell.state.variables.get(name)
@@ -108,8 +108,8 @@ def declare_words(shell: Interpreter, keyword: str, flags: str, words: Sequence[
             shell.assign(name, text, word.place)
 
 
-def declare(shell: Interpreter, keyword: str, flags: str, name: str) -> None:
-    """Make a variable local, exported or an array."""
+def declare(shell: Interpreter, keyword: str, flags: str, name: str, *, is_assigned: bool) -> None:
+    """Make a variable local, exported or an array; it keeps its value until it is assigned to."""
     state = shell.state
     if "n" in flags and keyword != "export":
         cause = f"`{keyword} -n` of {name} is not read"
@@ -118,7 +118,8 @@ def declare(shell: Interpreter, keyword: str, flags: str, name: str) -> None:
     if is_local and shell.frame.is_function:
         if name not in state.local:
             state.local[name] = state.variables.get(name)
-        state.variables[name] = Variable({0: written("", 0)})
+        if not is_assigned:
+            state.variables[name] = Variable({0: written("", 0)})
     if keyword == "export" or "x" in flags:
         if "n" in flags:
             state.exported -= {name}

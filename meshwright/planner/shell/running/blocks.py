@@ -76,8 +76,15 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], Non
     shell.state = merged(ends, cause, shell.unknowns, shell.told)
 
 
-def _words(commands: Sequence[Command]) -> list[list[str]]:
-    return [[word.text for word in each.words] for each in commands]
+def _words(commands: Sequence[Command]) -> list[tuple[list[str], dict[str, str]]]:
+    """Return what makes a command the same in two branches."""
+    return [
+        (
+            [word.text for word in each.words],
+            {name: word.text for name, word in each.environment.items()},
+        )
+        for each in commands
+    ]
 
 
 def _doubtful(command: Command, cause: Unknown) -> Command:

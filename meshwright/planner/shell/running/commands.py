@@ -25,38 +25,11 @@ if TYPE_CHECKING:
 
 SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh", "/usr/bin/bash", "zsh", "dash"})
 # What a script asks before it decides: `grep -q x file && ...`.
-QUESTIONS = frozenset(
-    [
-        "grep",
-        "egrep",
-        "fgrep",
-        "command",
-        "which",
-        "type",
-        "hash",
-        "diff",
-        "cmp",
-        "pgrep",
-        "pidof",
-        "nvidia-smi",
-        "rocm-smi",
-        "id",
-        "getent",
-        "ping",
-        "nc",
-        "mountpoint",
-        "kill",
-        "ls",
-        "stat",
-        "scontrol",
-        "lspci",
-        "lsmod",
-        "pip",
-        "python",
-        "python3",
-        "nvcc",
-    ]
-)
+QUESTIONS = {
+    "grep", "egrep", "fgrep", "command", "which", "type", "hash", "diff", "cmp", "pgrep", "pidof",
+    "nvidia-smi", "rocm-smi", "id", "getent", "ping", "nc", "mountpoint", "kill", "ls", "stat",
+    "scontrol", "lspci", "lsmod", "nvcc",
+}  # fmt: skip
 MOST_CALLS = 30  # functions within functions
 
 
@@ -162,9 +135,10 @@ def run_words(shell: Interpreter, words: Sequence[Field], text: Text | None, pla
     call = Call(shell, words, [each.text for each in words[1:]], text, place)
     if name in PRINTING and shell.output is not None:
         printed = PRINTING[name](call)
-        if printed is not None:
-            shell.output.append(printed)
-            return True
+        if printed is None:
+            return _external(shell, words, text, place)
+        shell.output.append(printed)
+        return True
     builtin = RUNNING.get(name) or BUILTINS.get(name)
     if builtin is not None:
         return builtin(call)
@@ -220,8 +194,8 @@ def _external(
     where = shell.unknowns.where(place)
     shown = " ".join(each.text for each in words[:3])[:40]
     cause = f"whether `{shown}` at {where} succeeds is not known"
-    is_usual = words[0].text not in QUESTIONS
-    return shell.unknowns.mark(Unknown(shown, cause, is_usual=is_usual))
+    asks = words[0].text in QUESTIONS or [each.text for each in words[1:2]] == ["-c"]
+    return shell.unknowns.mark(Unknown(shown, cause, is_usual=not asks))
 
 
 def environment(shell: Interpreter, place: int) -> Mapping[str, Word]:

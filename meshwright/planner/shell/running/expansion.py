@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.planner.shell.language import (
+    BRACES,
     WHITE,
     Field,
     Fragment,
@@ -241,8 +242,8 @@ def fields(shell: Interpreter, parent: "Node", nodes: Sequence["Node"]) -> list[
     for group in word_groups(shell, nodes):
         start, stop = group[0].start_byte, group[-1].end_byte
         text = shell.frame.source.part(start, stop)
-        if "{" in text.characters and not specials(parent, start, stop):
-            each = [Field(one, is_quoted=True, pattern="") for one in braced(text)]
+        if "{" in text.characters:
+            each = _braced(shell, parent, start, stop)
             if len(each) > 1:
                 found += each
                 continue
@@ -250,6 +251,26 @@ def fields(shell: Interpreter, parent: "Node", nodes: Sequence["Node"]) -> list[
         shell.spend(shell.place(group[0]), steps=len(parts) // 2)
         found += split(parts, separators(shell))
     return found
+
+
+def _braced(shell: Interpreter, parent: "Node", start: int, stop: int) -> list[Field]:
+    """Return the words of ``a{b,c}``.
+
+    Raises:
+        PlanError: If a part between the braces is quoted or expanded.
+    """
+    inner = specials(parent, start, stop)
+    text = shell.frame.source.part(start, stop)
+    if not inner:
+        return [Field(one, is_quoted=True, pattern="") for one in braced(text)]
+    bare, at = "", start
+    for each in inner:
+        bare += shell.frame.source.part(at, _begin(shell, each)).characters + "_"
+        at = each.end_byte
+    bare += shell.frame.source.part(at, stop).characters
+    if BRACES.fullmatch(bare):
+        raise shell.unknowns.refusal(text.place, "a list in braces with quotes is not read")
+    return []
 
 
 def separators(shell: Interpreter) -> str:

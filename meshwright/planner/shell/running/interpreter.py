@@ -29,34 +29,11 @@ MOST_TEXT = 4_000_000  # characters of all values together
 MOST_NESTED = 40
 Status = bool | str  # whether a command succeeds; the mark of what that depends on
 # Always set where a script runs, to what no script tells.
-SET_EVERYWHERE = frozenset(
-    [
-        "HOME",
-        "HOSTNAME",
-        "LOGNAME",
-        "PATH",
-        "SHELL",
-        "USER",
-        "PPID",
-        "RANDOM",
-        "SECONDS",
-        "UID",
-        "EUID",
-        "BASHPID",
-        "EPOCHSECONDS",
-        "HOSTTYPE",
-        "OSTYPE",
-        "MACHTYPE",
-        "BASH",
-        "BASH_VERSION",
-        "LINENO",
-        "$",
-        "!",
-        "-",
-        "_",
-        "?",
-    ]
-)
+SET_EVERYWHERE = {
+    "HOME", "HOSTNAME", "LOGNAME", "PATH", "SHELL", "USER", "PPID", "RANDOM", "SECONDS", "UID",
+    "EUID", "BASHPID", "EPOCHSECONDS", "HOSTTYPE", "OSTYPE", "MACHTYPE", "BASH", "BASH_VERSION",
+    "LINENO", "$", "!", "-", "_", "?",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

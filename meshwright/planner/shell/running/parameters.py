@@ -99,15 +99,17 @@ def _variable(shell: Interpreter, parameter: Parameter, place: int) -> tuple[Tex
     name = parameter.name
     variable = shell.state.variables.get(name)
     if variable is None:
-        if parameter.is_all:
-            return ()
         # What nothing sets here, but a file that is not there may, is no reason for a default.
         mark = shell.unset(name, place)
         return None if shell.unknowns.meaning(mark.characters).is_unset else (mark,)
     if name in shell.defines and any(not each.place for each in variable.texts):
         shell.used.add(name)
     if parameter.is_all:
-        return variable.texts
+        texts = variable.texts
+        if not variable.is_array and name in shell.defines and not texts[0].place:
+            # No array can be given: its words are.
+            return tuple(written(each, 0) for each in texts[0].characters.split())
+        return texts
     return (_element(variable, parameter.key, place),)
 
 
