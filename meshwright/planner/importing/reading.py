@@ -137,9 +137,7 @@ def read_keys(
     )
     found = Reading(dict(facts.values))
     reader = _Reader(framework, table, facts, codecs, found, read, sections)
-    known = {
-        key: value for key, value in keys.items() if reader.takes(key, value, is_given=facts.values)
-    }
+    known = {key: value for key, value in keys.items() if reader.takes(key, value)}
     reader.check_held(known, whatever=True)
     # What a framework does in any case depends on what it is told.
     for name, entry in sorted(table.fields.items(), key=lambda each: not each[1].all_keys):
@@ -158,21 +156,12 @@ class _Reader:
     read: frozenset[str]
     sections: frozenset[str]
 
-    def takes(self, key: str, value: object, *, is_given: Collection[str]) -> bool:
-        """Return whether a key is one to read; complain of what is not understood.
-
-        A value that the file does not tell may be given by an option.
-        """
+    def takes(self, key: str, value: object) -> bool:
+        """Return whether a key is one to read; complain of what is not understood."""
         if key in self.read:
             if not isinstance(value, Unknown):
                 return True
-            told = (
-                {name, *entry.fields}
-                for name, entry in self.table.fields.items()
-                if key in entry.all_keys
-            )
-            if not any(names & {*is_given} for names in told):
-                self.found.complaints.append(Complaint(key, value.why))
+            self.found.complaints.append(Complaint(key, value.why))
             return False
         if (value is None or value == {}) and key in self.sections:
             return False  # a section without a word in it

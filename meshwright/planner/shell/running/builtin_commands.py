@@ -24,6 +24,7 @@ from meshwright.planner.shell.running.parameters import calculated
 
 MOST_OF_A_SEQUENCE = 10_000
 NAME = re.compile(r"[A-Za-z_]\w*")
+LINE, WHOLE = "line", "whole"  # up to where `read` reads
 FORMAT = re.compile(r"%(%|s|0?[0-9]*[di])")
 
 
@@ -159,11 +160,14 @@ def _test(call: Call) -> Status:
 def _read(call: Call) -> Status:
     """Set the variables of ``read``: from a here-string where one is known."""
     shell = call.shell
-    names, array = _names_of_read(call)
-    if call.text is None or MARKS.search(call.text.characters):
+    names, array, end = _names_of_read(call)
+    if call.text is None or MARKS.search(call.text.characters) or end is None:
         is_known = False
+    elif end == WHOLE and len(names) == 1 and not array:
+        shell.assign(names[0], _stripped(call.text), call.place)
+        is_known = True
     else:
-        is_known = _read_line(call, names, array)
+        is_known = end != WHOLE and _read_line(call, names, array)
     if not is_known:
         for name in [*names, *([array] if array else [])]:
             shell.assign(name, call.unknown(name, "is read from outside the file"), call.place)
@@ -173,9 +177,20 @@ def _read(call: Call) -> Status:
     return shell.unknowns.mark(Unknown("read", f"what `read` at {where} finds is not known"))
 
 
-def _names_of_read(call: Call) -> tuple[list[str], str]:
-    """Return the variables of ``read``, and the array of its ``-a``."""
+def _stripped(text: Text) -> Text:
+    """Return a text without white space around it, as ``read`` leaves it out of one variable."""
+    characters = text.characters
+    start = len(characters) - len(characters.lstrip())
+    return text.part(start, len(characters.rstrip()))
+
+
+def _names_of_read(call: Call) -> tuple[list[str], str, str | None]:
+    """Return the variables of ``read``, the array of its ``-a`` and where the text ends.
+
+    That is the end of a line, or with ``-d ''`` of all; None where another option says it.
+    """
     names, array = [], ""
+    end: str | None = LINE
     waiting = [each.characters for each in call.arguments]
     while waiting:
         each = waiting.pop(0)
@@ -184,7 +199,9 @@ def _names_of_read(call: Call) -> tuple[list[str], str]:
         elif each[-1] in "adinNptu" and waiting:
             value = waiting.pop(0)
             array = value if each[-1] == "a" else array
-    return [each for each in names if NAME.fullmatch(each)], array
+            if each[-1] in "dnNtu":
+                end = WHOLE if each[-1] == "d" and not value else None
+    return [each for each in names if NAME.fullmatch(each)], array, end
 
 
 def _read_line(call: Call, names: Sequence[str], array: str) -> bool:
