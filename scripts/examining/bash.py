@@ -34,6 +34,7 @@ HARMLESS = (
     "tr",
     "uname",
     "wc",
+    "whoami",
 )
 # Programs that a script may call beside what it trains with; they do nothing.
 IDLE = (
@@ -44,7 +45,6 @@ IDLE = (
     "git",
     "ln",
     "mv",
-    "nvidia-smi",
     "pip",
     "rm",
     "scontrol",
@@ -64,6 +64,9 @@ esac
 # Of a variable that is not set there is no folder, and no error either.
 DIRNAME = """#!{bash}
 exec {dirname} "${{1:-.}}"
+"""
+SMI = """#!{bash}
+for each in $(seq {devices}); do echo GPU; done
 """
 # Only folders below the one that a script runs in are made.
 MKDIR = """#!{bash}
@@ -178,6 +181,8 @@ def _stand_ins(folder: Path, values: Mapping[str, object]) -> Path:
         "python3": PYTHON,
         "dirname": DIRNAME,
         "mkdir": MKDIR,
+        "nvidia-smi": SMI,
+        "ds_ssh": SMI + "echo; echo\n",
         "srun": SRUN.replace("{valued}", VALUED),
         "sbatch": SBATCH,
     }
