@@ -51,7 +51,7 @@ IDLE = (
     "sleep",
     "wget",
 )
-NOTED = ("torchrun", "deepspeed", "accelerate", "ray", "colossalai", "mpirun", "numactl")
+NOTED = ("torchrun", "deepspeed", "accelerate", "ray", "colossalai", "numactl")
 NOTE = '#!{bash}\nprintf "%s\\0" "$#" "${{0##*/}}" "$@" >> {record}\n'
 # Where a script asks PyTorch how many devices there are, its machine has those of the run.
 PYTHON = (
@@ -79,17 +79,17 @@ for each do
     esac
 done
 """
-SRUN = """#!{bash}
-while [ $# -gt 0 ]; do
+# Options of Slurm and MPI are over where a program stands.
+SRUN = (
+    NOTE
+    + """while [ $# -gt 0 ]; do
     case $1 in
-        -[NntcpJAwGoex]|{valued}) shift 2 ;;
-        -*) shift ;;
-        *) break ;;
+        bash|sh|env|python|python3|torchrun|accelerate|deepspeed) exec "$@" ;;
     esac
+    shift
 done
-exec "$@"
 """
-VALUED = "--nodes|--ntasks|--ntasks-per-node|--gpus-per-node|--cpus-per-task|--container-image"
+)
 SBATCH = """#!{bash}
 while [ $# -gt 0 ]; do
     case $1 in
@@ -183,7 +183,8 @@ def _stand_ins(folder: Path, values: Mapping[str, object]) -> Path:
         "mkdir": MKDIR,
         "nvidia-smi": SMI,
         "ds_ssh": SMI + "echo; echo\n",
-        "srun": SRUN.replace("{valued}", VALUED),
+        "srun": SRUN,
+        "mpirun": SRUN,
         "sbatch": SBATCH,
     }
     for name, text in texts.items():

@@ -60,14 +60,19 @@ def judged_without(
     """Judge a script again, each time without what was refused; the files are changed."""
     judgement, _ = judged(name, folders, given, answers)
     for _ in range(MOST_LOOKS):
-        text = (folders[0] / name).read_text(encoding="utf-8", errors="replace")
-        changed = left_out(text, judgement.why)
-        if judgement.outcome != "refused" or changed == text:
+        if judgement.outcome != "refused" or not _leave_out(name, folders, judgement.why):
             break
-        for folder in folders:
-            (folder / name).write_text(changed, encoding="utf-8")
         judgement, _ = judged(name, folders, given, answers)
     return judgement
+
+
+def _leave_out(name: str, folders: tuple[Path, Path], refusal: str) -> bool:
+    """Leave out what a refusal names, and return whether there is any of it."""
+    texts = [(folder / name).read_text(encoding="utf-8", errors="replace") for folder in folders]
+    changed = [left_out(text, refusal) for text in texts]
+    for folder, text in zip(folders, changed, strict=True):
+        (folder / name).write_text(text, encoding="utf-8")
+    return changed != texts
 
 
 def _refused(name: str, found: Imported) -> Judgement:
@@ -88,12 +93,15 @@ def _script_claims(
     gpus = int(found.options.get("gpus", answers.variables["GPUS_PER_NODE"]))
     with tempfile.TemporaryDirectory() as scratch:
         give_away(Path(scratch))
-        commands = launches(started(script, words, variables, Path(scratch), gpus))
+        ran = started(script, words, variables, Path(scratch), gpus)
+    commands = launches(ran)
     if not commands or any(each != commands[0] for each in commands):
         return None
     if not TRAINS.fullmatch(program_of(commands[0])):
         return None
     header = batch_header(script.read_text(encoding="utf-8", errors="replace"))
+    if any(each[0] in ("srun", "mpirun") for each in ran):
+        header.setdefault("ranks", "")  # as many as they are told
     return command_claims(commands[0], devices_of(commands[0], header, gpus))
 
 
