@@ -10,9 +10,12 @@ from examining.bash import batch_header, give_away, started
 from examining.commands import TRAINS, command_claims, devices_of, launches, program_of
 from examining.configurations import configuration_claims
 from examining.imports import Answers, Claims, Imported, imported
+from examining.leaving import left_out
 
 Outcome = Literal["right", "refused", "wrong"]
 REFUSED = 2
+MOST_LOOKS = 12
+PRESENT = ("tmp", "dataset")  # folders that a script writes to
 PARAMETER = re.compile(r"^\s*(?:export )?([A-Z_]+)=\"?\$\{?(\d+)\}?", re.MULTILINE)
 SIZES = re.compile(r"\[+ *\"?\$\{?MODEL_SIZE\}?\"? *==? *\"?([\w.-]+)")
 
@@ -51,6 +54,27 @@ def judged(
     return _compared(name, found.fields, told), found
 
 
+def judged_without(
+    name: str, folders: tuple[Path, Path], given: Mapping[str, str], answers: Answers
+) -> Judgement:
+    """Judge a script again, each time without what was refused; the files are changed."""
+    judgement, _ = judged(name, folders, given, answers)
+    for _ in range(MOST_LOOKS):
+        if judgement.outcome != "refused" or not _leave_out(name, folders, judgement.why):
+            break
+        judgement, _ = judged(name, folders, given, answers)
+    return judgement
+
+
+def _leave_out(name: str, folders: tuple[Path, Path], refusal: str) -> bool:
+    """Leave out what a refusal names, and return whether there is any of it."""
+    texts = [(folder / name).read_text(encoding="utf-8", errors="replace") for folder in folders]
+    changed = [left_out(text, refusal) for text in texts]
+    for folder, text in zip(folders, changed, strict=True):
+        (folder / name).write_text(text, encoding="utf-8")
+    return changed != texts
+
+
 def _refused(name: str, found: Imported) -> Judgement:
     """Return what a refusal is: none where it is a fault, or says nothing."""
     is_one = found.status == REFUSED and found.refusal
@@ -62,15 +86,22 @@ def _script_claims(
 ) -> Claims | None:
     """Return what the only training of a script says; None where it starts none, or several."""
     variables = {key: value for key, value in found.variables.items() if not key.isdecimal()}
+    (script.parent / "pretrain_gpt.py").touch()
+    for each in PRESENT:
+        (script.parent / each).mkdir(exist_ok=True)
+        give_away(script.parent / each)
     gpus = int(found.options.get("gpus", answers.variables["GPUS_PER_NODE"]))
     with tempfile.TemporaryDirectory() as scratch:
         give_away(Path(scratch))
-        commands = launches(started(script, words, variables, Path(scratch), gpus))
+        ran = started(script, words, variables, Path(scratch), gpus)
+    commands = launches(ran)
     if not commands or any(each != commands[0] for each in commands):
         return None
     if not TRAINS.fullmatch(program_of(commands[0])):
         return None
     header = batch_header(script.read_text(encoding="utf-8", errors="replace"))
+    if any(each[0] in ("srun", "mpirun") for each in ran):
+        header.setdefault("ranks", "")  # as many as they are told
     return command_claims(commands[0], devices_of(commands[0], header, gpus))
 
 
