@@ -30,7 +30,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 from witnesses import megatron_config, torchtitan_job
 
 from meshwright.hwprofiles import Dispatcher, load_framework
-from meshwright.planner.export import export_plan, facts_of, get_framework, keys_of
+from meshwright.planner import export
+from meshwright.planner.export import export_plan, get_framework
 from meshwright.planner.reports import SavedPlan
 from meshwright.planner.tables import Keys
 from meshwright.simulator import ModelSpec
@@ -107,7 +108,7 @@ ACCELERATE_PLANS = (
 
 
 def keys_of(saved: SavedPlan, name: str, version: str | None = None) -> Keys:
-    return keys_of(saved, get_framework(name), facts_of(saved), version)[0]
+    return export.keys_of(saved, get_framework(name), export.facts_of(saved), version)[0]
 
 
 @pytest.mark.parametrize("words", TITAN_PLANS)
