@@ -68,7 +68,7 @@ def _imported(
         if options.file != STANDARD_INPUT:
             name = shown_path(Path(options.file or ""))
         imported = import_source(
-            _source(options, framework),
+            _source(options, framework).without(options.without or ()),
             told,
             model if isinstance(model, ModelSpec) else None,
             options.stack,
@@ -153,17 +153,19 @@ def _explain(imported: "Imported", saved: "SavedPlan") -> None:
     from meshwright.simulator.layout import PLAN_FIELDS
 
     said = {row.name for row in imported.rows}
-    others = (
+    others = tuple(
         Row(name, theirs(value), (), f"stack {saved.stack.name}")
         for name in PLAN_FIELDS
         if name not in said and (value := getattr(saved.plan, name)) not in (None, ())
     )
-    say(sys.stdout, f"{'field':<22}  {'value':<13}  line  said there, or by whom")
-    for row in (*imported.rows, *others):
+    rows = (*imported.rows, *others)
+    width = max(len(row.name) for row in rows)
+    say(sys.stdout, f"{'field':<{width}}  {'value':<10}  line  said there, or by whom")
+    for row in rows:
         first, *further = row.said or ((0, row.otherwise),)
-        say(sys.stdout, f"{row.name:<22}  {row.value:<13}  {_line(*first)}")
+        say(sys.stdout, f"{row.name:<{width}}  {row.value:<10}  {_line(*first)}")
         for each in further:
-            say(sys.stdout, f"{'':<22}  {'':<13}  {_line(*each)}")
+            say(sys.stdout, f"{'':<{width}}  {'':<10}  {_line(*each)}")
 
 
 def _line(number: int, text: str) -> str:

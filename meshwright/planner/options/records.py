@@ -162,6 +162,9 @@ class ImportOptions:
     define: list[str] | None = option(
         None, "NAME=VALUE", "A variable that a script does not set; repeatable."
     )
+    without: list[str] | None = option(
+        None, "KEY", "Read the file as if it did not have this key; repeatable."
+    )
     explain: bool = flag("--explain", "Print each value with the line that it is from.")
     options: bool = flag("--options", "List what each key of the framework means here.")
     model: str | None = option(None, "MODEL", "Built-in name, config.json or model TOML.")
