@@ -7,6 +7,7 @@ Imports are local, so that a command waits for no more than it needs.
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.planner.options import Given, ImportOptions, JobOptions
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright.simulator import ResolvedPlan
 
 STANDARD_INPUT = "-"
+WIDTH, COLUMN = 80, 38  # of a list of keys, and where their meanings begin
 
 
 def run_import(options: ImportOptions, layout: Given, replication: Given) -> int:
@@ -113,9 +115,10 @@ def _source(options: ImportOptions, framework: "Framework | None") -> "Source":
     if options.file == STANDARD_INPUT:
         content = sys.stdin.buffer.read(FRAMEWORK_FILE.most_bytes + 1)
         text = FRAMEWORK_FILE.decoded(content, "standard input")
-        return read_source(None, text, framework, defines)
+        return read_source(None, text, framework, defines, options.launch)
     path = Path(options.file or "")
-    return read_source(path, FRAMEWORK_FILE.read_text(path), framework, defines)
+    text = FRAMEWORK_FILE.read_text(path)
+    return read_source(path, text, framework, defines, options.launch)
 
 
 def _defined(text: str) -> tuple[str, str]:
@@ -180,5 +183,8 @@ def _list_options(framework: "Framework | None") -> int:
     if framework is None:
         raise PlanError(f"--options needs --from; allowed: {', '.join(FORMATS)}")
     for key, meaning in meanings(framework.profile):
-        say(sys.stdout, f"{key:<44}  {meaning}")
+        first, *further = wrap(meaning, WIDTH - COLUMN)
+        head = [f"{key:<{COLUMN}}{first}"] if len(key) < COLUMN else [key, f"{'':<{COLUMN}}{first}"]
+        for line in (*head, *(f"{'':<{COLUMN}}{each}" for each in further)):
+            say(sys.stdout, line)
     return 0

@@ -69,7 +69,11 @@ OF_SCRIPTS = "transformers-5.23"  # options that users' own scripts have, too
 
 
 def read_source(
-    path: Path | None, text: str, framework: Framework | None, defines: Mapping[str, str]
+    path: Path | None,
+    text: str,
+    framework: Framework | None,
+    defines: Mapping[str, str],
+    program: str | None = None,
 ) -> Source:
     """Return what a file says.
 
@@ -78,19 +82,22 @@ def read_source(
         text: Of the file.
         framework: Whose it is, if that is known.
         defines: Variables that a script does not set.
+        program: That is meant, where a script starts several: its name, or ``NAME:LINE``.
 
     Raises:
         PlanError: If it cannot be read, or is of no framework.
     """
     kind, folder = kind_of(path, text, framework), Path() if path is None else path.parent
     if kind != SCRIPT:
-        if defines:
-            raise PlanError(f"--define goes with scripts; this is {kind.upper()}")
+        if defines or program:
+            option = "--define" if defines else "--launch"
+            raise PlanError(f"{option} goes with scripts; this is {kind.upper()}")
         return of_document(text, kind, framework, folder)
     # Only scripts need a parser of shells.
     from meshwright.planner.shell import find_launches, read_commands  # noqa: PLC0415
 
-    (launch,) = find_launches(read_commands(text, file=path, defines=defines))
+    commands = read_commands(text, file=path, defines=defines)
+    (launch,) = find_launches(commands, program=program)
     found = framework or _started(launch, folder)
     said, files = _said(launch, found, folder)
     told, beside, world_size = said.keys, "", launch.world_size

@@ -162,6 +162,9 @@ class ImportOptions:
     define: list[str] | None = option(
         None, "NAME=VALUE", "A variable that a script does not set; repeatable."
     )
+    launch: str | None = option(
+        None, "PROGRAM[:LINE]", "Which command of a script that starts several."
+    )
     without: list[str] | None = option(
         None, "KEY", "Read the file as if it did not have this key; repeatable."
     )
