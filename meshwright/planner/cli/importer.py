@@ -57,13 +57,13 @@ def _imported(
     """Return the plan of a file, completed by options and checked by its stack."""
     from meshwright.hwprofiles import shown_path
     from meshwright.planner.cli.request import read_setting, resolve_plan
-    from meshwright.planner.importing import JOB_OPTIONS, import_source
+    from meshwright.planner.importing import JOB_OPTIONS, OPTIONS, import_source
     from meshwright.planner.reports import SavedPlan
     from meshwright.simulator import ModelSpec, load_model
     from meshwright.simulator.layout import check_sharding, stack_refusal
 
     model = None if options.model is None else load_model(options.model)
-    said = {name: getattr(options, option) for name, option in JOB_OPTIONS.items()}
+    said = {name: getattr(options, option) for name, option in OPTIONS.items() if name != "stack"}
     told = {name: value for name, value in {**said, **given}.items() if value is not None}
     name = "standard input"
     try:

@@ -112,7 +112,10 @@ def read_source(
     if launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}:
         world_size = 1
     sizes = {"world_size": world_size, "num_nodes": launch.nodes}
-    stray = [f"line {each.line}: {each.unknown or shown(each.text)}" for each in said.words]
+    stray = [
+        f"line {each.line}: {each.unknown or f'{shown(each.text)} belongs to no option'}"
+        for each in said.words
+    ]
     return Source(
         framework=found,
         keys=keys,
@@ -135,6 +138,13 @@ def _started(launch: "Launch", folder: Path) -> Framework:
     path = Path(launch.program.text)
     patterns = {name: each.profile.programs for name, each in FORMATS.items()}
     named = [name for name, each in patterns.items() if any(map(path.match, each))]
+    kinds = {SUFFIXES.get(Path(each.text).suffix) for each in launch.arguments}
+    named = [  # a program that reads a configuration names one, or takes options, too
+        name
+        for name in named
+        if FORMATS[name].profile.format in {*kinds, "options", "overrides"}
+        or FORMATS[name].program.read_words is not None
+    ]
     for word in launch.arguments if len(named) > 1 else ():
         kind = SUFFIXES.get(Path(word.text).suffix)
         if kind is not None:

@@ -127,7 +127,8 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
     distinct = {_signature(launch): launch for _, launch in chosen}
     if len(distinct) > 1:
         raise PlanError(
-            f"the file starts {len(distinct)} programs: {_listed(distinct.values())}; allowed: one, or --launch PROGRAM:LINE"
+            f"the file starts {len(distinct)} programs: {_listed(distinct.values())}; "
+            "allowed: one, or --launch PROGRAM:LINE"
         )
     return list(distinct.values())
 
