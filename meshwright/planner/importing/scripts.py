@@ -280,7 +280,6 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
         read_beside: The launcher whose options are read as a configuration.
     """
     yield from launch.unknown
-    own = {"nodes": launch.nodes, "gpus-per-node": launch.ranks_per_node}
     for name, words in launch.launcher_words.items():
         if name not in LAUNCHERS:
             continue
@@ -292,11 +291,24 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
             text = mistake(name, f"--{key}", value, dashed, ())
             if name != read_beside and _is_layout(name, known.get(key)):
                 text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
-            number = own.get(key) if name in SLURM else None
-            if number is not None and str(value).isdecimal() and str(value) != str(number):
-                text = f"--{key} of {name} is {value}; the launcher starts {number}"
+            if name in SLURM:
+                text = text or _other_count(launch, key, value)
             if text:
                 yield f"line {said.lines[key]}: {text}"
+
+
+def _other_count(launch: "Launch", key: str, value: object) -> str:
+    """Return how an option of Slurm says other counts than the launcher below it does.
+
+    One task a node starts a launcher of all ranks there: ``srun torchrun``.
+    """
+    tasks = launch.ranks_per_node if launch.launcher == "srun" else 1
+    gpus = launch.ranks_per_node
+    counts = {"nodes": launch.nodes, "ntasks-per-node": tasks, "gpus-per-node": gpus, "gres": gpus}
+    own, said = counts.get(key), re.search(r"(?:^|:)([0-9]+)$", str(value))
+    if own is None or (said and int(said[1]) == own):
+        return ""
+    return f"--{key} {value} does not go with {own}, which the launcher starts"
 
 
 def _is_layout(launcher: str, option: Option | None) -> bool:
