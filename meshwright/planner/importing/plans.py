@@ -203,7 +203,7 @@ def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iter
             for key in keys
             if key in source.keys
         )
-        if value is None:
+        if value is None or name == "vocab_size":  # the model's lines say it
             continue
         if origin is Origin.FILE and told:
             yield Row(name, text, told)
