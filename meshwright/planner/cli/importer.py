@@ -152,12 +152,11 @@ def _explain(imported: "Imported", saved: "SavedPlan") -> None:
     """Print each value of the plan beside where it is from; what nobody says the stack decides."""
     from meshwright.planner.cli.handover import say
     from meshwright.planner.importing import Row
-    from meshwright.planner.tables import theirs
     from meshwright.simulator.layout import PLAN_FIELDS
 
     said = {row.name for row in imported.rows}
     others = tuple(
-        Row(name, theirs(value), (), f"stack {saved.stack.name}")
+        Row(name, _shown(value), (), f"stack {saved.stack.name}")
         for name in PLAN_FIELDS
         if name not in said and (value := getattr(saved.plan, name)) not in (None, ())
     )
@@ -169,6 +168,12 @@ def _explain(imported: "Imported", saved: "SavedPlan") -> None:
         say(sys.stdout, f"{row.name:<{width}}  {row.value:<10}  {_line(*first)}")
         for each in further:
             say(sys.stdout, f"{'':<{width}}  {'':<10}  {_line(*each)}")
+
+
+def _shown(value: object) -> str:
+    from meshwright.planner.tables import theirs
+
+    return ",".join(map(str, value)) if isinstance(value, tuple) else theirs(value)
 
 
 def _line(number: int, text: str) -> str:
