@@ -123,7 +123,7 @@ def _source(options: ImportOptions, framework: "Framework | None") -> "Source":
 
 def _defined(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
-    if not sign or not (name.isidentifier() or name.isdigit()):
+    if not sign or not (name.isidentifier() or name.isdigit() or name == "@"):
         raise PlanError(f"--define {text!r} is not allowed; it must be NAME=VALUE")
     return name, value
 
