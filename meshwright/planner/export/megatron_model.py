@@ -89,6 +89,9 @@ def read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         raise MissingError("model", f"{', '.join(lacking)}: not in the file")
     said = _Said({**keys, **sizes}, words)
     length = keys.get("seq-length") or facts.get("seq_len")
+    most = said.whole("max-position-embeddings", 0)
+    if isinstance(length, int) and length > most:
+        raise words.unknown("max-position-embeddings", most, (f"{length} positions or more",))
     found: Keys = {
         "name": "imported",
         "title": "options of a script",

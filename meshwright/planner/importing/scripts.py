@@ -16,6 +16,7 @@ from meshwright.planner.configuration import (
     Option,
     Options,
     OptionWord,
+    Unknown,
     known_option,
     load_options,
     read_options,
@@ -65,6 +66,8 @@ STRATEGIES = {
     "use-fsdp": "FSDP",
     "multi-gpu": "MULTI_GPU",
 }
+# All variables of these libraries are keys.
+ENGINES = ("NVTE_",)
 OF_SCRIPTS = "transformers-5.23"  # options that users' own scripts have, too
 
 
@@ -108,7 +111,9 @@ def read_source(
         told = found.program.launched(told, configuration)
         ranks = configuration.get("num_processes")
         world_size = world_size or (ranks if isinstance(ranks, int) and ranks > 0 else None)
-    keys, lines = completed(found, told, said.lines, folder)
+    seen = _variables(launch, found)
+    placed = {**said.lines, **{name: word.line for name, word in launch.environment.items()}}
+    keys, lines = completed(found, {**told, **seen}, placed, folder)
     if launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}:
         world_size = 1
     sizes = {"world_size": world_size, "num_nodes": launch.nodes}
@@ -219,6 +224,17 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
         if not name.is_absolute() and ".." not in name.parts and found.is_file():
             return found
     raise PlanError(f"line {word.line}: {shown(str(name))} is not there; it says the layout")
+
+
+def _variables(launch: "Launch", framework: Framework) -> dict[str, object]:
+    """Return the variables of the environment of which a plan depends, or may depend."""
+    known = all_options(framework.profile)
+    starts = tuple(each for each in ENGINES if any(key.startswith(each) for key in known))
+    return {
+        name: Unknown(word.unknown) if word.unknown else word.text
+        for name, word in launch.environment.items()
+        if name.isupper() and (name in known or name.startswith(starts or "-"))
+    }
 
 
 def _accelerate(launch: "Launch", folder: Path) -> tuple[Options, dict[str, str]]:
