@@ -113,12 +113,22 @@ def _source(options: ImportOptions, framework: "Framework | None") -> "Source":
 
     defines = dict(_defined(each) for each in options.define or ())
     if options.file == STANDARD_INPUT:
-        content = sys.stdin.buffer.read(FRAMEWORK_FILE.most_bytes + 1)
-        text = FRAMEWORK_FILE.decoded(content, "standard input")
+        text = FRAMEWORK_FILE.decoded(_standard_input(), "standard input")
         return read_source(None, text, framework, defines, options.launch)
     path = Path(options.file or "")
     text = FRAMEWORK_FILE.read_text(path)
     return read_source(path, text, framework, defines, options.launch)
+
+
+def _standard_input() -> bytes:
+    from meshwright.planner.configuration import FRAMEWORK_FILE
+
+    if sys.stdin is None:
+        raise PlanError("it is closed; allowed: an expanded command")
+    try:
+        return sys.stdin.buffer.read(FRAMEWORK_FILE.most_bytes + 1)
+    except OSError as error:
+        raise PlanError(f"cannot be read: {error.strerror}") from None
 
 
 def _defined(text: str) -> tuple[str, str]:

@@ -164,10 +164,9 @@ def _started(launch: "Launch", folder: Path) -> Framework:
             return each
     if ACCELERATE in launch.launcher_words:
         return FORMATS[ACCELERATE]
-    programs = sorted({name for each in FORMATS.values() for name in each.profile.programs})
     raise PlanError(
-        f"line {launch.program.line}: {launch.program.text} is the program of no framework that is "
-        f"known; allowed: {', '.join(programs)}, or --from with the framework's name"
+        f"line {launch.program.line}: {shown(launch.program.text)} is the program of no framework "
+        f"that is known; say whose options it takes: --from {', '.join(FORMATS)}"
     )
 
 
