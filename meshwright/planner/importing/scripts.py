@@ -313,13 +313,9 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
 
 
 def _other_count(launch: "Launch", key: str, value: object) -> str:
-    """Return how an option of Slurm says other counts than the launcher below it does.
-
-    One task a node starts a launcher of all ranks there: ``srun torchrun``.
-    """
-    tasks = launch.ranks_per_node if launch.launcher == "srun" else 1
+    """Return how an option of Slurm says other counts than the launcher below it does."""
     gpus = launch.ranks_per_node
-    counts = {"nodes": launch.nodes, "ntasks-per-node": tasks, "gpus-per-node": gpus, "gres": gpus}
+    counts = {"nodes": launch.nodes, "gpus-per-node": gpus, "gres": gpus}
     own, said = counts.get(key), re.search(r"(?:^|:)([0-9]+)$", str(value))
     if own is None or (said and int(said[1]) == own):
         return ""
