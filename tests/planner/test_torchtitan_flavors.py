@@ -41,6 +41,12 @@ READ = [
 REFUSED = [
     ('name = "llama3"\nflavor = "8B_flex"', "", "has FlexAttention, masked by documents"),
     ('name = "qwen3"\nflavor = "0.7B"', "", "allowed: debugmodel, 0.6B,"),
+    # In 0.1.0 update_from_config of TransformerModelArgs took the tokenizer's n_words.
+    (
+        'flavor = "debugmodel"\ntokenizer_path = "tests/assets/test_tiktoken.model"',
+        "",
+        "says the vocabulary of such a flavor up to 0.1",
+    ),
     ('name = "gpt_oss"\nflavor = "20b"', "", "weights of its layers are bf16"),
     ('name = "llama4"\nflavor = "17bx16e"', "", "is not offered by stack torchtitan"),
     ('name = "deepseek_v3"\nflavor = "debugmodel"', "", "stack torchtitan is not known to run"),

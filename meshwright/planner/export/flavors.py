@@ -102,13 +102,23 @@ def read_flavor(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
         raise words.unknown(of_flavor, flavor, known[name].flavors)
     if not known[name].has_pipelines and words.whole(keys, DEGREE, 1) > 1:
         raise words.unknown(DEGREE, keys[DEGREE], (f"1 with {name}",))
-    attention = known[name].sizes(flavor).get("attention")
-    if attention is not None and facts.get("attention") is None:
-        raise PlanError(
-            f"{of_flavor}={flavor} of torchtitan has {attention}, masked by documents, which is in "
-            "no plan; --attention flash takes it for causal flash attention"
-        )
+    _check_sizes(known[name].sizes(flavor), roles, keys, facts)
     return {"model": flavor_model(name, flavor, words.whole(keys, LENGTH, 2048))}
+
+
+def _check_sizes(sizes: Mapping[str, object], roles: Roles, keys: Keys, facts: Facts) -> None:
+    """Raise PlanError where a flavor is more than the sizes that are known of it."""
+    flavor, tokenizer = roles["flavor"], roles["tokenizer"]
+    if keys.get(tokenizer) and "built_in" not in sizes:
+        raise PlanError(
+            f"{tokenizer}={keys[tokenizer]} of torchtitan says the vocabulary of such a flavor "
+            "up to 0.1, and the file does not; allowed: model.hf_assets_path, since 0.2"
+        )
+    if "attention" in sizes and facts.get("attention") is None:
+        raise PlanError(
+            f"{flavor}={keys[flavor]} of torchtitan has {sizes['attention']}, masked by documents, "
+            "which is in no plan; --attention flash takes it for causal flash attention"
+        )
 
 
 def read_config(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
