@@ -49,6 +49,7 @@ LAUNCHED = tuple({*LAUNCHERS.values()})
 # Keys that are read and change nothing in some plans.
 UNUSED = {
     "max-position-embeddings": "positions that are not learned have no weights",
+    "model.tokenizer_path": "the vocabulary of a built-in model is taken for its own",
     "ckpt-format": "Megatron-FSDP has checkpoints of its own, which are written beside it",
 }
 
