@@ -97,7 +97,7 @@ def of_script(path: Path, words: list[str]) -> Iterator[Mutant]:
     """Yield the mutants of the commands that a script runs, the first as they are."""
     defines = dict(each.split("=", 1) for each in words if "=" in each)
     commands = [
-        [each.text for each in command.words]
+        [each.text for each in (*command.launcher, *command.words)]
         for command in read_commands(path.read_text(), file=path, defines=defines)
     ]
 
