@@ -18,7 +18,7 @@ from examining.corpus import (
     repositories_of,
 )
 from examining.imports import Answers
-from examining.judgement import Judgement, judged, judged_without
+from examining.judgement import Judgement, judged
 
 MISUSE = 2
 WIDTH = 60
@@ -43,7 +43,7 @@ def read_words(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--leave-out",
         action="store_true",
-        help="try scripts again without the options that are refused, and with a vocabulary",
+        help="try scripts again without the options that are refused (--without)",
     )
     parser.add_argument("--whole", action="store_true", help="show refusals whole")
     return parser.parse_args(words)
@@ -93,9 +93,7 @@ def tried(
         give_away(folders[1])
         given = {"cluster": options.cluster, **collection.given}
         found = [
-            judged_without(name, folders, given, answers)
-            if options.leave_out
-            else judged(name, folders, given, answers)[0]
+            judged(name, folders, given, answers, leaves_out=options.leave_out)
             for name in collection.names(folders[0])
             if options.only in name
         ]

@@ -10,11 +10,9 @@ from examining.bash import batch_header, give_away, started
 from examining.commands import TRAINS, command_claims, devices_of, launches, program_of
 from examining.configurations import configuration_claims
 from examining.imports import Answers, Claims, Imported, imported
-from examining.leaving import left_out
 
 Outcome = Literal["right", "refused", "wrong"]
 REFUSED = 2
-MOST_LOOKS = 12
 PRESENT = ("tmp", "dataset")  # folders that a script writes to
 PARAMETER = re.compile(r"^\s*(?:export )?([A-Z_]+)=\"?\$\{?(\d+)\}?", re.MULTILINE)
 SIZES = re.compile(r"\[+ *\"?\$\{?MODEL_SIZE\}?\"? *==? *\"?([\w.-]+)")
@@ -29,8 +27,13 @@ class Judgement(NamedTuple):
 
 
 def judged(
-    name: str, folders: tuple[Path, Path], given: Mapping[str, str], answers: Answers
-) -> tuple[Judgement, Imported]:
+    name: str,
+    folders: tuple[Path, Path],
+    given: Mapping[str, str],
+    answers: Answers,
+    *,
+    leaves_out: bool = False,
+) -> Judgement:
     """Import a file, and judge what comes.
 
     Args:
@@ -38,41 +41,21 @@ def judged(
         folders: With it: one to read, one to run its script in.
         given: Options of the import, whatever the file says.
         answers: What a person would say.
+        leaves_out: Whether options of a script that are refused are left out.
     """
     file, ran, answers = folders[0] / name, folders[1] / name, answers.of(name)
     if file.suffix != ".sh":
         found = imported(file, given, answers)
         if found.fields is None:
-            return _refused(name, found), found
+            return _refused(name, found)
         told = configuration_claims(file, found.options)
-        return _compared(name, found.fields, told), found
+        return _compared(name, found.fields, told)
     words = _parameters(file.read_text(encoding="utf-8", errors="replace"), answers)
-    found = imported(file, given, answers, words)
+    found = imported(file, given, answers, words, leaves_out=leaves_out)
     if found.fields is None:
-        return _refused(name, found), found
+        return _refused(name, found)
     told = _script_claims(ran, words, found, answers)
-    return _compared(name, found.fields, told), found
-
-
-def judged_without(
-    name: str, folders: tuple[Path, Path], given: Mapping[str, str], answers: Answers
-) -> Judgement:
-    """Judge a script again, each time without what was refused; the files are changed."""
-    judgement, _ = judged(name, folders, given, answers)
-    for _ in range(MOST_LOOKS):
-        if judgement.outcome != "refused" or not _leave_out(name, folders, judgement.why):
-            break
-        judgement, _ = judged(name, folders, given, answers)
-    return judgement
-
-
-def _leave_out(name: str, folders: tuple[Path, Path], refusal: str) -> bool:
-    """Leave out what a refusal names, and return whether there is any of it."""
-    texts = [(folder / name).read_text(encoding="utf-8", errors="replace") for folder in folders]
-    changed = [left_out(text, refusal) for text in texts]
-    for folder, text in zip(folders, changed, strict=True):
-        (folder / name).write_text(text, encoding="utf-8")
-    return changed != texts
+    return _compared(name, found.fields, told)
 
 
 def _refused(name: str, found: Imported) -> Judgement:

@@ -109,6 +109,8 @@ def import_source(
         for name, why in missing.items()
         if name not in refused and _has_choice(name, stack or own)
     }
+    if "vocab_size" in missing:
+        missing.pop("model", None)  # it is all that is missing of the model
     if own is None:
         missing["stack"] = f"the training software: {profile.name} is none of the built-in ones"
     _refuse(source, complaints, missing)
