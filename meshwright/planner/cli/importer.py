@@ -99,6 +99,13 @@ def _imported(
 def _check_nodes(imported: "Imported", plan: "ResolvedPlan", cluster: "Cluster") -> None:
     """Raise PlanError where the ranks lie on other nodes than the cluster has."""
     said, per_node = imported.values.get("num_nodes"), cluster.devices_per_node
+    ranks = imported.values.get("ranks_per_node")
+    if isinstance(ranks, int) and ranks != min(per_node, plan.world_size):
+        raise PlanError(
+            f"{ranks} ranks a node are not those of {plan.world_size} ranks on {cluster.name}, "
+            f"which has {per_node} devices a node; allowed: a cluster with {ranks}, or "
+            f"--set devices_per_node={ranks}"
+        )
     if isinstance(said, int) and said != -(-plan.world_size // per_node):
         raise PlanError(
             f"{plan.world_size} ranks on {said} nodes are not those of {cluster.name}, which has "

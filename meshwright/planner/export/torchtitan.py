@@ -193,7 +193,10 @@ def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 def _read_compiled(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
     """Return the kernels of layers; a loss that is compiled is in no plan."""
     components = words.names(keys, COMPILED, ("model", "loss"))
-    if keys.get("compile.enable", False) is not True:
+    switch = keys.get("compile.enable", False)
+    if type(switch) is not bool:
+        raise words.unknown("compile.enable", switch, (True, False))
+    if not switch:
         return {"stack.kernels": Kernels.EAGER}
     if "loss" in components:
         raise words.unknown(COMPILED, list(components), (["model"],))

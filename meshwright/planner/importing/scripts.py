@@ -117,6 +117,8 @@ def read_source(
     if launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}:
         world_size = 1
     sizes = {"world_size": world_size, "num_nodes": launch.nodes}
+    if launch.nodes is None:
+        sizes["ranks_per_node"] = launch.ranks_per_node
     stray = [
         f"line {each.line}: {each.unknown or f'{shown(each.text)} belongs to no option'}"
         for each in said.words
