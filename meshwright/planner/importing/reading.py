@@ -326,7 +326,7 @@ def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
         return None
     said = said or absent
     for key, value in said.items():
-        known = dict.fromkeys(str(each[key]) for each in tables.values() if key in each)
+        known = dict.fromkeys(str(each[key]) for each in (*tables.values(), absent) if key in each)
         if str(value) not in known:
             raise words.unknown(key, value, known)
     given = ", ".join(f"{key}={theirs(value)}" for key, value in said.items())
