@@ -51,6 +51,30 @@ REFUSED = {
     ),
 }
 
+FILES = Path(__file__).parents[1] / "golden" / "imports"
+NEMO, FOUNDRY = "nemo-gpt3-20b.yaml", "llm-foundry-mpt-7b.yaml"
+CHANGED = [
+    (NEMO, "devices: 8", "devices: [0, 1]", "trainer.devices=[0, 1] of nemo is in no plan"),
+    (
+        FOUNDRY,
+        "\nprecision:",
+        "\ncompile_config: {}\nprecision:",
+        "compile_config={} of llm-foundry",
+    ),
+    (
+        "bridge-recipe.sh",
+        " $OVERRIDES\n",
+        " $OVERRIDES --model.sequence_parallel=false\n",
+        "--model.sequence_parallel is no option of run_recipe.py",
+    ),
+    (
+        "bridge-recipe.sh",
+        " $OVERRIDES\n",
+        " $OVERRIDES model.virtual_pipeline_model_parallel_size=5\n",
+        "=5 on 2 pipeline ranks of megatron-bridge does not divide its 32 layers",
+    ),
+]
+
 
 def imported(name: str, text: str, told: str, folder: Path) -> int:
     (folder / name).write_text(text, encoding="utf-8")
@@ -66,6 +90,16 @@ def test_what_a_framework_refuses_or_no_plan_says_is_refused(
     assert imported("a.sh", REFUSED[said], told, tmp_path) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(("name", "word", "other", "said"), CHANGED)
+def test_one_word_that_no_plan_means_is_refused(
+    name: str, word: str, other: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (FILES / name).read_text(encoding="utf-8")
+    assert word in text
+    assert imported(name, text.replace(word, other), "", tmp_path) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
