@@ -36,7 +36,8 @@ REFUSED = {
     "allowed: 4096 positions or more": f"{RUN} --seq-length 4096",
     "--gpus 32 is not what the file says; allowed: 16": f"mpirun -np 16 python {MEGATRON}",
     "srun starts 8 of torchrun on each node": f"#!/bin/bash\n{TASKS}",
-    "--ntasks-per-node 8 does not go with 1": (
+    "torchrun starts no program": RUN.replace(" pretrain", " \\ \n pretrain"),
+    "2 ranks on 2 nodes are not those of dgx-h100": (
         f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=8\nsrun -N 2 -n 2 python {MEGATRON}"
     ),
     "tp-comm-overlap=true of megatron-lm": (
@@ -108,6 +109,7 @@ def test_one_word_that_no_plan_means_is_refused(
         ("a.json", SPEED, f"{TOLD} --gpus 8", {"precision": "bf16"}),
         ("a.sh", f"NVTE_FLASH_ATTN=1 NVTE_FUSED_ATTN=0 {RUN}", "", {"attention": "flash"}),
         ("a.sh", f"mpirun -np 16 python {MEGATRON}", "", {"dp": 16}),
+        ("a.sh", f"srun -N2 --ntasks-per-node 8 python {MEGATRON}", "", {"dp": 16}),
     ],
 )
 def test_what_a_newcomer_writes_means_what_it_says(
