@@ -128,7 +128,7 @@ def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
 def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     """Return the ranks, where the trainer counts devices; -1 and auto are what a node has."""
     devices, nodes = keys.get(roles["devices"], "auto"), words.whole(keys, roles["nodes"], 1)
-    if devices in {"auto", -1, "-1"}:
+    if devices in ("auto", -1, "-1"):
         return {}
     ranks = words.whole(keys, roles["devices"], 1) * nodes
     others = 1

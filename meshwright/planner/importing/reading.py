@@ -165,10 +165,10 @@ class _Reader:
                 return True
             self.found.complaints.append(Complaint(key, value.why))
             return False
-        if (value is None or value == {}) and key in self.sections:
+        options, name = options_of(self.table), self.framework.name
+        if (value is None or value == {}) and key in self.sections and key not in options:
             return False  # a section without a word in it
         is_hinted = len(self.found.complaints) < MOST_HINTS
-        options, name = options_of(self.table), self.framework.name
         text = mistake(name, key, value, options, self.read, is_hinted=is_hinted)
         if text:
             self.found.complaints.append(Complaint(key, text))
@@ -314,7 +314,9 @@ def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
     A key that the file lacks, or that a value says nothing of, is as where it is absent.
     """
     absent: Keys = {**entry.absent} if isinstance(entry.absent, dict) else {}
-    tables = {word: told for word, told in entry.values.items() if isinstance(told, dict)}
+    tables: dict[str, Keys] = {
+        word: {**told} for word, told in entry.values.items() if isinstance(told, dict)
+    }
     names = dict.fromkeys(key for each in tables.values() for key in each)
     nothing = (None, *entry.nothing)
     said = {key: keys[key] for key in names if key in keys and keys[key] not in nothing}
@@ -326,7 +328,7 @@ def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
         return None
     said = said or absent
     for key, value in said.items():
-        known = dict.fromkeys(str(each[key]) for each in tables.values() if key in each)
+        known = dict.fromkeys(str(each[key]) for each in [*tables.values(), absent] if key in each)
         if str(value) not in known:
             raise words.unknown(key, value, known)
     given = ", ".join(f"{key}={theirs(value)}" for key, value in said.items())

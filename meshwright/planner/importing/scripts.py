@@ -5,7 +5,7 @@ layout themselves, beside the configuration that it names.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from meshwright.planner.configuration import (
     Option,
     Options,
     OptionWord,
+    Takes,
     Unknown,
     known_option,
     load_options,
@@ -301,7 +302,7 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
         if name not in LAUNCHERS:
             continue
         known = load_options(LAUNCHERS[name])
-        said = read_options(words, known)
+        said = read_options([*_separated(words, known)], known)
         yield from said.refusals
         dashed = {f"--{key}": each for key, each in known.items()}
         for key, value in said.keys.items():
@@ -312,6 +313,18 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
                 text = text or _other_count(launch, key, value)
             if text:
                 yield f"line {said.lines[key]}: {text}"
+
+
+def _separated(words: "Iterable[Word]", known: Mapping[str, Option]) -> "Iterator[Word]":
+    """Yield words, and a short option and its value apart where they are joined: ``-N2``."""
+    for word in words:
+        name, text = word.text[1:2], word.text[1:]
+        is_joined = word.text[:1] == "-" and len(text) > 1 and name in known and text not in known
+        if is_joined and known[name].takes is not Takes.NOTHING and text[1] != "=":
+            yield word._replace(text=f"-{name}")
+            yield word._replace(text=text[1:])
+        else:
+            yield word
 
 
 def _other_count(launch: "Launch", key: str, value: object) -> str:

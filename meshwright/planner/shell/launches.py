@@ -293,6 +293,8 @@ def _launched(
     options = split_options(words, FILES[name])
     launchers[name], values[name] = options.words, options.values
     rest = options.rest
+    if not rest and any(key.startswith("n") for key in options.values):
+        raise PlanError(f"{where(words[0])}: {name} starts no program; does a blank end the line?")
     if name == "deepspeed" and rest and PYTHON.fullmatch(rest[0].text):
         rest = rest[1:]
     return Start(launchers, rest, values, is_python=True)
@@ -340,30 +342,27 @@ def _counted(launcher: str, start: Start) -> Count:
 
 def _slurm(values: Mapping[str, Mapping[str, Word | None]]) -> Mapping[str, Word | None]:
     """Return the options of srun and of sbatch; srun's number of tasks is that of all nodes."""
-    own = values.get("srun", {})
-    found = {**values.get("sbatch", {}), **own}
-    if "ntasks" in own and "ntasks-per-node" not in own:
-        found.pop("ntasks-per-node", None)  # then the most that a node may have
-    return found
+    own, header = values.get("srun", {}), dict(values.get("sbatch", {}))
+    if "ntasks" in own:
+        header.pop("ntasks-per-node", None)  # then the most that a node may have
+    return {**header, **own}
 
 
 def _counted_mpi(words: Sequence[Word]) -> Count:
-    """Return the ranks of all nodes that ``mpirun -np N`` starts."""
+    """Return the ranks of ``mpirun -np N``."""
     asked = [after for word, after in pairwise(words) if word.text.lstrip("-") in {"n", "np", "c"}]
     return Count(None, None, tuple(asked[-1:]), _whole(asked[-1], None) if asked else None)
 
 
 def _started_twice(launcher: str, count: Count, start: Start) -> Iterable[str]:
     """Yield why srun or mpirun starts a launcher of ranks more often than once a node."""
-    if launcher not in FILES:
-        return
     outer = next((each for each in ("srun", *MPI) if each in start.launchers), "")
     if outer == "srun":
         tasks = _counted_slurm(_slurm(start.values)).ranks_per_node or 1
     else:
-        total = _counted_mpi(start.launchers[outer]).total if outer else None
-        tasks = total // count.nodes if total and count.nodes else 1
-    if tasks > 1:
+        total = _counted_mpi(start.launchers.get(outer, ())).total
+        tasks = (total or 1) // (count.nodes or 1)
+    if tasks > 1 and launcher in FILES:
         yield f"{outer} starts {tasks} of {launcher} on each node; allowed: 1"
 
 
