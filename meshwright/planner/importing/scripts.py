@@ -102,37 +102,48 @@ def read_source(
 
     commands = read_commands(text, file=path, defines=defines)
     (launch,) = find_launches(commands, program=program)
-    found = framework or _started(launch, folder)
-    said, files = _said(launch, found, folder)
-    told, beside, world_size = said.keys, "", launch.world_size
-    if found.name == ACCELERATE:
+    return _of_launch(launch, framework or _started(launch, folder), folder)
+
+
+def _of_launch(launch: "Launch", framework: Framework, folder: Path) -> Source:
+    """Return what a command says, the files that it names and its launchers."""
+    said, files = _said(launch, framework, folder)
+    told, sizes, beside = said.keys, _sizes(launch), ""
+    if framework.name == ACCELERATE:
         beside = ACCELERATE
-    elif found.program.launched is not None and ACCELERATE in launch.launcher_words:
+    elif framework.program.launched is not None and ACCELERATE in launch.launcher_words:
         beside, configuration = ACCELERATE, _accelerate(launch, folder)[0].keys
-        told = found.program.launched(told, configuration)
+        told = framework.program.launched(told, configuration)
         ranks = configuration.get("num_processes")
-        world_size = world_size or (ranks if isinstance(ranks, int) and ranks > 0 else None)
-    seen = _variables(launch, found)
-    placed = {**said.lines, **{name: word.line for name, word in launch.environment.items()}}
-    keys, lines = completed(found, {**told, **seen}, placed, folder)
-    if launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}:
-        world_size = 1
-    sizes = {"world_size": world_size, "num_nodes": launch.nodes}
-    if launch.nodes is None:
-        sizes["ranks_per_node"] = launch.ranks_per_node
+        if isinstance(ranks, int) and ranks > 0:
+            sizes.setdefault("world_size", ranks)
+    environment = {name: word.line for name, word in launch.environment.items()}
+    seen = _variables(launch, framework)
+    keys, lines = completed(framework, {**told, **seen}, {**said.lines, **environment}, folder)
     stray = [
         f"line {each.line}: {each.unknown or f'{shown(each.text)} belongs to no option'}"
         for each in said.words
     ]
     return Source(
-        framework=found,
+        framework=framework,
         keys=keys,
         lines=lines,
         files=files,
-        launched={name: number for name, number in sizes.items() if number is not None},
+        launched=sizes,
         launcher=tuple(_launcher(launch)),
         refusals=[*_launcher_refusals(launch, read_beside=beside), *said.refusals, *stray],
     )
+
+
+def _sizes(launch: "Launch") -> dict[str, int]:
+    """Return how many ranks and nodes a launch tells of; a plain python is one rank."""
+    is_alone = launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}
+    told = {
+        "world_size": 1 if is_alone else launch.world_size,
+        "num_nodes": launch.nodes,
+        "ranks_per_node": launch.ranks_per_node if launch.nodes is None else None,
+    }
+    return {name: number for name, number in told.items() if number is not None}
 
 
 def _started(launch: "Launch", folder: Path) -> Framework:
