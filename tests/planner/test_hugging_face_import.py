@@ -55,10 +55,6 @@ PLANS: Mapping[str, tuple[str, str, int, int, int, Mapping[str, object]]] = {
         *("llama3-8b", "fsdp", 1, 16, 8192),
         {**FSDP, **IN_16_BITS, "gradient_precision": "bf16", "recompute": "full", "dp_shard": 8},
     ),
-    "axolotl-full-fsdp1.yaml": (
-        *("llama2-13b", "fsdp", 2, 64, 4096),
-        {**FSDP, "gradient_precision": "fp32", "recompute": "full", "offload": "none"},
-    ),
     "axolotl-full-zero2.yaml": (
         *("mistral-7b", "deepspeed", 4, 128, 4096),
         {"zero_stage": 2, "offload": "optimizer", "attention": "flash", "recompute": "full"}
@@ -94,6 +90,7 @@ REFUSED: Mapping[str, tuple[str, str, str, str]] = {
     "LoRA": (FULL, "finetuning_type: full", "finetuning_type: lora", "finetuning_type=lora"),
     "LoRA by default": (FULL, "finetuning_type: full\n", "", "finetuning_type"),
     "a LoRA of axolotl": ("axolotl-full-fsdp1.yaml", "adapter:\n", "adapter: lora\n", "adapter"),
+    "FSDP 1 of axolotl": ("axolotl-full-fsdp1.yaml", "bf16: true", "bf16: true", "fsdp_version=1"),
     "moments of 8 bits": (FULL, "stage: sft", "stage: sft\noptim: adamw_8bit", "optim=adamw_8bit"),
     "an unknown key": (FULL, "cutoff_len", "cutof_len", "'cutof_len' of llama-factory is unknown"),
     "no DeepSpeed file": (FULL, "zero3-auto.json", "zero9.json", "zero9.json' is not there"),
@@ -208,7 +205,7 @@ LAUNCHES: Mapping[str, tuple[str, int, int, Mapping[str, object]]] = {
         *("deepspeed", 8, 64),
         {"seq_len": 1024},
     ),
-    "axolotl train axolotl-full-fsdp1.yaml --micro-batch-size 4": ("fsdp", 8, 64, {}),
+    "axolotl train axolotl-full-fsdp2.yaml --micro-batch-size 4": ("fsdp", 8, 64, {}),
 }
 
 

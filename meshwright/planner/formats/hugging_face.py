@@ -154,7 +154,10 @@ def shards(dialect: Dialect) -> Codec:
             raise words.unknown(roles["fsdp"], " ".join(options), ("full_shard auto_wrap",))
         named = [SHARDING[each] for each in options if each in SHARDING]
         ahead = roles.get("ahead", "")
-        if version == 1 and ahead and spelled(keys.get(ahead)).upper() not in GATHERS_AHEAD:
+        if version == 1 and not ahead:
+            allowed = "2: with 1 its configuration drops what is gathered ahead, which no plan has"
+            raise words.unknown(roles["version"], version, (allowed,))
+        if version == 1 and spelled(keys.get(ahead)).upper() not in GATHERS_AHEAD:
             allowed = f"{GATHERS_AHEAD[0]} with FSDP 1, which else gathers nothing ahead"
             raise words.unknown(ahead, keys.get(ahead), (allowed,))
         gathers = _gathers(version, roles["reshard"], keys, words)

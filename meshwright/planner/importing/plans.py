@@ -30,6 +30,7 @@ JOB_OPTIONS: Mapping[str, str] = {
 }
 # And of what is of none: a vocabulary that a tokenizer's files say.
 OPTIONS = {**JOB_OPTIONS, "vocab_size": "vocabulary", "stack": "stack"}
+MOST_LINES = 50  # of refusals of one file
 REQUIRED: Mapping[str, str] = {
     "model": "which model is trained",
     "cluster": "on which cluster",
@@ -191,8 +192,11 @@ def _refuse(source: Source, complaints: Iterable[Complaint], missing: Mapping[st
     if missing:
         asked = "; ".join(f"{asked_by(name)} ({why})" for name, why in missing.items())
         lines.append(f"does not say: {asked}")
+    lines = list(dict.fromkeys(lines))
+    if len(lines) > MOST_LINES:
+        lines = [*lines[:MOST_LINES], f"and {len(lines) - MOST_LINES:,} lines like these"]
     if lines:
-        raise MistakesError(dict.fromkeys(lines))
+        raise MistakesError(lines)
 
 
 def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iterable[Row]:

@@ -178,9 +178,15 @@ def _started(launch: "Launch", folder: Path) -> Framework:
             return each
     if ACCELERATE in launch.launcher_words:
         return FORMATS[ACCELERATE]
+    named = next((each for each in launch.arguments if Path(each.text).suffix in SUFFIXES), None)
+    remedy = (
+        f"say whose options it takes: --from {', '.join(FORMATS)}"
+        if named is None
+        else f"import {Path(named.text.rpartition('=')[2]).name} itself"
+    )
     raise PlanError(
         f"line {launch.program.line}: {shown(launch.program.text)} is the program of no framework "
-        f"that is known; say whose options it takes: --from {', '.join(FORMATS)}"
+        f"that is known; {remedy}"
     )
 
 
