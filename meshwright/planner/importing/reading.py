@@ -35,6 +35,7 @@ from meshwright.simulator import ModelSpec, PlanError, load_model
 from meshwright.simulator.layout import PLAN_FIELDS
 from meshwright.simulator.model import list_models
 
+ENVIRONMENT = "environment"  # variables that change a step whatever is started
 MOST_NEAREST = 3
 # Unknown keys of which the nearest are looked for, which takes a hundredth of a second each.
 MOST_HINTS = 12
@@ -104,7 +105,8 @@ def options_of(table: FrameworkTable) -> Mapping[str, Option]:
 
 @cache
 def _options(files: tuple[str, ...], sections: tuple[tuple[str, str], ...]) -> Mapping[str, Option]:
-    found = {key: each for name in files for key, each in load_options(name).items()}
+    names = (ENVIRONMENT, *files)
+    found = {key: each for name in names for key, each in load_options(name).items()}
     for section, framework in sections:
         for other in load_framework(framework).tables.values():
             inner = options_of(other).items()

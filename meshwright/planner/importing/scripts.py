@@ -16,6 +16,7 @@ from meshwright.planner.configuration import (
     Option,
     Options,
     OptionWord,
+    Unknown,
     known_option,
     load_options,
     read_options,
@@ -65,11 +66,17 @@ STRATEGIES = {
     "use-fsdp": "FSDP",
     "multi-gpu": "MULTI_GPU",
 }
+# All variables of these libraries are keys.
+ENGINES = ("NVTE_",)
 OF_SCRIPTS = "transformers-5.23"  # options that users' own scripts have, too
 
 
 def read_source(
-    path: Path | None, text: str, framework: Framework | None, defines: Mapping[str, str]
+    path: Path | None,
+    text: str,
+    framework: Framework | None,
+    defines: Mapping[str, str],
+    program: str | None = None,
 ) -> Source:
     """Return what a file says.
 
@@ -78,19 +85,22 @@ def read_source(
         text: Of the file.
         framework: Whose it is, if that is known.
         defines: Variables that a script does not set.
+        program: That is meant, where a script starts several: its name, or ``NAME:LINE``.
 
     Raises:
         PlanError: If it cannot be read, or is of no framework.
     """
     kind, folder = kind_of(path, text, framework), Path() if path is None else path.parent
     if kind != SCRIPT:
-        if defines:
-            raise PlanError(f"--define goes with scripts; this is {kind.upper()}")
+        if defines or program:
+            option = "--define" if defines else "--launch"
+            raise PlanError(f"{option} goes with scripts; this is {kind.upper()}")
         return of_document(text, kind, framework, folder)
     # Only scripts need a parser of shells.
     from meshwright.planner.shell import find_launches, read_commands  # noqa: PLC0415
 
-    (launch,) = find_launches(read_commands(text, file=path, defines=defines))
+    commands = read_commands(text, file=path, defines=defines)
+    (launch,) = find_launches(commands, program=program)
     found = framework or _started(launch, folder)
     said, files = _said(launch, found, folder)
     told, beside, world_size = said.keys, "", launch.world_size
@@ -101,13 +111,18 @@ def read_source(
         told = found.program.launched(told, configuration)
         ranks = configuration.get("num_processes")
         world_size = world_size or (ranks if isinstance(ranks, int) and ranks > 0 else None)
-    keys, lines = completed(found, told, said.lines, folder)
+    seen = _variables(launch, found)
+    placed = {**said.lines, **{name: word.line for name, word in launch.environment.items()}}
+    keys, lines = completed(found, {**told, **seen}, placed, folder)
     if launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}:
         world_size = 1
     sizes = {"world_size": world_size, "num_nodes": launch.nodes}
     if launch.nodes is None:
         sizes["ranks_per_node"] = launch.ranks_per_node
-    stray = [f"line {each.line}: {each.unknown or shown(each.text)}" for each in said.words]
+    stray = [
+        f"line {each.line}: {each.unknown or f'{shown(each.text)} belongs to no option'}"
+        for each in said.words
+    ]
     return Source(
         framework=found,
         keys=keys,
@@ -130,6 +145,13 @@ def _started(launch: "Launch", folder: Path) -> Framework:
     path = Path(launch.program.text)
     patterns = {name: each.profile.programs for name, each in FORMATS.items()}
     named = [name for name, each in patterns.items() if any(map(path.match, each))]
+    kinds = {SUFFIXES.get(Path(each.text).suffix) for each in launch.arguments}
+    named = [  # a program that reads a configuration names one, or takes options, too
+        name
+        for name in named
+        if FORMATS[name].profile.format in {*kinds, "options", "overrides"}
+        or FORMATS[name].program.read_words is not None
+    ]
     for word in launch.arguments if len(named) > 1 else ():
         kind = SUFFIXES.get(Path(word.text).suffix)
         if kind is not None:
@@ -144,10 +166,9 @@ def _started(launch: "Launch", folder: Path) -> Framework:
             return each
     if ACCELERATE in launch.launcher_words:
         return FORMATS[ACCELERATE]
-    programs = sorted({name for each in FORMATS.values() for name in each.profile.programs})
     raise PlanError(
-        f"line {launch.program.line}: {launch.program.text} is the program of no framework that is "
-        f"known; allowed: {', '.join(programs)}, or --from with the framework's name"
+        f"line {launch.program.line}: {shown(launch.program.text)} is the program of no framework "
+        f"that is known; say whose options it takes: --from {', '.join(FORMATS)}"
     )
 
 
@@ -204,6 +225,17 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
         if not name.is_absolute() and ".." not in name.parts and found.is_file():
             return found
     raise PlanError(f"line {word.line}: {shown(str(name))} is not there; it says the layout")
+
+
+def _variables(launch: "Launch", framework: Framework) -> dict[str, object]:
+    """Return the variables of the environment of which a plan depends, or may depend."""
+    known = all_options(framework.profile)
+    starts = tuple(each for each in ENGINES if any(key.startswith(each) for key in known))
+    return {
+        name: Unknown(word.unknown) if word.unknown else word.text
+        for name, word in launch.environment.items()
+        if name.isupper() and (name in known or name.startswith(starts or "-"))
+    }
 
 
 def _accelerate(launch: "Launch", folder: Path) -> tuple[Options, dict[str, str]]:
@@ -265,7 +297,6 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
         read_beside: The launcher whose options are read as a configuration.
     """
     yield from launch.unknown
-    own = {"nodes": launch.nodes, "gpus-per-node": launch.ranks_per_node}
     for name, words in launch.launcher_words.items():
         if name not in LAUNCHERS:
             continue
@@ -277,11 +308,20 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
             text = mistake(name, f"--{key}", value, dashed, ())
             if name != read_beside and _is_layout(name, known.get(key)):
                 text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
-            number = own.get(key) if name in SLURM else None
-            if number is not None and str(value).isdecimal() and str(value) != str(number):
-                text = f"--{key} of {name} is {value}; the launcher starts {number}"
+            if name in SLURM:
+                text = text or _other_count(launch, key, value)
             if text:
                 yield f"line {said.lines[key]}: {text}"
+
+
+def _other_count(launch: "Launch", key: str, value: object) -> str:
+    """Return how an option of Slurm says other counts than the launcher below it does."""
+    gpus = launch.ranks_per_node
+    counts = {"nodes": launch.nodes, "gpus-per-node": gpus, "gres": gpus}
+    own, said = counts.get(key), re.search(r"(?:^|:)([0-9]+)$", str(value))
+    if own is None or (said and int(said[1]) == own):
+        return ""
+    return f"--{key} {value} does not go with {own}, which the launcher starts"
 
 
 def _is_layout(launcher: str, option: Option | None) -> bool:

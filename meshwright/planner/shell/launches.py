@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
@@ -32,6 +33,7 @@ TOOLS = re.compile(
     r"|(^|[._/-])(pip|test|tools|setup|plot|analyze|http|json|venv|wandb|ray)([._/-]|$)"
 )
 TRAINING = re.compile(r"train|finetune|fine_tune|sft|recipe|run_clm|run_mlm")
+MPI = ("mpirun", "mpiexec", "orterun")
 UNREAD = ("docker", "podman", "kubectl", "ssh", "pdsh", "xargs", "parallel", "ray", "salloc")
 MOST_SHOWN = 6
 
@@ -49,7 +51,8 @@ class Launch:
         environment: The variables that it sees.
         nodes: Of the launcher's options; None where they do not tell it.
         ranks_per_node: The same.
-        unknown: Why a number of nodes or ranks that is written there is not known.
+        total: Ranks on all nodes, of a launcher that tells them without their nodes.
+        unknown: Why a number of nodes or ranks that is written there is not known, or none.
     """
 
     launcher: str
@@ -59,13 +62,14 @@ class Launch:
     environment: Mapping[str, Word]
     nodes: int | None = None
     ranks_per_node: int | None = None
+    total: int | None = None
     unknown: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int | None:
         """Ranks on all nodes; None where the launcher does not tell."""
         if self.nodes is None or self.ranks_per_node is None:
-            return None
+            return self.total
         return self.nodes * self.ranks_per_node
 
 
@@ -91,6 +95,7 @@ class Count(NamedTuple):
     nodes: int | None = None
     ranks_per_node: int | None = None
     asked: tuple[Word | None, ...] = ()
+    total: int | None = None
 
 
 def find_launches(commands: Sequence[Command], *, program: str | None = None) -> list[Launch]:
@@ -127,7 +132,8 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
     distinct = {_signature(launch): launch for _, launch in chosen}
     if len(distinct) > 1:
         raise PlanError(
-            f"the file starts {len(distinct)} programs: {_listed(distinct.values())}; say which one"
+            f"the file starts {len(distinct)} programs: {_listed(distinct.values())}; "
+            "allowed: one, or --launch PROGRAM:LINE"
         )
     return list(distinct.values())
 
@@ -222,7 +228,7 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
     if not start.is_python and not trains:
         return None
     launcher = name if name in PROGRAMS else own[-1] if own else "python"
-    count = _counted(launcher, start.values)
+    count = _counted(launcher, start)
     return Launch(
         launcher=launcher,
         launcher_words=start.launchers,
@@ -231,7 +237,11 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
         environment=command.environment,
         nodes=count.nodes,
         ranks_per_node=count.ranks_per_node,
-        unknown=tuple(each.unknown for each in count.asked if each is not None and each.unknown),
+        total=count.total,
+        unknown=(
+            *(each.unknown for each in count.asked if each is not None and each.unknown),
+            *_started_twice(launcher, count, start),
+        ),
     )
 
 
@@ -258,7 +268,7 @@ def _start(command: Command, headers: tuple[Word, ...]) -> Start | None:
         if after is None:
             is_open = _is_unknown(words[0]) and any(each != "sbatch" for each in launchers)
             return Start(launchers, words, values, is_python=is_open or name.endswith(".py"))
-        if name in {"srun", "mpirun", "mpiexec", "orterun"}:
+        if name == "srun" or name in MPI:
             launchers[name] = words[1:after]
             if name == "srun":
                 values[name] = split_options(words[1:after], SLURM).values
@@ -303,8 +313,9 @@ def _python(words: Sequence[Word]) -> tuple[Word, ...] | None:
     return None
 
 
-def _counted(launcher: str, values: Mapping[str, Mapping[str, Word | None]]) -> Count:
+def _counted(launcher: str, start: Start) -> Count:
     """Return the numbers of nodes and ranks that the launcher's options say."""
+    values = start.values
     if launcher == "torchrun":
         own = values["torchrun"]
         nodes, ranks = own.get("nnodes"), own.get("nproc-per-node")
@@ -321,8 +332,39 @@ def _counted(launcher: str, values: Mapping[str, Mapping[str, Word | None]]) -> 
         count, total = _whole(machines, None), _whole(processes, None)
         per_node = total // count if count and total and total % count == 0 else None
         return Count(count, per_node, (machines, processes))
-    slurm = {**values.get("sbatch", {}), **values.get("srun", {})}
+    if launcher in MPI:
+        return _counted_mpi(start.launchers[launcher])
+    slurm = _slurm(values)
     return _counted_slurm(slurm) if launcher == "srun" or slurm else Count()
+
+
+def _slurm(values: Mapping[str, Mapping[str, Word | None]]) -> Mapping[str, Word | None]:
+    """Return the options of srun and of sbatch; srun's number of tasks is that of all nodes."""
+    own = values.get("srun", {})
+    found = {**values.get("sbatch", {}), **own}
+    if "ntasks" in own and "ntasks-per-node" not in own:
+        found.pop("ntasks-per-node", None)  # then the most that a node may have
+    return found
+
+
+def _counted_mpi(words: Sequence[Word]) -> Count:
+    """Return the ranks of all nodes that ``mpirun -np N`` starts."""
+    asked = [after for word, after in pairwise(words) if word.text.lstrip("-") in {"n", "np", "c"}]
+    return Count(None, None, tuple(asked[-1:]), _whole(asked[-1], None) if asked else None)
+
+
+def _started_twice(launcher: str, count: Count, start: Start) -> Iterable[str]:
+    """Yield why srun or mpirun starts a launcher of ranks more often than once a node."""
+    if launcher not in FILES:
+        return
+    outer = next((each for each in ("srun", *MPI) if each in start.launchers), "")
+    if outer == "srun":
+        tasks = _counted_slurm(_slurm(start.values)).ranks_per_node or 1
+    else:
+        total = _counted_mpi(start.launchers[outer]).total if outer else None
+        tasks = total // count.nodes if total and count.nodes else 1
+    if tasks > 1:
+        yield f"{outer} starts {tasks} of {launcher} on each node; allowed: 1"
 
 
 def _whole(word: Word | None, absent: int | None) -> int | None:
