@@ -29,9 +29,9 @@ from meshwright.planner.reports import SavedPlan
 from meshwright.planner.shell import Launch, find_launches, read_commands
 from witnesses import torchtitan_job, torchtitan_parts
 
-from torchtitan.config import ConfigManager  # isort: skip  (after its witness)
+from torchtitan.config import ConfigManager, JobConfig  # isort: skip  (after its witness)
 from torchtitan.distributed import ParallelDims, pipeline_parallel  # isort: skip
-from torchtitan.protocols.train_spec import get_train_spec  # isort: skip
+from torchtitan.protocols.train_spec import BaseModelArgs, get_train_spec  # isort: skip
 
 FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 MIXED = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
@@ -42,6 +42,7 @@ STRATEGIES = {
     ShardingStrategy.HYBRID_SHARD: (True, False),
     ShardingStrategy._HYBRID_SHARD_ZERO2: (False, False),
 }
+DEVICES = 8  # of a node of the cluster
 Figures = dict[str, object]
 
 
@@ -132,44 +133,44 @@ def of_deepspeed(case: Case) -> Figures:
 
 def of_accelerate(case: Case) -> Figures:
     """Return what Accelerate's launcher tells its plugins."""
-    path = case.path
-    words = ["--config_file", path.name]
-    if path.suffix == ".sh":
+    words = ["--config_file", case.path.name]
+    if case.path.suffix == ".sh":
         words = [each.text for each in case.launch.launcher_words["accelerate"]]
-    # A free port, and any other node.
+    # A free port, and any other node; and no configuration of whoever runs this.
     words += ["--main_process_port", "0", "--main_process_ip", "localhost", "train.py"]
-    # Not a file of whoever runs this.
-    with chdir(path.parent), patch("accelerate.commands.launch.default_config_file", ""):
+    with chdir(case.path.parent), patch("accelerate.commands.launch.default_config_file", ""):
         arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    assert arguments.dynamo_backend.lower() == "no"
     if arguments.use_deepspeed:
         arguments.deepspeed_fields_from_accelerate_config = ""
         _, world = prepare_deepspeed_cmd_env(arguments)
     else:
         world = prepare_multi_gpu_env(arguments)
-    mixed, ranks = world["ACCELERATE_MIXED_PRECISION"], arguments.num_processes
     # Before training, and on GPUs alone.
     world |= dict.fromkeys(("FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING"), "false")
+    mixed, ranks = world["ACCELERATE_MIXED_PRECISION"], arguments.num_processes
     found = {"world_size": ranks, "precision": MIXED[mixed]}
-    assert arguments.dynamo_backend.lower() == "no"
     with patch.dict(os.environ, world):
         if arguments.use_deepspeed:
-            plugin = DeepSpeedPlugin()
-            plugin.set_mixed_precision(mixed)
-            micro = case.saved.plan.microbatch_size  # the script says it
-            steps = plugin.gradient_accumulation_steps
-            if steps == "auto":  # the script's
-                steps = case.saved.plan.num_microbatches(case.saved.job)
-            filled_in = {
-                "train_micro_batch_size_per_gpu": micro,
-                "train_batch_size": micro * steps * ranks,
-                "gradient_accumulation_steps": steps,
-                "gradient_clipping": 1.0,
-            }
-            return found | engine_figures(plugin.deepspeed_config | filled_in, ranks)
-        if not arguments.use_fsdp:
-            assert arguments.multi_gpu
-            return {**found, "zero_stage": 0, "offload": "none"}
-        return {**found, **shard_figures(FullyShardedDataParallelPlugin(), mixed, ranks)}
+            return found | engine_figures(launched_engine(case, mixed, ranks), ranks)
+        if arguments.use_fsdp:
+            return found | shard_figures(FullyShardedDataParallelPlugin(), mixed, ranks)
+    assert arguments.multi_gpu
+    return {**found, "zero_stage": 0, "offload": "none"}
+
+
+def launched_engine(case: Case, mixed: str, ranks: int) -> dict[str, object]:
+    """Return the keys that Accelerate hands DeepSpeed; the script says its data's batch."""
+    plugin, plan = DeepSpeedPlugin(), case.saved.plan
+    plugin.set_mixed_precision(mixed)
+    steps = plugin.gradient_accumulation_steps
+    steps = plan.num_microbatches(case.saved.job) if steps == "auto" else steps
+    return plugin.deepspeed_config | {
+        "train_micro_batch_size_per_gpu": plan.microbatch_size,
+        "train_batch_size": plan.microbatch_size * steps * ranks,
+        "gradient_accumulation_steps": steps,
+        "gradient_clipping": 1.0,
+    }
 
 
 def shard_figures(plugin: FullyShardedDataParallelPlugin, mixed: str, ranks: int) -> Figures:
@@ -189,7 +190,7 @@ def shard_figures(plugin: FullyShardedDataParallelPlugin, mixed: str, ranks: int
     degrees = axes.dp_replicate_size, axes.dp_shard_size, axes.tp_size, axes.cp_size
     replicas, shards, tp, cp = degrees if set(degrees) != {1} else (1, ranks, 1, 1)
     if not is_whole:
-        replicas, shards = ranks // 8, 8  # the devices of a node of the cluster
+        replicas, shards = ranks // DEVICES, DEVICES
     assert cp == 1
     return {
         "zero_stage": 3,
@@ -258,61 +259,70 @@ MODES = {mode: name for name, (mode, _) in torchtitan_job.CHECKPOINTS.items()}
 
 def of_torchtitan(case: Case) -> Figures:
     """Return what torchtitan reads in a TOML, and makes of it."""
-    path, saved = case.path, case.saved
-    words, ranks = ["--job.config_file", path.name], saved.plan.world_size
-    if path.suffix == ".sh":
+    words, ranks = ["--job.config_file", case.path.name], case.saved.plan.world_size
+    if case.path.suffix == ".sh":
         words, ranks = [each.text for each in case.launch.arguments], ranks_of(case.launch)
-    with chdir(path.parent):
+    with chdir(case.path.parent):
         config = ConfigManager().parse_args(words)
-    training, parallelism, checkpoints = (
-        getattr(config, name) for name in ("training", "parallelism", "activation_checkpoint")
-    )
-    axes = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-    degrees = [getattr(parallelism, f"{each}_parallel_degree") for each in axes]
-    pp = degrees[1]
-    dims = ParallelDims(
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=parallelism.data_parallel_shard_degree,
-        world_size=ranks,
-        **dict(zip(("tp", "pp", "cp", "ep", "etp"), degrees, strict=True)),
-    )
-    local, total = training.local_batch_size, training.global_batch_size
-    dp = dims.dp_replicate * dims.dp_shard
-    args = get_train_spec(config.model.name).model_args[config.model.flavor]
+    training, checkpoints = config.training, config.activation_checkpoint
     option = checkpoints.selective_ac_option
     is_counted = checkpoints.mode == "selective" and option.isdigit()
-    recompute = "full" if is_counted else MODES[checkpoints.mode]
+    is_compiled = config.compile.enable and "model" in config.compile.components
+    weights = FORMATS[getattr(torch, training.mixed_precision_param)]
     quantized = "quantize.linear.float8" in config.model.converters
-    kernels = {True: "compiled", False: "eager"}
+    args = get_train_spec(config.model.name).model_args[config.model.flavor]
     return {
-        **dict(zip(("tp", "pp", "cp", "ep"), degrees, strict=False)),
-        "dp": dp,
-        "dp_shard": dims.dp_shard,
-        "world_size": ranks,
+        **titan_layout(config, ranks, args),
         "seq_len": training.seq_len,
-        "global_batch_size": local * dp if total < 0 else total,
-        "microbatch_size": parallelism.pipeline_parallel_microbatch_size if pp > 1 else local,
-        "precision": "fp8"
-        if quantized
-        else FORMATS[getattr(torch, training.mixed_precision_param)],
+        "precision": "fp8" if quantized else weights,
         "reduce_precision": FORMATS[getattr(torch, training.mixed_precision_reduce)],
-        "schedule": SCHEDULES[parallelism.pipeline_parallel_schedule],
-        "recompute": recompute,
+        "recompute": "full" if is_counted else MODES[checkpoints.mode],
         "recompute_layers": int(option) if is_counted else None,
-        "reshard_after_forward": {"always": True, "never": False, "default": pp == 1}[
-            parallelism.fsdp_reshard_after_forward
-        ],
         "offload": "parameters" if training.enable_cpu_offload else "none",
-        "kernels": kernels[config.compile.enable and "model" in config.compile.components],
+        "kernels": "compiled" if is_compiled else "eager",
         "num_layers": args.n_layers,
         "hidden_size": args.dim,
-        "num_kv_heads": args.n_kv_heads,
+        "num_kv_heads": args.n_kv_heads or args.n_heads,
         "vocab_size": args.vocab_size,
-        **({"stages": layers_of_stages(config, dims, args)} if pp > 1 else {}),
     }
 
 
-def layers_of_stages(config: object, dims: ParallelDims, args: object) -> tuple[int, ...]:
+def titan_layout(config: JobConfig, ranks: int, args: BaseModelArgs) -> Figures:
+    """Return how torchtitan lays a model out on its ranks."""
+    training, said = config.training, config.parallelism
+    degrees = {
+        axis: getattr(said, f"{name}_parallel_degree")
+        for axis, name in {
+            "tp": "tensor",
+            "pp": "pipeline",
+            "cp": "context",
+            "ep": "expert",
+        }.items()
+    }
+    dims = ParallelDims(
+        dp_replicate=said.data_parallel_replicate_degree,
+        dp_shard=said.data_parallel_shard_degree,
+        etp=said.expert_tensor_parallel_degree,
+        world_size=ranks,
+        **degrees,
+    )
+    dp, is_piped = dims.dp_replicate * dims.dp_shard, dims.pp > 1
+    local, total = training.local_batch_size, training.global_batch_size
+    gathers = {"always": True, "never": False, "default": not is_piped}
+    return {
+        **degrees,
+        "dp": dp,
+        "dp_shard": dims.dp_shard,
+        "world_size": ranks,
+        "global_batch_size": local * dp if total < 0 else total,
+        "microbatch_size": said.pipeline_parallel_microbatch_size if is_piped else local,
+        "schedule": SCHEDULES[said.pipeline_parallel_schedule],
+        "reshard_after_forward": gathers[said.fsdp_reshard_after_forward],
+        **({"stages": layers_of_stages(config, dims, args)} if is_piped else {}),
+    }
+
+
+def layers_of_stages(config: JobConfig, dims: ParallelDims, args: BaseModelArgs) -> tuple[int, ...]:
     """Return the layers of the stages that torchtitan would split a model into."""
     mesh = SimpleNamespace(pp=dims.pp, get_mesh=lambda _: None)
     split = patch.object(pipeline_parallel, "pipeline_module_split", side_effect=StopIteration)
