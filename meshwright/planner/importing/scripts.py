@@ -178,11 +178,11 @@ def _started(launch: "Launch", folder: Path) -> Framework:
             return each
     if ACCELERATE in launch.launcher_words:
         return FORMATS[ACCELERATE]
-    named = next((each for each in launch.arguments if Path(each.text).suffix in SUFFIXES), None)
+    files = [each.text for each in launch.arguments if Path(each.text).suffix in SUFFIXES]
     remedy = (
-        f"say whose options it takes: --from {', '.join(FORMATS)}"
-        if named is None
-        else f"import {Path(named.text.rpartition('=')[2]).name} itself"
+        f"import {Path(files[0].rpartition('=')[2]).name} itself"
+        if files
+        else f"say whose options it takes: --from {', '.join(FORMATS)}"
     )
     raise PlanError(
         f"line {launch.program.line}: {shown(launch.program.text)} is the program of no framework "
