@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
-from meshwright.planner.shell.language import SLURM, Word, next_at, split_options, where
-from meshwright.planner.shell.running import Command
+from meshwright.planner.shell.interpreter import Command
 from meshwright.planner.shell.script import count_of
+from meshwright.planner.shell.words import Word
+from meshwright.planner.shell.wrappers import SLURM, next_at, split_options, where
 from meshwright.simulator import PlanError
 
 MODULES = {

@@ -5,26 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.hwprofiles import shown, suggestion
-from meshwright.planner.shell.language import (
-    MOST_BYTES,
-    SLURM,
-    Options,
-    State,
-    Variable,
-    Word,
-    source_of,
-    split_options,
-    written,
-)
-from meshwright.planner.shell.running import (
-    Command,
-    Flow,
-    Frame,
-    Interpreter,
-    placed,
-    run_statement,
-    run_text,
-)
+from meshwright.planner.shell.commands import run_text
+from meshwright.planner.shell.expansion import MOST_BYTES, text_of_file
+from meshwright.planner.shell.interpreter import Command, Flow, Frame, Interpreter, State, Variable
+from meshwright.planner.shell.statements import run_statement
+from meshwright.planner.shell.words import Unknown, Word, written
+from meshwright.planner.shell.wrappers import SLURM, Options, split_options
 from meshwright.simulator import PlanError
 
 HEADER = re.compile(r"#SBATCH\s+(.*)")
@@ -52,10 +38,10 @@ def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -
     for name in defines:
         if not NAME.fullmatch(name):
             raise PlanError(f"--define {shown(name)}: no name of a variable, nor an argument")
-    whole = placed(text, 0)
+    whole = text_of_file(text, 0)
     path = file.resolve() if file is not None else None
     state = _first_state(path, defines)
-    shell = Interpreter(run_statement, state, Frame(source_of(whole)), path, defines)
+    shell = Interpreter(run_statement, state, Frame(whole), path, defines)
     headers = _headers(text)
     if headers:
         shell.commands.append(
@@ -74,7 +60,7 @@ def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -
 
 def _first_state(file: Path | None, defines: Mapping[str, str]) -> State:
     variables = {
-        name: Variable({0: written(value, 0)})
+        name: Variable((written(value, 0),))
         for name, value in defines.items()
         if not name.isdigit() and name != "@"
     }
@@ -125,9 +111,10 @@ def _set_slurm_variables(shell: Interpreter, options: Options) -> None:
     variables = shell.state.variables
     for name, value in found.items():
         if value is not None and name not in variables:
-            variables[name] = Variable({0: written(str(value), 0)})
+            variables[name] = Variable((written(str(value), 0),))
     if "SLURM_JOB_ID" not in variables:
-        variables["SLURM_JOB_ID"] = Variable({0: shell.job_number()})
+        number = Unknown("$SLURM_JOB_ID", "$SLURM_JOB_ID is given by Slurm")
+        variables["SLURM_JOB_ID"] = Variable((shell.mark(1, number),))
     shell.state.exported |= {name for name in variables if name.startswith("SLURM_")}
 
 
@@ -154,7 +141,7 @@ def _check_used(shell: Interpreter) -> None:
             if place:
                 where = shell.unknowns.where(place)
                 raise PlanError(f"--define {name}: the script sets {name} itself at {where}")
-            known = [each for each in shell.unset_names() if each != name]
+            known = sorted({each.name for each in shell.unknowns.listed if each.is_unset} - {name})
             raise PlanError(
                 f"--define {name}: the script asks for no {name}; {suggestion(name, known)}"
             )

@@ -1,4 +1,4 @@
-"""Texts of a script: the line that each character was written at, and what of them is unknown.
+"""Words of a script: the line of each character, what of them is unknown, quoting and splitting.
 
 An unknown part of a text is one character of a private plane, a mark: so texts are joined, split
 and compared as usual, and a word still says what of it is unknown, and why.
@@ -7,6 +7,7 @@ and compared as usual, and a word still says what of it is unknown, and why.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from meshwright.simulator import PlanError
@@ -15,6 +16,10 @@ FIRST_MARK = 0xF0000
 MARKS = re.compile("[\U000f0000-\U000ffffd]")
 FILE_STRIDE = 10_000_000  # a place is a line number, plus this for each file read before
 MOST_CHARACTERS = 200_000  # of one value
+WHITE = " \t\n"  # what the shell splits at
+PARTS = re.compile(f"([{WHITE}]+)|[^{WHITE}]+")
+PATTERN = re.compile(r"\\(.)|(\*+)|(\?)|\[([!^]?)(\]?[^\]]*)\]|(.)", re.DOTALL)
+NOT_READ = re.compile(r"[@?!+*]\(|\[\[:")
 LIKELY_COUNT = re.compile(r"GPU|NODE|NPROC|NUM_|WORLD")
 LIKELY_OPTIONS = re.compile(r"ARG|OPT|FLAG|EXTRA|CMD", re.IGNORECASE)
 
@@ -63,10 +68,8 @@ def joined(parts: Sequence[Text]) -> Text:
     """Return texts after each other."""
     if len(parts) == 1:
         return parts[0]
-    places: list[int] = []
-    for part in parts:
-        places.extend(part.places)
-    return Text("".join(part.characters for part in parts), tuple(places))
+    characters = "".join(part.characters for part in parts)
+    return Text(characters, tuple(place for part in parts for place in part.places))
 
 
 class Unknown(NamedTuple):
@@ -162,3 +165,98 @@ class Unknowns:
             is_open,
             self.files[number],
         )
+
+
+class Kind(Enum):
+    """The quoting of a part of a word."""
+
+    LITERAL = auto()  # not quoted, and not split: it was written so
+    QUOTED = auto()
+    SPLIT = auto()  # an expansion that is not quoted
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A part of a word, expanded.
+
+    Args:
+        text: Its characters.
+        kind: Its quoting.
+        begins: A new word begins with it: the second element of ``"${A[@]}"``.
+    """
+
+    text: Text
+    kind: Kind
+    begins: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A word after splitting: its text, and the parts that it is made of."""
+
+    text: Text
+    parts: Sequence[Fragment]
+
+    @property
+    def is_quoted(self) -> bool:
+        """Whether any of it was quoted."""
+        return any(each.kind is Kind.QUOTED for each in self.parts)
+
+
+def field_of(fragments: Sequence[Fragment]) -> Field:
+    """Return the one word that fragments make where nothing is split: an array is joined."""
+    space = Fragment(Text(" ", (0,)), Kind.QUOTED)
+    parts: list[Fragment] = []
+    for each in fragments:
+        parts += [space, each] if each.begins and parts else [each]
+    return Field(joined([each.text for each in parts]), parts)
+
+
+def split(fragments: Sequence[Fragment]) -> list[Field]:
+    """Return the words that the parts of one word make: those not quoted end at white space."""
+    fields: list[list[Fragment]] = [[]]
+    for each in fragments:
+        if each.begins:
+            fields.append([])
+        if each.kind is not Kind.SPLIT:
+            fields[-1].append(each)
+            continue
+        for found in PARTS.finditer(each.text.characters):
+            if found[1]:
+                fields.append([])
+            else:
+                fields[-1].append(Fragment(each.text.part(*found.span()), Kind.SPLIT))
+    return [field_of([Fragment(p.text, p.kind) for p in each]) for each in fields if each]
+
+
+def regex_of(fragments: Sequence[Fragment], *, is_shortest: bool = False) -> str:
+    """Return a pattern of the shell (``*``, ``?``, ``[a-z]``) as a regular expression.
+
+    Args:
+        fragments: The parts of the pattern; those quoted match themselves.
+        is_shortest: Each ``*`` matches as little as it can.
+
+    Raises:
+        PlanError: If it is an extended pattern, or has a class as ``[[:digit:]]``.
+    """
+
+    def translated(found: re.Match[str]) -> str:
+        if found[2]:
+            return ".*?" if is_shortest else ".*"
+        if found[3]:
+            return "."
+        if found[5]:
+            members = re.sub(r"([][^\\&~|])", r"\\\1", found[5])
+            return f"[^{members}]" if found[4] else f"[{members}]"
+        return re.escape(found[1] or found[6])
+
+    regex = ""
+    for each in fragments:
+        characters = each.text.characters
+        if each.kind is Kind.QUOTED:
+            regex += re.escape(characters)
+            continue
+        if NOT_READ.search(characters):
+            raise PlanError(f"the pattern {characters[:40]!a} is not read")
+        regex += PATTERN.sub(translated, characters)
+    return regex

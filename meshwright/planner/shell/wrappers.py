@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
 from meshwright.planner.configuration import Effect, Option, Takes, load_options
-from meshwright.planner.shell.language.texts import Word
+from meshwright.planner.shell.words import Word
 from meshwright.simulator import PlanError
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")

@@ -1,0 +1,289 @@
+"""Commands of the shell itself, and those small programs whose output is known from their words."""
+
+import posixpath
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.planner.shell.assignments import NAME, declare_words
+from meshwright.planner.shell.conditions import Condition
+from meshwright.planner.shell.interpreter import Command, Flow, Interpreter, Status, Variable
+from meshwright.planner.shell.words import MARKS, WHITE, Field, Text, Unknown, written
+from meshwright.simulator import PlanError
+
+
+MOST_OF_A_SEQUENCE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A command of the shell with its arguments.
+
+    Args:
+        shell: The script.
+        words: All words, the name first.
+        arguments: The texts after the name.
+        text: What it reads, where the script says that.
+        place: Where it stands.
+    """
+
+    shell: Interpreter
+    words: Sequence[Field]
+    arguments: Sequence[Text]
+    text: Text | None
+    place: int
+
+    def joined(self, arguments: Sequence[Text] | None = None) -> Text:
+        """Return the arguments with a space between each two."""
+        parts: list[Text] = []
+        for each in self.arguments if arguments is None else arguments:
+            parts += [written(" ", each.place or self.place), each] if parts else [each]
+        return self.shell.join(parts or [Text()], self.place)
+
+    def plain(self) -> list[Text]:
+        """Return the arguments that are no options."""
+        return [each for each in self.arguments if not re.match(r"-[A-Za-z-]", each.characters)]
+
+    def refusal(self, why: str = "is not read") -> PlanError:
+        """Return the error of a command that does what is not read."""
+        words = " ".join(each.text.characters for each in self.words)
+        return self.shell.refusal(self.place, f"`{self.shell.unknowns.shown(words)[:40]}` {why}")
+
+
+def _succeed(call: Call) -> Status:
+    del call
+    return True
+
+
+def _exit(call: Call) -> Status:
+    shell = call.shell
+    if shell.output is None:
+        words = tuple(shell.unknowns.word(each.text, call.place) for each in call.words)
+        shell.commands.append(Command(words=words, environment={}, launcher=shell.frame.launcher))
+    raise Flow("exit")
+
+
+def _leave(call: Call) -> Status:
+    kind, text = call.words[0].text.characters, "1"
+    if call.arguments:
+        text = call.arguments[0].characters
+    elif kind == "return":
+        text = "0"
+    mark = MARKS.search(text)
+    status: Status = mark[0] if mark else text == "0"
+    raise Flow(kind, int(text) if text.isdecimal() else 1, status=status)
+
+
+def _declare(call: Call) -> Status:
+    declare_words(call.shell, call.words[0].text.characters, "", call.arguments, call.place)
+    return True
+
+
+def _unset(call: Call) -> Status:
+    for each in call.plain():
+        if not NAME.fullmatch(each.characters):
+            raise call.refusal()
+        call.shell.state.variables.pop(each.characters, None)
+        call.shell.state.functions.pop(each.characters, None)
+    return True
+
+
+def _set(call: Call) -> Status:
+    """Carry out ``set -e`` and the like; ``set -- A B`` is not read."""
+    if any(each.characters == "--" for each in call.arguments):
+        raise call.refusal()
+    return True
+
+
+def _shift(call: Call) -> Status:
+    state = call.shell.state
+    text = call.arguments[0].characters if call.arguments else "1"
+    if MARKS.search(text):
+        return text[0]
+    number = int(text) if text.isdecimal() else 1
+    if number > len(state.arguments):
+        return False
+    state.arguments = state.arguments[number:]
+    return True
+
+
+def _cd(call: Call) -> Status:
+    state = call.shell.state
+    target = next((each for each in call.plain() if each.characters != "--"), None)
+    if call.words[0].text.characters == "popd" or target is None or target.characters == "-":
+        name = call.words[0].text.characters
+        state.folder = call.shell.unread(call.place, f"the folder after `{name}`", "is not known")
+    else:
+        state.folder = _path(call, target)
+    return True
+
+
+def _path(call: Call, path: Text) -> Text:
+    unknown = MARKS.search(path.characters + call.shell.state.folder.characters)
+    if path.characters.startswith("/") and not MARKS.search(path.characters):
+        unknown = None
+    if unknown is not None:
+        return written(unknown[0], call.place)
+    whole = posixpath.join(call.shell.state.folder.characters, path.characters)
+    return written(posixpath.normpath(whole), call.place)
+
+
+def _test(call: Call) -> Status:
+    words = list(call.words[1:])
+    if call.words[0].text.characters == "[":
+        words = words[:-1]
+    return Condition(call.shell, words, call.place, is_double=False).result()
+
+
+def _read(call: Call) -> Status:
+    """Set the variables of ``read``: those of a here-string that is known, or to what is not."""
+    shell, where = call.shell, call.shell.unknowns.where(call.place)
+    name, flags = call.words[0].text.characters, [each.characters for each in call.arguments]
+    if name == "printf" and flags[:1] != ["-v"]:
+        return True
+    names = [each for each in flags if NAME.fullmatch(each)]
+    is_array = any(re.fullmatch("-[er]*a", each) for each in flags)
+    is_plain = all(re.fullmatch("-[er]*a?|" + NAME.pattern, each) for each in flags)
+    words = _words_of_line(call, 0 if is_array else len(names)) if is_plain else None
+    if name == "read" and words is not None and is_array:
+        shell.state.variables[names[0]] = Variable((*words,), is_array=True)
+    elif name == "read" and words is not None:
+        for each, word in zip(names, [*words, *[Text()] * len(names)], strict=False):
+            shell.assign(each, word, call.place)
+    else:
+        what = "is read from outside the file" if name == "read" else f"is set by {name}"
+        for each in names:
+            unknown = Unknown(
+                f"${each}", f"${each} at {where} {what}", each, is_open=name != "read"
+            )
+            shell.state.variables[each] = Variable((shell.mark(call.place, unknown),))
+            shell.assign(each, shell.mark(call.place, unknown), call.place)
+    if name != "read" or call.text is not None:
+        return True
+    return shell.unknowns.mark(Unknown("read", f"what `read` at {where} finds is not known"))
+
+
+def _words_of_line(call: Call, most: int) -> list[Text] | None:
+    """Return the words of the first line of a here-string, *most* or any number; None of others."""
+    if call.text is None or MARKS.search(call.text.characters):
+        return None
+    line = call.text.part(0, (call.text.characters + "\n").index("\n"))
+    separators = call.shell.state.variables.get("IFS")
+    between = separators.texts[0].characters if separators is not None else WHITE
+    border = {WHITE: f"[{WHITE}]+", "": "$."}.get(between, re.escape(between))
+    if len(between) > 1 and between != WHITE:
+        return None
+    stop = len(line.characters.rstrip(between)) if between == WHITE else len(line.characters)
+    at = (
+        len(line.characters[:stop]) - len(line.characters[:stop].lstrip(between))
+        if between == WHITE
+        else 0
+    )
+    found: list[Text] = []
+    for each in re.finditer(border, line.characters):
+        if at < each.start() < stop and len(found) + 1 != most:
+            found.append(line.part(at, each.start()))
+            at = each.end()
+    return [*found, line.part(at, stop)]
+
+
+def _getopts(call: Call) -> Status:
+    if call.shell.state.arguments:
+        raise call.refusal("is read only without arguments")
+    return False
+
+
+def _refused(call: Call) -> Status:
+    raise call.refusal()
+
+
+def _echo(call: Call) -> Text | None:
+    arguments = list(call.arguments)
+    ending = "\n"
+    while arguments and re.fullmatch("-[neE]+", arguments[0].characters):
+        if "e" in arguments[0].characters and "\\" in call.joined().characters:
+            return None
+        ending = "" if "n" in arguments[0].characters else ending
+        arguments.pop(0)
+    return call.shell.join([call.joined(arguments), written(ending, call.place)], call.place)
+
+
+def _line(change: Callable[[Call], Text | None]) -> Callable[[Call], Text | None]:
+    def print_line(call: Call) -> Text | None:
+        text = change(call)
+        if text is None:
+            return None
+        return call.shell.join([text, written("\n", call.place)], call.place)
+
+    return print_line
+
+
+def _pathname(change: Callable[[str], str]) -> Callable[[Call], Text | None]:
+    def changed(call: Call) -> Text | None:
+        if not call.plain():
+            return None
+        path = call.plain()[0]
+        mark = MARKS.search(path.characters)
+        return written(mark[0] if mark else change(path.characters), call.place)
+
+    return changed
+
+
+def _basename(call: Call) -> Text | None:
+    if len(call.arguments) not in {1, 2}:
+        return None
+    name, *ending = [each.characters for each in call.arguments]
+    mark = MARKS.search(name)
+    text = mark[0] if mark else posixpath.basename(name.rstrip("/"))
+    return written(text.removesuffix(ending[0]) if ending else text, call.place)
+
+
+def _realpath(call: Call) -> Text | None:
+    return _path(call, call.plain()[0]) if len(call.plain()) == 1 else None
+
+
+def _seq(call: Call) -> Text | None:
+    texts = [each.characters for each in call.arguments]
+    if len(texts) not in {1, 2} or not all(re.fullmatch(r"-?[0-9]{1,9}", each) for each in texts):
+        return None
+    first, last = [1, *map(int, texts)][-2:]
+    numbers = range(first, last + 1)[:MOST_OF_A_SEQUENCE]
+    return written("\n".join(map(str, numbers)), call.place)
+
+
+def _no_output(call: Call) -> Text | None:
+    """Return nothing: what the command prints is not known."""
+    del call
+    return None
+
+
+def _cat(call: Call) -> Text | None:
+    return call.text if not call.arguments else None
+
+
+PRINTING: Mapping[str, Callable[[Call], Text | None]] = {
+    "echo": _echo,
+    "printf": _no_output,
+    "pwd": _line(lambda call: call.shell.state.folder),
+    "dirname": _line(_pathname(lambda path: posixpath.dirname(path.rstrip("/")) or ".")),
+    "basename": _line(_basename),
+    "realpath": _line(_realpath),
+    "readlink": _line(_realpath),
+    "cat": _cat,
+    "seq": _line(_seq),
+}
+BUILTINS: Mapping[str, Callable[[Call], Status]] = {
+    **dict.fromkeys((":", "true", "trap", "wait", "umask", "ulimit", "shopt", "alias"), _succeed),
+    **dict.fromkeys(("export", "declare", "typeset", "local", "readonly"), _declare),
+    **dict.fromkeys(("return", "break", "continue"), _leave),
+    **dict.fromkeys(("cd", "pushd", "popd"), _cd),
+    **dict.fromkeys(("read", "mapfile", "readarray", "printf"), _read),
+    **dict.fromkeys(("test", "["), _test),
+    **dict.fromkeys(("let", "coproc"), _refused),
+    "false": lambda call: not _succeed(call),
+    "exit": _exit,
+    "unset": _unset,
+    "set": _set,
+    "shift": _shift,
+    "getopts": _getopts,
+}
