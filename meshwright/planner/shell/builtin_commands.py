@@ -11,7 +11,6 @@ from meshwright.planner.shell.interpreter import Command, Flow, Interpreter, Sta
 from meshwright.planner.shell.words import MARKS, WHITE, Field, Text, Unknown, written
 from meshwright.simulator import PlanError
 
-
 MOST_OF_A_SEQUENCE = 10_000
 
 
