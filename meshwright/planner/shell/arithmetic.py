@@ -11,13 +11,9 @@ from meshwright.simulator import PlanError
 TOKEN = re.compile(
     r"\s*(?:(\d\w*|[A-Za-z_]\w*|<<=|>>=|\*\*|\+\+|--|<<|>>|&&|\|\||[-+*/%&|^<>=!]=|\S))", re.ASCII
 )
-ASSIGNMENTS = frozenset({"=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^="})
 SIGNS: Mapping[str, Callable[[int], int]] = {
-    "-": operator.neg,
-    "+": operator.pos,
-    "!": operator.not_,
-    "~": operator.invert,
-}
+    "-": operator.neg, "+": operator.pos, "!": operator.not_, "~": operator.invert,
+}  # fmt: skip
 MARKS = re.compile("[\U000f0000-\U000ffffd]")
 Number = int | str  # a mark where it is unknown
 Term = Callable[[], Number]  # evaluated when it is asked for: a side of `&&` may not be
@@ -37,44 +33,27 @@ def _power(left: int, right: int) -> int:
     return pow(left, right, 2**64)
 
 
+# How tight each binds, and its value.
 OPERATORS: Mapping[str, tuple[int, Callable[[int, int], int]]] = {
-    "||": (1, lambda left, right: bool(left or right)),
-    "&&": (2, lambda left, right: bool(left and right)),
-    "|": (3, operator.or_),
-    "^": (4, operator.xor),
-    "&": (5, operator.and_),
-    "==": (6, operator.eq),
-    "!=": (6, operator.ne),
-    "<": (7, operator.lt),
-    ">": (7, operator.gt),
-    "<=": (7, operator.le),
-    ">=": (7, operator.ge),
-    "<<": (8, lambda left, right: left << (right % 64)),
-    ">>": (8, lambda left, right: left >> (right % 64)),
-    "+": (9, operator.add),
-    "-": (9, operator.sub),
-    "*": (10, operator.mul),
-    "/": (10, _quotient),
-    "%": (10, lambda left, right: left - _quotient(left, right) * right),
-    "**": (11, _power),
-}
+    "||": (1, operator.or_), "&&": (2, operator.and_), "|": (3, operator.or_),
+    "^": (4, operator.xor), "&": (5, operator.and_), "==": (6, operator.eq),
+    "!=": (6, operator.ne), "<": (7, operator.lt), ">": (7, operator.gt), "<=": (7, operator.le),
+    ">=": (7, operator.ge), "<<": (8, lambda left, right: left << right % 64),
+    ">>": (8, lambda left, right: left >> right % 64), "+": (9, operator.add),
+    "-": (9, operator.sub), "*": (10, operator.mul), "/": (10, _quotient),
+    "%": (10, lambda left, right: left - _quotient(left, right) * right), "**": (11, _power),
+}  # fmt: skip
+ASSIGNMENTS = {"=", *(f"{each}=" for each in ("+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^"))}
 
 
 @dataclass(slots=True)
 class Formula:
-    """An expression that is being read.
-
-    Args:
-        tokens: Numbers, names and operators in order.
-        value_of: Returns the text of a variable.
-        assign: Sets one.
-        at: The token that is read next.
-    """
+    """An expression that is being read, with how variables are read and set."""
 
     tokens: list[str]
     value_of: Callable[[str], str]
     assign: Callable[[str, str], None]
-    at: int = 0
+    at: int = 0  # the token that is read next
 
     def peek(self) -> str:
         """Return the next token; empty at the end."""
@@ -97,7 +76,7 @@ class Formula:
         self.at += 1
         first = self.choice()
         if self.peek() != ":":
-            raise PlanError(f"arithmetic has `{self.peek()}` where `:` is expected")
+            raise PlanError("a `?` has no `:`")
         self.at += 1
         return partial(_chosen, condition, first, self.choice())
 
@@ -105,6 +84,9 @@ class Formula:
         """Return a number, a variable or what is in parentheses, with its sign."""
         token = self.peek()
         self.at += 1
+        if token in {"++", "--"} and self.peek().isidentifier():
+            self.at += 1
+            return partial(self.changed, self.tokens[self.at - 1], token[0], lambda: 1)
         if token in SIGNS:
             return partial(_signed, token, self.unary())
         if token[:1].isdigit():
@@ -183,11 +165,6 @@ def evaluate(
     text: str, value_of: Callable[[str], str], assign: Callable[[str, str], None]
 ) -> Number:
     """Return the value of an expression, or the mark of what it depends on.
-
-    Args:
-        text: The expression, in which the variables with a dollar are expanded.
-        value_of: Returns the text of a variable.
-        assign: Sets one.
 
     Raises:
         PlanError: If it is no expression, has ``,`` or an element, or divides by 0.

@@ -18,13 +18,7 @@ ELEMENT = re.compile(r"\[.+?\]\+?=.*", re.DOTALL)
 def assign(shell: Interpreter, node: "Node", stop: int | None = None) -> str:
     """Carry out an assignment; return the name of the variable.
 
-    Args:
-        shell: The script.
-        node: The assignment.
-        stop: The character after it, where the grammar ends it too early.
-
-    Raises:
-        PlanError: If it is one to an element of an array.
+    It ends before *stop* where the grammar ends it too early; one to an element is refused.
     """
     place, name = shell.place(node), shell.text(node.children[0])
     operator = next(each for each in node.children if each.type in {"=", "+="})

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.shell.assignments import NAME, declare_words
+from meshwright.planner.shell.assignments import NAME
 from meshwright.planner.shell.conditions import Condition
 from meshwright.planner.shell.interpreter import Command, Flow, Interpreter, Status, Variable
 from meshwright.planner.shell.words import MARKS, WHITE, Field, Text, Unknown, written
@@ -16,20 +16,12 @@ MOST_OF_A_SEQUENCE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A command of the shell with its arguments.
-
-    Args:
-        shell: The script.
-        words: All words, the name first.
-        arguments: The texts after the name.
-        text: What it reads, where the script says that.
-        place: Where it stands.
-    """
+    """A command of the shell with its arguments."""
 
     shell: Interpreter
-    words: Sequence[Field]
+    words: Sequence[Field]  # all of them, the name first
     arguments: Sequence[Text]
-    text: Text | None
+    text: Text | None  # what it reads, where the script says that
     place: int
 
     def joined(self, arguments: Sequence[Text] | None = None) -> Text:
@@ -63,19 +55,12 @@ def _exit(call: Call) -> Status:
 
 
 def _leave(call: Call) -> Status:
-    kind, text = call.words[0].text.characters, "1"
-    if call.arguments:
-        text = call.arguments[0].characters
-    elif kind == "return":
-        text = "0"
+    """Carry out ``return``, ``break`` or ``continue``."""
+    kind = call.words[0].text.characters
+    text = call.arguments[0].characters if call.arguments else "0" if kind == "return" else "1"
     mark = MARKS.search(text)
     status: Status = mark[0] if mark else text == "0"
     raise Flow(kind, int(text) if text.isdecimal() else 1, status=status)
-
-
-def _declare(call: Call) -> Status:
-    declare_words(call.shell, call.words[0].text.characters, "", call.arguments, call.place)
-    return True
 
 
 def _unset(call: Call) -> Status:
@@ -118,13 +103,10 @@ def _cd(call: Call) -> Status:
 
 
 def _path(call: Call, path: Text) -> Text:
-    unknown = MARKS.search(path.characters + call.shell.state.folder.characters)
-    if path.characters.startswith("/") and not MARKS.search(path.characters):
-        unknown = None
-    if unknown is not None:
-        return written(unknown[0], call.place)
+    """Return a path from the working folder on, normalised; unknown where a part of it is."""
     whole = posixpath.join(call.shell.state.folder.characters, path.characters)
-    return written(posixpath.normpath(whole), call.place)
+    mark = MARKS.search(whole)
+    return written(mark[0] if mark else posixpath.normpath(whole), call.place)
 
 
 def _test(call: Call) -> Status:
@@ -164,26 +146,21 @@ def _read(call: Call) -> Status:
 
 def _words_of_line(call: Call, most: int) -> list[Text] | None:
     """Return the words of the first line of a here-string, *most* or any number; None of others."""
-    if call.text is None or MARKS.search(call.text.characters):
-        return None
-    line = call.text.part(0, (call.text.characters + "\n").index("\n"))
     separators = call.shell.state.variables.get("IFS")
     between = separators.texts[0].characters if separators is not None else WHITE
-    border = {WHITE: f"[{WHITE}]+", "": "$."}.get(between, re.escape(between))
-    if len(between) > 1 and between != WHITE:
+    is_white = between == WHITE
+    if call.text is None or MARKS.search(call.text.characters) or len(between) > 1 + is_white * 9:
         return None
-    stop = len(line.characters.rstrip(between)) if between == WHITE else len(line.characters)
-    at = (
-        len(line.characters[:stop]) - len(line.characters[:stop].lstrip(between))
-        if between == WHITE
-        else 0
-    )
+    characters = call.text.characters.partition("\n")[0]
+    at, stop = 0, len(characters)
+    if is_white:
+        at, stop = stop - len(characters.lstrip()), len(characters.rstrip())
     found: list[Text] = []
-    for each in re.finditer(border, line.characters):
-        if at < each.start() < stop and len(found) + 1 != most:
-            found.append(line.part(at, each.start()))
+    for each in re.finditer(f"[{WHITE}]+" if is_white else re.escape(between) or "$.", characters):
+        if at <= each.start() < stop and len(found) + 1 != most:
+            found.append(call.text.part(at, each.start()))
             at = each.end()
-    return [*found, line.part(at, stop)]
+    return [*found, call.text.part(at, stop)]
 
 
 def _getopts(call: Call) -> Status:
@@ -273,12 +250,13 @@ PRINTING: Mapping[str, Callable[[Call], Text | None]] = {
 }
 BUILTINS: Mapping[str, Callable[[Call], Status]] = {
     **dict.fromkeys((":", "true", "trap", "wait", "umask", "ulimit", "shopt", "alias"), _succeed),
-    **dict.fromkeys(("export", "declare", "typeset", "local", "readonly"), _declare),
     **dict.fromkeys(("return", "break", "continue"), _leave),
     **dict.fromkeys(("cd", "pushd", "popd"), _cd),
     **dict.fromkeys(("read", "mapfile", "readarray", "printf"), _read),
     **dict.fromkeys(("test", "["), _test),
-    **dict.fromkeys(("let", "coproc"), _refused),
+    **dict.fromkeys(
+        ("let", "coproc", "export", "declare", "typeset", "local", "readonly"), _refused
+    ),
     "false": lambda call: not _succeed(call),
     "exit": _exit,
     "unset": _unset,

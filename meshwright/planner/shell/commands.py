@@ -40,26 +40,18 @@ QUESTIONS = {
 }  # fmt: skip
 # An activated environment sets no variable of the script.
 ENVIRONMENTS = ("activate", "bashrc", "profile", "conda")
-STATEMENT_NODES = frozenset(
+STATEMENTS = frozenset(
     {"pipeline", "list", "command", "redirected_statement", "compound_statement", "subshell"}
 )
 
 
 @dataclass(slots=True)
 class Redirections:
-    """What redirections make of a command.
+    """What redirections make of a command."""
 
-    Args:
-        text: What it reads, where that stands in the script.
-        is_quiet: What it prints goes elsewhere.
-        words: Those after a file of a redirection: they are arguments.
-        after: Statements that stand behind the start of a here-document.
-    """
-
-    text: Text | None = None
-    is_quiet: bool = False
-    words: list["Node"] = field(default_factory=list)
-    after: list["Node"] = field(default_factory=list)
+    text: Text | None = None  # what it reads, where that stands in the script
+    is_quiet: bool = False  # what it prints goes elsewhere
+    words: list["Node"] = field(default_factory=list)  # arguments behind a redirection
 
 
 def run_command(shell: Interpreter, node: "Node") -> Status:
@@ -73,8 +65,6 @@ def run_command(shell: Interpreter, node: "Node") -> Status:
     shell.output = [] if given.is_quiet and output is not None else output
     status = shell.run(shell, body) if body is not None else True
     shell.output = output
-    for each in given.after:
-        shell.run(shell, each)
     return status
 
 
@@ -96,9 +86,10 @@ def _redirections(shell: Interpreter, nodes: Sequence["Node"]) -> Redirections:
             for inner in each.named_children:
                 if inner.type in {"file_redirect", "herestring_redirect"}:
                     waiting.append(inner)
+                elif inner.type in STATEMENTS:
+                    raise shell.refusal(shell.place(inner), "a command behind `<<` is not read")
                 elif not inner.type.startswith(("heredoc", "file_desc")):
-                    is_statement = inner.type in STATEMENT_NODES
-                    (given.after if is_statement else given.words).append(inner)
+                    given.words.append(inner)
     return given
 
 
@@ -141,10 +132,7 @@ def _run_simple(shell: Interpreter, node: "Node", redirects: Sequence["Node"]) -
     given = _redirections(shell, [*inner, *redirects])
     for each in given.words:
         words += fields(shell, each.parent or node, [each])
-    status = _run_words(shell, words, prefix, given, shell.place(node)) if words else True
-    for each in given.after:
-        shell.run(shell, each)
-    return status
+    return _run_words(shell, words, prefix, given, shell.place(node)) if words else True
 
 
 def _is_divided(shell: Interpreter, start: int, stop: int) -> bool:
@@ -311,18 +299,14 @@ def _source(call: Call) -> Status:
         if not any(each in shown for each in ENVIRONMENTS):
             state.missing = state.missing or shown[:60]
         return True
-    saved = state.arguments, state.knows_arguments
     if call.arguments[1:]:
-        state.arguments, state.knows_arguments = tuple(call.arguments[1:]), True
+        raise call.refusal("with arguments is not read")
     try:
         return run_text(shell, text, call.place)
     except Flow as flow:
         if flow.kind != "return":
             raise
-        return True
-    finally:
-        if call.arguments[1:]:
-            shell.state.arguments, shell.state.knows_arguments = saved
+        return flow.status
 
 
 def _eval(call: Call) -> Status:

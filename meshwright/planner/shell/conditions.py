@@ -15,13 +15,9 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 ORDERS: Mapping[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-lt": operator.lt,
-    "-le": operator.le,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-}
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt,
+    "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
+}  # fmt: skip
 EQUALITIES = {"=", "==", "!="}
 BINARY = {*ORDERS, *EQUALITIES, "<", ">", "=~", "-nt", "-ot", "-ef"}
 UNARY = frozenset(f"-{each}" for each in "abcdefghknoprstuvwxzGLNORS")
@@ -46,21 +42,13 @@ def either(left: Status, right: Status) -> Status:
 
 @dataclass(slots=True)
 class Condition:
-    """The words between the brackets of a test.
-
-    Args:
-        shell: The script.
-        words: Expanded.
-        place: Of the test.
-        is_double: It is ``[[ ]]``: the right side of ``==`` is a pattern.
-        at: The word that is read next.
-    """
+    """The words between the brackets of a test, expanded."""
 
     shell: Interpreter
     words: Sequence[Field]
     place: int
-    is_double: bool
-    at: int = 0
+    is_double: bool  # it is `[[ ]]`: the right side of `==` is a pattern
+    at: int = 0  # the word that is read next
 
     def peek(self, ahead: int = 0) -> str:
         """Return a word that follows; empty where it was quoted."""
@@ -76,11 +64,7 @@ class Condition:
         return is_next
 
     def result(self) -> Status:
-        """Return whether the condition holds.
-
-        Raises:
-            PlanError: If it is not read.
-        """
+        """Return whether the condition holds; refuse one that is not read."""
         if len(self.words) < 2:
             return bool(self.words) and self.filled(self.words[0].text)
         status = self.disjunction()
@@ -110,11 +94,8 @@ class Condition:
             return self.compared(following[0].text, self.words[self.at - 2], following[2])
         if self.take("!"):
             return negated(self.term())
-        if self.take("(", r"\("):
-            status = self.disjunction()
-            self.at += 0 if self.peek() in {")", r"\)"} else len(self.words)  # not read
-            self.at += 1
-            return status
+        if self.peek() in {"(", r"\("}:
+            raise self.shell.refusal(self.place, "a test with parentheses is not read")
         if len(following) > 1 and self.peek() in UNARY:
             self.at += 2
             return self.unary(following[0].text.characters, following[1])
@@ -135,9 +116,6 @@ class Condition:
                 return True  # the word vanishes, and `[ -n ]` is true
             status = self.filled(word.text)
             return status if sign == "-n" else negated(status)
-        if sign == "-v" and characters.isidentifier():
-            self.shell.used |= {characters} & {*self.shell.defines}
-            return characters in self.shell.state.variables
         why = "asks for what is not in the file"
         return self.shell.unread(self.place, f"the test `{sign} {characters}`", why).characters
 
@@ -181,10 +159,7 @@ class Condition:
 def leaves(node: "Node") -> Iterator["Node"]:
     """Yield the words and the operators of a test, in order."""
     for each in node.children:
-        if each.type.endswith("y_expression") or each.type in {
-            "parenthesized_expression",
-            "negated_expression",
-        }:
+        if each.type.endswith("_expression"):
             yield from leaves(each)
         else:
             yield each

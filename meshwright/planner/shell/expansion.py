@@ -124,15 +124,10 @@ def specials(node: "Node", start: int, stop: int) -> list["Node"]:
 
 
 def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str) -> list[Fragment]:
-    """Return the parts of a word, expanded.
+    """Return the parts of the word from *start* to *stop* within a node, expanded.
 
-    Args:
-        shell: The script.
-        node: The part of the tree that holds the word.
-        start: Its first character.
-        stop: The character after it.
-        mode: ``word``; ``double`` between quotes; ``here`` in a here-document; ``raw`` in
-            arithmetic; ``default`` a word within ``${X:-...}`` that is not quoted.
+    The mode is ``word``; ``double`` between quotes; ``here`` in a here-document; ``raw`` in
+    arithmetic; ``default`` for a word within ``${X:-...}`` that is not quoted.
     """
     found: list[Fragment] = []
     at = start
@@ -180,15 +175,14 @@ def _expanded(shell: Interpreter, node: "Node", *, is_quoted: bool) -> list[Frag
     kind, start = Kind.QUOTED if is_quoted else Kind.SPLIT, _begin(shell, node)
     text = shell.frame.source.part(start, node.end_byte)
     characters, place = text.characters, shell.place_at(start)
-    if node.type in {"string", "translated_string"}:
-        return _quoted(shell, node if node.type == "string" else node.children[-1])
+    if node.type == "string":
+        return _quoted(shell, node)
     if node.type == "expansion":
         return _expansion(shell, node, kind)
     if node.type == "simple_expansion":
         return operated(shell, Parameter(characters[1:]), "", list, place, kind)
-    if node.type == "raw_string" or (node.type == "ansi_c_string" and "\\" not in characters):
-        first = 1 if node.type == "raw_string" else 2
-        return [Fragment(text.part(first, len(characters) - 1), Kind.QUOTED)]
+    if node.type == "raw_string":
+        return [Fragment(text.part(1, len(characters) - 1), Kind.QUOTED)]
     if node.type == "command_substitution":
         text = substitution(shell, node)
     elif characters.startswith("$(("):
@@ -207,7 +201,7 @@ def _quoted(shell: Interpreter, node: "Node") -> list[Fragment]:
 
 
 def _expansion(shell: Interpreter, node: "Node", kind: Kind) -> list[Fragment]:
-    """Return what ``${...}`` stands for; ``${!X}``, ``${X:1:2}`` and ``${X@Q}`` are not read."""
+    """Return what ``${...}`` stands for; ``${!X}``, ``${X:1:2}``, ``${X/a/b}`` are not read."""
     start, stop = _begin(shell, node) + 2, node.end_byte - 1
     place, characters = shell.place_at(start), shell.frame.source.characters
     inner = characters[start:stop]
@@ -227,7 +221,7 @@ def _expansion(shell: Interpreter, node: "Node", kind: Kind) -> list[Fragment]:
 
     def word() -> list[Fragment]:
         mode = "double" if kind is Kind.QUOTED else "default"
-        mode = "word" if operator[:1] in {"#", "%", "/"} else mode
+        mode = "word" if operator[:1] in {"#", "%"} else mode
         return fragments(shell, node, found.end(), stop, mode)
 
     return operated(shell, parameter, operator, word, place, kind)

@@ -90,29 +90,17 @@ class Function:
 
 @dataclass(slots=True)
 class State:
-    """What a shell holds.
+    """What a shell holds."""
 
-    Args:
-        variables: By name; those that are not there are unset.
-        exported: Names of variables that commands see.
-        functions: By name.
-        name: Of the script, as ``$0``.
-        arguments: The positional parameters.
-        knows_arguments: There are no other arguments than these.
-        folder: The working folder.
-        local: Variables of the function that runs, with what they were outside.
-        missing: A file of settings that the script reads and that is not there.
-    """
-
-    variables: dict[str, Variable] = field(default_factory=dict)
-    exported: frozenset[str] = frozenset()
+    variables: dict[str, Variable] = field(default_factory=dict)  # no others are set
+    exported: frozenset[str] = frozenset()  # names of variables that commands see
     functions: dict[str, Function] = field(default_factory=dict)
-    name: Text = field(default_factory=Text)
+    name: Text = field(default_factory=Text)  # of the script: `$0`
     arguments: tuple[Text, ...] = ()
-    knows_arguments: bool = False
-    folder: Text = field(default_factory=Text)
-    local: dict[str, Variable | None] = field(default_factory=dict)
-    missing: str = ""
+    knows_arguments: bool = False  # there are no other arguments than these
+    folder: Text = field(default_factory=Text)  # the working folder
+    local: dict[str, Variable | None] = field(default_factory=dict)  # what they were outside
+    missing: str = ""  # a file of settings that the script reads and that is not there
 
     def copy(self) -> "State":
         """Return a state that changes on its own."""
@@ -154,33 +142,19 @@ class Frame:
 
 @dataclass(slots=True)
 class Interpreter:
-    """A script that is being read.
+    """A script that is being read: what the shell holds, and what was found."""
 
-    Args:
-        run: Runs a statement; it is given because statements hold words and words statements.
-        state: What the shell holds.
-        frame: The text that is read.
-        file: The script.
-        defines: Variables that the user gave.
-        unknowns: What the script does not tell.
-        steps: How many statements and expansions may still be done.
-        characters: How many characters values may still have.
-        commands: Those found.
-        output: What the commands between ``$(`` and ``)`` print; None outside.
-        used: The names among *defines* that the script asked for.
-    """
-
-    run: Callable[["Interpreter", "Node"], Status]
+    run: Callable[["Interpreter", "Node"], Status]  # statements hold words, words statements
     state: State
     frame: Frame
     file: Path | None
-    defines: Mapping[str, str]
+    defines: Mapping[str, str]  # variables that the user gave
     unknowns: Unknowns = field(default_factory=Unknowns)
-    steps: int = MOST_STEPS
-    characters: int = MOST_TEXT
-    commands: list[Command] = field(default_factory=list)
-    output: list[Text] | None = None
-    used: set[str] = field(default_factory=set)
+    steps: int = MOST_STEPS  # statements and expansions that may still be done
+    characters: int = MOST_TEXT  # that values may still have
+    commands: list[Command] = field(default_factory=list)  # those found
+    output: list[Text] | None = None  # what commands between `$(` and `)` print
+    used: set[str] = field(default_factory=set)  # names among *defines* that were asked for
 
     def place(self, node: "Node") -> int:
         """Return where a part of the text was written."""
@@ -200,11 +174,7 @@ class Interpreter:
         return self.unknowns.refusal(place, problem)
 
     def spend(self, place: int, *, steps: int = 1, characters: int = 0) -> None:
-        """Count what is done.
-
-        Raises:
-            PlanError: If it is more than a script needs.
-        """
+        """Count what is done; refuse a script that does more than one needs."""
         self.steps -= steps
         self.characters -= characters
         if self.steps < 0:
@@ -305,13 +275,9 @@ class Interpreter:
 def merged(
     states: Sequence[State], cause: Unknown, unknowns: Unknowns, told: Callable[[str], Text | None]
 ) -> State:
-    """Return the state after branches of which it is not known which one ran.
+    """Return the state after branches of which it is not known which one ran, and why.
 
-    Args:
-        states: After each branch, one at least.
-        cause: Why it is not known.
-        unknowns: Those of the script.
-        told: Returns what the user says of a variable; None where nothing.
+    What the user has *told* of a variable stands where it differs.
     """
     first, *others = states
     result = first.copy()

@@ -20,7 +20,7 @@ from meshwright.simulator import PlanError
 
 PARAMETER = re.compile(
     r"(?P<length>#?)(?P<name>[A-Za-z_]\w*|\d+|[@*?$!#-])"
-    r"(?:\[(?P<index>(?:[^][]|\[[^]]*\])*)\])?(?P<operator>:?[-=?+]|##?|%%?|//|/[#%]?|\^\^?|,,?|$)",
+    r"(?:\[(?P<index>(?:[^][]|\[[^]]*\])*)\])?(?P<operator>:?[-=?+]|##?|%%?|\^\^?|,,?|$)",
     re.ASCII,
 )
 CASES: Mapping[str, Callable[[str], str]] = {
@@ -32,17 +32,11 @@ CASES: Mapping[str, Callable[[str], str]] = {
 
 
 class Parameter(NamedTuple):
-    """What stands between ``${`` and an operator.
+    """What stands between ``${`` and an operator."""
 
-    Args:
-        name: Of the variable, or the number of an argument.
-        element: Its index, or the mark of what it depends on; ``@`` or ``*`` all.
-        is_length: A ``#`` stands before it: a length, or a count.
-    """
-
-    name: str
-    element: int | str = 0
-    is_length: bool = False
+    name: str  # of the variable, or the number of an argument
+    element: int | str = 0  # its index, or the mark of what that depends on; `@` or `*` all
+    is_length: bool = False  # a `#` stands before it: a length, or a count
 
     @property
     def is_all(self) -> bool:
@@ -114,8 +108,6 @@ def calculated(shell: Interpreter, characters: str, place: int) -> int | str:
     try:
         return evaluate(characters.replace("\\\n", "").replace('"', ""), value_of, assign)
     except PlanError as error:
-        if str(error).startswith("line ") or ": line " in str(error):
-            raise
         raise shell.refusal(place, str(error)) from None
 
 
@@ -127,15 +119,9 @@ def operated(
     place: int,
     kind: Kind,
 ) -> list[Fragment]:
-    """Return what a parameter with an operator stands for.
+    """Return what a parameter with an operator (``:-``, or none) stands for.
 
-    Args:
-        shell: The script.
-        parameter: What stands before the operator.
-        operator: ``:-`` for instance; empty where there is none.
-        word: Expands what stands after it.
-        place: Where it was written.
-        kind: The quoting of the whole.
+    *word* expands what stands after the operator; *kind* is the quoting of the whole.
     """
     found = values(shell, parameter, place)
     if parameter.is_length and found is not None:
@@ -146,7 +132,7 @@ def operated(
             return fallback or [Fragment(Text(), kind)]
     if found is None:
         found = (shell.unset(parameter.name, place),)
-    if operator[:1] in {"#", "%", "/"}:
+    if operator[:1] in {"#", "%"}:
         pattern = word()
         found = tuple(_changed(shell, each, operator, pattern, place) for each in found)
     elif operator in CASES:
@@ -194,43 +180,14 @@ def _conditional(
 def _changed(
     shell: Interpreter, text: Text, operator: str, pattern: list[Fragment], place: int
 ) -> Text:
-    """Return a value after an operator that cuts (``#``, ``%``) or replaces (``/``)."""
+    """Return a value after an operator that cuts (``#``, ``%``)."""
     characters = text.characters
     mark = MARKS.search(characters + field_of(pattern).text.characters)
     if mark is not None:
         return written(mark[0], place)
-    if operator[0] == "/":
-        return _replaced(shell, text, operator, pattern, place)
     is_longest, is_start = len(operator) == 2, operator[0] == "#"
     is_shortest = is_start and not is_longest
     regex = shell.regex(pattern, characters, place, is_shortest=is_shortest)
     rest = "(.*?)" if is_longest and not is_start else "(.*)"
     found = re.fullmatch(regex + rest if is_start else rest + regex, characters, re.DOTALL)
     return text.part(*found.span(1)) if found else text
-
-
-def _replaced(
-    shell: Interpreter, text: Text, operator: str, word: list[Fragment], place: int
-) -> Text:
-    """Return a value in which what matches is replaced; the slash that divides is not quoted."""
-    pattern, new, is_divided = [], "", False
-    for each in word:
-        characters = each.text.characters
-        if is_divided:
-            new += characters
-            continue
-        at = characters.find("/") if each.kind is Kind.LITERAL else -1
-        is_divided = at >= 0
-        at = at if is_divided else len(characters)
-        pattern.append(Fragment(each.text.part(0, at), each.kind))
-        new += characters[at + 1 :]
-    if "&" in new:
-        raise shell.refusal(place, "`&` means different things to versions of bash")
-    regex = shell.regex(pattern, text.characters, place)
-    regex = {"/#": rf"\A{regex}", "/%": rf"{regex}\Z"}.get(operator, f"(?!\\Z){regex}")
-    count = 0 if operator == "//" else 1
-    if regex == "(?!\\Z)(?:)":
-        return text
-    new = new.replace("\\", r"\\")
-    done = re.sub(regex, new, text.characters, count=count, flags=re.DOTALL)
-    return written(done, text.place or place)

@@ -73,34 +73,22 @@ def joined(parts: Sequence[Text]) -> Text:
 
 
 class Unknown(NamedTuple):
-    """A part of a text that the script does not tell.
+    """A part of a text that the script does not tell."""
 
-    Args:
-        shown: As it stands in messages: ``$X``.
-        cause: ``$X at line 3 is not set in the file``.
-        name: Of the variable that would tell it; empty where no variable does.
-        is_unset: A variable that nothing sets: a test for an empty value finds it empty.
-        is_open: It may stand for any number of words.
-        is_usual: The success of a command that a script counts on: ``cd x && python y.py``.
-    """
-
-    shown: str
-    cause: str
-    name: str = ""
-    is_unset: bool = False
-    is_open: bool = False
-    is_usual: bool = False
+    shown: str  # as it stands in messages: `$X`
+    cause: str  # `$X at line 3 is not set in the file`
+    name: str = ""  # of the variable that would tell it
+    is_unset: bool = False  # nothing sets it: a test for an empty value finds it empty
+    is_open: bool = False  # it may stand for any number of words
+    is_usual: bool = False  # the success of a command that a script counts on: `cd x && python y`
 
     @property
     def message(self) -> str:
         """The cause, with the remedy."""
         if not self.name:
             return f"{self.cause}; give the command as it runs (`bash -x` prints it)"
-        sample = "VALUE"
-        if LIKELY_OPTIONS.search(self.name):
-            sample = '""'
-        elif LIKELY_COUNT.search(self.name):
-            sample = "8"
+        sample = "8" if LIKELY_COUNT.search(self.name) else "VALUE"
+        sample = '""' if LIKELY_OPTIONS.search(self.name) else sample
         return f"{self.cause}; give it with --define {self.name}={sample}"
 
 
@@ -177,17 +165,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A part of a word, expanded.
-
-    Args:
-        text: Its characters.
-        kind: Its quoting.
-        begins: A new word begins with it: the second element of ``"${A[@]}"``.
-    """
+    """A part of a word, expanded, with its quoting."""
 
     text: Text
     kind: Kind
-    begins: bool = False
+    begins: bool = False  # a new word begins with it: the second element of `"${A[@]}"`
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +214,7 @@ def split(fragments: Sequence[Fragment]) -> list[Field]:
 def regex_of(fragments: Sequence[Fragment], *, is_shortest: bool = False) -> str:
     """Return a pattern of the shell (``*``, ``?``, ``[a-z]``) as a regular expression.
 
-    Args:
-        fragments: The parts of the pattern; those quoted match themselves.
-        is_shortest: Each ``*`` matches as little as it can.
+    Quoted parts match themselves; with *is_shortest* a ``*`` matches as little as it can.
 
     Raises:
         PlanError: If it is an extended pattern, or has a class as ``[[:digit:]]``.
