@@ -196,22 +196,14 @@ def _line(change: Callable[[Call], Text | None]) -> Callable[[Call], Text | None
 
 def _pathname(change: Callable[[str], str]) -> Callable[[Call], Text | None]:
     def changed(call: Call) -> Text | None:
-        if not call.plain():
+        if not 1 <= len(call.arguments) <= 2:
             return None
-        path = call.plain()[0]
-        mark = MARKS.search(path.characters)
-        return written(mark[0] if mark else change(path.characters), call.place)
+        path, *ending = [each.characters for each in call.arguments]
+        mark = MARKS.search(path)
+        text = mark[0] if mark else change(path)
+        return written(text.removesuffix(ending[0]) if ending else text, call.place)
 
     return changed
-
-
-def _basename(call: Call) -> Text | None:
-    if len(call.arguments) not in {1, 2}:
-        return None
-    name, *ending = [each.characters for each in call.arguments]
-    mark = MARKS.search(name)
-    text = mark[0] if mark else posixpath.basename(name.rstrip("/"))
-    return written(text.removesuffix(ending[0]) if ending else text, call.place)
 
 
 def _realpath(call: Call) -> Text | None:
@@ -233,19 +225,15 @@ def _no_output(call: Call) -> Text | None:
     return None
 
 
-def _cat(call: Call) -> Text | None:
-    return call.text if not call.arguments else None
-
-
 PRINTING: Mapping[str, Callable[[Call], Text | None]] = {
     "echo": _echo,
     "printf": _no_output,
     "pwd": _line(lambda call: call.shell.state.folder),
     "dirname": _line(_pathname(lambda path: posixpath.dirname(path.rstrip("/")) or ".")),
-    "basename": _line(_basename),
+    "basename": _line(_pathname(lambda path: posixpath.basename(path.rstrip("/")))),
     "realpath": _line(_realpath),
     "readlink": _line(_realpath),
-    "cat": _cat,
+    "cat": _no_output,
     "seq": _line(_seq),
 }
 BUILTINS: Mapping[str, Callable[[Call], Status]] = {

@@ -73,7 +73,7 @@ class Condition:
         return status
 
     def disjunction(self) -> Status:
-        """Return the value of ``a || b``, of conditions joined by ``&&``."""
+        """Return the value of ``a && b || c``."""
         status = self.conjunction()
         while self.take("||", "-o"):
             status = either(status, self.conjunction())
@@ -134,7 +134,7 @@ class Condition:
         elif mark is not None:
             return mark[0]
         elif self.is_double:
-            status = self.shell.is_match(right.parts, sides[0], self.place)
+            status = self.shell.matched(right.parts, sides[0], self.place) is not None
         else:
             status = sides[0] == sides[1]
         return negated(status) if name == "!=" else status

@@ -44,7 +44,6 @@ ESCAPES = {
     "word": r"\\(\n|.)" + DOLLAR,
     "default": r"\\(\n|.)" + DOLLAR,
     "double": r'\\([\n$`"\\])' + DOLLAR,
-    "here": r"\\([\n$`\\])" + DOLLAR,
     "raw": r"\\(\n)" + DOLLAR,
 }
 BRACES = re.compile(r"(?:|.*[^$])\{([^{}\s]*,[^{}\s]*|\w+\.\.[^{}\s]+)\}.*")
@@ -126,8 +125,7 @@ def specials(node: "Node", start: int, stop: int) -> list["Node"]:
 def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str) -> list[Fragment]:
     """Return the parts of the word from *start* to *stop* within a node, expanded.
 
-    The mode is ``word``; ``double`` between quotes; ``here`` in a here-document; ``raw`` in
-    arithmetic; ``default`` for a word within ``${X:-...}`` that is not quoted.
+    The mode is ``word``; ``double`` between quotes; ``raw`` in arithmetic; ``default`` for a word within ``${X:-...}`` that is not quoted.
     """
     found: list[Fragment] = []
     at = start
@@ -136,7 +134,7 @@ def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str
         if each.type == "string" and literal.characters.endswith("$"):
             literal = literal.part(0, len(literal.characters) - 1)
         found += _literal(shell, literal, mode)
-        found += _expanded(shell, each, is_quoted=mode in {"double", "here"})
+        found += _expanded(shell, each, is_quoted=mode == "double")
         at = each.end_byte
     found += _literal(shell, shell.frame.source.part(at, stop), mode)
     count = sum(len(each.text.characters) for each in found)

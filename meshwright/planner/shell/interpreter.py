@@ -118,17 +118,6 @@ class State:
             if old is not None:
                 self.variables[name] = old
 
-    def same(self, other: "State") -> bool:
-        """Return whether another has the same variables, arguments and folder."""
-        mine, theirs = Variable(self.arguments), Variable(other.arguments)
-        return (
-            self.variables.keys() == other.variables.keys()
-            and self.exported == other.exported
-            and mine.same(theirs)
-            and self.folder.characters == other.folder.characters
-            and all(each.same(other.variables[name]) for name, each in self.variables.items())
-        )
-
 
 @dataclass(slots=True)
 class Frame:
@@ -189,22 +178,21 @@ class Interpreter:
         self.spend(place, steps=0, characters=sum(len(part.characters) for part in parts))
         return joined(parts)
 
-    def regex(
-        self, pattern: Sequence[Fragment], characters: str, place: int, *, is_shortest: bool = False
-    ) -> str:
-        """Return a pattern as a regular expression, counting what matching it may take."""
+    def matched(
+        self,
+        pattern: Sequence[Fragment],
+        characters: str,
+        place: int,
+        form: str = "{}",
+        star: str = ".*",
+    ) -> re.Match[str] | None:
+        """Match a whole text with a pattern in a regular expression, counting what that takes."""
         try:
-            regex = regex_of(pattern, is_shortest=is_shortest)
-            re.compile(regex)
+            regex = form.format(regex_of(pattern, star))
+            self.spend(place, steps=1 + len(characters) ** (regex.count(".*") + 1) // 10_000)
+            return re.fullmatch(regex, characters, re.DOTALL)
         except (PlanError, re.error) as error:
-            raise self.refusal(place, str(error)) from None
-        self.spend(place, steps=1 + len(characters) ** (regex.count(".*") + 1) // 10_000)
-        return f"(?:{regex})"
-
-    def is_match(self, pattern: Sequence[Fragment], characters: str, place: int) -> bool:
-        """Return whether a pattern matches a whole text."""
-        regex = self.regex(pattern, characters, place)
-        return re.fullmatch(regex, characters, re.DOTALL) is not None
+            raise self.refusal(place, f"a pattern is not read: {error}") from None
 
     def mark(self, place: int, unknown: Unknown) -> Text:
         """Return the text of an unknown."""
@@ -218,10 +206,6 @@ class Interpreter:
         shown = shown if len(shown) <= 40 else f"{shown[:36]}...{shown[-1]}"
         cause = f"{shown} at {self.unknowns.where(place)} {why}"
         return self.mark(place, Unknown(shown, cause, is_open=is_open))
-
-    def decision(self, mark: str) -> Unknown:
-        """Return what a status depends on."""
-        return self.unknowns.meaning(mark)
 
     def merge(self, states: Sequence[State], cause: Unknown) -> None:
         """Go on with what the states after several branches have in common."""

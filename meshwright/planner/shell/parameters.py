@@ -185,9 +185,8 @@ def _changed(
     mark = MARKS.search(characters + field_of(pattern).text.characters)
     if mark is not None:
         return written(mark[0], place)
-    is_longest, is_start = len(operator) == 2, operator[0] == "#"
-    is_shortest = is_start and not is_longest
-    regex = shell.regex(pattern, characters, place, is_shortest=is_shortest)
-    rest = "(.*?)" if is_longest and not is_start else "(.*)"
-    found = re.fullmatch(regex + rest if is_start else rest + regex, characters, re.DOTALL)
+    form, star = {
+        "#": ("{}(.*)", ".*?"), "##": ("{}(.*)", ".*"), "%": ("(.*){}", ".*"), "%%": ("(.*?){}", ".*"),
+    }[operator]  # fmt: skip
+    found = shell.matched(pattern, characters, place, form, star)
     return text.part(*found.span(1)) if found else text

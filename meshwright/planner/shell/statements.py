@@ -123,14 +123,14 @@ def _pipeline(shell: Interpreter, node: "Node") -> Status:
 def _list(shell: Interpreter, node: "Node") -> Status:
     left, sign, right = node.children[0], node.children[1].type, node.children[-1]
     status = run_statement(shell, left)
-    if isinstance(status, str) and shell.decision(status).is_usual:
+    if isinstance(status, str) and shell.unknowns.meaning(status).is_usual:
         status = True
     if status is (sign == "&&"):
         return run_statement(shell, right)
     if isinstance(status, bool):
         return status
     second: list[Status] = []
-    cause = shell.decision(status)
+    cause = shell.unknowns.meaning(status)
     fork(shell, cause, [lambda: second.append(run_statement(shell, right)), lambda: None])
     return (both if sign == "&&" else either)(status, second[0] if second else status)
 
@@ -161,7 +161,7 @@ def _choose(shell: Interpreter, parts: Block) -> Status:
     )
     if isinstance(status, bool):
         return body() if status else others()
-    fork(shell, shell.decision(status), [body, others])
+    fork(shell, shell.unknowns.meaning(status), [body, others])
     return status
 
 
@@ -178,7 +178,7 @@ def _case(shell: Interpreter, node: "Node") -> Status:
         body = partial(run_all, shell, item.children[end + 1 :])
         patterns = list(_patterns(shell, item, item.children[: end + 1]))
         bodies.append(body)
-        if mark is None and any(shell.is_match(each.parts, text, place) for each in patterns):
+        if mark is None and any(shell.matched(each.parts, text, place) for each in patterns):
             return body()
         if patterns[-1].text.characters == "*":
             break
@@ -186,7 +186,7 @@ def _case(shell: Interpreter, node: "Node") -> Status:
         bodies.append(lambda: None)
     if mark is None:
         return True
-    fork(shell, shell.decision(mark[0]), bodies)
+    fork(shell, shell.unknowns.meaning(mark[0]), bodies)
     return mark[0]
 
 
@@ -277,7 +277,7 @@ def _uncertain_rounds(shell: Interpreter, cause: Unknown, once: Callable[[], obj
     for _ in range(10):
         before = shell.state.copy()
         fork(shell, cause, [once, lambda: None])
-        if shell.state.same(before):
+        if shell.state == before:
             return
     raise shell.refusal(0, f"a loop does not settle: {cause.message}")
 
@@ -305,11 +305,11 @@ def _loop(
     for _ in range(MOST_ROUNDS):
         status = holds()
         if isinstance(status, str):
-            _uncertain_rounds(shell, shell.decision(status), lambda: (once(), holds()))
+            _uncertain_rounds(shell, shell.unknowns.meaning(status), lambda: (once(), holds()))
             break
         before = shell.state.copy()
         shell.spend(place, steps=1 + len(before.variables) // 20)
-        if not status or not once() or shell.state.same(before):
+        if not status or not once() or shell.state == before:
             break  # the same again: it goes on so for ever
     else:
         raise shell.refusal(place, f"a loop runs over {MOST_ROUNDS:,} times")

@@ -211,20 +211,18 @@ def split(fragments: Sequence[Fragment]) -> list[Field]:
     return [field_of([Fragment(p.text, p.kind) for p in each]) for each in fields if each]
 
 
-def regex_of(fragments: Sequence[Fragment], *, is_shortest: bool = False) -> str:
+def regex_of(fragments: Sequence[Fragment], star: str = ".*") -> str:
     """Return a pattern of the shell (``*``, ``?``, ``[a-z]``) as a regular expression.
 
-    Quoted parts match themselves; with *is_shortest* a ``*`` matches as little as it can.
+    Quoted parts match themselves; ``*`` becomes *star*.
 
     Raises:
         PlanError: If it is an extended pattern, or has a class as ``[[:digit:]]``.
     """
 
     def translated(found: re.Match[str]) -> str:
-        if found[2]:
-            return ".*?" if is_shortest else ".*"
-        if found[3]:
-            return "."
+        if found[2] or found[3]:
+            return star if found[2] else "."
         if found[5]:
             members = re.sub(r"([][^\\&~|])", r"\\\1", found[5])
             return f"[^{members}]" if found[4] else f"[{members}]"
@@ -233,10 +231,8 @@ def regex_of(fragments: Sequence[Fragment], *, is_shortest: bool = False) -> str
     regex = ""
     for each in fragments:
         characters = each.text.characters
-        if each.kind is Kind.QUOTED:
-            regex += re.escape(characters)
-            continue
-        if NOT_READ.search(characters):
+        is_quoted = each.kind is Kind.QUOTED
+        if not is_quoted and NOT_READ.search(characters):
             raise PlanError(f"the pattern {characters[:40]!a} is not read")
-        regex += PATTERN.sub(translated, characters)
+        regex += re.escape(characters) if is_quoted else PATTERN.sub(translated, characters)
     return regex
