@@ -1,16 +1,22 @@
-"""Commands of the shell itself, and those small programs whose output is known from their words."""
+"""Commands of the shell itself, assignments, and small programs whose output is known."""
 
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.assignments import NAME
 from meshwright.planner.shell.conditions import Condition
+from meshwright.planner.shell.expansion import fields, fragments, word_groups
 from meshwright.planner.shell.interpreter import Command, Flow, Interpreter, Status, Variable
-from meshwright.planner.shell.words import MARKS, WHITE, Field, Text, Unknown, written
+from meshwright.planner.shell.words import MARKS, WHITE, Field, Text, Unknown, field_of, written
 from meshwright.simulator import PlanError
 
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+ELEMENT = re.compile(r"\[.+?\]\+?=.*", re.DOTALL)
 MOST_OF_A_SEQUENCE = 10_000
 
 
@@ -50,7 +56,7 @@ def _exit(call: Call) -> Status:
     shell = call.shell
     if shell.output is None:
         words = tuple(shell.unknowns.word(each.text, call.place) for each in call.words)
-        shell.commands.append(Command(words=words, environment={}, launcher=shell.frame.launcher))
+        shell.commands.append(Command(words=words, launcher=shell.frame.launcher))
     raise Flow("exit")
 
 
@@ -102,17 +108,15 @@ def _cd(call: Call) -> Status:
     return True
 
 
-def _path(call: Call, path: Text) -> Text:
+def _path(call: Call, path: Text, ending: str = "") -> Text:
     """Return a path from the working folder on, normalised; unknown where a part of it is."""
     whole = posixpath.join(call.shell.state.folder.characters, path.characters)
     mark = MARKS.search(whole)
-    return written(mark[0] if mark else posixpath.normpath(whole), call.place)
+    return written((mark[0] if mark else posixpath.normpath(whole)) + ending, call.place)
 
 
 def _test(call: Call) -> Status:
-    words = list(call.words[1:])
-    if call.words[0].text.characters == "[":
-        words = words[:-1]
+    words = call.words[1:-1] if call.words[0].text.characters == "[" else call.words[1:]
     return Condition(call.shell, words, call.place, is_double=False).result()
 
 
@@ -134,10 +138,8 @@ def _read(call: Call) -> Status:
     else:
         what = "is read from outside the file" if name == "read" else f"is set by {name}"
         for each in names:
-            unknown = Unknown(
-                f"${each}", f"${each} at {where} {what}", each, is_open=name != "read"
-            )
-            shell.state.variables[each] = Variable((shell.mark(call.place, unknown),))
+            cause = f"${each} at {where} {what}"
+            unknown = Unknown(f"${each}", cause, each, is_open=name != "read")
             shell.assign(each, shell.mark(call.place, unknown), call.place)
     if name != "read" or call.text is not None:
         return True
@@ -184,30 +186,24 @@ def _echo(call: Call) -> Text | None:
     return call.shell.join([call.joined(arguments), written(ending, call.place)], call.place)
 
 
-def _line(change: Callable[[Call], Text | None]) -> Callable[[Call], Text | None]:
-    def print_line(call: Call) -> Text | None:
-        text = change(call)
-        if text is None:
-            return None
-        return call.shell.join([text, written("\n", call.place)], call.place)
-
-    return print_line
-
-
-def _pathname(change: Callable[[str], str]) -> Callable[[Call], Text | None]:
-    def changed(call: Call) -> Text | None:
-        if not 1 <= len(call.arguments) <= 2:
-            return None
-        path, *ending = [each.characters for each in call.arguments]
-        mark = MARKS.search(path)
-        text = mark[0] if mark else change(path)
-        return written(text.removesuffix(ending[0]) if ending else text, call.place)
-
-    return changed
+def _path_part(call: Call) -> Text | None:
+    """Return what ``dirname`` or ``basename`` prints."""
+    if not 1 <= len(call.arguments) <= 2:
+        return None
+    path, *ending = [each.characters for each in call.arguments]
+    mark, name = MARKS.search(path), call.words[0].text.characters
+    change = posixpath.basename if name == "basename" else posixpath.dirname
+    text = mark[0] if mark else change(path.rstrip("/")) or "."
+    return written(text.removesuffix("".join(ending)) + "\n", call.place)
 
 
 def _realpath(call: Call) -> Text | None:
-    return _path(call, call.plain()[0]) if len(call.plain()) == 1 else None
+    paths = call.plain()
+    return _path(call, paths[0], "\n") if len(paths) == 1 else None
+
+
+def _pwd(call: Call) -> Text | None:
+    return call.shell.join([call.shell.state.folder, written("\n", call.place)], call.place)
 
 
 def _seq(call: Call) -> Text | None:
@@ -226,15 +222,12 @@ def _no_output(call: Call) -> Text | None:
 
 
 PRINTING: Mapping[str, Callable[[Call], Text | None]] = {
+    **dict.fromkeys(("printf", "cat"), _no_output),
+    **dict.fromkeys(("dirname", "basename"), _path_part),
+    **dict.fromkeys(("realpath", "readlink"), _realpath),
     "echo": _echo,
-    "printf": _no_output,
-    "pwd": _line(lambda call: call.shell.state.folder),
-    "dirname": _line(_pathname(lambda path: posixpath.dirname(path.rstrip("/")) or ".")),
-    "basename": _line(_pathname(lambda path: posixpath.basename(path.rstrip("/")))),
-    "realpath": _line(_realpath),
-    "readlink": _line(_realpath),
-    "cat": _no_output,
-    "seq": _line(_seq),
+    "pwd": _pwd,
+    "seq": _seq,
 }
 BUILTINS: Mapping[str, Callable[[Call], Status]] = {
     **dict.fromkeys((":", "true", "trap", "wait", "umask", "ulimit", "shopt", "alias"), _succeed),
@@ -252,3 +245,98 @@ BUILTINS: Mapping[str, Callable[[Call], Status]] = {
     "shift": _shift,
     "getopts": _getopts,
 }
+
+
+def assign(shell: Interpreter, node: "Node", stop: int | None = None) -> str:
+    """Carry out an assignment; return the name of the variable.
+
+    It ends before *stop* where the grammar ends it too early; one to an element is refused.
+    """
+    place, name = shell.place(node), shell.text(node.children[0])
+    operator = next(each for each in node.children if each.type in {"=", "+="})
+    if not NAME.fullmatch(name):
+        raise shell.refusal(place, f"the assignment to the element {name[:40]} is not read")
+    before = shell.state.variables.get(name) if operator.type == "+=" else None
+    value = node.children[-1]
+    if value.type == "array":
+        texts = _elements(shell, value)
+        shell.state.variables[name] = Variable(
+            (*(before.texts if before is not None else ()), *texts), is_array=True
+        )
+        return name
+    whole = node if stop is None else node.parent or node
+    parts = fragments(shell, whole, operator.end_byte, stop or node.end_byte, "word")
+    text = field_of(parts).text
+    if operator.type == "+=":
+        old = before.texts[:1] if before is not None else (shell.unset(name, place),)
+        text = shell.join([*old, text], place)
+    shell.assign(name, text, place)
+    return name
+
+
+def _elements(shell: Interpreter, node: "Node") -> list[Text]:
+    """Return the elements of ``(a "b c" $D)``."""
+    found: list[Text] = []
+    for group in word_groups(
+        shell, [each for each in node.named_children if each.type != "comment"]
+    ):
+        start, stop = group[0].start_byte, group[-1].end_byte
+        if ELEMENT.fullmatch(shell.frame.source.characters[start:stop]):
+            raise shell.refusal(shell.place(group[0]), "an array with keys is not read")
+        found += [each.text for each in fields(shell, node, group)]
+    shell.spend(shell.place(node), steps=1 + len(found) // 10)
+    return found
+
+
+def run_declaration(shell: Interpreter, node: "Node") -> Status:
+    """Carry out ``export``, ``declare``, ``local``, ``readonly``."""
+    keyword, *rest = node.children
+    flags = ""
+    for group in word_groups(shell, rest):
+        first, stop = group[0], group[-1].end_byte
+        if first.type == "variable_assignment":
+            name = shell.text(first.children[0])
+            declare(shell, keyword.type, flags, name, shell.place(first), is_assigned=True)
+            assign(shell, first, stop if len(group) > 1 else None)
+        else:
+            words = [each.text for each in fields(shell, node, group)]
+            flags = declare_words(shell, keyword.type, flags, words, shell.place(first))
+    return True
+
+
+def declare_words(
+    shell: Interpreter, keyword: str, flags: str, words: Sequence[Text], place: int
+) -> str:
+    """Carry out a declaration whose assignments are words (``export "A=$B"``); return its flags."""
+    for word in words:
+        name, equals, _ = word.characters.partition("=")
+        if name.startswith("-"):
+            flags += name[1:]
+            continue
+        if NAME.fullmatch(name):
+            declare(shell, keyword, flags, name, place, is_assigned=bool(equals))
+            if equals:
+                shell.assign(name, word.part(len(name) + 1, len(word.characters)), place)
+        elif MARKS.search(name) or NAME.fullmatch(name.removesuffix("+")):
+            shown = shell.unknowns.shown(name)[:40]
+            raise shell.refusal(place, f"the declaration of {shown} is not read")
+    return flags
+
+
+def declare(
+    shell: Interpreter, keyword: str, flags: str, name: str, place: int, *, is_assigned: bool
+) -> None:
+    """Make a variable local, exported or an array; it keeps its value until it is assigned to."""
+    state = shell.state
+    if set(flags) - set("aefgiprtx"):
+        raise shell.refusal(place, f"`{keyword} -{flags}` of {name} is not read")
+    is_local = keyword == "local" or (keyword in {"declare", "typeset"} and "g" not in flags)
+    if is_local and shell.frame.is_function:
+        state.local.setdefault(name, state.variables.get(name))
+        if not is_assigned:
+            shell.state.variables[name] = Variable((Text(),))
+    if keyword == "export" or "x" in flags:
+        state.exported |= {name}
+    before = state.variables.get(name)
+    if "a" in flags and not (before is not None and before.is_array):
+        state.variables[name] = Variable((), is_array=True)

@@ -1,12 +1,11 @@
 """Commands of a script: what they read, functions, scripts within, and those that are noted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.assignments import assign
-from meshwright.planner.shell.builtin_commands import BUILTINS, PRINTING, Call
+from meshwright.planner.shell.builtin_commands import BUILTINS, PRINTING, Call, assign
 from meshwright.planner.shell.expansion import (
     MOST_BYTES,
     fields,
@@ -25,7 +24,7 @@ from meshwright.planner.shell.interpreter import (
     Status,
 )
 from meshwright.planner.shell.words import MARKS, Field, Text, Unknown, Word
-from meshwright.planner.shell.wrappers import environment_of, wrapped_at
+from meshwright.planner.shell.wrappers import wrapped_at
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -59,8 +58,7 @@ def run_command(shell: Interpreter, node: "Node") -> Status:
     redirects = [] if body == node else [each for each in node.children if each != body]
     if body is not None and body.type in {"command", "unset_command"}:
         return _run_simple(shell, body, redirects)
-    given = _redirections(shell, redirects)
-    output = shell.output
+    output, given = shell.output, _redirections(shell, redirects)
     shell.output = [] if given.is_quiet and output is not None else output
     status = shell.run(shell, body) if body is not None else True
     shell.output = output
@@ -152,10 +150,8 @@ def run_words(shell: Interpreter, words: Sequence[Field], text: Text | None, pla
         return _call(call, function)
     if name in PRINTING and shell.output is not None:
         printed = PRINTING[name](call)
-        if printed is None:
-            return _external(call, words)
-        shell.output.append(printed)
-        return True
+        shell.output += [] if printed is None else [printed]
+        return _external(call, words) if printed is None else True
     builtin = RUNNING.get(name) or BUILTINS.get(name)
     return builtin(call) if builtin is not None else _external(call, words)
 
@@ -192,26 +188,15 @@ def _external(call: Call, fields_: Sequence[Field]) -> Status:
     )
     at = wrapped_at(words)
     name = words[at].text if at < len(words) else ""
-    shell.spend(place, steps=1 + len(shell.state.exported) // 4)
+    shell.spend(place)
     if name in SHELLS and _run_script(call, [each.text for each in fields_[at:]], words[:at]):
         return True
-    seen = {**_environment(shell, place), **environment_of(words[:at])}
-    shell.commands.append(Command(words=words, environment=seen, launcher=shell.frame.launcher))
+    shell.commands.append(Command(words=words, launcher=shell.frame.launcher))
     where = shell.unknowns.where(place)
     shown = " ".join(each.text for each in words[:3])[:40]
     cause = f"whether `{shown}` at {where} succeeds is not known"
     asks = words[0].text in QUESTIONS or [each.text for each in words[1:2]] == ["-c"]
     return shell.unknowns.mark(Unknown(shown, cause, is_usual=not asks))
-
-
-def _environment(shell: Interpreter, place: int) -> Mapping[str, Word]:
-    """Return the variables that a command sees."""
-    variables = {name: shell.state.variables.get(name) for name in sorted(shell.state.exported)}
-    return {
-        name: shell.unknowns.word(variable.texts[0], place)
-        for name, variable in variables.items()
-        if variable is not None and not variable.is_array
-    }
 
 
 def _run_script(call: Call, arguments: list[Text], launcher: tuple[Word, ...]) -> bool:
@@ -297,10 +282,10 @@ def _eval(call: Call) -> Status:
 
 
 def _exec(call: Call) -> Status:
-    if not call.arguments:
-        return True
-    _external(call, call.words[1:])
-    raise Flow("exit")
+    if call.arguments:
+        _external(call, call.words[1:])
+        raise Flow("exit")
+    return True
 
 
 def _command(call: Call) -> Status:

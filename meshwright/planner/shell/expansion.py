@@ -47,8 +47,6 @@ ESCAPES = {
     "raw": r"\\(\n)" + DOLLAR,
 }
 BRACES = re.compile(r"(?:|.*[^$])\{([^{}\s]*,[^{}\s]*|\w+\.\.[^{}\s]+)\}.*")
-# What a part that is no bash lacks the end of, most often.
-OPENING = {"if", "for", "while", "until", "case", "{", "(", "[", "[[", "((", "$(", "${", "`", '"'}
 PLACEHOLDER = re.compile(r"(?<!<)<\w[^<>]*>")  # VOCAB=<Specify path>
 BAD = re.compile("[\0\ud800-\udfff\U000f0000-\U000ffffd]")
 MOST_BYTES = 250_000
@@ -105,7 +103,7 @@ def _first_error(node: "Node") -> "Node":
         if inner is None:
             return node
         node = inner
-    return next((each for each in node.children if each.type in OPENING), node)
+    return node
 
 
 def specials(node: "Node", start: int, stop: int) -> list["Node"]:
@@ -125,7 +123,8 @@ def specials(node: "Node", start: int, stop: int) -> list["Node"]:
 def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str) -> list[Fragment]:
     """Return the parts of the word from *start* to *stop* within a node, expanded.
 
-    The mode is ``word``; ``double`` between quotes; ``raw`` in arithmetic; ``default`` for a word within ``${X:-...}`` that is not quoted.
+    The mode is ``word``; ``double`` between quotes; ``raw`` in arithmetic; ``default`` in
+    ``${X:-...}`` that is not quoted.
     """
     found: list[Fragment] = []
     at = start

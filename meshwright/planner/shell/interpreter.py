@@ -40,14 +40,12 @@ class Command:
 
     Args:
         words: The name and the arguments.
-        environment: The variables that it sees, those before it included.
         launcher: The words of the command that starts it, with their own options: of srun where
             ``srun ... bash -c "..."`` holds it.
         unknown: Why it is not known whether it runs, with the remedy; empty where it is.
     """
 
     words: tuple[Word, ...]
-    environment: Mapping[str, Word]
     launcher: tuple[Word, ...] = ()
     unknown: str = ""
 
@@ -188,11 +186,11 @@ class Interpreter:
     ) -> re.Match[str] | None:
         """Match a whole text with a pattern in a regular expression, counting what that takes."""
         try:
-            regex = form.format(regex_of(pattern, star))
-            self.spend(place, steps=1 + len(characters) ** (regex.count(".*") + 1) // 10_000)
-            return re.fullmatch(regex, characters, re.DOTALL)
+            regex = re.compile(form.format(regex_of(pattern, star)), re.DOTALL)
         except (PlanError, re.error) as error:
             raise self.refusal(place, f"a pattern is not read: {error}") from None
+        self.spend(place, steps=1 + len(characters) ** (regex.pattern.count(".*") + 1) // 10_000)
+        return regex.fullmatch(characters)
 
     def mark(self, place: int, unknown: Unknown) -> Text:
         """Return the text of an unknown."""

@@ -50,7 +50,6 @@ class Launch:
         launcher_words: The options of each launcher, the headers of ``sbatch`` among them.
         program: What trains: a file, a module or a command.
         arguments: Its words.
-        environment: The variables that it sees.
         nodes: Of the launcher's options; None where they do not tell it.
         ranks_per_node: The same.
         unknown: Why a number of nodes or ranks that is written there is not known.
@@ -60,7 +59,6 @@ class Launch:
     launcher_words: Mapping[str, tuple[Word, ...]]
     program: Word
     arguments: tuple[Word, ...]
-    environment: Mapping[str, Word]
     nodes: int | None = None
     ranks_per_node: int | None = None
     unknown: tuple[str, ...] = ()
@@ -192,7 +190,6 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
         launcher_words=start.launchers,
         program=program,
         arguments=tuple(arguments),
-        environment=command.environment,
         nodes=count.nodes,
         ranks_per_node=count.ranks_per_node,
         unknown=tuple(each.unknown for each in count.asked if each is not None and each.unknown),

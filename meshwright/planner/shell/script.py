@@ -57,9 +57,7 @@ def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -
     shell = Interpreter(run_statement, state, Frame(whole), path, defines)
     headers = _headers(text)
     if headers:
-        shell.commands.append(
-            Command(words=(Word("sbatch", headers[0].line), *headers), environment={})
-        )
+        shell.commands.append(Command(words=(Word("sbatch", headers[0].line), *headers)))
         _set_slurm_variables(shell, split_options(headers, "sbatch").values)
     try:
         run_text(shell, whole, 0)

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.assignments import assign, run_declaration
+from meshwright.planner.shell.builtin_commands import assign, run_declaration
 from meshwright.planner.shell.commands import run_command
 from meshwright.planner.shell.conditions import both, either, negated, tested
 from meshwright.planner.shell.expansion import fields, fragments, number, single
@@ -80,7 +80,8 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
             ends.append(shell.state)
         ran.append(shell.commands)
     shell.state, shell.commands = before, outer
-    if all(_words(each) == _words(ran[0]) for each in ran):
+    words = [[[word.text for word in each.words] for each in some] for some in ran]
+    if all(each == words[0] for each in words):
         outer += ran[0]
     else:
         why = cause.message
@@ -89,14 +90,6 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
         raise flow
     shell.spend(0, steps=len(before.variables) // 10)
     shell.merge(ends, cause)
-
-
-def _words(commands: Sequence[Command]) -> list[tuple[list[str], dict[str, str]]]:
-    """Return what makes a command the same in two branches."""
-    return [
-        ([w.text for w in each.words], {k: w.text for k, w in each.environment.items()})
-        for each in commands
-    ]
 
 
 def _rejoin(shell: Interpreter, kind: str) -> None:

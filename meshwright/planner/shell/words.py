@@ -129,15 +129,13 @@ class Unknowns:
         return MARKS.sub(lambda found: self.meaning(found[0]).shown, characters)
 
     def where(self, place: int) -> str:
-        """Return ``line 12``, or ``line 12 of FILE`` where that is not the script itself."""
+        """Return ``line 12``, or ``FILE: line 12`` where that is not the script itself."""
         number, line = divmod(place, FILE_STRIDE)
-        return f"line {line} of {self.files[number]}" if number else f"line {line}"
+        return f"{self.files[number]}: line {line}" if number else f"line {line}"
 
     def refusal(self, place: int, problem: str) -> PlanError:
         """Return the error of a script that cannot be read on."""
-        number, line = divmod(place, FILE_STRIDE)
-        file = f"{self.files[number]}: " if number else ""
-        return PlanError(f"{file}line {line}: {problem}")
+        return PlanError(f"{self.where(place)}: {problem}")
 
     def word(self, text: Text, place: int, *, is_quoted: bool = True) -> Word:
         """Return the word that a text is; *place* is that of the command."""

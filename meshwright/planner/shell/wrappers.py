@@ -40,13 +40,11 @@ MPI = Wrapper(
 WRAPPERS: Mapping[str, Wrapper] = {
     **dict.fromkeys(("apptainer", "singularity"), CONTAINER),
     **dict.fromkeys(("mpirun", "mpiexec", "orterun"), MPI),
-    **dict.fromkeys(("nohup", "setsid"), Wrapper()),
+    "nohup": Wrapper(),
     "env": Wrapper("-u -C -S --unset --chdir"),
     "exec": Wrapper("-a"),
     "time": Wrapper("-f -o --format --output"),
-    "sudo": Wrapper("-u -g -h -p -C -T -R -D"),
     "numactl": Wrapper("-N -m -C -p -i -l --membind --cpunodebind --interleave --physcpubind"),
-    "taskset": Wrapper(positionals=1),
     "timeout": Wrapper("-k -s --kill-after --signal", positionals=1),
     "uv": Wrapper(
         "-p -w --python --project --directory --package --extra --no-extra --group --no-group "
@@ -164,13 +162,3 @@ def next_at(words: Sequence[Word], at: int) -> int | None:
         else:
             start += 3 if text in {"--mca", "-mca", "-genv"} else 2 if text in takes else 1
     return min(start + wrapper.positionals, len(words))
-
-
-def environment_of(words: Sequence[Word]) -> dict[str, Word]:
-    """Return the variables that ``env A=1`` sets among the words of wrappers."""
-    pairs = ((each, each.text.partition("=")) for each in words[1:])
-    return {
-        name: word._replace(text=value)
-        for word, (name, equals, value) in pairs
-        if ASSIGNMENT.match(name + equals)
-    }
