@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.planner.shell.conditions import Condition
-from meshwright.planner.shell.expansion import fields, fragments, word_groups
+from meshwright.planner.shell.expansion import fields, fragments, number, word_groups
 from meshwright.planner.shell.interpreter import Command, Flow, Interpreter, Status, Variable
+from meshwright.planner.shell.parameters import calculated
 from meshwright.planner.shell.words import MARKS, WHITE, Field, Text, Unknown, field_of, written
 from meshwright.simulator import PlanError
 
@@ -120,6 +121,13 @@ def _test(call: Call) -> Status:
     return Condition(call.shell, words, call.place, is_double=False).result()
 
 
+def _let(call: Call) -> Status:
+    value: int | str = 0
+    for each in call.arguments:
+        value = calculated(call.shell, each.characters, call.place)
+    return value if isinstance(value, str) else value != 0
+
+
 def _read(call: Call) -> Status:
     """Set the variables of ``read``: those of a here-string that is known, or to what is not."""
     shell, where = call.shell, call.shell.unknowns.where(call.place)
@@ -128,8 +136,11 @@ def _read(call: Call) -> Status:
         return True
     names = [each for each in flags if NAME.fullmatch(each)]
     is_array = any(re.fullmatch("-[er]*a", each) for each in flags)
+    is_whole = flags[:3] == ["-r", "-d", ""]  # `read -r -d '' X <<EOF`: not the first line alone
+    flags = flags[3:] if is_whole else flags
     is_plain = all(re.fullmatch("-[er]*a?|" + NAME.pattern, each) for each in flags)
-    words = _words_of_line(call, 0 if is_array else len(names)) if is_plain else None
+    most = 0 if is_array else len(names)
+    words = _words_read(call, most, is_whole=is_whole) if is_plain else None
     if name == "read" and words is not None and is_array:
         shell.state.variables[names[0]] = Variable((*words,), is_array=True)
     elif name == "read" and words is not None:
@@ -146,14 +157,14 @@ def _read(call: Call) -> Status:
     return shell.unknowns.mark(Unknown("read", f"what `read` at {where} finds is not known"))
 
 
-def _words_of_line(call: Call, most: int) -> list[Text] | None:
-    """Return the words of the first line of a here-string, *most* or any number; None of others."""
+def _words_read(call: Call, most: int, *, is_whole: bool) -> list[Text] | None:
+    """Return the words of the first line of what is read, *most* or any number; None of others."""
     separators = call.shell.state.variables.get("IFS")
     between = separators.texts[0].characters if separators is not None else WHITE
     is_white = between == WHITE
     if call.text is None or MARKS.search(call.text.characters) or len(between) > 1 + is_white * 9:
         return None
-    characters = call.text.characters.partition("\n")[0]
+    characters = call.text.characters if is_whole else call.text.characters.partition("\n")[0]
     at, stop = 0, len(characters)
     if is_white:
         at, stop = stop - len(characters.lstrip()), len(characters.rstrip())
@@ -222,7 +233,8 @@ def _no_output(call: Call) -> Text | None:
 
 
 PRINTING: Mapping[str, Callable[[Call], Text | None]] = {
-    **dict.fromkeys(("printf", "cat"), _no_output),
+    "printf": _no_output,
+    "cat": lambda call: None if call.arguments else call.text,
     **dict.fromkeys(("dirname", "basename"), _path_part),
     **dict.fromkeys(("realpath", "readlink"), _realpath),
     "echo": _echo,
@@ -235,9 +247,8 @@ BUILTINS: Mapping[str, Callable[[Call], Status]] = {
     **dict.fromkeys(("cd", "pushd", "popd"), _cd),
     **dict.fromkeys(("read", "mapfile", "readarray", "printf"), _read),
     **dict.fromkeys(("test", "["), _test),
-    **dict.fromkeys(
-        ("let", "coproc", "export", "declare", "typeset", "local", "readonly"), _refused
-    ),
+    **dict.fromkeys(("coproc", "export", "declare", "typeset", "local", "readonly"), _refused),
+    "let": _let,
     "false": lambda call: not _succeed(call),
     "exit": _exit,
     "unset": _unset,
@@ -250,12 +261,12 @@ BUILTINS: Mapping[str, Callable[[Call], Status]] = {
 def assign(shell: Interpreter, node: "Node", stop: int | None = None) -> str:
     """Carry out an assignment; return the name of the variable.
 
-    It ends before *stop* where the grammar ends it too early; one to an element is refused.
+    It ends before *stop* where the grammar ends it too early.
     """
     place, name = shell.place(node), shell.text(node.children[0])
     operator = next(each for each in node.children if each.type in {"=", "+="})
     if not NAME.fullmatch(name):
-        raise shell.refusal(place, f"the assignment to the element {name[:40]} is not read")
+        return _assign_element(shell, node, operator)
     before = shell.state.variables.get(name) if operator.type == "+=" else None
     value = node.children[-1]
     if value.type == "array":
@@ -271,6 +282,21 @@ def assign(shell: Interpreter, node: "Node", stop: int | None = None) -> str:
         old = before.texts[:1] if before is not None else (shell.unset(name, place),)
         text = shell.join([*old, text], place)
     shell.assign(name, text, place)
+    return name
+
+
+def _assign_element(shell: Interpreter, node: "Node", operator: "Node") -> str:
+    """Carry out ``A[1]=x``, of an element that is there or the next one."""
+    place, (name, bracket, index) = shell.place(node), shell.text(node.children[0]).partition("[")
+    start = node.start_byte + len(name + bracket)
+    at = number(shell, node, start, start + len(index) - 1)
+    texts = [*shell.state.variables.get(name, Variable(())).texts]
+    if operator.type == "+=" or isinstance(at, str) or not 0 <= at <= len(texts):
+        raise shell.refusal(place, f"the assignment to the element {name}[{index[:40]} is not read")
+    parts = fragments(shell, node, operator.end_byte, node.end_byte, "word")
+    shell.spend(place, steps=1 + len(texts) // 10)
+    texts[at : at + 1] = [field_of(parts).text]
+    shell.state.variables[name] = Variable((*texts,), is_array=True)
     return name
 
 

@@ -9,6 +9,7 @@ from meshwright.planner.shell.builtin_commands import BUILTINS, PRINTING, Call, 
 from meshwright.planner.shell.expansion import (
     MOST_BYTES,
     fields,
+    fragments,
     parse,
     single,
     text_of_file,
@@ -23,7 +24,7 @@ from meshwright.planner.shell.interpreter import (
     State,
     Status,
 )
-from meshwright.planner.shell.words import MARKS, Field, Text, Unknown, Word
+from meshwright.planner.shell.words import MARKS, Field, Text, Unknown, Word, field_of
 from meshwright.planner.shell.wrappers import wrapped_at
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _redirections(shell: Interpreter, nodes: Sequence["Node"]) -> Redirections:
             groups = word_groups(shell, each.children_by_field_name("destination"))
             given.words += [inner for group in groups[1:] for inner in group]
         elif each.type == "heredoc_redirect":
-            given.text = shell.unread(shell.place(each), "a here-document")
+            given.text = _here_document(shell, each)
             for inner in each.named_children:
                 if inner.type in {"file_redirect", "herestring_redirect"}:
                     waiting.append(inner)
@@ -88,6 +89,19 @@ def _redirections(shell: Interpreter, nodes: Sequence["Node"]) -> Redirections:
                 elif not inner.type.startswith(("heredoc", "file_desc")):
                     given.words.append(inner)
     return given
+
+
+def _here_document(shell: Interpreter, node: "Node") -> Text:
+    """Return the lines of ``<<EOF``, expanded if no part of EOF is quoted."""
+    parts = {each.type: each for each in node.children}
+    start, body, end = (parts.get(f"heredoc_{each}") for each in ("start", "body", "end"))
+    if start is None or body is None or end is None or "<<-" in parts:
+        return shell.unread(shell.place(node), "this here-document")
+    last = max(each.end_byte for each in node.children if each.end_byte <= body.start_byte)
+    first = shell.frame.source.characters.find("\n", last - 1) + 1
+    if set(shell.text(start)) & set("'\"\\"):
+        return shell.frame.source.part(first, end.start_byte)
+    return field_of(fragments(shell, body, first, end.start_byte, "here")).text
 
 
 def _run_simple(shell: Interpreter, node: "Node", redirects: Sequence["Node"]) -> Status:

@@ -44,6 +44,7 @@ ESCAPES = {
     "word": r"\\(\n|.)" + DOLLAR,
     "default": r"\\(\n|.)" + DOLLAR,
     "double": r'\\([\n$`"\\])' + DOLLAR,
+    "here": r"\\([\n$`\\])" + DOLLAR,
     "raw": r"\\(\n)" + DOLLAR,
 }
 BRACES = re.compile(r"(?:|.*[^$])\{([^{}\s]*,[^{}\s]*|\w+\.\.[^{}\s]+)\}.*")
@@ -103,7 +104,9 @@ def _first_error(node: "Node") -> "Node":
         if inner is None:
             return node
         node = inner
-    return node
+    # What lacks its end, most often; the error begins before it.
+    opening = {"if", "for", "while", "until", "case", "{", "(", "((", "$(", "${", "`", '"'}
+    return next((each for each in node.children if each.type in opening), node)
 
 
 def specials(node: "Node", start: int, stop: int) -> list["Node"]:
@@ -123,8 +126,8 @@ def specials(node: "Node", start: int, stop: int) -> list["Node"]:
 def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str) -> list[Fragment]:
     """Return the parts of the word from *start* to *stop* within a node, expanded.
 
-    The mode is ``word``; ``double`` between quotes; ``raw`` in arithmetic; ``default`` in
-    ``${X:-...}`` that is not quoted.
+    The mode is ``word``; ``double`` between quotes; ``here`` in a here-document; ``raw`` in
+    arithmetic; ``default`` in ``${X:-...}`` that is not quoted.
     """
     found: list[Fragment] = []
     at = start
@@ -133,7 +136,7 @@ def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str
         if each.type == "string" and literal.characters.endswith("$"):
             literal = literal.part(0, len(literal.characters) - 1)
         found += _literal(shell, literal, mode)
-        found += _expanded(shell, each, is_quoted=mode == "double")
+        found += _expanded(shell, each, is_quoted=mode in {"double", "here"})
         at = each.end_byte
     found += _literal(shell, shell.frame.source.part(at, stop), mode)
     count = sum(len(each.text.characters) for each in found)
@@ -182,8 +185,9 @@ def _expanded(shell: Interpreter, node: "Node", *, is_quoted: bool) -> list[Frag
         return [Fragment(text.part(1, len(characters) - 1), Kind.QUOTED)]
     if node.type == "command_substitution":
         text = substitution(shell, node)
-    elif characters.startswith("$(("):
-        value = number(shell, node, start + 3, node.end_byte - 2)
+    elif node.type == "arithmetic_expansion":
+        width = 2 if characters.startswith("$((") else 1  # `$[1 + 1]` is the old form
+        value = number(shell, node, start + 1 + width, node.end_byte - width)
         text = written(str(value), place)
     else:
         text = shell.unread(place, characters)
