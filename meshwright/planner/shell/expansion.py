@@ -133,6 +133,9 @@ def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str
     at = start
     for each in specials(node, start, stop):
         literal = shell.frame.source.part(at, _begin(shell, each))
+        bare = literal.characters.rstrip("\\")
+        if mode == "here" and (len(literal.characters) - len(bare)) % 2:
+            continue  # the grammar expands what a backslash keeps
         if each.type == "string" and literal.characters.endswith("$"):
             literal = literal.part(0, len(literal.characters) - 1)
         found += _literal(shell, literal, mode)

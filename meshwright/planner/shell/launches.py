@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
@@ -26,7 +27,7 @@ MODULES = {
     "accelerate.commands.launch": "accelerate",
 }
 STARTERS = frozenset({"torchrun", "deepspeed", "accelerate"})
-CLUSTERS = frozenset({"srun", "mpirun", "mpiexec", "orterun"})
+MPI = ("mpirun", "mpiexec", "orterun")
 PROGRAMS = frozenset({"llamafactory-cli", "axolotl", "composer"})  # they launch their ranks
 PYTHON = re.compile(r"python[0-9.]*")
 PYTHON_VALUES = ("-X", "-W", "--check-hash-based-pycs")
@@ -52,7 +53,8 @@ class Launch:
         arguments: Its words.
         nodes: Of the launcher's options; None where they do not tell it.
         ranks_per_node: The same.
-        unknown: Why a number of nodes or ranks that is written there is not known.
+        total: Ranks on all nodes, of a launcher that tells them without their nodes.
+        unknown: Why a number of nodes or ranks that is written there is not known, or none.
     """
 
     launcher: str
@@ -61,13 +63,14 @@ class Launch:
     arguments: tuple[Word, ...]
     nodes: int | None = None
     ranks_per_node: int | None = None
+    total: int | None = None
     unknown: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int | None:
         """Ranks on all nodes; None where the launcher does not tell."""
         if self.nodes is None or self.ranks_per_node is None:
-            return None
+            return self.total
         return self.nodes * self.ranks_per_node
 
 
@@ -85,6 +88,7 @@ class Count(NamedTuple):
     nodes: int | None = None
     ranks_per_node: int | None = None
     asked: tuple[Word | None, ...] = ()
+    total: int | None = None
 
 
 def find_launches(commands: Sequence[Command], *, program: str | None = None) -> list[Launch]:
@@ -116,7 +120,8 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
     words = {(each.program.text, *(word.text for word in each.arguments)): each for each in chosen}
     if len(words) > 1:
         raise PlanError(
-            f"the file starts {len(words)} programs: {_listed(words.values())}; say which one"
+            f"the file starts {len(words)} programs: {_listed(words.values())}; "
+            "allowed: one, or --launch PROGRAM:LINE"
         )
     return list(words.values())
 
@@ -192,7 +197,11 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
         arguments=tuple(arguments),
         nodes=count.nodes,
         ranks_per_node=count.ranks_per_node,
-        unknown=tuple(each.unknown for each in count.asked if each is not None and each.unknown),
+        total=count.total,
+        unknown=(
+            *(each.unknown for each in count.asked if each is not None and each.unknown),
+            *_started_twice(launcher, count, start.launchers),
+        ),
     )
 
 
@@ -209,7 +218,7 @@ def _start(command: Command, launchers: dict[str, tuple[Word, ...]]) -> Start | 
         if after is None:
             is_open = _is_unknown(words[0]) and any(each != "sbatch" for each in launchers)
             return Start(launchers, words, is_python=is_open or name.endswith(".py"))
-        if name in CLUSTERS:
+        if name == "srun" or name in MPI:
             launchers[name] = words[1:after]
         words = words[after:]
     return None
@@ -225,6 +234,8 @@ def _started(
         return None
     options = split_options(words, name)
     launchers[name] = options.words
+    if not options.rest and any(key.startswith("n") for key in options.values):
+        raise PlanError(f"{where(words[0])}: {name} starts no program; does a blank end the line?")
     is_doubled = name == "deepspeed" and options.rest and PYTHON.fullmatch(options.rest[0].text)
     return Start(launchers, options.rest[1 if is_doubled else 0 :], is_python=True)
 
@@ -249,8 +260,7 @@ def _of_python(words: tuple[Word, ...], launchers: dict[str, tuple[Word, ...]]) 
 
 def _counted(launcher: str, launchers: Mapping[str, tuple[Word, ...]]) -> Count:
     """Return the numbers of nodes and ranks that the launcher's options say."""
-    known = {n: split_options(words, n).values for n, words in launchers.items() if n in LAUNCHERS}
-    own = known.get(launcher, {})
+    own = _values(launcher, launchers)
     if launcher == "torchrun":
         nodes, ranks = own.get("nnodes"), own.get("nproc-per-node")
         return Count(
@@ -264,7 +274,30 @@ def _counted(launcher: str, launchers: Mapping[str, tuple[Word, ...]]) -> Count:
         machines, processes = own.get("num-machines"), own.get("num-processes")
         count = _whole(machines)
         return Count(count, _quotient(_whole(processes), count), (machines, processes))
-    return _counted_slurm({**known.get("sbatch", {}), **known.get("srun", {})})
+    return _counted_mpi(launchers[launcher]) if launcher in MPI else _counted_slurm(launchers)
+
+
+def _counted_mpi(words: Sequence[Word]) -> Count:
+    """Return the ranks of ``mpirun -np N``."""
+    asked = [after for word, after in pairwise(words) if word.text.lstrip("-") in {"n", "np", "c"}]
+    return Count(asked=tuple(asked[-1:]), total=_whole(asked[-1]) if asked else None)
+
+
+def _started_twice(
+    launcher: str, count: Count, launchers: Mapping[str, tuple[Word, ...]]
+) -> Iterable[str]:
+    """Yield why srun or mpirun starts a launcher of ranks more often than once a node."""
+    outer = next((each for each in ("srun", *MPI) if each in launchers), "")
+    if outer == "srun":
+        tasks = _counted_slurm(launchers).ranks_per_node or 1
+    else:
+        tasks = (_counted_mpi(launchers.get(outer, ())).total or 1) // (count.nodes or 1)
+    if tasks > 1 and launcher in STARTERS:
+        yield f"{outer} starts {tasks} of {launcher} on each node; allowed: 1"
+
+
+def _values(name: str, launchers: Mapping[str, tuple[Word, ...]]) -> Values:
+    return split_options(launchers.get(name, ()), name).values if name in LAUNCHERS else {}
 
 
 def _whole(word: Word | None) -> int | None:
@@ -287,7 +320,11 @@ def _counted_deepspeed(own: Values) -> Count:
     return Count(_whole(nodes), _whole(ranks), (nodes, ranks, include))
 
 
-def _counted_slurm(own: Values) -> Count:
+def _counted_slurm(launchers: Mapping[str, tuple[Word, ...]]) -> Count:
+    srun, header = _values("srun", launchers), dict(_values("sbatch", launchers))
+    if "ntasks" in srun:
+        header.pop("ntasks-per-node", None)  # then the most that a node may have
+    own = {**header, **srun}
     asked = tuple(own.get(each) for each in ("nodes", "ntasks-per-node", "ntasks"))
     count, ranks, total = map(last_number, asked)
     ranks = ranks or _quotient(total, count)
