@@ -19,7 +19,7 @@ def tried(folder: Path, file: str, plan: Claims | None, monkeypatch: pytest.Monk
     (folder / "examples").mkdir(parents=True)
     shutil.copy(FILES / file, folder / "examples")
 
-    def imported(*_: object) -> Imported:
+    def imported(*_: object, leaves_out: bool = False) -> Imported:
         return Imported(2 if plan is None else 0, plan, "x is missing" * (plan is None), {}, {})
 
     monkeypatch.setattr(judgement, "imported", imported)

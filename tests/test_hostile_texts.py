@@ -163,7 +163,11 @@ PLANS = {
         f"{LLAMA} --stack torchtitan-2026-08 --pp 2",
     ),
     "deepspeed": (f"{GPT} --stack deepspeed --zero 2 --offload optimizer",),
-    "accelerate": (f"{GPT} --stack ddp", f"{GPT} --stack fsdp", f"{GPT} --stack deepspeed"),
+    "accelerate": (
+        f"{GPT} --stack ddp",
+        f"{GPT} --stack fsdp",
+        f"{GPT} --stack deepspeed --set overlap_gradient_reduce=false",
+    ),
     "torchrun": (f"{GPT} --stack ddp", f"{LLAMA} --stack fsdp"),
 }
 DOCUMENTS = {words: written_out(words) for words in dict.fromkeys(sum(PLANS.values(), ()))}

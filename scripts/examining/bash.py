@@ -34,6 +34,7 @@ HARMLESS = (
     "tr",
     "uname",
     "wc",
+    "whoami",
 )
 # Programs that a script may call beside what it trains with; they do nothing.
 IDLE = (
@@ -44,14 +45,13 @@ IDLE = (
     "git",
     "ln",
     "mv",
-    "nvidia-smi",
     "pip",
     "rm",
     "scontrol",
     "sleep",
     "wget",
 )
-NOTED = ("torchrun", "deepspeed", "accelerate", "ray", "colossalai", "mpirun", "numactl")
+NOTED = ("torchrun", "deepspeed", "accelerate", "ray", "colossalai", "numactl")
 NOTE = '#!{bash}\nprintf "%s\\0" "$#" "${{0##*/}}" "$@" >> {record}\n'
 # Where a script asks PyTorch how many devices there are, its machine has those of the run.
 PYTHON = (
@@ -65,6 +65,9 @@ esac
 DIRNAME = """#!{bash}
 exec {dirname} "${{1:-.}}"
 """
+SMI = """#!{bash}
+for each in $(seq {devices}); do echo GPU; done
+"""
 # Only folders below the one that a script runs in are made.
 MKDIR = """#!{bash}
 for each do
@@ -76,17 +79,17 @@ for each do
     esac
 done
 """
-SRUN = """#!{bash}
-while [ $# -gt 0 ]; do
+# Options of Slurm and MPI are over where a program stands.
+SRUN = (
+    NOTE
+    + """while [ $# -gt 0 ]; do
     case $1 in
-        -[NntcpJAwGoex]|{valued}) shift 2 ;;
-        -*) shift ;;
-        *) break ;;
+        bash|sh|env|python|python3|torchrun|accelerate|deepspeed) exec "$@" ;;
     esac
+    shift
 done
-exec "$@"
 """
-VALUED = "--nodes|--ntasks|--ntasks-per-node|--gpus-per-node|--cpus-per-task|--container-image"
+)
 SBATCH = """#!{bash}
 while [ $# -gt 0 ]; do
     case $1 in
@@ -178,7 +181,10 @@ def _stand_ins(folder: Path, values: Mapping[str, object]) -> Path:
         "python3": PYTHON,
         "dirname": DIRNAME,
         "mkdir": MKDIR,
-        "srun": SRUN.replace("{valued}", VALUED),
+        "nvidia-smi": SMI,
+        "ds_ssh": SMI + "echo; echo\n",
+        "srun": SRUN,
+        "mpirun": SRUN,
         "sbatch": SBATCH,
     }
     for name, text in texts.items():

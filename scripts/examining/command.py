@@ -40,6 +40,11 @@ def read_words(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", metavar="WORD", default="", help="files with it in their name")
     parser.add_argument("--cluster", default="dgx-h100", help="[dgx-h100]")
+    parser.add_argument(
+        "--leave-out",
+        action="store_true",
+        help="try scripts again without the options that are refused (--without)",
+    )
     parser.add_argument("--whole", action="store_true", help="show refusals whole")
     return parser.parse_args(words)
 
@@ -83,12 +88,12 @@ def tried(
         for folder in folders:
             folder.mkdir()
             commit = laid_out(repository, collection, folder)
-            filled_in(folder)
+            filled_in(folder, is_run=folder.name == "run")
         Path(scratch).chmod(0o755)
         give_away(folders[1])
         given = {"cluster": options.cluster, **collection.given}
         found = [
-            judged(name, folders, given, answers)[0]
+            judged(name, folders, given, answers, leaves_out=options.leave_out)
             for name in collection.names(folders[0])
             if options.only in name
         ]

@@ -22,6 +22,7 @@ OLD_NAMES = {
     "moe-expert-parallel-size": "expert-model-parallel-size",
     "encoder-seq-length": "seq-length",
     "num-local-experts": "num-experts",
+    "intermediate-size": "ffn-hidden-size",  # of Pai-Megatron-Patch
 }
 
 

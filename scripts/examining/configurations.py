@@ -11,6 +11,7 @@ Claims = dict[str, object]
 ADAM = {"adam", "adamw", "fusedadam", "onebitadam"}
 UNTOLD = ("auto", None)
 FLAVORS = {
+    ("llama3", "debugmodel"): (6, 256),
     ("llama3", "8B"): (32, 4096),
     ("llama3", "70B"): (80, 8192),
     ("llama3", "405B"): (126, 16384),

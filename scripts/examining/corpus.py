@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from examining.imports import Answers
 
+LOG = re.compile(r"(?:&>>?|2>&1 *\| *tee(?: -a)?) *[^\s\"]+")
 BLANK = re.compile(r"(?<=[=\"])<[A-Za-z][^<>\n]*>")
 TABLE = Path(__file__).with_name("corpus.toml")
 
@@ -29,6 +30,7 @@ class Collection(NamedTuple):
     repository: str
     files: tuple[str, ...]
     beside: tuple[str, ...] = ()  # what they read
+    apart: tuple[str, ...] = ()  # what is not tried
     revision: str = "HEAD"
     given: Mapping[str, str] = MappingProxyType({})  # options of the import, whatever a file says
 
@@ -36,7 +38,7 @@ class Collection(NamedTuple):
         """Yield the names of its files in a folder, in order."""
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if path.is_file() and _is_one(name, self.files):
+            if path.is_file() and _is_one(name, self.files) and not _is_one(name, self.apart):
                 yield name
 
 
@@ -73,11 +75,15 @@ def laid_out(repository: Path, collection: Collection, target: Path) -> str:
     return "of a folder"
 
 
-def filled_in(folder: Path) -> None:
-    """Write a word where a script has a blank that its user must fill: ``DATA=<path to data>``."""
+def filled_in(folder: Path, *, is_run: bool) -> None:
+    """Write a word where a script has a blank that its user must fill: ``DATA=<path to data>``.
+
+    Of scripts that are run here what is said goes to no file: its folder may be of other machines.
+    """
     for path in folder.rglob("*.sh"):
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
-        path.write_text(BLANK.sub("given", text), encoding="utf-8", errors="surrogateescape")
+        text = BLANK.sub("given", path.read_text(encoding="utf-8", errors="surrogateescape"))
+        text = LOG.sub("", text) if is_run else text
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def _is_one(name: str, patterns: tuple[str, ...]) -> bool:

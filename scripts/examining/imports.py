@@ -16,7 +16,25 @@ from meshwright.simulator.layout import PLAN_FIELDS
 ASKED = re.compile(r'--([a-z]+(?:-[a-z]+)*)(?: (\w+)=(""|))?')
 MISSING = re.compile(r"is missing|give it with|not set|does not say|gives arguments")
 DENIED = re.compile(r"--([a-z-]+) \S+ is not what the file says")
-MOST_ROUNDS = 6
+MOST_ROUNDS = 12
+REFUSED = re.compile(
+    r"'([a-z][\w-]+)' of megatron-lm is unknown"
+    r"|(?:^|\s)([a-z][\w-]*)=[^\n]* of megatron-lm is in no plan"
+)
+# What decides a layout stays, even if it is refused.
+KEPT = {
+    "deepspeed",
+    "moe-expert-parallel-size",
+    "zero-stage",
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "micro-batch-size",
+    "global-batch-size",
+    "num-layers",
+    "hidden-size",
+    "bf16",
+    "fp16",
+}
 
 Claims = dict[str, object]
 
@@ -45,8 +63,23 @@ class Imported(NamedTuple):
     variables: dict[str, str]
 
 
+def refused_options(refusal: str) -> list[str]:
+    """Return the options of a script that a refusal names as of no plan.
+
+    >>> refused_options("'tp-x' of megatron-lm is unknown; zero=1 of megatron-lm is in no plan")
+    ['tp-x', 'zero']
+    """
+    found = (name for names in REFUSED.findall(refusal) for name in names if name)
+    return [name for name in dict.fromkeys(found) if name not in KEPT]
+
+
 def imported(
-    file: Path, given: Mapping[str, str], answers: Answers, words: Sequence[str] = ()
+    file: Path,
+    given: Mapping[str, str],
+    answers: Answers,
+    words: Sequence[str] = (),
+    *,
+    leaves_out: bool = False,
 ) -> Imported:
     """Import a file with what is *given*, and again as long as it asks for what *answers* have.
 
@@ -55,7 +88,9 @@ def imported(
         given: Options of the import, whatever the file says.
         answers: What a person says who is asked.
         words: Positional parameters of a script.
+        leaves_out: Whether what is refused by name is left out (``--without``).
     """
+    left: list[str] = []
     options = dict(given)
     variables = {str(number): word for number, word in enumerate(words, start=1)}
     with tempfile.TemporaryDirectory() as folder:
@@ -64,6 +99,7 @@ def imported(
             command = ["import", str(file), "--out", str(plan)]
             for name, value in options.items():
                 command += [f"--{name}", value] if value else [f"--{name}"]
+            command += [word for name in left for word in ("--without", name)]
             for name, value in variables.items():
                 command += ["--define", f"{name}={value}"]
             err = io.StringIO()
@@ -72,7 +108,9 @@ def imported(
             refusal = err.getvalue().strip().removeprefix("error: ").replace(str(file), file.name)
             if status == 0:
                 return Imported(0, _fields(plan), "", options, variables)
-            if not _answered(refusal, answers, options, variables):
+            more = [each for each in refused_options(refusal) if each not in left]
+            left += more if leaves_out else []
+            if not _answered(refusal, answers, options, variables) and not (more and leaves_out):
                 break
     return Imported(status, None, refusal, options, variables)
 
@@ -91,6 +129,8 @@ def _answered(
         if option == "define" and variable:
             usual = "" if nothing else "1"
             variables.setdefault(variable, answers.variables.get(variable, usual))
+        elif option == "model" and "--vocabulary (" in asking:
+            continue  # a vocabulary is all that is missing of it
         elif option in answers.options:
             options.setdefault(option, answers.options[option])
     return len(options) + len(variables) > before

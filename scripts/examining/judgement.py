@@ -13,6 +13,7 @@ from examining.imports import Answers, Claims, Imported, imported
 
 Outcome = Literal["right", "refused", "wrong"]
 REFUSED = 2
+PRESENT = ("tmp", "dataset")  # folders that a script writes to
 PARAMETER = re.compile(r"^\s*(?:export )?([A-Z_]+)=\"?\$\{?(\d+)\}?", re.MULTILINE)
 SIZES = re.compile(r"\[+ *\"?\$\{?MODEL_SIZE\}?\"? *==? *\"?([\w.-]+)")
 
@@ -26,8 +27,13 @@ class Judgement(NamedTuple):
 
 
 def judged(
-    name: str, folders: tuple[Path, Path], given: Mapping[str, str], answers: Answers
-) -> tuple[Judgement, Imported]:
+    name: str,
+    folders: tuple[Path, Path],
+    given: Mapping[str, str],
+    answers: Answers,
+    *,
+    leaves_out: bool = False,
+) -> Judgement:
     """Import a file, and judge what comes.
 
     Args:
@@ -35,20 +41,21 @@ def judged(
         folders: With it: one to read, one to run its script in.
         given: Options of the import, whatever the file says.
         answers: What a person would say.
+        leaves_out: Whether options of a script that are refused are left out.
     """
     file, ran, answers = folders[0] / name, folders[1] / name, answers.of(name)
     if file.suffix != ".sh":
         found = imported(file, given, answers)
         if found.fields is None:
-            return _refused(name, found), found
+            return _refused(name, found)
         told = configuration_claims(file, found.options)
-        return _compared(name, found.fields, told), found
+        return _compared(name, found.fields, told)
     words = _parameters(file.read_text(encoding="utf-8", errors="replace"), answers)
-    found = imported(file, given, answers, words)
+    found = imported(file, given, answers, words, leaves_out=leaves_out)
     if found.fields is None:
-        return _refused(name, found), found
+        return _refused(name, found)
     told = _script_claims(ran, words, found, answers)
-    return _compared(name, found.fields, told), found
+    return _compared(name, found.fields, told)
 
 
 def _refused(name: str, found: Imported) -> Judgement:
@@ -62,15 +69,22 @@ def _script_claims(
 ) -> Claims | None:
     """Return what the only training of a script says; None where it starts none, or several."""
     variables = {key: value for key, value in found.variables.items() if not key.isdecimal()}
+    (script.parent / "pretrain_gpt.py").touch()
+    for each in PRESENT:
+        (script.parent / each).mkdir(exist_ok=True)
+        give_away(script.parent / each)
     gpus = int(found.options.get("gpus", answers.variables["GPUS_PER_NODE"]))
     with tempfile.TemporaryDirectory() as scratch:
         give_away(Path(scratch))
-        commands = launches(started(script, words, variables, Path(scratch), gpus))
+        ran = started(script, words, variables, Path(scratch), gpus)
+    commands = launches(ran)
     if not commands or any(each != commands[0] for each in commands):
         return None
     if not TRAINS.fullmatch(program_of(commands[0])):
         return None
     header = batch_header(script.read_text(encoding="utf-8", errors="replace"))
+    if any(each[0] in ("srun", "mpirun") for each in ran):
+        header.setdefault("ranks", "")  # as many as they are told
     return command_claims(commands[0], devices_of(commands[0], header, gpus))
 
 

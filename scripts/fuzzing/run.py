@@ -47,7 +47,9 @@ def outcome(case: Case) -> str | None:
             signal.alarm(0)
     if status not in STATUSES:
         return f"status {status}: {err.getvalue()[:300].strip()}"
-    is_line = err.getvalue().startswith("error: ") and len(err.getvalue().splitlines()) == 1
+    lines = err.getvalue().splitlines()  # an import tells all mistakes of its file
+    is_line = bool(lines) and all(each.startswith("error: ") for each in lines)
+    is_line = is_line and (len(lines) == 1 or case.words[:1] == ["import"])
     if status == 2 and not (is_line and out.getvalue() == ""):
         return f"status 2 without one plain line: {(err.getvalue() + out.getvalue())[:300]}"
     said = out.getvalue() + err.getvalue()

@@ -31,6 +31,16 @@ MESH = """parallelism_config:
   parallelism_config_tp_size: 2
 """
 MODEL = '[model]\nname = "llama3"\nflavor = "8B"\n'
+ENGINE = """distributed_type: DEEPSPEED
+num_processes: 8
+deepspeed_config:
+  zero_stage: 2
+"""
+ENGINES = "--model gpt2 --seq-len 1024 --micro-batch 2 --recompute none --attention unfused"
+LAUNCH = (
+    "deepspeed --num_gpus 4 run_clm.py --model_name_or_path openai-community/gpt2-xl --bf16"
+    " --dtype float32 --block_size 1024 --per_device_train_batch_size 2 --output_dir out"
+)
 
 
 def speed(**keys: object) -> str:
@@ -39,12 +49,16 @@ def speed(**keys: object) -> str:
 
 
 AUTO = {"enabled": "auto"}
+STAGE_AUTO = speed(zero_optimization={"stage": "auto"})
 BOTH = {"bf16": {"enabled": True}, "fp16": {"enabled": True}}
 MEANT = [
     ("a.json", speed(), SPEED, {"precision": "fp32", "zero_stage": 0}),
     ("a.json", speed(bf16=AUTO, fp16=AUTO), f"{SPEED} --precision fp16", {"precision": "fp16"}),
     ("a.json", speed(bfloat16={"enabled": True}), SPEED, {"precision": "bf16"}),
     ("a.json", speed(zero_optimization=True), SPEED, {"zero_stage": 1}),
+    ("a.json", STAGE_AUTO, f"{SPEED} --zero 2", {"zero_stage": 2}),
+    ("a.sh", LAUNCH, "--gpus 4 --global-batch 8", {"dp": 4}),
+    ("a.yaml", ENGINE, f"{ENGINES} --global-batch 32", {"global_batch_size": 32}),
     (
         "a.json",
         speed(zero_optimization={"stage": 2, "cpu_offload": True}),
@@ -59,6 +73,16 @@ MEANT = [
 ]
 REFUSED = [
     ("a.json", speed(bf16=AUTO), SPEED, "--precision (bf16.enabled is auto)"),
+    ("a.sh", LAUNCH, "--gpus 8 --global-batch 16", "4 ranks a node are not those of 8 ranks"),
+    ("a.json", STAGE_AUTO, SPEED, "--zero (zero_optimization.st"),
+    ("a.yaml", ENGINE, ENGINES, "--global-batch (sequences of one optimizer step)"),
+    (
+        "a.yaml",
+        FSDP.replace("prefetch", "prefetch_policy"),
+        SHARDED,
+        "fsdp_backward_prefetch_policy=",
+    ),
+    ("a.toml", MODEL + '[compile]\nenable = "auto"\n', TITAN, "compile.enable=auto"),
     ("a.json", speed(**BOTH), SPEED, "bf16.enabled and fp16.enabled of deepspeed are both true"),
     ("a.json", speed(optimizer={"type": "SGD"}), SPEED, "optimizer.type=SGD"),
     (

@@ -63,7 +63,10 @@ def test_a_variable_that_decides_and_is_not_set_is_asked_for(
     for words in ("", "--model gpt3-13b", "--model gpt3-13b --tp 8 --pp 1"):
         assert imported("megatron-case.sh", words, tmp_path / "plan.json") == 2
         assert "give it with --define SIZE=" in capsys.readouterr().err
-    assert imported("megatron-positional.sh", "--define 1=corpus --define 2=2", tmp_path) == 2
+    assert (
+        imported("megatron-positional.sh", "--define 1=corpus --define 2=2", tmp_path / "plan.json")
+        == 2
+    )
     assert "--define 3=" in capsys.readouterr().err
 
 

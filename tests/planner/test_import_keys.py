@@ -49,6 +49,7 @@ LAUNCHED = tuple({*LAUNCHERS.values()})
 # Keys that are read and change nothing in some plans.
 UNUSED = {
     "max-position-embeddings": "positions that are not learned have no weights",
+    "model.tokenizer_path": "the vocabulary of a built-in model is taken for its own",
     "ckpt-format": "Megatron-FSDP has checkpoints of its own, which are written beside it",
 }
 
@@ -96,7 +97,7 @@ def of_script(path: Path, words: list[str]) -> Iterator[Mutant]:
     """Yield the mutants of the commands that a script runs, the first as they are."""
     defines = dict(each.split("=", 1) for each in words if "=" in each)
     commands = [
-        [each.text for each in command.words]
+        [each.text for each in (*command.launcher, *command.words)]
         for command in read_commands(path.read_text(), file=path, defines=defines)
     ]
 

@@ -174,12 +174,18 @@ def test_a_plan_of_any_stack_comes_back_from_any_file_or_what_it_lacks_is_asked_
                 files = export_plan(saved, FRAMEWORKS[framework], version or None).files
                 path.write_text(next(iter(files.values())), encoding="utf-8")
                 again = asked_again(path, framework, saved)
+                if again is None:  # a stack of others has formats that no file says
+                    assert framework not in saved.stack.launched_by
+                    continue
                 assert again.plan == without_effect(saved.plan, again.plan)
                 assert (again.job, again.stack) == (saved.job, saved.stack)
 
 
-def asked_again(path: Path, framework: str, saved: SavedPlan) -> SavedPlan:
-    """Import a file with what is asked for, and no more; the stack is not what a file says."""
+def asked_again(path: Path, framework: str, saved: SavedPlan) -> SavedPlan | None:
+    """Import a file with what is asked for, and no more; the stack is not what a file says.
+
+    None where the stack refuses by name what the file means.
+    """
     known = {name: getattr(saved.plan, name) for name in PLAN_FIELDS}
     known |= {
         "model": saved.job.model.name,
@@ -198,6 +204,8 @@ def asked_again(path: Path, framework: str, saved: SavedPlan) -> SavedPlan:
         try:
             return importer._imported(options, get_format(framework), told)[1]
         except PlanError as error:
+            if f"is not offered by stack {saved.stack.name}" in str(error):
+                return None
             (said,) = ASKED.findall(str(error))
             found = {NAMES[option] for option in re.findall(r"--[a-z-]+", said)}
             if found <= asked:

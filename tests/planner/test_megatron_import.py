@@ -154,7 +154,7 @@ REFUSED = [
     (f"{GPT} --tensor-model-parallel-size 3", "no multiple of the 3"),
     (f"{GPT} --num-layers-per-virtual-pipeline-stage 5", "does not divide 24 layers"),
     (GPT.replace("--micro-batch-size 2", ""), "--micro-batch"),
-    (GPT.replace("data/gpt2-vocab", "data/other"), "the vocabulary is that of the files of GPT2"),
+    (GPT.replace("data/gpt2-vocab", "data/other"), "in the files of GPT2"),
     (GPT.replace("--num-layers 24", ""), "num-layers: not in the file"),
     (f"{LLAMA} --multi-latent-attention", "without multi-latent-attention"),
     (f"{EXPERTS} --expert-model-parallel-size 2", "moe-token-dispatcher-type=allgather"),

@@ -2,7 +2,6 @@
 """Scripts of bash: bash itself, with programs that print their words, says what they run."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -398,7 +397,7 @@ def test_nothing_is_executed_and_no_variable_of_the_process_read(
     script = "touch x > y; rm -rf kept; A=$(touch z) B=`touch w`; eval touch v; bash -c 'touch u'\ntorchrun t.py $TP *"
     (tmp_path / "kept").mkdir()
     launch = launch_of(script)
-    assert os.listdir(tmp_path) == ["kept"]
+    assert [each.name for each in tmp_path.iterdir()] == ["kept"]
     assert [word.text for word in launch.arguments] == ["$TP", "*"]
 
 

@@ -7,6 +7,7 @@ Imports are local, so that a command waits for no more than it needs.
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.planner.options import Given, ImportOptions, JobOptions
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright.simulator import ResolvedPlan
 
 STANDARD_INPUT = "-"
+WIDTH, COLUMN = 80, 38  # of a list of keys, and where their meanings begin
 
 
 def run_import(options: ImportOptions, layout: Given, replication: Given) -> int:
@@ -55,20 +57,20 @@ def _imported(
     """Return the plan of a file, completed by options and checked by its stack."""
     from meshwright.hwprofiles import shown_path
     from meshwright.planner.cli.request import read_setting, resolve_plan
-    from meshwright.planner.importing import JOB_OPTIONS, import_source
+    from meshwright.planner.importing import JOB_OPTIONS, OPTIONS, import_source
     from meshwright.planner.reports import SavedPlan
     from meshwright.simulator import ModelSpec, load_model
     from meshwright.simulator.layout import check_sharding, stack_refusal
 
     model = None if options.model is None else load_model(options.model)
-    said = {name: getattr(options, option) for name, option in JOB_OPTIONS.items()}
+    said = {name: getattr(options, option) for name, option in OPTIONS.items() if name != "stack"}
     told = {name: value for name, value in {**said, **given}.items() if value is not None}
     name = "standard input"
     try:
         if options.file != STANDARD_INPUT:
             name = shown_path(Path(options.file or ""))
         imported = import_source(
-            _source(options, framework),
+            _source(options, framework).without(options.without or ()),
             told,
             model if isinstance(model, ModelSpec) else None,
             options.stack,
@@ -97,6 +99,13 @@ def _imported(
 def _check_nodes(imported: "Imported", plan: "ResolvedPlan", cluster: "Cluster") -> None:
     """Raise PlanError where the ranks lie on other nodes than the cluster has."""
     said, per_node = imported.values.get("num_nodes"), cluster.devices_per_node
+    ranks = imported.values.get("ranks_per_node")
+    if isinstance(ranks, int) and ranks != min(per_node, plan.world_size):
+        raise PlanError(
+            f"{ranks} ranks a node are not those of {plan.world_size} ranks on {cluster.name}, "
+            f"which has {per_node} devices a node; allowed: a cluster with {ranks}, or "
+            f"--set devices_per_node={ranks}"
+        )
     if isinstance(said, int) and said != -(-plan.world_size // per_node):
         raise PlanError(
             f"{plan.world_size} ranks on {said} nodes are not those of {cluster.name}, which has "
@@ -111,16 +120,27 @@ def _source(options: ImportOptions, framework: "Framework | None") -> "Source":
 
     defines = dict(_defined(each) for each in options.define or ())
     if options.file == STANDARD_INPUT:
-        content = sys.stdin.buffer.read(FRAMEWORK_FILE.most_bytes + 1)
-        text = FRAMEWORK_FILE.decoded(content, "standard input")
-        return read_source(None, text, framework, defines)
+        text = FRAMEWORK_FILE.decoded(_standard_input(), "standard input")
+        return read_source(None, text, framework, defines, options.launch)
     path = Path(options.file or "")
-    return read_source(path, FRAMEWORK_FILE.read_text(path), framework, defines)
+    text = FRAMEWORK_FILE.read_text(path)
+    return read_source(path, text, framework, defines, options.launch)
+
+
+def _standard_input() -> bytes:
+    from meshwright.planner.configuration import FRAMEWORK_FILE
+
+    if sys.stdin is None:
+        raise PlanError("it is closed; allowed: an expanded command")
+    try:
+        return sys.stdin.buffer.read(FRAMEWORK_FILE.most_bytes + 1)
+    except OSError as error:
+        raise PlanError(f"cannot be read: {error.strerror}") from None
 
 
 def _defined(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
-    if not sign or not (name.isidentifier() or name.isdigit()):
+    if not sign or not (name.isidentifier() or name.isdigit() or name == "@"):
         raise PlanError(f"--define {text!r} is not allowed; it must be NAME=VALUE")
     return name, value
 
@@ -149,21 +169,28 @@ def _explain(imported: "Imported", saved: "SavedPlan") -> None:
     """Print each value of the plan beside where it is from; what nobody says the stack decides."""
     from meshwright.planner.cli.handover import say
     from meshwright.planner.importing import Row
-    from meshwright.planner.tables import theirs
     from meshwright.simulator.layout import PLAN_FIELDS
 
     said = {row.name for row in imported.rows}
-    others = (
-        Row(name, theirs(value), (), f"stack {saved.stack.name}")
+    others = tuple(
+        Row(name, _shown(value), (), f"stack {saved.stack.name}")
         for name in PLAN_FIELDS
         if name not in said and (value := getattr(saved.plan, name)) not in (None, ())
     )
-    say(sys.stdout, f"{'field':<22}  {'value':<13}  line  said there, or by whom")
-    for row in (*imported.rows, *others):
+    rows = (*imported.rows, *others)
+    width = max(len(row.name) for row in rows)
+    say(sys.stdout, f"{'field':<{width}}  {'value':<10}  line  said there, or by whom")
+    for row in rows:
         first, *further = row.said or ((0, row.otherwise),)
-        say(sys.stdout, f"{row.name:<22}  {row.value:<13}  {_line(*first)}")
+        say(sys.stdout, f"{row.name:<{width}}  {row.value:<10}  {_line(*first)}")
         for each in further:
-            say(sys.stdout, f"{'':<22}  {'':<13}  {_line(*each)}")
+            say(sys.stdout, f"{'':<{width}}  {'':<10}  {_line(*each)}")
+
+
+def _shown(value: object) -> str:
+    from meshwright.planner.tables import theirs
+
+    return ",".join(map(str, value)) if isinstance(value, tuple) else theirs(value)
 
 
 def _line(number: int, text: str) -> str:
@@ -178,5 +205,8 @@ def _list_options(framework: "Framework | None") -> int:
     if framework is None:
         raise PlanError(f"--options needs --from; allowed: {', '.join(FORMATS)}")
     for key, meaning in meanings(framework.profile):
-        say(sys.stdout, f"{key:<44}  {meaning}")
+        first, *further = wrap(meaning, WIDTH - COLUMN)
+        head = [f"{key:<{COLUMN}}{first}"] if len(key) < COLUMN else [key, f"{'':<{COLUMN}}{first}"]
+        for line in (*head, *(f"{'':<{COLUMN}}{each}" for each in further)):
+            say(sys.stdout, line)
     return 0

@@ -213,6 +213,8 @@ def converted(option: Option, value: object) -> object:
             if option.takes is Takes.NUMBER:
                 return number
             return int(number) if number.is_integer() and abs(number) < 10**15 else value
+    if option.takes is Takes.BOOLEAN and isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
     if option.takes in {Takes.BOOLEAN, Takes.OPTIONAL} and isinstance(value, str):
         return {"true": True, "false": False}.get(value.lower(), value)
     return value

@@ -74,11 +74,14 @@ def _write_steps(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_steps(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the batch of the two that options do not say; ``auto`` steps are the script's."""
+    """Return the batch of the two that options do not say; the script says steps that are ``auto``.
+
+    Where nothing says them DeepSpeedPlugin of Accelerate 1.15 takes ``auto``.
+    """
     key, ranks = roles["steps"], facts.world_size
     batch = cast("int | None", facts.get("global_batch_size"))
     size = cast("int | None", facts.get("microbatch_size"))
-    if keys.get(key) == AUTO:
+    if keys.get(key, AUTO) == AUTO:
         return {"dp": ranks}
     each = ranks * words.whole(keys, key, 1)
     if batch is None:

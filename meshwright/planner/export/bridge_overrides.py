@@ -61,6 +61,9 @@ def read_overrides(words: Sequence[OptionWord]) -> Options:
     found = Options({}, {}, [], said.refusals)
     own: Keys = {}
     for name, value in said.keys.items():
+        if "." in name:
+            text = f"--{name} is no option of run_recipe.py; allowed: {name}=... as an override"
+            found.refusals.append(f"line {said.lines[name]}: {text}")
         key = OPTIONS.get(name, name)
         (own if name in OPTIONS else found.keys)[key] = value
         found.lines[key] = said.lines[name]

@@ -98,15 +98,22 @@ def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
     return {}
 
 
-def _read_stage(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return the stage; of stage 3 what it gathers has to be as it is planned, a layer ahead."""
+def _read_stage(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the stage; of stage 3 what it gathers has to be as it is planned, a layer ahead.
+
+    DeepSpeed takes ``auto`` for nothing, of which Accelerate has made a 2 where it reads the file.
+    """
     stage, ahead, whole, old = (roles[name] for name in ("stage", "ahead", "whole", "old"))
     said = keys.get(stage)
     if old in keys:
         if type(keys[old]) is not bool:
             raise words.unknown(old, keys[old], (True, False))
         said = 1 if keys[old] else 0
-    said = 0 if said in (None, AUTO) else said
+    if said == AUTO:
+        if facts.get("zero_stage") is None:
+            raise MissingError("zero_stage", f"{stage} is auto: 0 to DeepSpeed, 2 to Accelerate")
+        said = facts.get("zero_stage")
+    said = 0 if said is None else said
     if type(said) is not int or said not in STAGES:
         raise words.unknown(stage, said, STAGES)
     if said == max(STAGES):

@@ -159,6 +159,13 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     layout, virtual, pp = roles["layout"], _virtual(roles), facts.number("pp")
     if keys.get(layout) is None:
         count = words.whole({virtual: keys.get(virtual) or 1}, virtual, 1)
+        ends = any(keys.get(roles[each]) is True for each in ("embedding", "loss") if each in roles)
+        if facts.model is not None and not ends and facts.model.num_layers % (pp * count):
+            said = f"{keys.get(virtual) or 1} on {pp} pipeline ranks"
+            raise PlanError(
+                f"{virtual}={said} of {words.framework} does not divide its "
+                f"{facts.model.num_layers} layers"
+            )
         return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
     text = words.word(keys, layout, "")
     try:

@@ -17,6 +17,9 @@ from meshwright.simulator import PlanError
 # Formats of exp_avg_dtype; the first is that of any other optimizer.
 MOMENTS = Precision.FP32, Precision.FP16, Precision.BF16, Precision.FP8
 
+# Kernels by the word of --attention-backend; without Transformer Engine there are others.
+BACKENDS = {"auto": "flash", "flash": "flash", "fused": "flash", "unfused": "unfused"}
+
 
 def _others(roles: Roles, keys: Keys, words: FileWords) -> int:
     """Return the ranks that train one replica."""
@@ -40,6 +43,22 @@ def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
         return {"global_batch_size": keys[roles["batch"]]}
     size = words.whole(keys, roles["microbatch"], facts.number("microbatch_size"))
     return {"global_batch_size": size * (facts.world_size // _others(roles, keys, words))}
+
+
+def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the kernel; variables of Transformer Engine switch some off (language_module.py)."""
+    backend = words.word(keys, roles["backend"], "auto")
+    if backend not in BACKENDS:
+        raise words.unknown(roles["backend"], backend, BACKENDS)
+    kernels = [roles[role] for role in ("flash", "fused")]
+    for key in kernels:
+        words.held(keys, key, ("0", "1"))
+    if BACKENDS[backend] == "flash" and all(keys.get(key) == "0" for key in kernels):
+        raise PlanError(
+            f"{'=0 and '.join(kernels)}=0 leave {words.framework} unfused attention, which "
+            f"{roles['backend']}=unfused says"
+        )
+    return {"attention": BACKENDS[backend]}
 
 
 def _read_sequence_parallel(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
@@ -131,6 +150,7 @@ def _own(codec: str, roles: Roles) -> tuple[Codec, Roles]:
     return megatron_core.CODECS[codec], {name: roles[name] for name in CORE_ROLES[codec]}
 
 
+VIRTUAL_ROLES = ("virtual_of_even", "per_stage")
 STAGE_ROLES = ("first", "last", "embedding", "loss", "per_stage", "virtual_of_even")
 RECOMPUTE, LAYOUT = "recompute of Megatron", "layout of Megatron"
 CORE_ROLES = {
@@ -164,11 +184,16 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     own, known = _own(LAYOUT, roles)
     assert own.read is not None
     told = [roles[role] for role in STAGE_ROLES if role not in known and roles[role] in keys]
-    if not told:
-        return own.read(known, keys, facts, words)
-    if roles["layout"] in keys:
+    if told and roles["layout"] in keys:
         raise words.unknown(told[0], keys[told[0]], (f"without {roles['layout']}",))
-    return _stages(roles, keys, facts, words)
+    virtual = [roles[role] for role in VIRTUAL_ROLES if roles[role] in keys]
+    if len(virtual) > 1:
+        raise words.unknown(virtual[1], keys[virtual[1]], (f"without {virtual[0]}",))
+    found = (_stages if told else own.read)(roles if told else known, keys, facts, words)
+    if found.get("num_virtual_stages", 1) != 1 and facts.number("pp") == 1:
+        key = virtual[0] if virtual else roles["layout"]
+        raise words.unknown(key, keys.get(key), ("one stage a rank, or pipeline ranks",))
+    return found
 
 
 def _stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
@@ -222,6 +247,7 @@ PROGRAM = Program(
         **megatron_core.CODECS,
         "ranks of Megatron-LM": Codec(lambda *_: {}, _read_ranks),
         "batch of Megatron-LM": Codec(_write_batch, _read_batch),
+        "attention of Megatron-LM": Codec(read=_read_attention),
         "sequence parallelism of Megatron-LM": Codec(read=_read_sequence_parallel),
         "recompute of Megatron-LM": Codec(partial(_write_core, RECOMPUTE), _read_recompute),
         "layout of Megatron-LM": Codec(partial(_write_core, LAYOUT), _read_stages),

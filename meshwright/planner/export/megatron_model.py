@@ -7,7 +7,7 @@ TransformerConfig in core_v0.16.1 (https://github.com/NVIDIA/Megatron-LM, commit
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from meshwright.planner.export.megatron_core import expert_fields
 from meshwright.planner.tables import (
@@ -27,6 +27,7 @@ NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 NULL_TOKENIZERS = ("NullTokenizer", "NullMultimodalTokenizer")
 GPT2_TOKENIZER, GPT2_FILE, GPT2_TOKENS = "GPT2BPETokenizer", "gpt2-vocab", 50257
 TIKTOKEN_TOKENS = 131072
+VOCABULARY = "vocab_size"
 MULTIPLE_KEY, MULTIPLE = "make-vocab-size-divisible-by", 128
 SIZES = {
     "num-layers": "num_layers",
@@ -88,20 +89,23 @@ def read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         raise MissingError("model", f"{', '.join(lacking)}: not in the file")
     said = _Said({**keys, **sizes}, words)
     length = keys.get("seq-length") or facts.get("seq_len")
+    most = said.whole("max-position-embeddings", 0)
+    if isinstance(length, int) and length > most:
+        raise words.unknown("max-position-embeddings", most, (f"{length} positions or more",))
     found: Keys = {
         "name": "imported",
         "title": "options of a script",
         "source": f"options of {words.framework}",
         **{name: said.whole(key, 0) for key, name in SIZES.items()},
         "seq_len": length or sizes["max-position-embeddings"],
-        "vocab_size": _vocabulary(said, like),
+        "vocab_size": _vocabulary(said, facts),
         **_attention(said),
         **_mlp(said),
         **_windows(said),
         **_whole_model(said),
     }
     model = parse_model(found, origin=f"the model of {words.framework}")
-    return {"model": model if like is None else _as_in(model, like)}
+    return {"model": model if like is None else _as_in(model, like), VOCABULARY: found[VOCABULARY]}
 
 
 def _as_in(model: ModelSpec, like: ModelSpec) -> ModelSpec:
@@ -314,13 +318,19 @@ def _expert_layers(said: _Said) -> Keys:
     )
 
 
-def _vocabulary(said: _Said, like: ModelSpec | None) -> int:
-    """Return the tokens of the vocabulary: those of *like* where padding makes both equal."""
-    found = _told_vocabulary(said)
+def _vocabulary(said: _Said, facts: Facts) -> int:
+    """Return the tokens of the vocabulary: of ``--model`` where padding makes both equal.
+
+    Raises:
+        MissingError: If a tokenizer's files say how many, and no option does.
+    """
+    found, like = _told_vocabulary(said), facts.model
+    if found is None:
+        found = cast("int | None", facts.get(VOCABULARY))
     if like is None:
         if found is None:
             kind = said.keys.get("tokenizer-type", GPT2_TOKENIZER)
-            raise MissingError("model", f"the vocabulary is that of the files of {kind}")
+            raise MissingError(VOCABULARY, f"in the files of {kind}; with --model that model's")
         return found
     multiple = said.whole(MULTIPLE_KEY, MULTIPLE) * said.whole("tensor-model-parallel-size", 1)
     own = like.vocab_size

@@ -13,6 +13,7 @@ from meshwright.planner.configuration import (
     read_options,
     toml_text,
 )
+from meshwright.planner.export.flavors import read_config, read_flavor
 from meshwright.planner.tables import (
     Codec,
     Export,
@@ -38,6 +39,12 @@ FORMATS = {"bfloat16": Precision.BF16, "float32": Precision.FP32}
 FLOAT8 = ("quantize.linear.float8",), ("float8",)
 # What configurations of 0.3 say beside the defaults (torchtitan/models/llama3/config_registry.py).
 RECIPES: Mapping[str, Keys] = {
+    "llama3_debugmodel": {
+        "training.local_batch_size": 8,
+        "training.seq_len": 2048,
+        "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+        "activation-checkpoint": "selective",
+    },
     "llama3_8b": {
         "training.local_batch_size": 1,
         "training.seq_len": 8192,
@@ -186,7 +193,10 @@ def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 def _read_compiled(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
     """Return the kernels of layers; a loss that is compiled is in no plan."""
     components = words.names(keys, COMPILED, ("model", "loss"))
-    if keys.get("compile.enable", False) is not True:
+    switch = keys.get("compile.enable", False)
+    if type(switch) is not bool:
+        raise words.unknown("compile.enable", switch, (True, False))
+    if not switch:
         return {"stack.kernels": Kernels.EAGER}
     if "loss" in components:
         raise words.unknown(COMPILED, list(components), (["model"],))
@@ -273,6 +283,8 @@ PROGRAM = Program(
     is_script=lambda version: version == COMMAND,
     read_words=_read_words,
     codecs={
+        "flavor of torchtitan": Codec(read=read_flavor),
+        "configuration of torchtitan": Codec(read=read_config),
         "replicas of torchtitan": Codec(_write_replicas, _read_replicas),
         "batches of torchtitan": Codec(_write_batches, _read_batches),
         "modules of torchtitan 0.2": Codec(

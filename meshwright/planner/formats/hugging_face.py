@@ -27,7 +27,16 @@ from meshwright.planner.formats.precisions import (
     sharded_precision,
     switch,
 )
-from meshwright.planner.tables import Codec, Codecs, Facts, FileWords, MissingError, Program, Roles
+from meshwright.planner.tables import (
+    Codec,
+    Codecs,
+    Facts,
+    FileWords,
+    MissingError,
+    Program,
+    Roles,
+    spelled,
+)
 from meshwright.simulator import PlanError, load_model
 
 HUB_FILE = Path(__file__).resolve().parents[1] / "data" / "hub_models.csv"
@@ -127,6 +136,7 @@ def _unused(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     return {"find_unused": switch(words, keys, key, usual=usual)}
 
 
+GATHERS_AHEAD = ("BACKWARD_PRE", "1")
 SHARDING = {"full_shard": True, "shard_grad_op": False}
 
 
@@ -143,6 +153,10 @@ def shards(dialect: Dialect) -> Codec:
         if "wraps" in roles and "auto_wrap" not in options:
             raise words.unknown(roles["fsdp"], " ".join(options), ("full_shard auto_wrap",))
         named = [SHARDING[each] for each in options if each in SHARDING]
+        ahead = roles.get("ahead", "")
+        if version == 1 and ahead and spelled(keys.get(ahead)).upper() not in GATHERS_AHEAD:
+            allowed = f"{GATHERS_AHEAD[0]} with FSDP 1, which else gathers nothing ahead"
+            raise words.unknown(ahead, keys.get(ahead), (allowed,))
         gathers = _gathers(version, roles["reshard"], keys, words)
         if gathers is None:
             gathers = named[0] if named else True

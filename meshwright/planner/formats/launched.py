@@ -129,6 +129,9 @@ def _fsdp(said: Keys, keys: Keys, spelling: Spelling) -> Keys:
     found: Keys = {spelling.fsdp: spelling.words, f"{section}.version": version}
     if gathers is not None:
         found[f"{section}.reshard_after_forward"] = spelled(gathers)
+    ahead = said.get(f"{FSDP}backward_prefetch")
+    if ahead is not None:
+        found[f"{section}.backward_prefetch"] = ahead
     checkpoints = said.get(f"{FSDP}activation_checkpointing")
     if checkpoints is not None:
         found[f"{section}.activation_checkpointing"] = checkpoints

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from meshwright.hwprofiles import Precision
 from meshwright.planner.export import MEGATRON_CODECS, Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, Program, Roles
+from meshwright.planner.tables import Codec, Facts, FileWords, MissingError, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 
@@ -36,8 +36,6 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the model, if the file or ``--model`` says how many words it has."""
     _check_defaults(keys, words)
     vocabulary = _vocabulary(keys, facts)
-    if vocabulary is None:
-        return {}
     found = _dense(keys, facts, words) | {"vocab_size": vocabulary}
     if found["positions"] == "rotary":
         found["rotary_fraction"] = keys.get(f"{MODEL}rotary_percentage", 1.0)
@@ -47,7 +45,7 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
             "experts_per_token": keys.get(f"{MODEL}moe_router_topk", 2),
             "hidden_size": found["ffn_hidden_size"],
         }
-    return {"model": parse_model(found, origin="model of nemo")}
+    return {"model": parse_model(found, origin="model of nemo"), "vocab_size": vocabulary}
 
 
 def _dense(keys: Keys, facts: Facts, words: FileWords) -> dict[str, object]:
@@ -95,7 +93,12 @@ def _vocabulary(keys: Keys, facts: Facts) -> object:
     if told is not None:
         return told
     tokenizer = keys.get(f"{MODEL}tokenizer.library"), keys.get(f"{MODEL}tokenizer.type")
-    return GPT2_WORDS if tokenizer in GPT2 else facts.get("model.vocab_size")
+    if tokenizer in GPT2:
+        return GPT2_WORDS
+    found = facts.get("vocab_size") or facts.get("model.vocab_size")
+    if found is None:
+        raise MissingError("vocab_size", "in the files of a tokenizer; with --model that model's")
+    return found
 
 
 def _size(keys: Keys, name: str, words: FileWords) -> int:
@@ -125,7 +128,7 @@ def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
 def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     """Return the ranks, where the trainer counts devices; -1 and auto are what a node has."""
     devices, nodes = keys.get(roles["devices"], "auto"), words.whole(keys, roles["nodes"], 1)
-    if devices in {"auto", -1, "-1"}:
+    if devices in ("auto", -1, "-1"):
         return {}
     ranks = words.whole(keys, roles["devices"], 1) * nodes
     others = 1

@@ -53,8 +53,8 @@ def _read(name: str, entry: FieldEntry) -> str:
 def _unread(option: Option) -> str:
     allowed = ", ".join(option.allowed)
     return {
-        Effect.NONE: "changes neither time nor memory here",
+        Effect.NONE: "no effect on time or memory",
         Effect.HELD: f"allowed: {allowed}" if allowed else "refused",
         Effect.RENAMED: f"old name of {allowed}",
-        Effect.READ: "read by the launcher",
+        Effect.READ: "read",
     }[option.effect] + (f" ({option.why})" if option.why else "")

@@ -27,8 +27,13 @@ def differences(first: ModelSpec, second: ModelSpec) -> list[Difference]:
     ['vocab_size', 'num_kv_heads', 'ffn_hidden_size']
     """
     unused = set() if "learned" in {first.positions, second.positions} else {"max_positions"}
-    found = _differences("", first.model_dump(), second.model_dump())
+    found = _differences("", _facts(first), _facts(second))
     return [each for each in found if each.field not in LABELS | unused]
+
+
+def _facts(model: ModelSpec) -> dict[str, object]:
+    """Return all facts of a model, rare ones that are as usual, too."""
+    return {**{name: getattr(model, name) for name in ModelSpec.model_fields}, **model.model_dump()}
 
 
 def _differences(

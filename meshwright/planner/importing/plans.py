@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.hwprofiles import list_stacks, load_stack
+from meshwright.hwprofiles import FrameworkTable, list_stacks, load_stack
 from meshwright.planner.importing.models import built_in_name, differences
 from meshwright.planner.importing.reading import (
     Complaint,
@@ -28,6 +28,8 @@ JOB_OPTIONS: Mapping[str, str] = {
     "precision": "precision",
     "prediction_layers": "prediction_layers",
 }
+# And of what is of none: a vocabulary that a tokenizer's files say.
+OPTIONS = {**JOB_OPTIONS, "vocab_size": "vocabulary", "stack": "stack"}
 REQUIRED: Mapping[str, str] = {
     "model": "which model is trained",
     "cluster": "on which cluster",
@@ -89,8 +91,12 @@ def import_source(
     codecs = source.framework.program.codecs
     reading = read_keys(profile, table, source.keys, Facts(beside, model), codecs)
     complaints += reading.complaints
-    complaints += _disagreements(beside, reading.values, source.launched)
+    refused = _refused_fields(table, reading.complaints)
+    values = {name: each for name, each in reading.values.items() if name not in refused}
+    complaints += _disagreements(beside, values, source.launched)
     complaints += _other_model(reading, model)
+    if "vocab_size" in given and "vocab_size" not in reading.origins:
+        complaints.append(Complaint("", "--vocabulary has no effect: the model is told otherwise"))
     own = table.stack or stack
     missing = {
         name: reading.missing.get(name) or why
@@ -98,13 +104,13 @@ def import_source(
         if (name in REQUIRED and reading.values.get(name) is None)
         or (name in reading.missing and name not in given)
     }
-    unread = {each.key for each in reading.complaints}
-    for name, entry in table.fields.items():
-        if unread & {*entry.all_keys}:  # what it says is refused: it need not be said again
-            missing = {
-                each: why for each, why in missing.items() if each not in (name, *entry.fields)
-            }
-    missing = {name: why for name, why in missing.items() if _has_choice(name, stack or own)}
+    missing = {
+        name: why
+        for name, why in missing.items()
+        if name not in refused and _has_choice(name, stack or own)
+    }
+    if "vocab_size" in missing:
+        missing.pop("model", None)  # it is all that is missing of the model
     if own is None:
         missing["stack"] = f"the training software: {profile.name} is none of the built-in ones"
     _refuse(source, complaints, missing)
@@ -115,6 +121,13 @@ def import_source(
         stack=own,
         rows=tuple(_rows(source, reading, given)),
     )
+
+
+def _refused_fields(table: FrameworkTable, complaints: Iterable[Complaint]) -> set[str]:
+    """Return the fields that keys say which are refused: they need not be said again."""
+    keys = {each.key for each in complaints}
+    entries = [item for item in table.fields.items() if keys & {*item[1].all_keys}]
+    return {each for name, entry in entries for each in (name, *entry.fields)}
 
 
 def _has_choice(name: str, stack: str | None) -> bool:
@@ -143,9 +156,7 @@ def _disagreements(
 
 def asked_by(name: str) -> str:
     """Return the option that says a value."""
-    if name == "stack":
-        return "--stack"
-    return option_name(JOB_OPTIONS[name]) if name in JOB_OPTIONS else option_of(name)
+    return option_name(OPTIONS[name]) if name in OPTIONS else option_of(name)
 
 
 def _other_model(reading: Reading, model: ModelSpec | None) -> list[Complaint]:
@@ -194,7 +205,7 @@ def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iter
             for key in keys
             if key in source.keys
         )
-        if value is None:
+        if value is None or name == "vocab_size":  # the model's lines say it
             continue
         if origin is Origin.FILE and told:
             yield Row(name, text, told)

@@ -35,6 +35,7 @@ from meshwright.simulator import ModelSpec, PlanError, load_model
 from meshwright.simulator.layout import PLAN_FIELDS
 from meshwright.simulator.model import list_models
 
+ENVIRONMENT = "environment"  # variables that change a step whatever is started
 MOST_NEAREST = 3
 # Unknown keys of which the nearest are looked for, which takes a hundredth of a second each.
 MOST_HINTS = 12
@@ -104,7 +105,8 @@ def options_of(table: FrameworkTable) -> Mapping[str, Option]:
 
 @cache
 def _options(files: tuple[str, ...], sections: tuple[tuple[str, str], ...]) -> Mapping[str, Option]:
-    found = {key: each for name in files for key, each in load_options(name).items()}
+    names = (ENVIRONMENT, *files)
+    found = {key: each for name in names for key, each in load_options(name).items()}
     for section, framework in sections:
         for other in load_framework(framework).tables.values():
             inner = options_of(other).items()
@@ -137,9 +139,7 @@ def read_keys(
     )
     found = Reading(dict(facts.values))
     reader = _Reader(framework, table, facts, codecs, found, read, sections)
-    known = {
-        key: value for key, value in keys.items() if reader.takes(key, value, is_given=facts.values)
-    }
+    known = {key: value for key, value in keys.items() if reader.takes(key, value)}
     reader.check_held(known, whatever=True)
     # What a framework does in any case depends on what it is told.
     for name, entry in sorted(table.fields.items(), key=lambda each: not each[1].all_keys):
@@ -158,26 +158,17 @@ class _Reader:
     read: frozenset[str]
     sections: frozenset[str]
 
-    def takes(self, key: str, value: object, *, is_given: Collection[str]) -> bool:
-        """Return whether a key is one to read; complain of what is not understood.
-
-        A value that the file does not tell may be given by an option.
-        """
+    def takes(self, key: str, value: object) -> bool:
+        """Return whether a key is one to read; complain of what is not understood."""
         if key in self.read:
             if not isinstance(value, Unknown):
                 return True
-            told = (
-                {name, *entry.fields}
-                for name, entry in self.table.fields.items()
-                if key in entry.all_keys
-            )
-            if not any(names & {*is_given} for names in told):
-                self.found.complaints.append(Complaint(key, value.why))
+            self.found.complaints.append(Complaint(key, value.why))
             return False
-        if (value is None or value == {}) and key in self.sections:
+        options, name = options_of(self.table), self.framework.name
+        if (value is None or value == {}) and key in self.sections and key not in options:
             return False  # a section without a word in it
         is_hinted = len(self.found.complaints) < MOST_HINTS
-        options, name = options_of(self.table), self.framework.name
         text = mistake(name, key, value, options, self.read, is_hinted=is_hinted)
         if text:
             self.found.complaints.append(Complaint(key, text))
@@ -323,7 +314,9 @@ def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
     A key that the file lacks, or that a value says nothing of, is as where it is absent.
     """
     absent: Keys = {**entry.absent} if isinstance(entry.absent, dict) else {}
-    tables = {word: told for word, told in entry.values.items() if isinstance(told, dict)}
+    tables: dict[str, Keys] = {
+        word: {**told} for word, told in entry.values.items() if isinstance(told, dict)
+    }
     names = dict.fromkeys(key for each in tables.values() for key in each)
     nothing = (None, *entry.nothing)
     said = {key: keys[key] for key in names if key in keys and keys[key] not in nothing}
@@ -335,7 +328,7 @@ def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
         return None
     said = said or absent
     for key, value in said.items():
-        known = dict.fromkeys(str(each[key]) for each in tables.values() if key in each)
+        known = dict.fromkeys(str(each[key]) for each in [*tables.values(), absent] if key in each)
         if str(value) not in known:
             raise words.unknown(key, value, known)
     given = ", ".join(f"{key}={theirs(value)}" for key, value in said.items())

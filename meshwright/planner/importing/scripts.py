@@ -5,7 +5,7 @@ layout themselves, beside the configuration that it names.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ from meshwright.planner.configuration import (
     Option,
     Options,
     OptionWord,
+    Takes,
+    Unknown,
     known_option,
     load_options,
     read_options,
@@ -65,11 +67,17 @@ STRATEGIES = {
     "use-fsdp": "FSDP",
     "multi-gpu": "MULTI_GPU",
 }
+# All variables of these libraries are keys.
+ENGINES = ("NVTE_",)
 OF_SCRIPTS = "transformers-5.23"  # options that users' own scripts have, too
 
 
 def read_source(
-    path: Path | None, text: str, framework: Framework | None, defines: Mapping[str, str]
+    path: Path | None,
+    text: str,
+    framework: Framework | None,
+    defines: Mapping[str, str],
+    program: str | None = None,
 ) -> Source:
     """Return what a file says.
 
@@ -78,43 +86,64 @@ def read_source(
         text: Of the file.
         framework: Whose it is, if that is known.
         defines: Variables that a script does not set.
+        program: That is meant, where a script starts several: its name, or ``NAME:LINE``.
 
     Raises:
         PlanError: If it cannot be read, or is of no framework.
     """
     kind, folder = kind_of(path, text, framework), Path() if path is None else path.parent
     if kind != SCRIPT:
-        if defines:
-            raise PlanError(f"--define goes with scripts; this is {kind.upper()}")
+        if defines or program:
+            option = "--define" if defines else "--launch"
+            raise PlanError(f"{option} goes with scripts; this is {kind.upper()}")
         return of_document(text, kind, framework, folder)
     # Only scripts need a parser of shells.
     from meshwright.planner.shell import find_launches, read_commands  # noqa: PLC0415
 
-    (launch,) = find_launches(read_commands(text, file=path, defines=defines))
-    found = framework or _started(launch, folder)
-    said, files = _said(launch, found, folder)
-    told, beside, world_size = said.keys, "", launch.world_size
-    if found.name == ACCELERATE:
+    commands = read_commands(text, file=path, defines=defines)
+    (launch,) = find_launches(commands, program=program)
+    return _of_launch(launch, framework or _started(launch, folder), folder)
+
+
+def _of_launch(launch: "Launch", framework: Framework, folder: Path) -> Source:
+    """Return what a command says, the files that it names and its launchers."""
+    said, files = _said(launch, framework, folder)
+    told, sizes, beside = said.keys, _sizes(launch), ""
+    if framework.name == ACCELERATE:
         beside = ACCELERATE
-    elif found.program.launched is not None and ACCELERATE in launch.launcher_words:
+    elif framework.program.launched is not None and ACCELERATE in launch.launcher_words:
         beside, configuration = ACCELERATE, _accelerate(launch, folder)[0].keys
-        told = found.program.launched(told, configuration)
+        told = framework.program.launched(told, configuration)
         ranks = configuration.get("num_processes")
-        world_size = world_size or (ranks if isinstance(ranks, int) and ranks > 0 else None)
-    keys, lines = completed(found, told, said.lines, folder)
-    if launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}:
-        world_size = 1
-    sizes = {"world_size": world_size, "num_nodes": launch.nodes}
-    stray = [f"line {each.line}: {each.unknown or shown(each.text)}" for each in said.words]
+        if isinstance(ranks, int) and ranks > 0:
+            sizes.setdefault("world_size", ranks)
+    environment = {name: word.line for name, word in launch.environment.items()}
+    seen = _variables(launch, framework)
+    keys, lines = completed(framework, {**told, **seen}, {**said.lines, **environment}, folder)
+    stray = [
+        f"line {each.line}: {each.unknown or f'{shown(each.text)} belongs to no option'}"
+        for each in said.words
+    ]
     return Source(
-        framework=found,
+        framework=framework,
         keys=keys,
         lines=lines,
         files=files,
-        launched={name: number for name, number in sizes.items() if number is not None},
+        launched=sizes,
         launcher=tuple(_launcher(launch)),
         refusals=[*_launcher_refusals(launch, read_beside=beside), *said.refusals, *stray],
     )
+
+
+def _sizes(launch: "Launch") -> dict[str, int]:
+    """Return how many ranks and nodes a launch tells of; a plain python is one rank."""
+    is_alone = launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}
+    told = {
+        "world_size": 1 if is_alone else launch.world_size,
+        "num_nodes": launch.nodes,
+        "ranks_per_node": launch.ranks_per_node if launch.nodes is None else None,
+    }
+    return {name: number for name, number in told.items() if number is not None}
 
 
 def _started(launch: "Launch", folder: Path) -> Framework:
@@ -128,6 +157,13 @@ def _started(launch: "Launch", folder: Path) -> Framework:
     path = Path(launch.program.text)
     patterns = {name: each.profile.programs for name, each in FORMATS.items()}
     named = [name for name, each in patterns.items() if any(map(path.match, each))]
+    kinds = {SUFFIXES.get(Path(each.text).suffix) for each in launch.arguments}
+    named = [  # a program that reads a configuration names one, or takes options, too
+        name
+        for name in named
+        if FORMATS[name].profile.format in {*kinds, "options", "overrides"}
+        or FORMATS[name].program.read_words is not None
+    ]
     for word in launch.arguments if len(named) > 1 else ():
         kind = SUFFIXES.get(Path(word.text).suffix)
         if kind is not None:
@@ -142,10 +178,9 @@ def _started(launch: "Launch", folder: Path) -> Framework:
             return each
     if ACCELERATE in launch.launcher_words:
         return FORMATS[ACCELERATE]
-    programs = sorted({name for each in FORMATS.values() for name in each.profile.programs})
     raise PlanError(
-        f"line {launch.program.line}: {launch.program.text} is the program of no framework that is "
-        f"known; allowed: {', '.join(programs)}, or --from with the framework's name"
+        f"line {launch.program.line}: {shown(launch.program.text)} is the program of no framework "
+        f"that is known; say whose options it takes: --from {', '.join(FORMATS)}"
     )
 
 
@@ -202,6 +237,17 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
         if not name.is_absolute() and ".." not in name.parts and found.is_file():
             return found
     raise PlanError(f"line {word.line}: {shown(str(name))} is not there; it says the layout")
+
+
+def _variables(launch: "Launch", framework: Framework) -> dict[str, object]:
+    """Return the variables of the environment of which a plan depends, or may depend."""
+    known = all_options(framework.profile)
+    starts = tuple(each for each in ENGINES if any(key.startswith(each) for key in known))
+    return {
+        name: Unknown(word.unknown) if word.unknown else word.text
+        for name, word in launch.environment.items()
+        if name.isupper() and (name in known or name.startswith(starts or "-"))
+    }
 
 
 def _accelerate(launch: "Launch", folder: Path) -> tuple[Options, dict[str, str]]:
@@ -263,23 +309,43 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
         read_beside: The launcher whose options are read as a configuration.
     """
     yield from launch.unknown
-    own = {"nodes": launch.nodes, "gpus-per-node": launch.ranks_per_node}
     for name, words in launch.launcher_words.items():
         if name not in LAUNCHERS:
             continue
         known = load_options(LAUNCHERS[name])
-        said = read_options(words, known)
+        said = read_options([*_separated(words, known)], known)
         yield from said.refusals
         dashed = {f"--{key}": each for key, each in known.items()}
         for key, value in said.keys.items():
             text = mistake(name, f"--{key}", value, dashed, ())
             if name != read_beside and _is_layout(name, known.get(key)):
                 text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
-            number = own.get(key) if name in SLURM else None
-            if number is not None and str(value).isdecimal() and str(value) != str(number):
-                text = f"--{key} of {name} is {value}; the launcher starts {number}"
+            if name in SLURM:
+                text = text or _other_count(launch, key, value)
             if text:
                 yield f"line {said.lines[key]}: {text}"
+
+
+def _separated(words: "Iterable[Word]", known: Mapping[str, Option]) -> "Iterator[Word]":
+    """Yield words, and a short option and its value apart where they are joined: ``-N2``."""
+    for word in words:
+        name, text = word.text[1:2], word.text[1:]
+        is_joined = word.text[:1] == "-" and len(text) > 1 and name in known and text not in known
+        if is_joined and known[name].takes is not Takes.NOTHING and text[1] != "=":
+            yield word._replace(text=f"-{name}")
+            yield word._replace(text=text[1:])
+        else:
+            yield word
+
+
+def _other_count(launch: "Launch", key: str, value: object) -> str:
+    """Return how an option of Slurm says other counts than the launcher below it does."""
+    gpus = launch.ranks_per_node
+    counts = {"nodes": launch.nodes, "gpus-per-node": gpus, "gres": gpus}
+    own, said = counts.get(key), re.search(r"(?:^|:)([0-9]+)$", str(value))
+    if own is None or (said and int(said[1]) == own):
+        return ""
+    return f"--{key} {value} does not go with {own}, which the launcher starts"
 
 
 def _is_layout(launcher: str, option: Option | None) -> bool:

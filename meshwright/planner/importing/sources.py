@@ -1,11 +1,11 @@
 """What a file is: which framework's, and what it says by which keys."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshwright.hwprofiles import FrameworkProfile, shown
+from meshwright.hwprofiles import FrameworkProfile, shown, suggestion
 from meshwright.planner.configuration import (
     Document,
     Option,
@@ -48,6 +48,21 @@ class Source:
     launched: Mapping[str, int] = field(default_factory=dict)
     launcher: tuple[tuple[int, str], ...] = ()
     refusals: Sequence[str] = ()
+
+    def without(self, keys: Iterable[str]) -> "Source":
+        """Return the configuration without some keys, which a user takes for harmless.
+
+        Raises:
+            PlanError: If it does not have one.
+        """
+        left = dict(self.keys)
+        for key in keys:
+            names = (key, key.replace("_", "-"), key.replace("-", "_"))
+            name = next((each for each in names if each in left), None)
+            if name is None:
+                raise PlanError(f"--without {shown(key)} is not in it; {suggestion(key, left)}")
+            del left[name]
+        return replace(self, keys=left)
 
     def place(self, key: str) -> str:
         """Return where a key stands; nothing where that is nowhere."""

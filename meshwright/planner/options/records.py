@@ -162,6 +162,12 @@ class ImportOptions:
     define: list[str] | None = option(
         None, "NAME=VALUE", "A variable that a script does not set; repeatable."
     )
+    launch: str | None = option(
+        None, "PROGRAM[:LINE]", "Which command of a script that starts several."
+    )
+    without: list[str] | None = option(
+        None, "KEY", "Read the file as if it did not have this key; repeatable."
+    )
     explain: bool = flag("--explain", "Print each value with the line that it is from.")
     options: bool = flag("--options", "List what each key of the framework means here.")
     model: str | None = option(None, "MODEL", "Built-in name, config.json or model TOML.")
@@ -169,6 +175,7 @@ class ImportOptions:
     gpus: int | None = option(None, "N", "Devices of the run.")
     global_batch: int | None = option(None, "N", "Sequences of one optimizer step.")
     seq_len: int | None = option(None, "N", "Tokens of a sequence [the model's].")
+    vocabulary: int | None = option(None, "N", "Tokens that a tokenizer's files have.")
     precision: Precision | None = option(None, "|".join(Precision), "Number format.")
     prediction_layers: int | None = option(None, *PREDICTING)
     stack: str | None = option(None, "NAME|FILE", "Training software [the framework's].")

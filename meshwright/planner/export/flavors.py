@@ -1,0 +1,132 @@
+"""Models that torchtitan has in code, by name and flavor."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from pydantic import Field, ValidationError
+
+from meshwright.hwprofiles import FileKind, Profile, ProfileError, one_line
+from meshwright.planner.tables import Facts, FileWords, Keys, Roles
+from meshwright.simulator import ModelSpec, PlanError, load_model
+from meshwright.simulator.model import parse_model
+
+DEGREE, LENGTH = "parallelism.pipeline_parallel_degree", "training.seq_len"
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "flavors"
+FLAVOR_FILE = FileKind(title="file of flavors", most_bytes=1_000_000)
+# Configurations of 0.3 by the flavor that each has, which is as in 0.2.
+CONFIGS = {"llama3_debugmodel": "debugmodel", "llama3_8b": "8B", "llama3_70b": "70B"}
+# What all of its transformers have.
+LIKE_LLAMA: Mapping[str, object] = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "gated_mlp": True,
+    "tied_embeddings": False,
+    "attention_bias": False,
+    "output_bias": False,
+    "mlp_bias": False,
+    "dropout": False,
+}
+Size: TypeAlias = bool | int | str
+Sizes: TypeAlias = dict[str, Size | dict[str, Size]]
+
+
+class _Models(Profile):
+    """Flavors of one model: sizes by name, under those that all of them have."""
+
+    has_pipelines: bool = True
+    usual: Sizes = Field(default_factory=dict)
+    flavors: dict[str, Sizes]
+
+    def sizes(self, flavor: str) -> dict[str, object]:
+        """Return what a flavor says, with what the one says that it is like."""
+        own: dict[str, object] = {**self.flavors[flavor]}
+        like = own.pop("like", None)
+        return {**(self.usual if like is None else self.sizes(str(like))), **own}
+
+
+class Flavors(Profile):
+    """Models by name, and why those of others are in no plan."""
+
+    source: str
+    refused: dict[str, str]
+    models: dict[str, _Models]
+
+
+@cache
+def load_flavors() -> Flavors:
+    """Return the flavors of torchtitan's models; raises ProfileError if their file has a mistake.
+
+    >>> sorted(load_flavors().models)
+    ['deepseek_v3', 'llama3', 'llama4', 'qwen3']
+    """
+    file = FOLDER / "torchtitan.toml"
+    named = f"flavors/{file.name}"
+    try:
+        return Flavors.model_validate(FLAVOR_FILE.parse_toml(file.read_bytes(), named))
+    except ValidationError as error:
+        raise ProfileError(f"{named}: {one_line(error)}") from None
+
+
+def flavor_model(name: str, flavor: str, seq_len: int) -> ModelSpec:
+    """Return the model of a flavor that `load_flavors` has, for sequences of *seq_len* tokens.
+
+    >>> flavor_model("qwen3", "4B", 4096).head_dim
+    128
+    """
+    sizes = load_flavors().models[name].sizes(flavor)
+    sizes.pop("attention", None)
+    if "built_in" in sizes:
+        return cast("ModelSpec", load_model(str(sizes["built_in"])))
+    named = {"name": f"{name}-{flavor}", "seq_len": seq_len, "source": load_flavors().source}
+    return parse_model({**LIKE_LLAMA, **sizes, **named}, origin="model.flavor of torchtitan")
+
+
+def read_flavor(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the model of a flavor; one of two keys is as ``Model`` of JobConfig has it."""
+    of_name, of_flavor = roles["name"], roles["flavor"]
+    if not keys.keys() & {of_name, of_flavor}:
+        return {}
+    name = words.word(keys, of_name, "llama3")
+    flavor = words.word(keys, of_flavor, "debugmodel")
+    known, refused = load_flavors().models, load_flavors().refused
+    if name in refused:
+        raise PlanError(
+            f"{of_name}={name} of torchtitan is in no plan: {refused[name]}; "
+            f"allowed: {', '.join(known)}"
+        )
+    if name not in known:
+        raise words.unknown(of_name, name, known)
+    if flavor not in known[name].flavors:
+        raise words.unknown(of_flavor, flavor, known[name].flavors)
+    if not known[name].has_pipelines and words.whole(keys, DEGREE, 1) > 1:
+        raise words.unknown(DEGREE, keys[DEGREE], (f"1 with {name}",))
+    _check_sizes(known[name].sizes(flavor), roles, keys, facts)
+    return {"model": flavor_model(name, flavor, words.whole(keys, LENGTH, 2048))}
+
+
+def _check_sizes(sizes: Mapping[str, object], roles: Roles, keys: Keys, facts: Facts) -> None:
+    """Raise PlanError where a flavor is more than the sizes that are known of it."""
+    flavor, tokenizer = roles["flavor"], roles["tokenizer"]
+    if keys.get(tokenizer) and "built_in" not in sizes:
+        raise PlanError(
+            f"{tokenizer}={keys[tokenizer]} of torchtitan says the vocabulary of such a flavor "
+            "up to 0.1, and the file does not; allowed: model.hf_assets_path, since 0.2"
+        )
+    if "attention" in sizes and facts.get("attention") is None:
+        raise PlanError(
+            f"{flavor}={keys[flavor]} of torchtitan has {sizes['attention']}, masked by documents, "
+            "which is in no plan; --attention flash takes it for causal flash attention"
+        )
+
+
+def read_config(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the model of a configuration of 0.3: ``llama3_8b``."""
+    module, config = keys.get(roles["module"]), keys.get(roles["config"])
+    if module != "llama3":
+        raise words.unknown(roles["module"], module, ("llama3",))
+    if str(config) not in CONFIGS:
+        raise words.unknown(roles["config"], config, CONFIGS)
+    length = words.whole(keys, LENGTH, 2048)
+    return {"model": flavor_model("llama3", CONFIGS[str(config)], length)}
