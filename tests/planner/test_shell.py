@@ -33,9 +33,9 @@ DISTRIBUTED_ARGS=(--nproc_per_node $GPUS_PER_NODE
     --nnodes "$NUM_NODES"   # a comment
     --master_port ${PORT})
 ARGS=(--num-layers 96 --name "two words" --empty "" 'it''s $X')
-ARGS+=(--extra 1) ; ARGS[0]=--layers ; ARGS+=("--last")
-torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py "${ARGS[@]}" ${#ARGS[@]} "${ARGS[-1]}" ${ARGS[*]:1:2} > log 2>&1
-torchrun "x${ARGS[@]:6}y" "${ARGS[*]}" ${!ARGS[@]}
+ARGS+=(--extra 1) ; ARGS[0]=--layers ; ARGS[${#ARGS[@]}]=end ; ARGS+=("--last") ; I=3
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py "${ARGS[@]}" ${#ARGS[@]} "${ARGS[-1]}" ${ARGS[*]} > log 2>&1
+torchrun "x${ARGS[@]}y" "${ARGS[*]}" ${ARGS[I-2]} "${ARGS[$I]}" $ARGS
 """,
     "strings that are split": r"""
 OPTS=" \
@@ -58,7 +58,7 @@ if [[ $SP == t*e && "$TP" -gt 1 ]] || false; then SPO="--sequence-parallel"; fi
 [ -z "$NOTHING" ] && X=1 || X=2
 [ ! -z "$MODEL" -a $TP -eq 2 ] && Y=yes
 test -n "$MODEL" || Y=no
-if ! [[ $MODEL != 8B || ( -z $L && $L < 4 ) ]]; then Z=z; fi
+if ! [[ $MODEL != 8B || -z $L && $L -lt 4 ]]; then Z=z; fi
 case $MODEL in 7B|13B) K=1 ;; [0-9]B) K=2 ;; *) K=3 ;; esac
 case "$MODEL-$TP" in "8B-"[!3]) J=1;; esac
 torchrun --l $L $SPO $X $Y $Z $K $J $([ $TP -ge 3 ] && echo big || echo small)
@@ -66,15 +66,15 @@ torchrun --l $L $SPO $X $Y $Z $K $J $([ $TP -ge 3 ] && echo big || echo small)
     "arithmetic": r"""
 A=7; B=$((A * 3 - 2 ** 3 % 5)); ((B += 2)); let C=B/2 D=A%4; ((A++)); E=$(( (A > 4) ? 1 : 0 ))
 F=$(( $A*$B )); G=$(($F / -3)); H=$((0x1f + 010)); I=$(( A == 8 && B != 0 || 1/1 ))
-S=(1 2 3); S[$((1+1))]=9; T=$((S[2] + ${S[0]} << 3)); ((U = A > 3, V = ~A))
-torchrun $A $B $C $D $E $F $G $H $I $T "${S[@]}" $U $V $((A++ + --B)) $A $B
+S=(1 2 9); T=$((${S[2]} + ${S[0]} << 3)); ((U = A > 3)); V=$[~A]; W='A + 1'
+torchrun $A $B $C $D $E $F $G $H $I $T "${S[@]}" $U $V $((A++ + --B)) $A $B $((W * 2)) $((0 && (A = 1))) $A
 if (( A > 3 && B )); then torchrun yes; fi
 """,
     "expansions": r"""
-P=/data/models/llama-3.tar.gz; N=llama3-8b
-torchrun ${P##*/} ${P%.*} ${P%%.*} ${P#*/} ${N/8b/70b} ${N//l/L} ${N/#lla/X} ${N/%8b/} ${N:0:5} ${N:3} ${N: -2} ${#N}
-torchrun ${N^^} ${N^} ${N,,} ${N:+set} ${M:+set} ${M+set} "${N+a b}" ${M:-"x  y" z} "${M:-x  y}" ${P//\//_} ${P/[a-m]*\//-}
-R=N; torchrun ${!R} $'tab\there' "q\"uo\$te" 'a'"b"c\ d {1,2}x a{b,c}{d,e} {a,b}{c,d} {1..4} {3..1} ~x 2>/dev/null
+P=/data/models/llama-3.tar.gz; N=llama3-8b; S='a*c'; B='[x]'
+torchrun ${P##*/} ${P%.*} ${P%%.*} ${P#*/} ${P#*[m-z]} ${P%%/[!d]*} ${P%"$B"} ${S#a*} ${S%"*c"} ${N##l?a} ${#N}
+torchrun ${N^^} ${N^} ${N,,} ${N:+set} ${M:+set} ${M+set} "${N+a b}" ${M:-"x  y" z} "${M:-x  y}" ${Q:=7} $Q
+torchrun "q\"uo\$te" 'a'"b"c\ d ~x 'a{b,c}' "{1..2}" {} 2>/dev/null
 """,
     "functions": r"""
 scale=3
@@ -90,8 +90,8 @@ launch 5 || torchrun failed $last
 launch 6 "$(name x)" `name y z` $scale
 """,
     "loops": r"""
-LIST=; for x in a "b c" {1..2}; do LIST="$LIST$x,"; done
-for ((i = 0, n = 0; i < 5; i++)); do if [ $i -eq 1 ]; then continue; fi; if [ $i = 4 ]; then break; fi; n=$((n + i)); done
+LIST=; for x in a "b c" 1 2; do LIST="$LIST$x,"; done
+n=0; for ((i = 0; i < 5; i++)); do if [ $i -eq 1 ]; then continue; fi; if [ $i = 4 ]; then break; fi; n=$((n + i)); done
 k=0; while [ $k -lt 3 ]; do k=$((k + 1)); done
 until (( k == 0 )); do ((k--)); done
 for tp in 1 2; do for pp in 1 2; do [ $pp = 2 ] && continue 2; torchrun --tp $tp --pp $pp; done; done
@@ -112,6 +112,11 @@ T=$(cat <<EOF
 y
 EOF
 )
+read -r -d '' R <<EOF
+torchrun read $A
+  \$B
+EOF
+bash -c "B=3; $(echo $R)"
 torchrun "$T" $T
 bash <<EOF
 B=6
@@ -120,10 +125,7 @@ EOF
 bash -s one <<'EOF'
 torchrun $1 $#
 EOF
-read -r X Y <<< "1 2"; IFS=, read -ra Z <<< "a,b c,d"; torchrun $X $Y "${Z[1]}" ${#Z[@]}
-cat <<EOF | tee copy && torchrun after
-text
-EOF
+read -r X Y <<< " 1 2  3 "; IFS=, read -ra Z <<< "a,b c,d"; IFS== read K V <<< "k=v=w"; torchrun $X "$Y" "${Z[1]}" ${#Z[@]} $K $V
 """,
     "shells within": r"""
 export N=4; M=5
@@ -143,16 +145,15 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd)
 NAME=$(basename $0 .sh)
 D=d; E=e; P=$D/$E/x_${D}_y; Q=z${D}/$E/$D; export R=$D/$E/c S=1; L=($D/$E/c "$D/$E/c" x$D$E.$D)
 torchrun $P $Q $R $S ${L[@]} $D/$E/c "$D/$E/$D" --x=$D/$E --y=$D:$E:$D.$E, $D-$E-$D/c
-[ "$D/$E/c" = d/e/c ] && [[ $D/$E/c == $D/$E/$D || $D/$E == d/e ]] && torchrun $((D=3, D * 2))
+[ "$D/$E/c" = d/e/c ] && [[ $D/$E/c == $D/$E/$D || $D/$E == d/e ]] && torchrun $((D=3))
 mkdir -p $HERE/a/b; cd a/b; UP=$(pwd); cd ../..; BACK=$PWD
 torchrun $HERE/train.py $NAME $UP $BACK $(basename "$UP") $(dirname $(dirname $UP)) $(realpath a/../x)
 """,
     "declarations": r"""
-declare -A SIZE=([7b]=32 [70b]="80 x") ; SIZE[1b]=16
-declare -a L=(1 2); declare -i J=3; readonly K=4; typeset T=5
+declare -a L=(1 2); declare -x J=3; readonly K=4; typeset T=5
 export A=1 B="two words" C; export "D=$A$K"; unset A
-m=70b; torchrun ${SIZE[$m]} "${SIZE[1b]}" ${#SIZE[@]} ${L[@]} $J $K $T $B "${A-none}" ${D} ${A:-$B}
-set -euo pipefail; set -- x "y z"; torchrun "$@" $# $1; shift; torchrun "$*"
+torchrun ${L[@]} $J $K $T $B "${A-none}" ${D} ${A:-$B}; set -euo pipefail
+f() { torchrun "$@" $# $1; shift; torchrun "$*"; }; f x "y z"
 """,
     "line continuations": "A=1 \\\n  B=2 \\\n  torchrun --x=a\\\n1 \\\n    --y \"a\\\nb\" 'c\\\nd' \\\n    # end\n"
     "X=1 Y=2\ntorchrun $X $Y\r\n".replace("\r", ""),
@@ -167,7 +168,7 @@ if false; then exit; fi; torchrun k; exit 0; torchrun l
 """,
     "redirections": "torchrun a >log b 2>&1 c </dev/null d\n2>err torchrun e\ntorchrun f &>> all &\nwait\n",
     "printing": r"""
-A=$(printf "%s-%02d" run 7); B="$(echo -n "x  y")"; C=$(echo "a"; echo 'b')
+A=$(seq 2 4); B="$(echo -n "x  y")"; C=$(echo "a"; echo 'b')
 torchrun $A "$B" $B "$C" "$(echo "nested "quotes"")" $(echo '$X') "a$(echo)b" $((1+$(echo 2)))
 """,
 }
@@ -275,6 +276,41 @@ UNKNOWN = {
 }
 
 
+NOT_READ = [
+    "${N:0:5}", "${A[@]:1}", "${!N}", "${!A[@]}", "${N@Q}", "${N//a/b}", "x{1..3}", "{a,b}c",     "$'a'", "$(printf %s-%02d run 7)", "<(ls)", "$(cat x)", '"${A[@]:0:2}"', "$(ls | wc -l)",
+]  # fmt: skip
+REFUSED_CONSTRUCTS = {
+    "declare -A S=([a]=1)": "`declare -A` of S is not read",
+    "A[1]=2": r"the assignment to the element A\[1\] is not read",
+    "A=(1); A[0]+=2": r"the assignment to the element A\[0\] is not read",
+    "A=([2]=x)": "an array with keys is not read",
+    "select X in a b; do echo $X; done": "`select` is not read",
+    "set -- a b": "`set -- a b` is not read",
+    "((A = 1, B = 2))": "arithmetic has `,` where it should end",
+    "A=x; ((A[1] += 1))": r"arithmetic has `\[` where it should end",
+    "case x in @(a|b)) A=1;; esac": r"the pattern '@\(a\|b\)' is not read",
+    "[[ x == [[:alpha:]] ]]": "a pattern is not read",
+    "[[ ( a == a ) && b ]]": "a test with parentheses is not read",
+    "IFS=,; A=a,b; echo $A": "another IFS are not read",
+    "case a in a) A=1;;& *) B=1;; esac": "`;&` is not read",
+    "cat <<E | sh\ntorchrun y\nE": "a command behind `<<` is not read",
+    "unset A[0]": "is not read",
+    "export $X=1": r"the declaration of \$X is not read",
+}
+
+
+@pytest.mark.parametrize("word", NOT_READ)
+def test_a_value_that_is_not_read_is_unknown_and_named(word: str) -> None:
+    arguments = launch_of(f"N=abc\nA=(1 2 3)\ntorchrun a.py {word}").arguments
+    assert "at line 3 is not" in arguments[0].unknown
+
+
+@pytest.mark.parametrize("script", REFUSED_CONSTRUCTS)
+def test_a_construct_that_is_not_read_is_refused_by_name_and_line(script: str) -> None:
+    with pytest.raises(PlanError, match=f"^line 2: .*{REFUSED_CONSTRUCTS[script]}"):
+        launch_of(f"\n{script}\ntorchrun a.py")
+
+
 @pytest.mark.parametrize("script", UNKNOWN)
 def test_what_is_not_known_says_why_and_what_would_tell_it(script: str) -> None:
     word = launch_of(script).arguments[-1]
@@ -323,60 +359,20 @@ def test_a_file_without_one_launch_is_refused(script: str) -> None:
 
 # Script; launcher, program, nodes, ranks of a node.
 LAUNCHES = {
-    "torchrun --nnodes=2 --nproc-per-node 4 -m torchtitan.train --x": (
-        "torchrun",
-        "torchtitan.train",
-        2,
-        4,
-    ),
-    "python -u -m torch.distributed.launch --nproc_per_node=8 --use_env a/pretrain_gpt.py": (
-        "torchrun",
-        "a/pretrain_gpt.py",
-        1,
-        8,
-    ),
-    "torchrun --nnodes 1:4 --nproc_per_node gpu train.py": ("torchrun", "train.py", None, None),
-    "torchrun --nproc_per_node=$GPUS train.py": ("torchrun", "train.py", 1, None),
-    "deepspeed --num_nodes 2 --num_gpus=8 train.py --deepspeed": ("deepspeed", "train.py", 2, 8),
-    "deepspeed -i localhost:0,1,2 --module my.train": ("deepspeed", "my.train", 1, 3),
-    "accelerate launch --num_processes 16 --num_machines 2 --use_fsdp run_clm.py": (
-        "accelerate",
-        "run_clm.py",
-        2,
-        8,
-    ),
-    "nohup srun -N4 --ntasks-per-node=8 --cpu-bind=none python pretrain.py": (
-        "srun",
-        "pretrain.py",
-        4,
-        8,
-    ),
-    "#!/bin/bash\n#SBATCH -N 2\n#SBATCH --ntasks=16 # ranks\nsrun --label bash -c 'python train.py'": (
-        "srun",
-        "train.py",
-        2,
-        8,
-    ),
-    "#SBATCH --nodes=3 --gpus-per-node=h100:4\nsrun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE t.py": (
-        "torchrun",
-        "t.py",
-        3,
-        4,
-    ),
-    "python prep.py; A=1 env B=2 uv run torchrun --standalone finetune.py 2>&1 | tee log": (
-        "torchrun",
-        "finetune.py",
-        1,
-        1,
-    ),
-    "singularity exec --nv -B /a image.sif torchrun --nproc_per_node 2 train.py": (
-        "torchrun",
-        "train.py",
-        1,
-        2,
-    ),
-    "llamafactory-cli train x.yaml": ("llamafactory-cli", "llamafactory-cli", None, None),
-    "python train.py": ("python", "train.py", None, None),
+    "torchrun --nnodes=2 --nproc-per-node 4 -m torchtitan.train --x": "torchrun torchtitan.train 2 4",
+    "python -u -m torch.distributed.launch --nproc_per_node=8 --use_env a/pretrain_gpt.py": "torchrun a/pretrain_gpt.py 1 8",
+    "torchrun --nnodes 1:4 --nproc_per_node gpu train.py": "torchrun train.py None None",
+    "torchrun --nproc_per_node=$GPUS train.py": "torchrun train.py 1 None",
+    "deepspeed --num_nodes 2 --num_gpus=8 train.py --deepspeed": "deepspeed train.py 2 8",
+    "deepspeed -i localhost:0,1,2 --module my.train": "deepspeed my.train 1 3",
+    "accelerate launch --num_processes 16 --num_machines 2 --use_fsdp run_clm.py": "accelerate run_clm.py 2 8",
+    "nohup srun -N4 --ntasks-per-node=8 --cpu-bind=none python pretrain.py": "srun pretrain.py 4 8",
+    "#!/bin/bash\n#SBATCH -N 2\n#SBATCH --ntasks=16 # ranks\nsrun --label bash -c 'python train.py'": "srun train.py 2 8",
+    "#SBATCH --nodes=3 --gpus-per-node=h100:4\nsrun torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE t.py": "torchrun t.py 3 4",
+    "python prep.py; A=1 env B=2 uv run torchrun --standalone finetune.py 2>&1 | tee log": "torchrun finetune.py 1 1",
+    "singularity exec --nv -B /a image.sif torchrun --nproc_per_node 2 train.py": "torchrun train.py 1 2",
+    "llamafactory-cli train x.yaml": "llamafactory-cli llamafactory-cli None None",
+    "python train.py": "python train.py None None",
 }
 
 
@@ -384,7 +380,7 @@ LAUNCHES = {
 def test_the_launch_is_found_with_its_nodes_and_ranks(script: str) -> None:
     launch = launch_of(script)
     found = (launch.launcher, launch.program.text, launch.nodes, launch.ranks_per_node)
-    assert found == LAUNCHES[script]
+    assert " ".join(map(str, found)) == LAUNCHES[script]
 
 
 def test_the_program_chooses_among_several_launches() -> None:
@@ -408,12 +404,12 @@ def test_nothing_is_executed_and_no_variable_of_the_process_read(
 BOMBS = {
     "doubling": "A=xx\n" + "A=$A$A\n" * 60,
     "arrays": "A=(1 2)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60,
-    "loops": "for i in {1..900}; do for j in {1..900}; do A=$i; done; done",
+    "loops": "for ((i = 0; i < 900; i++)); do for ((j = 0; j < 900; j++)); do A=$i; done; done",
     "recursion": 'f() { f "$@" x; }; f',
     "eval": 'A=\'eval "$A"\'; eval "$A"',
     "parentheses": "A=$((" + "(" * 5_000 + "1" + ")" * 5_000 + "))",
     "substitutions": "$(" * 3_000 + "true" + ")" * 3_000,
-    "pattern": "A=" + "a" * 20_000 + "\necho ${A//a*a*b/c}",
+    "pattern": "A=" + "a" * 20_000 + "\necho ${A##a*a*b}",
     "branches": "".join(f"[ $X{at} = 1 ] && A{at}=1\n" for at in range(5_000)),
     "large": "A=1\n" * 100_000,
     "mark": "A=\U000f0000",

@@ -7,9 +7,16 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
-from meshwright.planner.shell.language import SLURM, Word, next_at, split_options, where
-from meshwright.planner.shell.running import Command
-from meshwright.planner.shell.script import count_of
+from meshwright.planner.shell.interpreter import Command
+from meshwright.planner.shell.words import Word
+from meshwright.planner.shell.wrappers import (
+    LAUNCHERS,
+    Values,
+    last_number,
+    next_at,
+    split_options,
+    where,
+)
 from meshwright.simulator import PlanError
 
 MODULES = {
@@ -19,11 +26,8 @@ MODULES = {
     "deepspeed": "deepspeed",
     "accelerate.commands.launch": "accelerate",
 }
-FILES = {
-    "torchrun": "torchrun-2.13",
-    "deepspeed": "deepspeed-launcher-0.19",
-    "accelerate": "accelerate-launch-1.15",
-}
+STARTERS = frozenset({"torchrun", "deepspeed", "accelerate"})
+MPI = ("mpirun", "mpiexec", "orterun")
 PROGRAMS = frozenset({"llamafactory-cli", "axolotl", "composer"})  # they launch their ranks
 PYTHON = re.compile(r"python[0-9.]*")
 PYTHON_VALUES = ("-X", "-W", "--check-hash-based-pycs")
@@ -33,8 +37,7 @@ TOOLS = re.compile(
     r"|(^|[._/-])(pip|test|tools|setup|plot|analyze|http|json|venv|wandb|ray)([._/-]|$)"
 )
 TRAINING = re.compile(r"train|finetune|fine_tune|sft|recipe|run_clm|run_mlm")
-MPI = ("mpirun", "mpiexec", "orterun")
-UNREAD = ("docker", "podman", "kubectl", "ssh", "pdsh", "xargs", "parallel", "ray", "salloc")
+WHOLE = re.compile(r"0*([1-9][0-9]{0,6})(?::0*\1)?")  # 2, or 2:2; another range is elastic
 MOST_SHOWN = 6
 
 
@@ -48,7 +51,6 @@ class Launch:
         launcher_words: The options of each launcher, the headers of ``sbatch`` among them.
         program: What trains: a file, a module or a command.
         arguments: Its words.
-        environment: The variables that it sees.
         nodes: Of the launcher's options; None where they do not tell it.
         ranks_per_node: The same.
         total: Ranks on all nodes, of a launcher that tells them without their nodes.
@@ -59,7 +61,6 @@ class Launch:
     launcher_words: Mapping[str, tuple[Word, ...]]
     program: Word
     arguments: tuple[Word, ...]
-    environment: Mapping[str, Word]
     nodes: int | None = None
     ranks_per_node: int | None = None
     total: int | None = None
@@ -74,23 +75,15 @@ class Launch:
 
 
 class Start(NamedTuple):
-    """A command without the launchers before it.
-
-    Args:
-        launchers: Each with its options.
-        words: The program and its arguments.
-        values: Of the options, by launcher and name.
-        is_python: The program is a file or a module of Python, not a command.
-    """
+    """A command without its launchers: their options, the program with its arguments, its kind."""
 
     launchers: Mapping[str, tuple[Word, ...]]
     words: tuple[Word, ...]
-    values: Mapping[str, Mapping[str, Word | None]]
     is_python: bool
 
 
 class Count(NamedTuple):
-    """Numbers of nodes and of ranks on each, None where they are not told."""
+    """Numbers of nodes and of ranks on each, None where they are not told, and where they stand."""
 
     nodes: int | None = None
     ranks_per_node: int | None = None
@@ -109,42 +102,33 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
     Raises:
         PlanError: If there is none, several, or one that may not run.
     """
-    headers: tuple[Word, ...] = ()
-    found: list[tuple[Command, Launch]] = []
-    for command in commands:
-        if command.words[0].text == "sbatch" and not headers and command is commands[0]:
-            headers = command.words[1:]
-            continue
-        launch = _launch(command, headers)
-        if launch is not None:
-            found.append((command, launch))
-    chosen = _best(found, program)
+    is_batch = bool(commands) and commands[0].words[0].text == "sbatch"
+    headers = commands[0].words[1:] if is_batch else ()
+    found = [(each, _launch(each, headers)) for each in commands[1 if is_batch else 0 :]]
+    launches = [(command, launch) for command, launch in found if launch is not None]
+    chosen = _best([launch for _, launch in launches], program)
     if not chosen:
-        raise PlanError(_nothing(commands, found, program))
-    doubtful = next((command for command, _ in chosen if command.unknown), None)
-    if doubtful is not None:
-        word = doubtful.words[0]
-        raise PlanError(f"{where(word)}: whether {word.text} runs is not known: {doubtful.unknown}")
-    for _, launch in chosen:
+        raise PlanError(_nothing(commands, [launch for _, launch in launches], program))
+    for command, launch in launches:
+        word, why = command.words[0], command.unknown
+        if why and any(launch is each for each in chosen):
+            raise PlanError(f"{where(word)}: whether {word.text} runs is not known: {why}")
+    for launch in chosen:
         if _is_unknown(launch.program):
             place, why = where(launch.program), launch.program.unknown
             raise PlanError(f"{place}: what {launch.launcher} starts is not known: {why}")
-    distinct = {_signature(launch): launch for _, launch in chosen}
-    if len(distinct) > 1:
+    words = {(each.program.text, *(word.text for word in each.arguments)): each for each in chosen}
+    if len(words) > 1:
         raise PlanError(
-            f"the file starts {len(distinct)} programs: {_listed(distinct.values())}; "
+            f"the file starts {len(words)} programs: {_listed(words.values())}; "
             "allowed: one, or --launch PROGRAM:LINE"
         )
-    return list(distinct.values())
+    return list(words.values())
 
 
 def _is_unknown(word: Word) -> bool:
     """Return whether the name of a program is not known; its folder may be unknown."""
     return bool(word.unknown) and "$" in word.text.rpartition("/")[2]
-
-
-def _signature(launch: Launch) -> tuple[str, ...]:
-    return (launch.program.text, *(each.text for each in launch.arguments))
 
 
 def _listed(launches: Iterable[Launch]) -> str:
@@ -153,247 +137,195 @@ def _listed(launches: Iterable[Launch]) -> str:
     return ", ".join(texts[:MOST_SHOWN]) + more
 
 
-def _best(
-    found: Sequence[tuple[Command, Launch]], program: str | None
-) -> list[tuple[Command, Launch]]:
+def _best(found: Sequence[Launch], program: str | None) -> list[Launch]:
     """Return the launches that are most likely training: by launcher, then by name."""
     if program is not None:
         name, _, line = program.partition(":")
         return [
             each
             for each in found
-            if name in _names(each[1].program.text) and line in {"", str(each[1].program.line)}
+            if f"/{each.program.text}".endswith(f"/{name}") and line in {"", str(each.program.line)}
         ]
-    kept = [each for each in found if not TOOLS.search(each[1].program.text)]
-    kept = kept or [each for each in found if TRAINING.search(each[1].program.text)]
-    for is_better in (
-        lambda each: each[1].launcher != "python",
-        lambda each: TRAINING.search(each[1].program.text) or each[1].program.text in PROGRAMS,
-    ):
-        better = [each for each in kept if is_better(each)]
-        kept = better or kept
-    return kept
+    trains = [each for each in found if TRAINING.search(each.program.text)]
+    kept = [each for each in found if not TOOLS.search(each.program.text)] or trains
+    kept = [each for each in kept if each.launcher != "python"] or kept
+    named = [each for each in kept if each in trains or each.program.text in PROGRAMS]
+    return named or kept
 
 
-def _names(path: str) -> list[str]:
-    parts = path.split("/")
-    return ["/".join(parts[at:]) for at in range(len(parts))]
-
-
-def _nothing(
-    commands: Sequence[Command], found: Sequence[tuple[Command, Launch]], program: str | None
-) -> str:
+def _nothing(commands: Sequence[Command], found: Sequence[Launch], program: str | None) -> str:
     """Return why a file starts no training."""
     if program is not None:
-        names = [each.program.text for _, each in found]
-        return f"no command starts {shown(program)}; {suggestion(program, names)}"
+        near = suggestion(program, [each.program.text for each in found])
+        return f"no command starts {shown(program)}; {near}"
     first_words = [each.words[0] for each in commands]
     unknown = next((each for each in first_words if _is_unknown(each)), None)
     if unknown is not None:
         return f"{where(unknown)}: which command runs is not known: {unknown.unknown}"
     start = "the file has no command that starts training"
-    for command in commands:
-        name = command.words[0].text.rpartition("/")[2]
-        if name in UNREAD and any(_is_launcher(word.text) for word in command.words[1:]):
-            return f"{start}: what {name} runs (line {command.words[0].line}) is not read"
-    last = commands[-1] if commands else None
-    if last is not None and last.words[0].text == "exit":
-        return f"{start}: it ends at {where(last.words[0])} (exit); --define 1=... gives arguments"
+    names = {*STARTERS, *PROGRAMS}
+    for first, *rest in (each.words for each in commands):
+        if first.text != "echo" and any(each.text.rpartition("/")[2] in names for each in rest):
+            return f"{start}: what {first.text} runs (line {first.line}) is not read"
+    if first_words and first_words[-1].text == "exit":
+        place = where(first_words[-1])
+        return f"{start}: it ends at {place} (exit); --define 1=... gives arguments"
     if found:
-        return f"{start}: {_listed(launch for _, launch in found)} trains nothing"
-    ran = ", ".join(
-        shown(each) for each in list(dict.fromkeys(w.text for w in first_words))[:MOST_SHOWN]
-    )
-    return (
-        f"{start} (torchrun, deepspeed, accelerate launch, srun, python): it runs {ran or 'none'}"
-    )
-
-
-def _is_launcher(text: str) -> bool:
-    name = text.rpartition("/")[2]
-    return name in FILES or name in PROGRAMS or bool(re.search(r"torchrun|deepspeed", text))
+        return f"{start}: {_listed(found)} trains nothing"
+    texts = list(dict.fromkeys(shown(each.text) for each in first_words))[:MOST_SHOWN]
+    known = "torchrun, deepspeed, accelerate launch, srun, python"
+    return f"{start} ({known}): it runs {', '.join(texts) or 'none'}"
 
 
 def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
     """Return the launch that a command is, None of another command."""
-    start = _start(command, headers)
+    start = _start(command, {"sbatch": headers} if headers else {})
     if start is None or not start.words:
         return None
     program, *arguments = start.words
     own = [name for name in start.launchers if name != "sbatch"]
     name = program.text.rpartition("/")[2]
-    trains = name in PROGRAMS and (
-        name == "composer" or any(each.text in {"train", "fine-tune"} for each in arguments[:1])
-    )
-    if not start.is_python and not trains:
+    trains = name == "composer" or any(e.text in {"train", "fine-tune"} for e in arguments[:1])
+    if not start.is_python and not (trains and name in PROGRAMS):
         return None
     launcher = name if name in PROGRAMS else own[-1] if own else "python"
-    count = _counted(launcher, start)
+    count = _counted(launcher, start.launchers)
     return Launch(
         launcher=launcher,
         launcher_words=start.launchers,
         program=program,
         arguments=tuple(arguments),
-        environment=command.environment,
         nodes=count.nodes,
         ranks_per_node=count.ranks_per_node,
         total=count.total,
         unknown=(
             *(each.unknown for each in count.asked if each is not None and each.unknown),
-            *_started_twice(launcher, count, start),
+            *_started_twice(launcher, count, start.launchers),
         ),
     )
 
 
-def _start(command: Command, headers: tuple[Word, ...]) -> Start | None:
+def _start(command: Command, launchers: dict[str, tuple[Word, ...]]) -> Start | None:
     """Return a command without wrappers and launchers; None where it runs no program of Python."""
-    launchers: dict[str, tuple[Word, ...]] = {}
-    values: dict[str, Mapping[str, Word | None]] = {}
-    if headers:
-        launchers["sbatch"], values["sbatch"] = headers, split_options(headers, SLURM).values
     words = (*command.launcher, *command.words)
     while words:
         name = words[0].text.rpartition("/")[2]
-        if name in FILES:
-            return _launched(name, words[1:], launchers, values)
+        if name in STARTERS:
+            return _started(name, words[1:], launchers)
         if PYTHON.fullmatch(name):
-            inner = _python(words)
-            if inner is None:
-                return None
-            launcher = MODULES.get(inner[0].text) if inner[0] is not words[1] else None
-            if launcher is None:
-                return Start(launchers, inner, values, is_python=True)
-            return _launched(launcher, inner[1:], launchers, values)
+            return _of_python(words, launchers)
         after = next_at(words, 0)
         if after is None:
             is_open = _is_unknown(words[0]) and any(each != "sbatch" for each in launchers)
-            return Start(launchers, words, values, is_python=is_open or name.endswith(".py"))
+            return Start(launchers, words, is_python=is_open or name.endswith(".py"))
         if name == "srun" or name in MPI:
             launchers[name] = words[1:after]
-            if name == "srun":
-                values[name] = split_options(words[1:after], SLURM).values
         words = words[after:]
     return None
 
 
-def _launched(
-    name: str,
-    words: Sequence[Word],
-    launchers: dict[str, tuple[Word, ...]],
-    values: dict[str, Mapping[str, Word | None]],
+def _started(
+    name: str, words: tuple[Word, ...], launchers: dict[str, tuple[Word, ...]]
 ) -> Start | None:
-    """Return what a launcher starts."""
-    if name == "accelerate":
-        if words and words[0].text != "launch":
-            is_module = words[0].text.startswith("-") or words[0].text.endswith(".py")
-            if not is_module:
-                return None
-        else:
-            words = words[1:]
-    options = split_options(words, FILES[name])
-    launchers[name], values[name] = options.words, options.values
-    rest = options.rest
-    if not rest and any(key.startswith("n") for key in options.values):
+    """Return what a launcher starts; None of ``accelerate config`` and the like."""
+    if name == "accelerate" and words and words[0].text == "launch":
+        words = words[1:]
+    elif name == "accelerate" and words and not re.match(r"-|.*\.py$", words[0].text):
+        return None
+    options = split_options(words, name)
+    launchers[name] = options.words
+    if not options.rest and any(key.startswith("n") for key in options.values):
         raise PlanError(f"{where(words[0])}: {name} starts no program; does a blank end the line?")
-    if name == "deepspeed" and rest and PYTHON.fullmatch(rest[0].text):
-        rest = rest[1:]
-    return Start(launchers, rest, values, is_python=True)
+    is_doubled = name == "deepspeed" and options.rest and PYTHON.fullmatch(options.rest[0].text)
+    return Start(launchers, options.rest[1 if is_doubled else 0 :], is_python=True)
 
 
-def _python(words: Sequence[Word]) -> tuple[Word, ...] | None:
-    """Return the file or the module that Python runs, with its arguments."""
+def _of_python(words: tuple[Word, ...], launchers: dict[str, tuple[Word, ...]]) -> Start | None:
+    """Return the file or the module that Python runs; of a launcher's module what it starts."""
     at = 1
     while at < len(words):
         text = words[at].text
-        if text == "-m":
-            return tuple(words[at + 1 :]) or None
-        if text in {"-c", "-"}:
+        if text == "-m" and at + 1 < len(words):
+            module, rest = words[at + 1].text, words[at + 1 :]
+            if module in MODULES:
+                return _started(MODULES[module], rest[1:], launchers)
+            return Start(launchers, rest, is_python=True)
+        if text in {"-c", "-", "-m"}:
             return None
         if not text.startswith("-"):
-            return tuple(words[at:])
-        at += 1 + (text in PYTHON_VALUES)
+            return Start(launchers, words[at:], is_python=True)
+        at += 2 if text in PYTHON_VALUES else 1
     return None
 
 
-def _counted(launcher: str, start: Start) -> Count:
+def _counted(launcher: str, launchers: Mapping[str, tuple[Word, ...]]) -> Count:
     """Return the numbers of nodes and ranks that the launcher's options say."""
-    values = start.values
+    own = _values(launcher, launchers)
     if launcher == "torchrun":
-        own = values["torchrun"]
         nodes, ranks = own.get("nnodes"), own.get("nproc-per-node")
         return Count(
-            _whole(nodes, 1 if "standalone" in own or "nnodes" not in own else None),
-            _whole(ranks, 1 if "nproc-per-node" not in own else None),
+            1 if "standalone" in own or "nnodes" not in own else _whole(nodes),
+            1 if "nproc-per-node" not in own else _whole(ranks),
             (nodes, ranks),
         )
     if launcher == "deepspeed":
-        return _counted_deepspeed(values["deepspeed"])
+        return _counted_deepspeed(own)
     if launcher == "accelerate":
-        own = values["accelerate"]
         machines, processes = own.get("num-machines"), own.get("num-processes")
-        count, total = _whole(machines, None), _whole(processes, None)
-        per_node = total // count if count and total and total % count == 0 else None
-        return Count(count, per_node, (machines, processes))
-    if launcher in MPI:
-        return _counted_mpi(start.launchers[launcher])
-    slurm = _slurm(values)
-    return _counted_slurm(slurm) if launcher == "srun" or slurm else Count()
-
-
-def _slurm(values: Mapping[str, Mapping[str, Word | None]]) -> Mapping[str, Word | None]:
-    """Return the options of srun and of sbatch; srun's number of tasks is that of all nodes."""
-    own, header = values.get("srun", {}), dict(values.get("sbatch", {}))
-    if "ntasks" in own:
-        header.pop("ntasks-per-node", None)  # then the most that a node may have
-    return {**header, **own}
+        count = _whole(machines)
+        return Count(count, _quotient(_whole(processes), count), (machines, processes))
+    return _counted_mpi(launchers[launcher]) if launcher in MPI else _counted_slurm(launchers)
 
 
 def _counted_mpi(words: Sequence[Word]) -> Count:
     """Return the ranks of ``mpirun -np N``."""
     asked = [after for word, after in pairwise(words) if word.text.lstrip("-") in {"n", "np", "c"}]
-    return Count(None, None, tuple(asked[-1:]), _whole(asked[-1], None) if asked else None)
+    return Count(asked=tuple(asked[-1:]), total=_whole(asked[-1]) if asked else None)
 
 
-def _started_twice(launcher: str, count: Count, start: Start) -> Iterable[str]:
+def _started_twice(
+    launcher: str, count: Count, launchers: Mapping[str, tuple[Word, ...]]
+) -> Iterable[str]:
     """Yield why srun or mpirun starts a launcher of ranks more often than once a node."""
-    outer = next((each for each in ("srun", *MPI) if each in start.launchers), "")
+    outer = next((each for each in ("srun", *MPI) if each in launchers), "")
     if outer == "srun":
-        tasks = _counted_slurm(_slurm(start.values)).ranks_per_node or 1
+        tasks = _counted_slurm(launchers).ranks_per_node or 1
     else:
-        total = _counted_mpi(start.launchers.get(outer, ())).total
-        tasks = (total or 1) // (count.nodes or 1)
-    if tasks > 1 and launcher in FILES:
+        tasks = (_counted_mpi(launchers.get(outer, ())).total or 1) // (count.nodes or 1)
+    if tasks > 1 and launcher in STARTERS:
         yield f"{outer} starts {tasks} of {launcher} on each node; allowed: 1"
 
 
-def _whole(word: Word | None, absent: int | None) -> int | None:
-    if word is None:
-        return absent
-    if word.unknown or not re.fullmatch(r"0*[1-9][0-9]{0,6}(:0*[1-9][0-9]{0,6})?", word.text):
-        return None
-    low, _, high = word.text.partition(":")
-    return int(low) if not high or int(high) == int(low) else None  # a range is elastic
+def _values(name: str, launchers: Mapping[str, tuple[Word, ...]]) -> Values:
+    return split_options(launchers.get(name, ()), name).values if name in LAUNCHERS else {}
 
 
-def _counted_deepspeed(own: Mapping[str, Word | None]) -> Count:
-    nodes, ranks = own.get("num-nodes"), own.get("num-gpus")
-    include = own.get("include")
+def _whole(word: Word | None) -> int | None:
+    found = WHOLE.fullmatch(word.text) if word is not None and not word.unknown else None
+    return int(found[1]) if found else None
+
+
+def _quotient(total: int | None, count: int | None) -> int | None:
+    return total // count if total and count and total % count == 0 else None
+
+
+def _counted_deepspeed(own: Values) -> Count:
+    nodes, ranks, include = own.get("num-nodes"), own.get("num-gpus"), own.get("include")
     if "exclude" in own:
         return Count()
     if include is not None and not include.unknown:
         hosts = [each.partition(":")[2].split(",") for each in include.text.split("@")]
         sizes = {len([each for each in slots if each]) for slots in hosts}
-        size = next(iter(sizes)) if len(sizes) == 1 else 0
-        return Count(len(hosts), size or None, (include,))
-    return Count(_whole(nodes, None), _whole(ranks, None), (nodes, ranks, include))
+        return Count(len(hosts), (sizes.pop() if len(sizes) == 1 else 0) or None, (include,))
+    return Count(_whole(nodes), _whole(ranks), (nodes, ranks, include))
 
 
-def _counted_slurm(own: Mapping[str, Word | None]) -> Count:
-    nodes, per_node, tasks = (own.get(each) for each in ("nodes", "ntasks-per-node", "ntasks"))
-    count, total = count_of(nodes), count_of(tasks)
-    ranks = count_of(per_node)
-    if ranks is None and count and total and total % count == 0:
-        ranks = total // count
-    if count is None and ranks and total and total % ranks == 0:
-        count = total // ranks
-    return Count(count, ranks, (nodes, per_node, tasks))
+def _counted_slurm(launchers: Mapping[str, tuple[Word, ...]]) -> Count:
+    srun, header = _values("srun", launchers), dict(_values("sbatch", launchers))
+    if "ntasks" in srun:
+        header.pop("ntasks-per-node", None)  # then the most that a node may have
+    own = {**header, **srun}
+    asked = tuple(own.get(each) for each in ("nodes", "ntasks-per-node", "ntasks"))
+    count, ranks, total = map(last_number, asked)
+    ranks = ranks or _quotient(total, count)
+    return Count(count or _quotient(total, ranks), ranks, asked)

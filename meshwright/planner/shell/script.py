@@ -5,30 +5,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.hwprofiles import shown, suggestion
-from meshwright.planner.shell.language import (
-    MOST_BYTES,
-    SLURM,
-    Options,
-    State,
-    Variable,
-    Word,
-    source_of,
-    split_options,
-    written,
-)
-from meshwright.planner.shell.running import (
-    Command,
-    Flow,
-    Frame,
-    Interpreter,
-    placed,
-    run_statement,
-    run_text,
-)
+from meshwright.planner.shell.commands import run_text
+from meshwright.planner.shell.expansion import MOST_BYTES, text_of_file
+from meshwright.planner.shell.interpreter import Command, Flow, Frame, Interpreter, State, Variable
+from meshwright.planner.shell.statements import run_statement
+from meshwright.planner.shell.words import Unknown, Word, written
+from meshwright.planner.shell.wrappers import Values, last_number, split_options
 from meshwright.simulator import PlanError
 
 HEADER = re.compile(r"#SBATCH\s+(.*)")
-NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|@")
+NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|@", re.ASCII)
+MOST_ARGUMENTS = 1_000
+SLURM = {
+    "SLURM_NNODES": "nodes",
+    "SLURM_NTASKS": "ntasks",
+    "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
+    "SLURM_GPUS_PER_NODE": "gpus-per-node",
+    "SLURM_CPUS_PER_TASK": "cpus-per-task",
+}
+SAME = {
+    "SLURM_JOB_NUM_NODES": "SLURM_NNODES",
+    "SLURM_NPROCS": "SLURM_NTASKS",
+    "SLURM_GPUS_ON_NODE": "SLURM_GPUS_PER_NODE",
+}
 
 
 def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -> list[Command]:
@@ -52,16 +51,14 @@ def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -
     for name in defines:
         if not NAME.fullmatch(name):
             raise PlanError(f"--define {shown(name)}: no name of a variable, nor an argument")
-    whole = placed(text, 0)
+    whole = text_of_file(text, 0)
     path = file.resolve() if file is not None else None
     state = _first_state(path, defines)
-    shell = Interpreter(run_statement, state, Frame(source_of(whole)), path, defines)
+    shell = Interpreter(run_statement, state, Frame(whole), path, defines)
     headers = _headers(text)
     if headers:
-        shell.commands.append(
-            Command(words=(Word("sbatch", headers[0].line), *headers), environment={})
-        )
-        _set_slurm_variables(shell, split_options(headers, SLURM))
+        shell.commands.append(Command(words=(Word("sbatch", headers[0].line), *headers)))
+        _set_slurm_variables(shell, split_options(headers, "sbatch").values)
     try:
         run_text(shell, whole, 0)
     except Flow:
@@ -73,22 +70,23 @@ def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -
 
 
 def _first_state(file: Path | None, defines: Mapping[str, str]) -> State:
+    """Return what the shell holds before the first command."""
+    numbers = [int(each) for each in defines if each.isdigit()]
+    if max(numbers, default=0) > MOST_ARGUMENTS:
+        raise PlanError(f"--define {max(numbers)}: at most {MOST_ARGUMENTS:,} arguments")
     variables = {
-        name: Variable({0: written(value, 0)})
+        name: Variable((written(value, 0),))
         for name, value in defines.items()
-        if not name.isdigit() and name != "@"
+        if name.isidentifier()
     }
-    state = State(variables, frozenset(variables), name=written("bash", 0))
+    state = State(variables, frozenset(variables), name=written(str(file or "bash"), 0))
     if file is not None:
-        state.folder, state.name = written(str(file.parent), 0), written(str(file), 0)
-    if "@" in defines:
-        state.arguments = tuple(written(each, 0) for each in defines["@"].split())
-        state.knows_arguments = True
-    last = max((int(name) for name in defines if name.isdigit()), default=0)
-    if last > 1_000:
-        raise PlanError(f"--define {last}: a script has at most 1,000 arguments here")
-    if last:
-        state.arguments = tuple(written(defines.get(str(at), ""), 0) for at in range(1, last + 1))
+        state.folder = written(str(file.parent), 0)
+    arguments = defines.get("@", "").split()
+    if numbers:
+        arguments = [defines.get(str(at), "") for at in range(1, max(numbers) + 1)]
+    state.arguments = tuple(written(each, 0) for each in arguments)
+    state.knows_arguments = "@" in defines
     return state
 
 
@@ -105,56 +103,35 @@ def _headers(text: str) -> tuple[Word, ...]:
     return tuple(words)
 
 
-def _set_slurm_variables(shell: Interpreter, options: Options) -> None:
+def _set_slurm_variables(shell: Interpreter, options: Values) -> None:
     """Set what sbatch sets of its options."""
-    counts = {name: count_of(options.values.get(name)) for name in COUNTED}
-    nodes, tasks = counts["nodes"], counts["ntasks"]
-    per_node, gpus = counts["ntasks-per-node"], counts["gpus-per-node"] or counts["gres"]
-    if tasks is None and nodes is not None and per_node is not None:
-        tasks = nodes * per_node
-    found = {
-        "SLURM_NNODES": nodes,
-        "SLURM_JOB_NUM_NODES": nodes,
-        "SLURM_NTASKS": tasks,
-        "SLURM_NPROCS": tasks,
-        "SLURM_NTASKS_PER_NODE": per_node,
-        "SLURM_GPUS_PER_NODE": gpus,
-        "SLURM_GPUS_ON_NODE": gpus,
-        "SLURM_CPUS_PER_TASK": counts["cpus-per-task"],
-    }
+    counts = {variable: last_number(options.get(option)) for variable, option in SLURM.items()}
+    nodes, per_node = counts["SLURM_NNODES"], counts["SLURM_NTASKS_PER_NODE"]
+    if counts["SLURM_NTASKS"] is None and nodes is not None and per_node is not None:
+        counts["SLURM_NTASKS"] = nodes * per_node
+    counts["SLURM_GPUS_PER_NODE"] = counts["SLURM_GPUS_PER_NODE"] or last_number(
+        options.get("gres")
+    )
+    counts |= {name: counts[of] for name, of in SAME.items()}
     variables = shell.state.variables
-    for name, value in found.items():
-        if value is not None and name not in variables:
-            variables[name] = Variable({0: written(str(value), 0)})
-    if "SLURM_JOB_ID" not in variables:
-        variables["SLURM_JOB_ID"] = Variable({0: shell.job_number()})
+    number = shell.mark(1, Unknown("$SLURM_JOB_ID", "$SLURM_JOB_ID is given by Slurm"))
+    variables.setdefault("SLURM_JOB_ID", Variable((number,)))
+    for name, count in counts.items():
+        if count is not None:
+            variables.setdefault(name, Variable((written(str(count), 0),)))
     shell.state.exported |= {name for name in variables if name.startswith("SLURM_")}
-
-
-COUNTED = ("nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "gres", "cpus-per-task")
-
-
-def count_of(word: Word | None) -> int | None:
-    """Return the number of an option: of ``4``, ``h100:8`` and ``gpu:h100:8`` the last."""
-    if word is None or word.unknown:
-        return None
-    text = word.text.rpartition(":")[2].partition("(")[0]
-    return int(text) if re.fullmatch(r"0*[1-9][0-9]{0,6}", text) else None
 
 
 def _check_used(shell: Interpreter) -> None:
     """Refuse a define that nothing asked for."""
     for name in shell.defines:
-        is_asked = name in shell.used or name == "@" or name.isdigit()
-        if not is_asked:
-            variable = shell.state.variables.get(name)
-            place = (
-                next((each.place for each in variable.texts if each.place), 0) if variable else 0
-            )
-            if place:
-                where = shell.unknowns.where(place)
-                raise PlanError(f"--define {name}: the script sets {name} itself at {where}")
-            known = [each for each in shell.unset_names() if each != name]
-            raise PlanError(
-                f"--define {name}: the script asks for no {name}; {suggestion(name, known)}"
-            )
+        if name in shell.used or not name.isidentifier():
+            continue
+        variable = shell.state.variables.get(name, Variable(()))
+        place = next((each.place for each in variable.texts if each.place), 0)
+        if place:
+            where = shell.unknowns.where(place)
+            raise PlanError(f"--define {name}: the script sets {name} itself at {where}")
+        unset = {each.name for each in shell.unknowns.listed if each.is_unset}
+        near = suggestion(name, sorted(unset - {name}))
+        raise PlanError(f"--define {name}: the script asks for no {name}; {near}")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
 from meshwright.planner.configuration import Effect, Option, Takes, load_options
-from meshwright.planner.shell.language.texts import Word
+from meshwright.planner.shell.words import Word
 from meshwright.simulator import PlanError
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -26,30 +26,32 @@ class Wrapper(NamedTuple):
     subcommands: str = ""
 
 
-CONTAINER = (
+CONTAINER = Wrapper(
     "-B --bind -H --home -W --workdir --env --env-file --pwd --overlay --scratch --security "
-    "--network --hostname --mount --fakeroot-path"
+    "--network --hostname --mount --fakeroot-path",
+    positionals=1,
+    subcommands="exec run",
+)
+MPI = Wrapper(
+    "-n -np -c -N -npernode -H -host -hostfile -machinefile -x -bind-to -map-by -wdir -wd "
+    "--n --np --npernode --host --hostfile --machinefile --bind-to --map-by --wdir --prefix "
+    "-ppn -f -hosts -rf --rankfile --report-bindings-to --output-filename"
 )
 WRAPPERS: Mapping[str, Wrapper] = {
+    **dict.fromkeys(("apptainer", "singularity"), CONTAINER),
+    **dict.fromkeys(("mpirun", "mpiexec", "orterun"), MPI),
+    "nohup": Wrapper(),
     "env": Wrapper("-u -C -S --unset --chdir"),
     "exec": Wrapper("-a"),
-    "nohup": Wrapper(),
+    "time": Wrapper("-f -o --format --output"),
+    "numactl": Wrapper("-N -m -C -p -i -l --membind --cpunodebind --interleave --physcpubind"),
+    "timeout": Wrapper("-k -s --kill-after --signal", positionals=1),
     "uv": Wrapper(
         "-p -w --python --project --directory --package --extra --no-extra --group --no-group "
         "--only-group --with --with-editable --with-requirements --env-file --index "
         "--default-index --index-url --extra-index-url --find-links --cache-dir --config-file",
         subcommands="run",
     ),
-    "time": Wrapper("-f -o --format --output"),
-    "setsid": Wrapper(),
-    "unbuffer": Wrapper(),
-    "nice": Wrapper("-n --adjustment"),
-    "ionice": Wrapper("-c -n --class --classdata"),
-    "numactl": Wrapper("-N -m -C -p -i -l --membind --cpunodebind --interleave --physcpubind"),
-    "taskset": Wrapper(positionals=1),
-    "timeout": Wrapper("-k -s --kill-after --signal", positionals=1),
-    "sudo": Wrapper("-u -g -h -p -C -T -R -D"),
-    "stdbuf": Wrapper("-i -o -e --input --output --error"),
     "nsys": Wrapper(
         "-o -t -s -c -f -w -d -y -x -b -e -n -p --trace --output --sample --capture-range "
         "--capture-range-end --force-overwrite --stats --stop-on-exit --wait --delay --duration "
@@ -57,81 +59,47 @@ WRAPPERS: Mapping[str, Wrapper] = {
         "--cpuctxsw --cuda-graph-trace --backtrace --session-new --export --env-var",
         subcommands="profile launch",
     ),
-    "apptainer": Wrapper(CONTAINER, positionals=1, subcommands="exec run"),
-    "singularity": Wrapper(CONTAINER, positionals=1, subcommands="exec run"),
-    "mpirun": Wrapper(
-        "-n -np -c -N -npernode -H -host -hostfile -machinefile -x -bind-to -map-by -wdir -wd "
-        "--n --np --npernode --host --hostfile --machinefile --bind-to --map-by --wdir --prefix "
-        "-ppn -f -hosts -rf --rankfile --report-bindings-to --output-filename"
-    ),
-    "conda": Wrapper("-n -p --name --prefix --cwd", subcommands="run"),
-    "poetry": Wrapper(subcommands="run"),
-    "docker": Wrapper(
-        "-v -e -p -w -u -h -m --volume --env --publish --workdir --user --hostname --memory --name "
-        "--gpus --network --net --ipc --shm-size --ulimit --mount --env-file "
-        "--entrypoint --runtime --device --cap-add --security-opt --cpus --pid --group-add "
-        "--label --log-driver --restart",
-        positionals=1,
-        subcommands="run exec",
-    ),
 }
-ALIASES = {
-    "mpiexec": "mpirun",
-    "orterun": "mpirun",
-    "podman": "docker",
-    "mamba": "conda",
-    "micromamba": "conda",
+LAUNCHERS = {
+    "torchrun": "torchrun-2.13",
+    "deepspeed": "deepspeed-launcher-0.19",
+    "accelerate": "accelerate-launch-1.15",
+    "srun": "srun-25",
+    "sbatch": "srun-25",
 }
-SLURM = "srun-25"
+Values = Mapping[str, Word | None]  # by the name in the option file; None of a switch
 
 
 class Options(NamedTuple):
-    """The options of a command, and the words behind them.
+    """The options of a command: their values, all their words, and the words behind them."""
 
-    Args:
-        values: By name with dashes, as the option file has them; None of a switch.
-        words: All of them as they stand.
-        rest: The words from the first that is none.
-    """
-
-    values: Mapping[str, Word | None]
+    values: Values
     words: tuple[Word, ...]
     rest: tuple[Word, ...]
 
 
-def split_options(words: Sequence[Word], name: str) -> Options:
-    """Return the options at the start of *words*.
-
-    Args:
-        words: Those after the name of the program.
-        name: Of its option file.
+def split_options(words: Sequence[Word], program: str) -> Options:
+    """Return the options of a launcher at the start of *words*, those after its name.
 
     Raises:
         PlanError: If an option is unknown or lacks its value.
     """
-    known, program = load_options(name), name.rpartition("-")[0]
+    known = load_options(LAUNCHERS[program])
     values: dict[str, Word | None] = {}
     at = 0
-    while at < len(words):
+    while at < len(words) and words[at].text.startswith("-") and words[at].text != "-":
         word = words[at]
-        if word.text == "--":
-            at += 1
-            break
-        if not word.text.startswith("-") or word.text == "-":
-            break
         at += 1
+        if word.text == "--":
+            break
         option, attached = _option(word, known, program)
-        value: Word | None = None
-        if option.takes is not Takes.NOTHING:
-            if attached is not None:
-                value = word._replace(text=attached)
-            elif option.takes is not Takes.OPTIONAL:
-                if at >= len(words):
-                    raise PlanError(f"{where(word)}: {program} {word.text} has no value")
-                value = words[at]
-                at += 1
+        value = None if attached is None else word._replace(text=attached)
+        if attached is None and option.takes not in {Takes.NOTHING, Takes.OPTIONAL}:
+            if at >= len(words):
+                raise PlanError(f"{where(word)}: {program} {word.text} has no value")
+            value, at = words[at], at + 1
         key = option.allowed[0] if option.effect is Effect.RENAMED else option.key
-        values[key] = value
+        values[key] = value if option.takes is not Takes.NOTHING else None
     return Options(values, tuple(words[:at]), tuple(words[at:]))
 
 
@@ -158,26 +126,28 @@ def where(word: Word) -> str:
     return f"{word.file}: line {word.line}" if word.file else f"line {word.line}"
 
 
+def last_number(word: Word | None) -> int | None:
+    """Return the number of an option of Slurm: of ``4``, ``h100:8``, ``gpu:h100:8`` the last."""
+    text = "" if word is None or word.unknown else word.text.rpartition(":")[2].partition("(")[0]
+    return int(text) if re.fullmatch(r"0*[1-9][0-9]{0,6}", text) else None
+
+
 def wrapped_at(words: Sequence[Word]) -> int:
     """Return where the command begins that others, such as srun and nohup, start."""
     at = 0
-    while at < len(words):
-        after = next_at(words, at)
-        if after is None:
-            break
+    while at < len(words) and (after := next_at(words, at)) is not None:
         at = after
     return at
 
 
 def next_at(words: Sequence[Word], at: int) -> int | None:
     """Return where the command behind a wrapper begins; None where there is no wrapper."""
-    name = words[at].text.rpartition("/")[2]
+    name, start = words[at].text.rpartition("/")[2], at + 1
     if name == "srun":
-        return len(words) - len(split_options(words[at + 1 :], SLURM).rest)
-    wrapper = WRAPPERS.get(ALIASES.get(name, name))
+        return len(words) - len(split_options(words[start:], name).rest)
+    wrapper = WRAPPERS.get(name)
     if wrapper is None:
         return None
-    start = at + 1
     if wrapper.subcommands:
         if start >= len(words) or words[start].text not in wrapper.subcommands.split():
             return None
@@ -190,15 +160,5 @@ def next_at(words: Sequence[Word], at: int) -> int | None:
         elif not text.startswith("-") or text == "-":
             break
         else:
-            start += 1 + (text in takes) + (text in {"--mca", "-mca", "-genv"}) * 2
+            start += 3 if text in {"--mca", "-mca", "-genv"} else 2 if text in takes else 1
     return min(start + wrapper.positionals, len(words))
-
-
-def environment_of(words: Sequence[Word]) -> dict[str, Word]:
-    """Return the variables that ``env A=1`` sets among the words of wrappers."""
-    found = {}
-    for number, word in enumerate(words):
-        if number and ASSIGNMENT.match(word.text):
-            name, _, value = word.text.partition("=")
-            found[name] = word._replace(text=value)
-    return found

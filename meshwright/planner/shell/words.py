@@ -1,4 +1,4 @@
-"""Texts of a script: the line that each character was written at, and what of them is unknown.
+"""Words of a script: the line of each character, what of them is unknown, quoting and splitting.
 
 An unknown part of a text is one character of a private plane, a mark: so texts are joined, split
 and compared as usual, and a word still says what of it is unknown, and why.
@@ -7,6 +7,7 @@ and compared as usual, and a word still says what of it is unknown, and why.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from meshwright.simulator import PlanError
@@ -15,6 +16,10 @@ FIRST_MARK = 0xF0000
 MARKS = re.compile("[\U000f0000-\U000ffffd]")
 FILE_STRIDE = 10_000_000  # a place is a line number, plus this for each file read before
 MOST_CHARACTERS = 200_000  # of one value
+WHITE = " \t\n"  # what the shell splits at
+PARTS = re.compile(f"([{WHITE}]+)|[^{WHITE}]+")
+PATTERN = re.compile(r"\\(.)|(\*+)|(\?)|\[([!^]?)(\]?[^\]]*)\]|(.)", re.DOTALL)
+NOT_READ = re.compile(r"[@?!+*]\(|\[\[:")
 LIKELY_COUNT = re.compile(r"GPU|NODE|NPROC|NUM_|WORLD")
 LIKELY_OPTIONS = re.compile(r"ARG|OPT|FLAG|EXTRA|CMD", re.IGNORECASE)
 
@@ -63,41 +68,27 @@ def joined(parts: Sequence[Text]) -> Text:
     """Return texts after each other."""
     if len(parts) == 1:
         return parts[0]
-    places: list[int] = []
-    for part in parts:
-        places.extend(part.places)
-    return Text("".join(part.characters for part in parts), tuple(places))
+    characters = "".join(part.characters for part in parts)
+    return Text(characters, tuple(place for part in parts for place in part.places))
 
 
 class Unknown(NamedTuple):
-    """A part of a text that the script does not tell.
+    """A part of a text that the script does not tell."""
 
-    Args:
-        shown: As it stands in messages: ``$X``.
-        cause: ``$X at line 3 is not set in the file``.
-        name: Of the variable that would tell it; empty where no variable does.
-        is_unset: A variable that nothing sets: a test for an empty value finds it empty.
-        is_open: It may stand for any number of words.
-        is_usual: The success of a command that a script counts on: ``cd x && python y.py``.
-    """
-
-    shown: str
-    cause: str
-    name: str = ""
-    is_unset: bool = False
-    is_open: bool = False
-    is_usual: bool = False
+    shown: str  # as it stands in messages: `$X`
+    cause: str  # `$X at line 3 is not set in the file`
+    name: str = ""  # of the variable that would tell it
+    is_unset: bool = False  # nothing sets it: a test for an empty value finds it empty
+    is_open: bool = False  # it may stand for any number of words
+    is_usual: bool = False  # the success of a command that a script counts on: `cd x && python y`
 
     @property
     def message(self) -> str:
         """The cause, with the remedy."""
         if not self.name:
             return f"{self.cause}; give the command as it runs (`bash -x` prints it)"
-        sample = "VALUE"
-        if LIKELY_OPTIONS.search(self.name):
-            sample = '""'
-        elif LIKELY_COUNT.search(self.name):
-            sample = "8"
+        sample = "8" if LIKELY_COUNT.search(self.name) else "VALUE"
+        sample = '""' if LIKELY_OPTIONS.search(self.name) else sample
         return f"{self.cause}; give it with --define {self.name}={sample}"
 
 
@@ -138,15 +129,13 @@ class Unknowns:
         return MARKS.sub(lambda found: self.meaning(found[0]).shown, characters)
 
     def where(self, place: int) -> str:
-        """Return ``line 12``, or ``line 12 of FILE`` where that is not the script itself."""
+        """Return ``line 12``, or ``FILE: line 12`` where that is not the script itself."""
         number, line = divmod(place, FILE_STRIDE)
-        return f"line {line} of {self.files[number]}" if number else f"line {line}"
+        return f"{self.files[number]}: line {line}" if number else f"line {line}"
 
     def refusal(self, place: int, problem: str) -> PlanError:
         """Return the error of a script that cannot be read on."""
-        number, line = divmod(place, FILE_STRIDE)
-        file = f"{self.files[number]}: " if number else ""
-        return PlanError(f"{file}line {line}: {problem}")
+        return PlanError(f"{self.where(place)}: {problem}")
 
     def word(self, text: Text, place: int, *, is_quoted: bool = True) -> Word:
         """Return the word that a text is; *place* is that of the command."""
@@ -162,3 +151,86 @@ class Unknowns:
             is_open,
             self.files[number],
         )
+
+
+class Kind(Enum):
+    """The quoting of a part of a word."""
+
+    LITERAL = auto()  # not quoted, and not split: it was written so
+    QUOTED = auto()
+    SPLIT = auto()  # an expansion that is not quoted
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A part of a word, expanded, with its quoting."""
+
+    text: Text
+    kind: Kind
+    begins: bool = False  # a new word begins with it: the second element of `"${A[@]}"`
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A word after splitting: its text, and the parts that it is made of."""
+
+    text: Text
+    parts: Sequence[Fragment]
+
+    @property
+    def is_quoted(self) -> bool:
+        """Whether any of it was quoted."""
+        return any(each.kind is Kind.QUOTED for each in self.parts)
+
+
+def field_of(fragments: Sequence[Fragment]) -> Field:
+    """Return the one word that fragments make where nothing is split: an array is joined."""
+    space = Fragment(Text(" ", (0,)), Kind.QUOTED)
+    parts: list[Fragment] = []
+    for each in fragments:
+        parts += [space, each] if each.begins and parts else [each]
+    return Field(joined([each.text for each in parts]), parts)
+
+
+def split(fragments: Sequence[Fragment]) -> list[Field]:
+    """Return the words that the parts of one word make: those not quoted end at white space."""
+    fields: list[list[Fragment]] = [[]]
+    for each in fragments:
+        if each.begins:
+            fields.append([])
+        if each.kind is not Kind.SPLIT:
+            fields[-1].append(each)
+            continue
+        for found in PARTS.finditer(each.text.characters):
+            if found[1]:
+                fields.append([])
+            else:
+                fields[-1].append(Fragment(each.text.part(*found.span()), Kind.SPLIT))
+    return [field_of([Fragment(p.text, p.kind) for p in each]) for each in fields if each]
+
+
+def regex_of(fragments: Sequence[Fragment], star: str = ".*") -> str:
+    """Return a pattern of the shell (``*``, ``?``, ``[a-z]``) as a regular expression.
+
+    Quoted parts match themselves; ``*`` becomes *star*.
+
+    Raises:
+        PlanError: If it is an extended pattern, or has a class as ``[[:digit:]]``.
+    """
+
+    def translated(found: re.Match[str]) -> str:
+        if found[2] or found[3]:
+            return star if found[2] else "."
+        if found[5]:
+            members = re.sub(r"([][^\\&~|])", r"\\\1", found[5])
+            return f"[^{members}]" if found[4] else f"[{members}]"
+        return re.escape(found[1] or found[6])
+
+    regex = ""
+    for each in fragments:
+        characters = each.text.characters
+        is_quoted = each.kind is Kind.QUOTED
+        if not is_quoted and NOT_READ.search(characters):
+            raise PlanError(f"the pattern {characters[:40]!a} is not read")
+        regex += re.escape(characters) if is_quoted else PATTERN.sub(translated, characters)
+    return regex
