@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.builtin_commands import BUILTINS, PRINTING, Call, assign
+from meshwright.planner.shell.builtin_commands import BUILTINS, NAME, PRINTING, Call, assign
 from meshwright.planner.shell.expansion import (
     MOST_BYTES,
     fields,
@@ -194,6 +194,20 @@ def _call(call: Call, function: Function) -> Status:
     return status
 
 
+def _environment(shell: Interpreter, before: Sequence[Word], place: int) -> dict[str, Word]:
+    """Return the variables that a command sees: exported ones, and those of ``env`` before it."""
+    found: dict[str, Word] = {}
+    for name in sorted(shell.state.exported):
+        variable = shell.state.variables.get(name)
+        if variable is not None and variable.texts:
+            found[name] = shell.unknowns.word(variable.texts[0], place, is_quoted=True)
+    for word in before:
+        name, equals, value = word.text.partition("=")
+        if equals and NAME.fullmatch(name):
+            found[name] = word._replace(text=value)
+    return found
+
+
 def _external(call: Call, fields_: Sequence[Field]) -> Status:
     """Run a command that is no part of the shell: it is noted, or read if it is a script."""
     shell, place = call.shell, call.place
@@ -202,10 +216,11 @@ def _external(call: Call, fields_: Sequence[Field]) -> Status:
     )
     at = wrapped_at(words)
     name = words[at].text if at < len(words) else ""
-    shell.spend(place)
+    shell.spend(place, steps=1 + len(shell.state.exported) // 4)
     if name in SHELLS and _run_script(call, [each.text for each in fields_[at:]], words[:at]):
         return True
-    shell.commands.append(Command(words=words, launcher=shell.frame.launcher))
+    seen = _environment(shell, words[:at], place)
+    shell.commands.append(Command(words=words, environment=seen, launcher=shell.frame.launcher))
     where = shell.unknowns.where(place)
     shown = " ".join(each.text for each in words[:3])[:40]
     cause = f"whether `{shown}` at {where} succeeds is not known"
