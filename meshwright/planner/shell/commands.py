@@ -25,7 +25,7 @@ from meshwright.planner.shell.interpreter import (
     Status,
 )
 from meshwright.planner.shell.words import MARKS, Field, Text, Unknown, Word, field_of
-from meshwright.planner.shell.wrappers import wrapped_at
+from meshwright.planner.shell.wrappers import environment_of, wrapped_at
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -202,10 +202,17 @@ def _external(call: Call, fields_: Sequence[Field]) -> Status:
     )
     at = wrapped_at(words)
     name = words[at].text if at < len(words) else ""
-    shell.spend(place)
+    shell.spend(place, steps=1 + len(shell.state.exported) // 4)
     if name in SHELLS and _run_script(call, [each.text for each in fields_[at:]], words[:at]):
         return True
-    shell.commands.append(Command(words=words, launcher=shell.frame.launcher))
+    variables = {name: shell.state.variables.get(name) for name in sorted(shell.state.exported)}
+    seen = {
+        name: shell.unknowns.word(variable.texts[0], place)
+        for name, variable in variables.items()
+        if variable is not None and not variable.is_array
+    }
+    seen |= environment_of(words[:at])
+    shell.commands.append(Command(words=words, environment=seen, launcher=shell.frame.launcher))
     where = shell.unknowns.where(place)
     shown = " ".join(each.text for each in words[:3])[:40]
     cause = f"whether `{shown}` at {where} succeeds is not known"

@@ -40,12 +40,14 @@ class Command:
 
     Args:
         words: The name and the arguments.
+        environment: The variables that it sees, those before it included.
         launcher: The words of the command that starts it, with their own options: of srun where
             ``srun ... bash -c "..."`` holds it.
         unknown: Why it is not known whether it runs, with the remedy; empty where it is.
     """
 
     words: tuple[Word, ...]
+    environment: Mapping[str, Word] = field(default_factory=dict)
     launcher: tuple[Word, ...] = ()
     unknown: str = ""
 

@@ -51,6 +51,7 @@ class Launch:
         launcher_words: The options of each launcher, the headers of ``sbatch`` among them.
         program: What trains: a file, a module or a command.
         arguments: Its words.
+        environment: The variables that it sees.
         nodes: Of the launcher's options; None where they do not tell it.
         ranks_per_node: The same.
         total: Ranks on all nodes, of a launcher that tells them without their nodes.
@@ -61,6 +62,7 @@ class Launch:
     launcher_words: Mapping[str, tuple[Word, ...]]
     program: Word
     arguments: tuple[Word, ...]
+    environment: Mapping[str, Word]
     nodes: int | None = None
     ranks_per_node: int | None = None
     total: int | None = None
@@ -195,6 +197,7 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
         launcher_words=start.launchers,
         program=program,
         arguments=tuple(arguments),
+        environment=command.environment,
         nodes=count.nodes,
         ranks_per_node=count.ranks_per_node,
         total=count.total,
