@@ -10,7 +10,16 @@ from meshwright.planner.shell.conditions import Condition
 from meshwright.planner.shell.expansion import fields, fragments, number, word_groups
 from meshwright.planner.shell.interpreter import Command, Flow, Interpreter, Status, Variable
 from meshwright.planner.shell.parameters import calculated
-from meshwright.planner.shell.words import MARKS, WHITE, Field, Text, Unknown, field_of, written
+from meshwright.planner.shell.words import (
+    MARKS,
+    WHITE,
+    Field,
+    Text,
+    Unknown,
+    field_of,
+    joined,
+    written,
+)
 from meshwright.simulator import PlanError
 
 if TYPE_CHECKING:
@@ -160,7 +169,7 @@ def _read(call: Call) -> Status:
 def _words_read(call: Call, most: int, *, is_whole: bool) -> list[Text] | None:
     """Return the words of the first line of what is read, *most* or any number; None of others."""
     separators = call.shell.state.variables.get("IFS")
-    between = separators.texts[0].characters if separators is not None else WHITE
+    between = joined(separators.texts).characters if separators is not None else WHITE
     is_white = between == WHITE
     if call.text is None or MARKS.search(call.text.characters) or len(between) > 1 + is_white * 9:
         return None

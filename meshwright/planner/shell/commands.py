@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from meshwright.planner.shell.builtin_commands import BUILTINS, NAME, PRINTING, Call, assign
+from meshwright.planner.shell.builtin_commands import BUILTINS, PRINTING, Call, assign
 from meshwright.planner.shell.expansion import (
     MOST_BYTES,
     fields,
@@ -25,7 +25,7 @@ from meshwright.planner.shell.interpreter import (
     Status,
 )
 from meshwright.planner.shell.words import MARKS, Field, Text, Unknown, Word, field_of
-from meshwright.planner.shell.wrappers import wrapped_at
+from meshwright.planner.shell.wrappers import environment_of, wrapped_at
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -194,20 +194,6 @@ def _call(call: Call, function: Function) -> Status:
     return status
 
 
-def _environment(shell: Interpreter, before: Sequence[Word], place: int) -> dict[str, Word]:
-    """Return the variables that a command sees: exported ones, and those of ``env`` before it."""
-    found: dict[str, Word] = {}
-    for name in sorted(shell.state.exported):
-        variable = shell.state.variables.get(name)
-        if variable is not None and variable.texts:
-            found[name] = shell.unknowns.word(variable.texts[0], place, is_quoted=True)
-    for word in before:
-        name, equals, value = word.text.partition("=")
-        if equals and NAME.fullmatch(name):
-            found[name] = word._replace(text=value)
-    return found
-
-
 def _external(call: Call, fields_: Sequence[Field]) -> Status:
     """Run a command that is no part of the shell: it is noted, or read if it is a script."""
     shell, place = call.shell, call.place
@@ -219,7 +205,13 @@ def _external(call: Call, fields_: Sequence[Field]) -> Status:
     shell.spend(place, steps=1 + len(shell.state.exported) // 4)
     if name in SHELLS and _run_script(call, [each.text for each in fields_[at:]], words[:at]):
         return True
-    seen = _environment(shell, words[:at], place)
+    variables = {name: shell.state.variables.get(name) for name in sorted(shell.state.exported)}
+    seen = {
+        name: shell.unknowns.word(variable.texts[0], place)
+        for name, variable in variables.items()
+        if variable is not None and not variable.is_array
+    }
+    seen |= environment_of(words[:at])
     shell.commands.append(Command(words=words, environment=seen, launcher=shell.frame.launcher))
     where = shell.unknowns.where(place)
     shown = " ".join(each.text for each in words[:3])[:40]

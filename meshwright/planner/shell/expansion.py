@@ -18,6 +18,7 @@ from meshwright.planner.shell.words import (
     Text,
     Unknowns,
     field_of,
+    joined,
     split,
     written,
 )
@@ -271,7 +272,7 @@ def fields(shell: Interpreter, parent: "Node", nodes: Sequence["Node"]) -> list[
 def divided(shell: Interpreter, parts: list[Fragment]) -> list[Field]:
     """Return the words that the parts of one make, where ``IFS`` is the usual one."""
     separators = shell.state.variables.get("IFS")
-    if separators is not None and separators.texts[0].characters != WHITE:
+    if separators is not None and joined(separators.texts).characters != WHITE:
         place = next((each.text.place for each in parts if each.kind is Kind.SPLIT), None)
         if place is not None:
             raise shell.refusal(place, "words that are split by another IFS are not read")

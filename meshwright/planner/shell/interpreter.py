@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 12_000
 MOST_TEXT = 4_000_000  # characters of all values together
+CUTS = {"": "{}", "#": "{}(.*)", "##": "{}(.*)", "%": "(.*){}", "%%": "(.*?){}"}
 DEPENDS = " depends on a test: "
 Status = bool | str  # whether a command succeeds; the mark of what that depends on
 # Always set where a script runs, to what no script tells.
@@ -40,7 +41,7 @@ class Command:
 
     Args:
         words: The name and the arguments.
-        environment: The variables that it sees, those before its name included.
+        environment: The variables that it sees, those before it included.
         launcher: The words of the command that starts it, with their own options: of srun where
             ``srun ... bash -c "..."`` holds it.
         unknown: Why it is not known whether it runs, with the remedy; empty where it is.
@@ -179,16 +180,12 @@ class Interpreter:
         return joined(parts)
 
     def matched(
-        self,
-        pattern: Sequence[Fragment],
-        characters: str,
-        place: int,
-        form: str = "{}",
-        star: str = ".*",
+        self, pattern: Sequence[Fragment], characters: str, place: int, cut: str = ""
     ) -> re.Match[str] | None:
-        """Match a whole text with a pattern in a regular expression, counting what that takes."""
+        """Match a text with a pattern, or what a cut (``#``, ``%%``) leaves, and count the cost."""
         try:
-            regex = re.compile(form.format(regex_of(pattern, star)), re.DOTALL)
+            star = ".*?" if cut == "#" else ".*"
+            regex = re.compile(CUTS[cut].format(regex_of(pattern, star)), re.DOTALL)
         except (PlanError, re.error) as error:
             raise self.refusal(place, f"a pattern is not read: {error}") from None
         self.spend(place, steps=1 + len(characters) ** (regex.pattern.count(".*") + 1) // 10_000)

@@ -110,22 +110,26 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
     launches = [(command, launch) for command, launch in found if launch is not None]
     chosen = _best([launch for _, launch in launches], program)
     if not chosen:
-        raise PlanError(_nothing(commands, [launch for _, launch in launches], program))
+        raise _refusal(_nothing(commands, [launch for _, launch in launches], program))
     for command, launch in launches:
         word, why = command.words[0], command.unknown
         if why and any(launch is each for each in chosen):
-            raise PlanError(f"{where(word)}: whether {word.text} runs is not known: {why}")
+            raise _refusal(f"{where(word)}: whether {word.text} runs is not known: {why}")
     for launch in chosen:
         if _is_unknown(launch.program):
             place, why = where(launch.program), launch.program.unknown
-            raise PlanError(f"{place}: what {launch.launcher} starts is not known: {why}")
+            raise _refusal(f"{place}: what {launch.launcher} starts is not known: {why}")
     words = {(each.program.text, *(word.text for word in each.arguments)): each for each in chosen}
     if len(words) > 1:
-        raise PlanError(
+        raise _refusal(
             f"the file starts {len(words)} programs: {_listed(words.values())}; "
             "allowed: one, or --launch PROGRAM:LINE"
         )
     return list(words.values())
+
+
+def _refusal(problem: str) -> PlanError:
+    return PlanError(" ".join(problem.split()))  # one line, whatever the words hold
 
 
 def _is_unknown(word: Word) -> bool:

@@ -195,9 +195,7 @@ def _changed(
     mark = MARKS.search(characters + field_of(pattern).text.characters)
     if mark is not None:
         return written(mark[0], place)
-    forms = {"#": "{}(.*)", "##": "{}(.*)", "%": "(.*){}", "%%": "(.*?){}"}
-    form, star = forms[sign], ".*?" if sign == "#" else ".*"
-    found = shell.matched(pattern, characters, place, form, star)
+    found = shell.matched(pattern, characters, place, sign)
     return text.part(*found.span(1)) if found else text
 
 

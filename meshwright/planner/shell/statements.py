@@ -80,7 +80,7 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
             ends.append(shell.state)
         ran.append(shell.commands)
     shell.state, shell.commands = before, outer
-    words = [[[word.text for word in each.words] for each in some] for some in ran]
+    words = [[_words(each) for each in some] for some in ran]
     if all(each == words[0] for each in words):
         outer += ran[0]
     else:
@@ -90,6 +90,12 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
         raise flow
     shell.spend(0, steps=len(before.variables) // 10)
     shell.merge(ends, cause)
+
+
+def _words(command: Command) -> tuple[list[str], dict[str, str]]:
+    """Return what makes a command the same in two branches."""
+    seen = {name: word.text for name, word in command.environment.items()}
+    return [each.text for each in command.words], seen
 
 
 def _rejoin(shell: Interpreter, kind: str) -> None:

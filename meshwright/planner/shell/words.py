@@ -135,7 +135,7 @@ class Unknowns:
 
     def refusal(self, place: int, problem: str) -> PlanError:
         """Return the error of a script that cannot be read on."""
-        return PlanError(f"{self.where(place)}: {problem}")
+        return PlanError(f"{self.where(place)}: {' '.join(problem.split())}")
 
     def word(self, text: Text, place: int, *, is_quoted: bool = True) -> Word:
         """Return the word that a text is; *place* is that of the command."""

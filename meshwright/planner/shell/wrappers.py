@@ -162,3 +162,9 @@ def next_at(words: Sequence[Word], at: int) -> int | None:
         else:
             start += 3 if text in {"--mca", "-mca", "-genv"} else 2 if text in takes else 1
     return min(start + wrapper.positionals, len(words))
+
+
+def environment_of(words: Sequence[Word]) -> dict[str, Word]:
+    """Return the variables that ``env A=1`` sets among the words of wrappers."""
+    pairs = [(each, each.text.partition("=")) for each in words[1:] if ASSIGNMENT.match(each.text)]
+    return {name: word._replace(text=value) for word, (name, _, value) in pairs}
