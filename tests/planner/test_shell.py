@@ -58,7 +58,7 @@ if [[ $SP == t*e && "$TP" -gt 1 ]] || false; then SPO="--sequence-parallel"; fi
 [ -z "$NOTHING" ] && X=1 || X=2
 [ ! -z "$MODEL" -a $TP -eq 2 ] && Y=yes
 test -n "$MODEL" || Y=no
-if ! [[ $MODEL != 8B || -z $L && $L -lt 4 ]]; then Z=z; fi
+if ! [[ $MODEL != 8B || ( -z $L && $L -lt 4 ) ]]; then Z=z; fi
 case $MODEL in 7B|13B) K=1 ;; [0-9]B) K=2 ;; *) K=3 ;; esac
 case "$MODEL-$TP" in "8B-"[!3]) J=1;; esac
 torchrun --l $L $SPO $X $Y $Z $K $J $([ $TP -ge 3 ] && echo big || echo small)
@@ -290,7 +290,7 @@ REFUSED_CONSTRUCTS = {
     "A=x; ((A[1] += 1))": r"arithmetic has `\[` where it should end",
     "case x in @(a|b)) A=1;; esac": r"the pattern '@\(a\|b\)' is not read",
     "[[ x == [[:alpha:]] ]]": "a pattern is not read",
-    "[[ ( a == a ) && b ]]": "a test with parentheses is not read",
+    "[[ ( a == a && b ]]": "this is not read as bash",
     "IFS=,; A=a,b; echo $A": "another IFS are not read",
     "case a in a) A=1;;& *) B=1;; esac": "`;&` is not read",
     "cat <<E | sh\ntorchrun y\nE": "a command behind `<<` is not read",

@@ -94,8 +94,11 @@ class Condition:
             return self.compared(following[0].text, self.words[self.at - 2], following[2])
         if self.take("!"):
             return negated(self.term())
-        if self.peek() in {"(", r"\("}:
-            raise self.shell.refusal(self.place, "a test with parentheses is not read")
+        if self.take("(", r"\("):
+            status = self.disjunction()
+            if not self.take(")", r"\)"):
+                raise self.shell.refusal(self.place, "this test is not read")
+            return status
         if len(following) > 1 and self.peek() in UNARY:
             self.at += 2
             return self.unary(following[0].text.characters, following[1])

@@ -224,7 +224,7 @@ def regex_of(fragments: Sequence[Fragment], star: str = ".*") -> str:
         if found[5]:
             members = re.sub(r"([][^\\&~|])", r"\\\1", found[5])
             return f"[^{members}]" if found[4] else f"[{members}]"
-        return re.escape(found[1] or found[6])
+        return re.escape(found[1] or found[6] or found[0])
 
     regex = ""
     for each in fragments:
