@@ -122,6 +122,10 @@ class OptionWord(Protocol):
     def unknown(self) -> str:
         """What is missing; empty where the word is known."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it may stand for any number of words, options among them."""
+
 
 class Options(NamedTuple):
     """The options of a command: values and lines by key, words beside them, and what is wrong."""
@@ -151,6 +155,10 @@ def read_options(words: Sequence[OptionWord], known: Mapping[str, Option]) -> Op
             values: list[OptionWord | str] = [text]
         else:
             end = _end_of_values(words, place, option)
+            # An unknown word that is not the value of an option may hold options.
+            hiding = [each for each in words[place:end] if each.unknown and each.is_open]
+            hiding += [each for each in words[place + 1 : end] if each.unknown]
+            found.refusals.extend(f"line {each.line}: {each.unknown}" for each in hiding)
             values, place = [*words[place:end]], end
         key = name if option is None else option.key
         found.keys.pop(key, None)
