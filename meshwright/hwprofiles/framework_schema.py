@@ -190,6 +190,7 @@ class FrameworkProfile(Profile):
         format: Of the configurations that it reads; none where it only writes.
         known_by: Keys, or sections, one of which a configuration of it has.
         programs: Patterns of the programs, or modules, that a script of it starts.
+        other_programs: What its other programs train, which no plan has, by their patterns.
         is_written: Whether plans are handed to it.
         has_references: Whether values of its files may name other keys: ``${section.key}``.
         has_options: Whether its keys are options of a command: a switch that is off is left out.
@@ -202,6 +203,7 @@ class FrameworkProfile(Profile):
     format: Format | None = None
     known_by: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
+    other_programs: dict[str, Text] = Field(default_factory=dict)
     is_written: Flag = True
     has_references: Flag = False
     has_options: Flag = False

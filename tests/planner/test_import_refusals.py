@@ -36,6 +36,7 @@ REFUSED = {
     "allowed: 4096 positions or more": f"{RUN} --seq-length 4096",
     "--gpus 32 is not what the file says; allowed: 16": f"mpirun -np 16 python {MEGATRON}",
     "$MORE at line 1 is not set in the file": f"{RUN} --data-path texts $MORE",
+    "pretrain_bert.py of megatron-lm trains an encoder": RUN.replace("_gpt", "_bert"),
     "srun starts 8 of torchrun on each node": f"#!/bin/bash\n{TASKS}",
     "torchrun starts no program": RUN.replace(" pretrain", " \\ \n pretrain"),
     "2 ranks on 2 nodes are not those of dgx-h100": (

@@ -102,7 +102,20 @@ def read_source(
 
     commands = read_commands(text, file=path, defines=defines)
     (launch,) = find_launches(commands, program=program)
+    _check_program(launch)
     return _of_launch(launch, framework or _started(launch, folder), folder)
+
+
+def _check_program(launch: "Launch") -> None:
+    """Raise PlanError for a program of a framework that trains what no plan has."""
+    path = Path(launch.program.text)
+    for name, each in FORMATS.items():
+        for pattern, trained in each.profile.other_programs.items():
+            if path.match(pattern):
+                raise PlanError(
+                    f"line {launch.program.line}: {path.name} of {name} trains {trained}, which is "
+                    f"in no plan; allowed: {', '.join(each.profile.programs)}"
+                )
 
 
 def _of_launch(launch: "Launch", framework: Framework, folder: Path) -> Source:
