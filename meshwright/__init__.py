@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         load_stack,
     )
     from meshwright.planner import Change, SearchResult, SpaceLimits, cheapest_changes
+    from meshwright.planner.cli.importer import import_plan
     from meshwright.planner.compare import Comparison, compare
     from meshwright.planner.explain import explain
     from meshwright.planner.export import export
@@ -76,6 +77,7 @@ __all__ = [
     "count",
     "explain",
     "export",
+    "import_plan",
     "list_clusters",
     "list_models",
     "list_stacks",
@@ -112,7 +114,8 @@ USER_MISTAKE = 2
 # Where public names are looked for, those that import least first.
 PACKAGES = (
     *("hwprofiles", "simulator", "planner", "planner.compare", "planner.sweep"),
-    *("planner.explain", "planner.export", "validate.agreement", "validate.scripts"),
+    *("planner.explain", "planner.export", "planner.cli.importer"),
+    *("validate.agreement", "validate.scripts"),
 )
 
 

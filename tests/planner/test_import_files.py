@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import main
+from meshwright import PlanError, import_plan, main
 from meshwright.planner.reports import read_plan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -55,6 +55,17 @@ def plainly(value: object) -> object:
     if isinstance(value, tuple):
         return list(value)
     return "none" if value is None else value
+
+
+def test_the_library_imports_what_the_command_does(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    told = "--model llama3-8b --seq-len 4096 --gpus 16 --recompute none --attention unfused"
+    assert imported("deepspeed-comments.json", told, out) == 0
+    said = {"model": "llama3-8b", "seq_len": 4096, "gpus": 16, "cluster": "dgx-h100"}
+    kept = {"recompute": "none", "attention": "unfused"}
+    assert import_plan(FILES / "deepspeed-comments.json", **said, **kept) == read_plan(out)
+    with pytest.raises(PlanError, match="'recomputes' is unknown; nearest: recompute"):
+        import_plan(FILES / "deepspeed-comments.json", **said, recomputes="none")
 
 
 def test_a_variable_that_decides_and_is_not_set_is_asked_for(

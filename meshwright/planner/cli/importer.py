@@ -6,6 +6,7 @@ Imports are local, so that a command waits for no more than it needs.
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, cast
@@ -43,6 +44,43 @@ def run_import(options: ImportOptions, layout: Given, replication: Given) -> int
             return 0
     write_files({"plan.json": json_text(plan_document(saved))}, options.out, force=False)
     return 0
+
+
+def import_plan(
+    file: str | Path,
+    *,
+    define: Mapping[str, str] | None = None,
+    without: Iterable[str] = (),
+    **said: object,
+) -> "SavedPlan":
+    """Return what a configuration, or a launch script, trains: job, plan, cluster and stack.
+
+    Args:
+        file: The configuration.
+        define: Variables that a script does not set.
+        without: Keys that it is read without.
+        said: What it does not say: ``model``, ``cluster``, ``gpus``, ``global_batch``, ``seq_len``,
+            ``vocabulary``, ``precision``, ``stack``, ``source``, ``launch`` as the command's
+            options (``source`` is ``--from``), and fields of a plan.
+
+    Raises:
+        PlanError: As the command refuses it, a line for each mistake.
+    """
+    from meshwright.hwprofiles import shown, suggestion
+    from meshwright.simulator.layout import PLAN_FIELDS
+
+    own = {each.name for each in fields(ImportOptions)} & said.keys()
+    given = {name: value for name, value in said.items() if name not in own}
+    for name in given:
+        if name not in PLAN_FIELDS:
+            raise PlanError(f"{shown(name)} is unknown; {suggestion(name, PLAN_FIELDS)}")
+    options = ImportOptions(
+        **cast("Any", {name: said[name] for name in own}),
+        file=str(file),
+        define=[f"{name}={value}" for name, value in (define or {}).items()],
+        without=[*without],
+    )
+    return _imported(options, _framework(options), given)[1]
 
 
 def _framework(options: ImportOptions) -> "Framework | None":
