@@ -68,6 +68,18 @@ def test_the_library_imports_what_the_command_does(tmp_path: Path) -> None:
         import_plan(FILES / "deepspeed-comments.json", **said, recomputes="none")
 
 
+def test_a_list_of_keys_takes_nothing_that_it_would_ignore(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["import", "--options", "--from", "deepspeed"]) == 0
+    said = capsys.readouterr().out
+    assert "optimizer.type" in said
+    assert max(map(len, said.splitlines())) <= 80
+    for words in (["x.json"], ["--tp", "2"], ["--explain"]):
+        assert main(["import", "--options", "--from", "deepspeed", *words]) == 2
+        assert "allowed beside it: --from" in capsys.readouterr().err
+
+
 def test_a_variable_that_decides_and_is_not_set_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

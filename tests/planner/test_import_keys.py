@@ -26,10 +26,9 @@ from meshwright.planner.configuration import (
     yaml_text,
 )
 from meshwright.planner.importing import FORMATS, Imported
-from meshwright.planner.importing.scripts import LAUNCHERS, OF_SCRIPTS
 from meshwright.planner.options import ImportOptions
 from meshwright.planner.reports import SavedPlan
-from meshwright.planner.shell import read_commands
+from meshwright.planner.shell import LAUNCHERS, read_commands
 from meshwright.simulator import PlanError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -163,8 +162,9 @@ class Door:
 
 def rows_of(framework: str, key: str) -> list[Option]:
     """Return what files of options say of a key: a framework's, a script's and launchers'."""
-    files = {each for table in FORMATS[framework].profile.tables.values() for each in table.options}
-    found = (known_option(key, load_options(each)) for each in (*files, OF_SCRIPTS, *LAUNCHED))
+    own = [FORMATS[name].profile.tables.values() for name in (framework, "transformers")]
+    files = {each for tables in own for table in tables for each in table.options}
+    found = (known_option(key, load_options(each)) for each in (*files, *LAUNCHED))
     return [each for each in found if each is not None]
 
 

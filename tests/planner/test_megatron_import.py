@@ -14,7 +14,7 @@ from meshwright.planner.configuration import read_options
 from meshwright.planner.export import get_framework
 from meshwright.planner.export.megatron_model import read_model, write_model
 from meshwright.planner.importing import Imported, Source, import_source
-from meshwright.planner.importing.models import built_in_name, differences
+from meshwright.planner.importing.plans import built_in_name, differences
 from meshwright.planner.importing.sources import all_options
 from meshwright.planner.tables.facts import Facts, FileWords
 from meshwright.planner.tables.texts import flags

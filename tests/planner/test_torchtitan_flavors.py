@@ -12,7 +12,7 @@ import pytest
 from meshwright.__main__ import main
 from meshwright.hwprofiles import load_framework
 from meshwright.planner.export.flavors import flavor_model, load_flavors
-from meshwright.planner.importing.models import built_in_name
+from meshwright.planner.importing.plans import built_in_name
 from meshwright.simulator.model.parameters import count_trained_parameters
 
 PARAMETERS = {

@@ -32,6 +32,10 @@ def run_import(options: ImportOptions, layout: Given, replication: Given) -> int
 
     framework = _framework(options)
     if options.options:
+        if {**layout, **replication} or options != ImportOptions(
+            source=options.source, options=True
+        ):
+            raise PlanError("--options lists the keys of a framework; allowed beside it: --from")
         return _list_options(framework)
     if options.file is None:
         raise PlanError("FILE is missing; allowed: a configuration of a framework, or -")

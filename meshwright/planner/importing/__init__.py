@@ -1,10 +1,9 @@
 """Plans from the configurations of frameworks: every key is understood, or refused by name."""
 
-from meshwright.planner.importing.formats import FORMATS, get_format, meanings
 from meshwright.planner.importing.plans import JOB_OPTIONS, OPTIONS, Imported, Row, import_source
 from meshwright.planner.importing.reading import Reading, read_keys, table_of
 from meshwright.planner.importing.scripts import read_source
-from meshwright.planner.importing.sources import Source
+from meshwright.planner.importing.sources import FORMATS, Source, get_format, meanings
 
 __all__ = [
     "FORMATS",

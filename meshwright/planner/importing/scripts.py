@@ -7,7 +7,6 @@ layout themselves, beside the configuration that it names.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meshwright.hwprofiles import shown
 from meshwright.planner.configuration import (
@@ -23,9 +22,9 @@ from meshwright.planner.configuration import (
     read_options,
     read_yaml,
 )
-from meshwright.planner.importing.formats import FORMATS
 from meshwright.planner.importing.reading import mistake
 from meshwright.planner.importing.sources import (
+    FORMATS,
     READERS,
     SCRIPT,
     SUFFIXES,
@@ -36,11 +35,9 @@ from meshwright.planner.importing.sources import (
     of_document,
     recognised,
 )
+from meshwright.planner.shell import LAUNCHERS, Launch, Word, find_launches, read_commands
 from meshwright.planner.tables import Framework
 from meshwright.simulator import PlanError
-
-if TYPE_CHECKING:
-    from meshwright.planner.shell import Launch, Word
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
 SUBCOMMANDS = ("train",)  # of a program that names a configuration
@@ -48,18 +45,11 @@ NAMING = re.compile(r"--?(job\.)?config([-_]?(file|path|name))?")  # options tha
 PARENTS = 4  # folders above a script in which a configuration that it names is looked for
 
 ACCELERATE = "accelerate"
-LAUNCHERS = {
-    "torchrun": "torchrun-2.13",
-    "deepspeed": "deepspeed-launcher-0.19",
-    ACCELERATE: "accelerate-launch-1.15",
-    "srun": "srun-25",
-    "sbatch": "srun-25",
-}
-# Accelerate's options that say how many ranks there are, which any launch reads.
 PYTHON = "python"  # starts one rank
 SLURM = ("srun", "sbatch")
+# Accelerate's options that say how many ranks there are, which any launch reads.
 RANKS = ("num-machines", "num-processes", "multi-gpu", "gpu-ids")
-CONFIGURATION, TYPE = "accelerate-1.15", "distributed_type"
+TYPE = "distributed_type"
 SECTIONS = ("", "fsdp_config.", "deepspeed_config.", "parallelism_config.", "megatron_lm_config.")
 STRATEGIES = {
     "use-megatron-lm": "MEGATRON_LM",
@@ -69,7 +59,7 @@ STRATEGIES = {
 }
 # All variables of these libraries are keys.
 ENGINES = ("NVTE_",)
-OF_SCRIPTS = "transformers-5.23"  # options that users' own scripts have, too
+TRAINER = "transformers"  # whose options users' own scripts have, too
 
 
 def read_source(
@@ -97,16 +87,13 @@ def read_source(
             option = "--define" if defines else "--launch"
             raise PlanError(f"{option} goes with scripts; this is {kind.upper()}")
         return of_document(text, kind, framework, folder)
-    # Only scripts need a parser of shells.
-    from meshwright.planner.shell import find_launches, read_commands  # noqa: PLC0415
-
     commands = read_commands(text, file=path, defines=defines)
     (launch,) = find_launches(commands, program=program)
     _check_program(launch)
     return _of_launch(launch, framework or _started(launch, folder), folder)
 
 
-def _check_program(launch: "Launch") -> None:
+def _check_program(launch: Launch) -> None:
     """Raise PlanError for a program of a framework that trains what no plan has."""
     path = Path(launch.program.text)
     for name, each in FORMATS.items():
@@ -118,7 +105,7 @@ def _check_program(launch: "Launch") -> None:
                 )
 
 
-def _of_launch(launch: "Launch", framework: Framework, folder: Path) -> Source:
+def _of_launch(launch: Launch, framework: Framework, folder: Path) -> Source:
     """Return what a command says, the files that it names and its launchers."""
     said, files = _said(launch, framework, folder)
     told, sizes, beside = said.keys, _sizes(launch), ""
@@ -130,6 +117,7 @@ def _of_launch(launch: "Launch", framework: Framework, folder: Path) -> Source:
         ranks = configuration.get("num_processes")
         if isinstance(ranks, int) and ranks > 0:
             sizes.setdefault("world_size", ranks)
+    launchers = _launchers(launch)
     environment = {name: word.line for name, word in launch.environment.items()}
     seen = _variables(launch, framework)
     keys, lines = completed(framework, {**told, **seen}, {**said.lines, **environment}, folder)
@@ -143,12 +131,12 @@ def _of_launch(launch: "Launch", framework: Framework, folder: Path) -> Source:
         lines=lines,
         files=files,
         launched=sizes,
-        launcher=tuple(_launcher(launch)),
-        refusals=[*_launcher_refusals(launch, read_beside=beside), *said.refusals, *stray],
+        launcher=tuple(_counts(launchers)),
+        refusals=[*_mistakes(launch, launchers, beside), *said.refusals, *stray],
     )
 
 
-def _sizes(launch: "Launch") -> dict[str, int]:
+def _sizes(launch: Launch) -> dict[str, int]:
     """Return how many ranks and nodes a launch tells of; a plain python is one rank."""
     is_alone = launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}
     told = {
@@ -159,7 +147,7 @@ def _sizes(launch: "Launch") -> dict[str, int]:
     return {name: number for name, number in told.items() if number is not None}
 
 
-def _started(launch: "Launch", folder: Path) -> Framework:
+def _started(launch: Launch, folder: Path) -> Framework:
     """Return the framework whose program a launch starts, or whose options it gives.
 
     Of programs of one name the configuration that is named beside tells.
@@ -203,7 +191,7 @@ def _started(launch: "Launch", folder: Path) -> Framework:
     )
 
 
-def _said(launch: "Launch", framework: Framework, folder: Path) -> tuple[Options, dict[str, str]]:
+def _said(launch: Launch, framework: Framework, folder: Path) -> tuple[Options, dict[str, str]]:
     """Return what the words of a launch say, and the files of keys that stand elsewhere."""
     profile, read = framework.profile, framework.program.read_words
     if framework.name == ACCELERATE:
@@ -217,7 +205,7 @@ def _said(launch: "Launch", framework: Framework, folder: Path) -> tuple[Options
 
 
 def _named(
-    launch: "Launch", framework: Framework, files: "list[Word]", folder: Path
+    launch: Launch, framework: Framework, files: list[Word], folder: Path
 ) -> tuple[Options, dict[str, str]]:
     """Return the configuration that a launch names, with what its command overrides."""
     kind, program = str(framework.profile.format), launch.program
@@ -258,7 +246,7 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
     raise PlanError(f"line {word.line}: {shown(str(name))} is not there; it says the layout")
 
 
-def _variables(launch: "Launch", framework: Framework) -> dict[str, object]:
+def _variables(launch: Launch, framework: Framework) -> dict[str, object]:
     """Return the variables of the environment of which a plan depends, or may depend."""
     known = all_options(framework.profile)
     starts = tuple(each for each in ENGINES if any(key.startswith(each) for key in known))
@@ -269,7 +257,7 @@ def _variables(launch: "Launch", framework: Framework) -> dict[str, object]:
     }
 
 
-def _accelerate(launch: "Launch", folder: Path) -> tuple[Options, dict[str, str]]:
+def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
     """Return the configuration that ``accelerate launch`` makes of its options and its file.
 
     Of the options of a user's own script those alone are known that change nothing.
@@ -286,7 +274,7 @@ def _accelerate(launch: "Launch", folder: Path) -> tuple[Options, dict[str, str]
             document = read_yaml(FRAMEWORK_FILE.read_text(path))
             keys, lines = dict(document.keys), dict(document.lines)
             files = dict.fromkeys(keys, path.name)
-    known = load_options(CONFIGURATION)
+    known = all_options(FORMATS[ACCELERATE].profile)
     for key, value in said.keys.items():
         names = (f"{section}{key.replace('-', '_')}" for section in SECTIONS)
         theirs = next((each for each in names if each in known), None)
@@ -300,44 +288,49 @@ def _accelerate(launch: "Launch", folder: Path) -> tuple[Options, dict[str, str]
     return Options(keys, lines, [], [*_of_own_script(launch)]), files
 
 
-def _of_own_script(launch: "Launch") -> Iterator[str]:
-    known = load_options(OF_SCRIPTS)
+def _of_own_script(launch: Launch) -> Iterator[str]:
+    known = all_options(FORMATS[TRAINER].profile)
     for key, line in read_options(launch.arguments, known).lines.items():
         option = known.get(key)
         if option is None or option.effect is not Effect.NONE:
             yield f"line {line}: --{key} of {launch.program.text} may change the plan"
 
 
-def _launcher(launch: "Launch") -> Iterator[tuple[int, str]]:
-    """Yield the options of launchers that say how many ranks there are."""
+def _launchers(launch: Launch) -> dict[str, Options]:
+    """Return the options of each launcher of a launch, by its name."""
+    found = {}
     for name, words in launch.launcher_words.items():
         if name in LAUNCHERS:
             known = load_options(LAUNCHERS[name])
-            said = read_options(words, known)
-            for key, value in said.keys.items():
-                option = known.get(key)
-                if option is not None and option.effect is Effect.READ:
-                    yield said.lines[key], f"{key}={value}"
+            found[name] = read_options([*_separated(words, known)], known)
+    return found
 
 
-def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
+def _counts(launchers: Mapping[str, Options]) -> Iterator[tuple[int, str]]:
+    """Yield line and words of the launchers' options that say how many ranks there are."""
+    for name, said in launchers.items():
+        known = load_options(LAUNCHERS[name])
+        for key, value in said.keys.items():
+            if key in known and known[key].effect is Effect.READ:
+                yield said.lines[key], f"{key}={value}"
+
+
+def _mistakes(launch: Launch, launchers: Mapping[str, Options], beside: str) -> Iterator[str]:
     """Yield what is wrong with the options of a launch's launchers.
 
     Args:
         launch: The launch.
-        read_beside: The launcher whose options are read as a configuration.
+        launchers: Their options.
+        beside: The launcher whose options are read as a configuration.
     """
     yield from launch.unknown
-    for name, words in launch.launcher_words.items():
-        if name not in LAUNCHERS:
-            continue
+    for name, said in launchers.items():
         known = load_options(LAUNCHERS[name])
-        said = read_options([*_separated(words, known)], known)
         yield from said.refusals
         dashed = {f"--{key}": each for key, each in known.items()}
         for key, value in said.keys.items():
             text = mistake(name, f"--{key}", value, dashed, ())
-            if name != read_beside and _is_layout(name, known.get(key)):
+            if name != beside and _is_layout(name, known.get(key)):
                 text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
             if name in SLURM:
                 text = text or _other_count(launch, key, value)
@@ -345,7 +338,7 @@ def _launcher_refusals(launch: "Launch", *, read_beside: str) -> Iterator[str]:
                 yield f"line {said.lines[key]}: {text}"
 
 
-def _separated(words: "Iterable[Word]", known: Mapping[str, Option]) -> "Iterator[Word]":
+def _separated(words: Iterable[Word], known: Mapping[str, Option]) -> Iterator[Word]:
     """Yield words, and a short option and its value apart where they are joined: ``-N2``."""
     for word in words:
         name, text = word.text[1:2], word.text[1:]
@@ -357,7 +350,7 @@ def _separated(words: "Iterable[Word]", known: Mapping[str, Option]) -> "Iterato
             yield word
 
 
-def _other_count(launch: "Launch", key: str, value: object) -> str:
+def _other_count(launch: Launch, key: str, value: object) -> str:
     """Return how an option of Slurm says other counts than the launcher below it does."""
     gpus = launch.ranks_per_node
     counts = {"nodes": launch.nodes, "gpus-per-node": gpus, "gres": gpus}
