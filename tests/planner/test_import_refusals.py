@@ -85,6 +85,21 @@ def imported(name: str, text: str, told: str, folder: Path) -> int:
     return main([*words, "--out", str(folder / "plan.json")])
 
 
+def test_a_name_with_a_dot_is_no_section_whoever_names_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed, and Accelerate, would not find it there either."""
+    told = f"{TOLD} --gpus 8 --global-batch 64"
+    dotted = '{"zero_optimization.stage": 3, "train_batch_size": 64}'
+    assert imported("a.json", dotted, told, tmp_path) == 2
+    assert "line 1: 'zero_optimization.stage' is one name" in capsys.readouterr().err
+    text = "distributed_type: FSDP\nfsdp_config.fsdp_version: 2\nnum_processes: 8\n"
+    (tmp_path / "b.yaml").write_text(text, encoding="utf-8")
+    launch = "accelerate launch --config_file b.yaml own.py"
+    assert imported("a.sh", launch, told, tmp_path) == 2
+    assert "b.yaml line 2: 'fsdp_config.fsdp_version' is one name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("said", REFUSED)
 def test_what_a_framework_refuses_or_no_plan_says_is_refused(
     said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -31,6 +31,7 @@ from meshwright.planner.importing.sources import (
     Source,
     all_options,
     completed,
+    dotted_names,
     kind_of,
     of_document,
     recognised,
@@ -227,7 +228,8 @@ def _named(
             stray.append(word)
     files_of = {key: path.name for key in document.keys if key not in said.keys}
     keys, lines = {**document.keys, **said.keys}, {**document.lines, **said.lines}
-    return Options(keys, lines, stray, said.refusals), files_of
+    refusals = [*(f"{path.name} {each}" for each in dotted_names(document)), *said.refusals]
+    return Options(keys, lines, stray, refusals), files_of
 
 
 def _found_file(word: OptionWord, folder: Path) -> Path:
@@ -267,6 +269,7 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
     keys: dict[str, object] = {}
     lines: dict[str, int] = {}
     files: dict[str, str] = {}
+    refusals: list[str] = []
     name = said.keys.get("config-file")
     for word in words:
         if (name is not None and word.text.partition("=")[2] == name) or word.text == name:
@@ -274,6 +277,7 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
             document = read_yaml(FRAMEWORK_FILE.read_text(path))
             keys, lines = dict(document.keys), dict(document.lines)
             files = dict.fromkeys(keys, path.name)
+            refusals = [f"{path.name} {each}" for each in dotted_names(document)]
     known = all_options(FORMATS[ACCELERATE].profile)
     for key, value in said.keys.items():
         names = (f"{section}{key.replace('-', '_')}" for section in SECTIONS)
@@ -285,7 +289,7 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
     if told or TYPE not in keys:
         # Without a word it starts several processes as with --multi_gpu (launch.py).
         keys[TYPE] = told[0] if told else "MULTI_GPU"
-    return Options(keys, lines, [], [*_of_own_script(launch)]), files
+    return Options(keys, lines, [], [*refusals, *_of_own_script(launch)]), files
 
 
 def _of_own_script(launch: Launch) -> Iterator[str]:

@@ -118,11 +118,15 @@ def of_document(text: str, kind: str, framework: Framework | None, folder: Path)
             f"allowed for {kind.upper()}: {', '.join(_of_format(kind))}"
         )
     keys, lines = completed(found, document.keys, document.lines, folder)
-    dotted = [
+    return Source(framework=found, keys=keys, lines=lines, refusals=dotted_names(document))
+
+
+def dotted_names(document: Document) -> list[str]:
+    """Return the refusals of names with a dot of their own, which no program takes for sections."""
+    return [
         f"line {document.lines[key]}: {shown(key)} is one name, not a key of a section"
         for key in sorted(document.dotted)
     ]
-    return Source(framework=found, keys=keys, lines=lines, refusals=dotted)
 
 
 def completed(
