@@ -17,8 +17,8 @@ from meshwright.planner.configuration import (
     read_options,
 )
 from meshwright.planner.export.recipes import Recipe, load_recipes
+from meshwright.planner.tables import Keys
 
-Keys = dict[str, object]
 RECIPES = "megatron-bridge-0.6"
 RUNNER = "megatron-bridge-run-0.6"
 # COMMON_OVERRIDE_FIELDS of run_recipe.py, of those that are read.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.hwprofiles import FileKind, shown
-from meshwright.planner.export import FRAMEWORKS, Keys
+from meshwright.planner.export import FRAMEWORKS
 from meshwright.planner.formats.included import CONFIG, MARK, with_included
 from meshwright.planner.formats.launched import Spelling, with_accelerate
 from meshwright.planner.formats.precisions import (
@@ -32,6 +32,7 @@ from meshwright.planner.tables import (
     Codecs,
     Facts,
     FileWords,
+    Keys,
     MissingError,
     Program,
     Roles,

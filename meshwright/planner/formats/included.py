@@ -4,7 +4,7 @@ from pathlib import Path
 
 from meshwright.hwprofiles import shown
 from meshwright.planner.configuration import FRAMEWORK_FILE, PARENTS, named_file, read_json
-from meshwright.planner.export import Keys
+from meshwright.planner.tables import Keys
 from meshwright.simulator import PlanError
 
 CONFIG = "config.json"

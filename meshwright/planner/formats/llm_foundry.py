@@ -4,8 +4,7 @@ Rules are those of llm-foundry 0.22 (commit 8c8dd48f) and of Composer 0.30.
 """
 
 from meshwright.hwprofiles import Precision
-from meshwright.planner.export import Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, MissingError, Program, Roles
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, MissingError, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 

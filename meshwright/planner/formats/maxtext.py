@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
 
-from meshwright.planner.export import Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, Program, Roles
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Program, Roles
 from meshwright.simulator import ModelSpec, PlanError, list_models
 from meshwright.simulator.model import parse_model
 

@@ -6,8 +6,7 @@ Rules are those of commit 2411b022 (src/nanotron), version 0.4 of the package.
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
-from meshwright.planner.export import Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, Program, Roles
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Program, Roles
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.model import parse_model
 

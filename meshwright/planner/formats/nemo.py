@@ -7,8 +7,8 @@ language_modeling), commit 8cfedd72.
 from collections.abc import Mapping
 
 from meshwright.hwprofiles import Precision
-from meshwright.planner.export import MEGATRON_CODECS, Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, MissingError, Program, Roles
+from meshwright.planner.export import MEGATRON_CODECS
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, MissingError, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 
