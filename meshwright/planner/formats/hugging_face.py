@@ -91,16 +91,6 @@ def _count(roles: Roles, keys: Keys, words: FileWords, role: str, usual: int) ->
     return usual if keys.get(key) is None else words.whole(keys, key, usual)
 
 
-def _bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the elements of DeepSpeed's buckets; auto is the square of the hidden size."""
-    name, key = "stack.gradient_bucket_parameters", roles["size"]
-    if keys.get(key) == AUTO:
-        return {} if facts.model is None else {name: facts.model.hidden_size**2}
-    value = keys.get(key, 500_000_000)
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    return {name: words.whole({key: whole}, key, 1)}
-
-
 def checkpoints(dialect: Dialect) -> Codec:
     """Return the codec of recomputation: all layers, one by one, or none."""
 
@@ -256,7 +246,6 @@ def _codecs(dialect: Dialect, names: Mapping[str, str], own: Codecs) -> Codecs:
         "formats of fp32 weights": master_precision(dialect),
         "formats beside FSDP": sharded_precision(dialect),
         "formats on DeepSpeed": engine_precision(dialect),
-        "bucket on DeepSpeed": Codec(read=_bucket),
         "checkpoints of a trainer": checkpoints(dialect),
         "unused weights": Codec(read=_unused),
         "FSDP of a trainer": shards(dialect),
