@@ -5,7 +5,9 @@ Rules are those of commit 2411b022 (src/nanotron), version 0.4 of the package.
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from math import prod
 
+from meshwright.hwprofiles import MEBI
 from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Program, Roles
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.model import parse_model
@@ -21,7 +23,6 @@ SIZES = {
     "num_hidden_layers": 32,
     "vocab_size": 32000,
 }
-MEBIBYTE = 1024 * 1024
 GATHERED = "llama3_ring_attention"
 
 
@@ -90,10 +91,8 @@ def _begins_anew(stage: object) -> bool:
 def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     if roles["dp"] not in keys:
         return {}
-    dp, others = words.whole(keys, roles["dp"], 1), 1
-    for axis in ("tp", "pp", "cp"):
-        others *= words.whole(keys, roles[axis], 1)
-    return {"dp": dp, "world_size": dp * others}
+    world_size = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp", "dp"))
+    return {"dp": keys[roles["dp"]], "world_size": world_size}
 
 
 def _read_batch(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
@@ -115,7 +114,7 @@ def _read_buckets(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     size = 4 if facts.get("precision") == "fp32" else 2
     return {
         "stack.gradient_bucket_parameters": words.whole(keys, roles["megabytes"], 25)
-        * (MEBIBYTE // size),
+        * (MEBI // size),
         "stack.gradient_bucket_parameters_per_replica": 0,
     }
 
