@@ -259,7 +259,6 @@ def _program(
     dialect: Dialect, names: Mapping[str, str], spelling: Spelling, own: Codecs | None = None
 ) -> Program:
     return Program(
-        command=lambda _: (),
         included=with_included,
         launched=with_accelerate(spelling),
         codecs=_codecs(dialect, names, own or {}),

@@ -160,7 +160,6 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 
 
 PROGRAM = Program(
-    command=lambda _: (),  # it is only read
     codecs={
         "model of llm-foundry": Codec(read=_read_model),
         "length of llm-foundry": Codec(read=_read_length),

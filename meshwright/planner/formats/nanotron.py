@@ -156,7 +156,6 @@ def _ranks(model: ModelSpec, pp: int) -> Iterator[int]:
 
 
 PROGRAM = Program(
-    command=lambda _: (),  # it is only read
     codecs={
         "model of nanotron": Codec(read=_read_model),
         "length of nanotron": Codec(read=_read_length),

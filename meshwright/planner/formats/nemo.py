@@ -210,7 +210,6 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 
 
 PROGRAM = Program(
-    command=lambda _: (),  # it is only read
     codecs={
         **MEGATRON_CODECS,
         "model of NeMo": Codec(read=_read_model),
