@@ -90,7 +90,7 @@ def flavor_model(name: str, flavor: str, seq_len: int) -> ModelSpec:
 
 
 def read_flavor(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the model of a flavor; one of two keys is as ``Model`` of JobConfig has it."""
+    """Return the model of a flavor; what is left out is as in JobConfig's Model."""
     of_name, of_flavor = roles["name"], roles["flavor"]
     if not keys.keys() & {of_name, of_flavor}:
         return {}

@@ -94,7 +94,7 @@ def _ffn_width(keys: Keys, width: int, words: FileWords) -> int:
 
 
 def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return the length of sequences: that of the loader, which must be the other one, too."""
+    """Return the length of sequences, which the file and its data loader must say alike."""
     if roles["length"] not in keys:
         return {}
     length = words.whole(keys, roles["length"], 1)

@@ -103,7 +103,7 @@ def _read_batch(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
 
 
 def _read_overlap(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return that nothing of tensor parallelism is hidden, where collectives take turns."""
+    """Return that no collective of tensor parallelism is hidden, unless they are asynchronous."""
     key, tp = roles["asynchronous"], words.whole(keys, roles["tp"], 1)
     words.held(keys, key, (True, False, None))
     return {} if tp == 1 or keys.get(key) else {"stack.tp_overlap_fraction": 0.0}
@@ -120,7 +120,7 @@ def _read_buckets(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
 
 
 def _read_context(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return ranks with parts of a sequence: each gathers keys and values of all heads at once."""
+    """Return the degree of context parallelism, whose ranks gather all heads' keys and values."""
     cp, kernel = words.whole(keys, roles["cp"], 1), keys.get(roles["kernel"])
     if cp == 1:
         return {"cp": 1}

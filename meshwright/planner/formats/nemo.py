@@ -167,7 +167,10 @@ def _read_gradients(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 
 
 def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return what is beside backward, with each optimizer's default, and in its products."""
+    """Return whether gradients are reduced beside backward, and added up in its products.
+
+    What the file leaves out is as the optimizer has it.
+    """
     optimizer, pp = keys.get(roles["optimizer"], PLAIN), words.whole(keys, roles["pp"], 1)
     fuses = keys.get(roles["fusion"], False) is True
     if optimizer == PLAIN:
