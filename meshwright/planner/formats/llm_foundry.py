@@ -4,6 +4,7 @@ Rules are those of llm-foundry 0.22 (commit 8c8dd48f) and of Composer 0.30.
 """
 
 from meshwright.hwprofiles import Precision
+from meshwright.planner.formats.hugging_face import ATTENTION as KERNELS
 from meshwright.planner.tables import Codec, Facts, FileWords, Keys, MissingError, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
@@ -151,12 +152,11 @@ def _read_segments(roles: Roles, keys: Keys, _: Facts, __: FileWords) -> Keys:
 
 def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     """Return the kernel of a model of transformers; the older key goes before the other."""
-    kernels = {"flash_attention_2": "flash", "sdpa": "flash", "eager": "unfused"}
     kernel = "flash_attention_2" if keys.get(roles["flash"]) else keys.get(roles["kernel"])
     kernel = "sdpa" if kernel is None else kernel
-    if kernel not in kernels:
-        raise words.unknown(roles["kernel"], kernel, kernels)
-    return {"attention": kernels[str(kernel)]}
+    if kernel not in KERNELS:
+        raise words.unknown(roles["kernel"], kernel, KERNELS)
+    return {"attention": KERNELS[str(kernel)]}
 
 
 PROGRAM = Program(
