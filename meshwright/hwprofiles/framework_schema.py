@@ -191,7 +191,6 @@ class FrameworkProfile(Profile):
         known_by: Keys, or sections, one of which a configuration of it has.
         programs: Patterns of the programs, or modules, that a script of it starts.
         other_programs: What its other programs train, which no plan has, by their patterns.
-        is_written: Whether plans are handed to it.
         has_references: Whether values of its files may name other keys: ``${section.key}``.
         has_options: Whether its keys are options of a command: a switch that is off is left out.
         tables: Of its versions and engines; the first that goes with a plan is its.
@@ -204,7 +203,6 @@ class FrameworkProfile(Profile):
     known_by: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
     other_programs: dict[str, Text] = Field(default_factory=dict)
-    is_written: Flag = True
     has_references: Flag = False
     has_options: Flag = False
     tables: dict[Name, FrameworkTable] = Field(min_length=1)

@@ -38,6 +38,7 @@ REFUSED = {
     "$MORE at line 1 is not set in the file": f"{RUN} --data-path texts $MORE",
     "pretrain_bert.py of megatron-lm trains an encoder": RUN.replace("_gpt", "_bert"),
     "srun starts 8 of torchrun on each node": f"#!/bin/bash\n{TASKS}",
+    "line 1: 'aaaa": f"torchrun -m torchtitan.train --job.config_file {'a' * 300}.toml",
     "torchrun starts no program": RUN.replace(" pretrain", " \\ \n pretrain"),
     "2 ranks on 2 nodes are not those of dgx-h100": (
         f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=8\nsrun -N 2 -n 2 python {MEGATRON}"

@@ -1,6 +1,6 @@
 """Configurations that people and other programs wrote: their texts, keys and options."""
 
-from meshwright.planner.configuration.documents import FRAMEWORK_FILE, Document
+from meshwright.planner.configuration.documents import FRAMEWORK_FILE, PARENTS, Document, named_file
 from meshwright.planner.configuration.options import (
     Effect,
     Option,
@@ -25,6 +25,7 @@ from meshwright.planner.configuration.toml_lines import read_toml
 
 __all__ = [
     "FRAMEWORK_FILE",
+    "PARENTS",
     "Document",
     "Effect",
     "Option",
@@ -37,6 +38,7 @@ __all__ = [
     "known_option",
     "list_options",
     "load_options",
+    "named_file",
     "read_json",
     "read_options",
     "read_toml",

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from math import isfinite
+from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.hwprofiles import FileKind, shown
@@ -12,6 +13,7 @@ from meshwright.simulator import PlanError
 FRAMEWORK_FILE = FileKind(
     title="configuration of a framework", most_bytes=1_000_000, error=PlanError
 )
+PARENTS = 4  # folders above a file in which another that it names is looked for
 PLACE = "content"  # of the file that who reads it names
 MOST_DEPTH, MOST_VALUES, MOST_LENGTH, MOST_DIGITS = 50, 20_000, 300, 30
 _MOST_TOKENS = 5 * MOST_VALUES
@@ -75,6 +77,29 @@ def too_long(line: int, word: str) -> PlanError:
     """Return the refusal of a word without quotes, most likely a number, that nobody means."""
     limit = f"at most {MOST_DIGITS} digits, {MOST_LENGTH} characters"
     return refused(line, f"{shown(word)} has too many digits; allowed: {limit}")
+
+
+def named_file(name: str, folder: Path) -> Path | None:
+    """Return the file that a text in *folder* names, or None.
+
+    It has to lie under that folder, or under one of the `PARENTS` above it but for the root.
+    """
+    if ".." in Path(name).parts:
+        return None
+    own = folder.resolve()
+    for above in [own, *own.parents][: PARENTS + 1]:
+        found = above / name
+        if above != above.parent and found.is_relative_to(above) and _is_file(found):
+            return found
+    return None
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a file is there; a name may be none, or lead where nobody may look."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def document_of(table: Table) -> Document:

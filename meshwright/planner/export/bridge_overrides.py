@@ -8,7 +8,7 @@ so that keys say what is run.
 import re
 from collections.abc import Mapping, Sequence
 
-from meshwright.hwprofiles import ProfileError, shown
+from meshwright.hwprofiles import MEBI, ProfileError, shown
 from meshwright.planner.configuration import (
     Options,
     OptionWord,
@@ -17,8 +17,8 @@ from meshwright.planner.configuration import (
     read_options,
 )
 from meshwright.planner.export.recipes import Recipe, load_recipes
+from meshwright.planner.tables import Keys
 
-Keys = dict[str, object]
 RECIPES = "megatron-bridge-0.6"
 RUNNER = "megatron-bridge-run-0.6"
 # COMMON_OVERRIDE_FIELDS of run_recipe.py, of those that are read.
@@ -42,7 +42,7 @@ COMM_OVERLAP, PRECISION = "comm_overlap", "mixed_precision"
 OF_MODEL = ("tp_comm_overlap", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
 OF_PIPELINE = ("overlap_p2p_comm", "batch_p2p_comm")
 OF_REPLICAS = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size")
-BUCKET = 128 * 2**20  # parameters of a bucket where nothing says how many
+BUCKET = 128 * MEBI  # parameters of a bucket where nothing says how many
 REDUCE = "grad_reduce_in_fp32"
 SHARDS = ("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer")
 

@@ -15,8 +15,6 @@ from meshwright.simulator.model import parse_model
 DEGREE, LENGTH = "parallelism.pipeline_parallel_degree", "training.seq_len"
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "flavors"
 FLAVOR_FILE = FileKind(title="file of flavors", most_bytes=1_000_000)
-# Configurations of 0.3 by the flavor that each has, which is as in 0.2.
-CONFIGS = {"llama3_debugmodel": "debugmodel", "llama3_8b": "8B", "llama3_70b": "70B"}
 # What all of its transformers have.
 LIKE_LLAMA: Mapping[str, object] = {
     "positions": "rotary",
@@ -46,12 +44,20 @@ class _Models(Profile):
         return {**(self.usual if like is None else self.sizes(str(like))), **own}
 
 
+class _Config(Profile):
+    """A configuration of 0.3: its flavor, which is as in 0.2, and what it says beside defaults."""
+
+    flavor: str
+    keys: dict[str, Size]
+
+
 class Flavors(Profile):
-    """Models by name, and why those of others are in no plan."""
+    """Models by name, why those of others are in no plan, and configurations of Llama 3."""
 
     source: str
     refused: dict[str, str]
     models: dict[str, _Models]
+    configs: dict[str, _Config]
 
 
 @cache
@@ -84,7 +90,7 @@ def flavor_model(name: str, flavor: str, seq_len: int) -> ModelSpec:
 
 
 def read_flavor(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the model of a flavor; one of two keys is as ``Model`` of JobConfig has it."""
+    """Return the model of a flavor; what is left out is as in JobConfig's Model."""
     of_name, of_flavor = roles["name"], roles["flavor"]
     if not keys.keys() & {of_name, of_flavor}:
         return {}
@@ -126,7 +132,8 @@ def read_config(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     module, config = keys.get(roles["module"]), keys.get(roles["config"])
     if module != "llama3":
         raise words.unknown(roles["module"], module, ("llama3",))
-    if str(config) not in CONFIGS:
-        raise words.unknown(roles["config"], config, CONFIGS)
+    known = load_flavors().configs
+    if str(config) not in known:
+        raise words.unknown(roles["config"], config, known)
     length = words.whole(keys, LENGTH, 2048)
-    return {"model": flavor_model("llama3", CONFIGS[str(config)], length)}
+    return {"model": flavor_model("llama3", known[str(config)].flavor, length)}

@@ -53,9 +53,7 @@ def _command(export: Export) -> tuple[str, ...]:
 def _hydra(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_hydra, value))}]"
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    return "null" if value is None else theirs(value)
 
 
 def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:

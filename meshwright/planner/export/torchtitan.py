@@ -13,7 +13,7 @@ from meshwright.planner.configuration import (
     read_options,
     toml_text,
 )
-from meshwright.planner.export.flavors import read_config, read_flavor
+from meshwright.planner.export.flavors import load_flavors, read_config, read_flavor
 from meshwright.planner.tables import (
     Codec,
     Export,
@@ -37,25 +37,6 @@ SELECTIVE, OPERATORS = "selective", "op"
 FORMATS = {"bfloat16": Precision.BF16, "float32": Precision.FP32}
 # The converter, and what it was called up to 0.1.
 FLOAT8 = ("quantize.linear.float8",), ("float8",)
-# What configurations of 0.3 say beside the defaults (torchtitan/models/llama3/config_registry.py).
-RECIPES: Mapping[str, Keys] = {
-    "llama3_debugmodel": {
-        "training.local_batch_size": 8,
-        "training.seq_len": 2048,
-        "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
-        "activation-checkpoint": "selective",
-    },
-    "llama3_8b": {
-        "training.local_batch_size": 1,
-        "training.seq_len": 8192,
-        "activation-checkpoint": "selective",
-    },
-    "llama3_70b": {
-        "training.seq_len": 8192,
-        "parallelism.tensor_parallel_degree": 8,
-        "activation-checkpoint": "full",
-    },
-}
 MODES: Mapping[str, Recompute] = {
     "none": Recompute.NONE,
     SELECTIVE: Recompute.SELECTIVE_OP,
@@ -261,8 +242,8 @@ def _read_words(words: Sequence[OptionWord]) -> Options:
     key = CHECKPOINT.rstrip(":")
     for each in checkpoint:
         found.keys[key], found.lines[key] = each.text.removeprefix(CHECKPOINT), each.line
-    recipe = RECIPES.get(str(found.keys.get("config")), {})
-    return found._replace(keys={**recipe, **found.keys})
+    config = load_flavors().configs.get(str(found.keys.get("config")))
+    return found if config is None else found._replace(keys={**config.keys, **found.keys})
 
 
 def _words_of(value: object) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.hwprofiles import FileKind, shown
-from meshwright.planner.export import FRAMEWORKS, Keys
+from meshwright.planner.export import FRAMEWORKS
 from meshwright.planner.formats.included import CONFIG, MARK, with_included
 from meshwright.planner.formats.launched import Spelling, with_accelerate
 from meshwright.planner.formats.precisions import (
@@ -32,6 +32,7 @@ from meshwright.planner.tables import (
     Codecs,
     Facts,
     FileWords,
+    Keys,
     MissingError,
     Program,
     Roles,
@@ -88,16 +89,6 @@ def batches(dialect: Dialect) -> Codec:
 def _count(roles: Roles, keys: Keys, words: FileWords, role: str, usual: int) -> int:
     key = roles[role]
     return usual if keys.get(key) is None else words.whole(keys, key, usual)
-
-
-def _bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the elements of DeepSpeed's buckets; auto is the square of the hidden size."""
-    name, key = "stack.gradient_bucket_parameters", roles["size"]
-    if keys.get(key) == AUTO:
-        return {} if facts.model is None else {name: facts.model.hidden_size**2}
-    value = keys.get(key, 500_000_000)
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    return {name: words.whole({key: whole}, key, 1)}
 
 
 def checkpoints(dialect: Dialect) -> Codec:
@@ -255,7 +246,6 @@ def _codecs(dialect: Dialect, names: Mapping[str, str], own: Codecs) -> Codecs:
         "formats of fp32 weights": master_precision(dialect),
         "formats beside FSDP": sharded_precision(dialect),
         "formats on DeepSpeed": engine_precision(dialect),
-        "bucket on DeepSpeed": Codec(read=_bucket),
         "checkpoints of a trainer": checkpoints(dialect),
         "unused weights": Codec(read=_unused),
         "FSDP of a trainer": shards(dialect),
@@ -269,7 +259,6 @@ def _program(
     dialect: Dialect, names: Mapping[str, str], spelling: Spelling, own: Codecs | None = None
 ) -> Program:
     return Program(
-        command=lambda _: (),
         included=with_included,
         launched=with_accelerate(spelling),
         codecs=_codecs(dialect, names, own or {}),

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 from meshwright.hwprofiles import shown
-from meshwright.planner.configuration import FRAMEWORK_FILE, read_json
-from meshwright.planner.export import Keys
+from meshwright.planner.configuration import FRAMEWORK_FILE, PARENTS, named_file, read_json
+from meshwright.planner.tables import Keys
 from meshwright.simulator import PlanError
 
-PARENTS = 4  # folders above a configuration in which a file that it names is looked for
 CONFIG = "config.json"
 MARK = "in the file"  # the value of a section's name whose keys stand in the configuration itself
 DEEPSPEED, FSDP = "deepspeed", "fsdp_config"
@@ -62,7 +61,7 @@ def _dictionary(key: str, value: object, folder: Path) -> Keys:
     if not isinstance(value, str):
         raise PlanError(f"{key}={shown(value)} is no section; allowed: the name of a JSON file")
     is_text = value.lstrip().startswith("{")
-    text = value if is_text else FRAMEWORK_FILE.read_text(named_file(key, value, folder))
+    text = value if is_text else FRAMEWORK_FILE.read_text(_file(key, value, folder))
     try:
         document = read_json(text)
     except PlanError as error:
@@ -72,37 +71,15 @@ def _dictionary(key: str, value: object, folder: Path) -> Keys:
 
 def _model(value: str, folder: Path) -> str:
     """Return the config.json of a model's folder, or its name as it stands."""
-    files = (place / CONFIG for place in _places(value, folder))
-    return next((str(file) for file in files if _is_file(file)), value)
+    return str(named_file(str(Path(value) / CONFIG), folder) or value)
 
 
-def named_file(key: str, value: str, folder: Path) -> Path:
-    """Return the file that a key names.
-
-    Raises:
-        PlanError: If there is none where it may be.
-    """
-    for place in _places(value, folder):
-        if _is_file(place):
-            return place
-    raise PlanError(
-        f"{key}={shown(value)} is not there; allowed: a file beside the configuration or in one of "
-        f"the {PARENTS} folders above"
-    )
-
-
-def _is_file(path: Path) -> bool:
-    """Return whether a file is there; a name may be none, or lead where nobody may look."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _places(value: str, folder: Path) -> list[Path]:
-    """Return where a name may lead: under a configuration's folder, or under one above it."""
-    name, own = Path(value), folder.resolve()
-    if ".." in name.parts:
-        return []
-    above = [each for each in [own, *own.parents][: PARENTS + 1] if each != each.parent]
-    return [each / name for each in above if not name.is_absolute() or name.is_relative_to(each)]
+def _file(key: str, value: str, folder: Path) -> Path:
+    """Return the file that a key names; raises PlanError if there is none where it may be."""
+    found = named_file(value, folder)
+    if found is None:
+        raise PlanError(
+            f"{key}={shown(value)} is not there; allowed: a file beside the configuration or in "
+            f"one of the {PARENTS} folders above"
+        )
+    return found

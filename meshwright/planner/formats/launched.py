@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
 from meshwright.planner.configuration import Effect, Option, known_option, load_options
-from meshwright.planner.export import Keys
-from meshwright.planner.tables import spelled, theirs
+from meshwright.planner.tables import Keys, spelled, theirs
 from meshwright.simulator import PlanError
 
 CONFIGURATION = "accelerate-1.15"

@@ -4,8 +4,8 @@ Rules are those of llm-foundry 0.22 (commit 8c8dd48f) and of Composer 0.30.
 """
 
 from meshwright.hwprofiles import Precision
-from meshwright.planner.export import Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, MissingError, Program, Roles
+from meshwright.planner.formats.hugging_face import ATTENTION as KERNELS
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, MissingError, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 
@@ -95,7 +95,7 @@ def _ffn_width(keys: Keys, width: int, words: FileWords) -> int:
 
 
 def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return the length of sequences: that of the loader, which must be the other one, too."""
+    """Return the length of sequences, which the file and its data loader must say alike."""
     if roles["length"] not in keys:
         return {}
     length = words.whole(keys, roles["length"], 1)
@@ -152,16 +152,14 @@ def _read_segments(roles: Roles, keys: Keys, _: Facts, __: FileWords) -> Keys:
 
 def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     """Return the kernel of a model of transformers; the older key goes before the other."""
-    kernels = {"flash_attention_2": "flash", "sdpa": "flash", "eager": "unfused"}
     kernel = "flash_attention_2" if keys.get(roles["flash"]) else keys.get(roles["kernel"])
     kernel = "sdpa" if kernel is None else kernel
-    if kernel not in kernels:
-        raise words.unknown(roles["kernel"], kernel, kernels)
-    return {"attention": kernels[str(kernel)]}
+    if kernel not in KERNELS:
+        raise words.unknown(roles["kernel"], kernel, KERNELS)
+    return {"attention": KERNELS[str(kernel)]}
 
 
 PROGRAM = Program(
-    command=lambda _: (),  # it is only read
     codecs={
         "model of llm-foundry": Codec(read=_read_model),
         "length of llm-foundry": Codec(read=_read_length),

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
 
-from meshwright.planner.export import Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, Program, Roles
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Program, Roles
 from meshwright.simulator import ModelSpec, PlanError, list_models
 from meshwright.simulator.model import parse_model
 
@@ -81,10 +80,10 @@ NAMED = tuple(
 
 
 class _Axes(NamedTuple):
-    """Degrees of the axes, and those that two free ones leave open between them."""
+    """Degrees of the axes, and whether those of data and fsdp are open between them."""
 
     degrees: dict[str, int]
-    open_axes: tuple[str, ...]
+    is_open: bool = False
 
 
 def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
@@ -130,7 +129,7 @@ def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> _Axes:
     if sum(each == FREE for each in told.values()) > len(free):
         raise PlanError("two axes of maxtext within slices, or between them, are -1; allowed: one")
     if not free:
-        return _Axes(degrees, ())
+        return _Axes(degrees)
     ranks, both = facts.world_size, known["ici"] * known["dcn"]
     slices = words.whole(keys, roles["slices"], FREE, least=FREE)
     if slices > 0 and "dcn" in free:
@@ -142,7 +141,7 @@ def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> _Axes:
         return _open(degrees, free, facts, _share(ranks, both, "--gpus"))
     if prod(degrees.values()) != ranks:
         raise PlanError(f"axes of maxtext are {prod(degrees.values())} ranks; --gpus is {ranks}")
-    return _Axes(degrees, ())
+    return _Axes(degrees)
 
 
 def _open(degrees: dict[str, int], free: Mapping[str, str], facts: Facts, rest: int) -> _Axes:
@@ -155,11 +154,11 @@ def _open(degrees: dict[str, int], free: Mapping[str, str], facts: Facts, rest: 
     shards = facts.get("dp_shard")
     if not isinstance(shards, int):
         degrees["data"] *= rest
-        return _Axes(degrees, ("data", "fsdp"))
+        return _Axes(degrees, is_open=True)
     own = _share(shards, degrees["fsdp"] * degrees["expert"], "--dp-shard")
     degrees["fsdp"] *= own
     degrees["data"] *= _share(rest, own, "--gpus")
-    return _Axes(degrees, ())
+    return _Axes(degrees)
 
 
 def _share(whole: int, part: int, name: str) -> int:
@@ -217,7 +216,6 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 
 
 PROGRAM = Program(
-    command=lambda _: (),  # it is only read
     codecs={
         "model of MaxText": Codec(read=_read_model),
         "axes of MaxText": Codec(read=_read_axes),

@@ -5,9 +5,10 @@ Rules are those of commit 2411b022 (src/nanotron), version 0.4 of the package.
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from math import prod
 
-from meshwright.planner.export import Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, Program, Roles
+from meshwright.hwprofiles import MEBI
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Program, Roles
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.model import parse_model
 
@@ -22,7 +23,6 @@ SIZES = {
     "num_hidden_layers": 32,
     "vocab_size": 32000,
 }
-MEBIBYTE = 1024 * 1024
 GATHERED = "llama3_ring_attention"
 
 
@@ -91,10 +91,8 @@ def _begins_anew(stage: object) -> bool:
 def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     if roles["dp"] not in keys:
         return {}
-    dp, others = words.whole(keys, roles["dp"], 1), 1
-    for axis in ("tp", "pp", "cp"):
-        others *= words.whole(keys, roles[axis], 1)
-    return {"dp": dp, "world_size": dp * others}
+    world_size = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp", "dp"))
+    return {"dp": keys[roles["dp"]], "world_size": world_size}
 
 
 def _read_batch(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
@@ -105,7 +103,7 @@ def _read_batch(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
 
 
 def _read_overlap(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return that nothing of tensor parallelism is hidden, where collectives take turns."""
+    """Return that no collective of tensor parallelism is hidden, unless they are asynchronous."""
     key, tp = roles["asynchronous"], words.whole(keys, roles["tp"], 1)
     words.held(keys, key, (True, False, None))
     return {} if tp == 1 or keys.get(key) else {"stack.tp_overlap_fraction": 0.0}
@@ -116,13 +114,13 @@ def _read_buckets(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     size = 4 if facts.get("precision") == "fp32" else 2
     return {
         "stack.gradient_bucket_parameters": words.whole(keys, roles["megabytes"], 25)
-        * (MEBIBYTE // size),
+        * (MEBI // size),
         "stack.gradient_bucket_parameters_per_replica": 0,
     }
 
 
 def _read_context(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return ranks with parts of a sequence: each gathers keys and values of all heads at once."""
+    """Return the degree of context parallelism, whose ranks gather all heads' keys and values."""
     cp, kernel = words.whole(keys, roles["cp"], 1), keys.get(roles["kernel"])
     if cp == 1:
         return {"cp": 1}
@@ -158,7 +156,6 @@ def _ranks(model: ModelSpec, pp: int) -> Iterator[int]:
 
 
 PROGRAM = Program(
-    command=lambda _: (),  # it is only read
     codecs={
         "model of nanotron": Codec(read=_read_model),
         "length of nanotron": Codec(read=_read_length),

@@ -5,10 +5,11 @@ language_modeling), commit 8cfedd72.
 """
 
 from collections.abc import Mapping
+from math import prod
 
-from meshwright.hwprofiles import Precision
-from meshwright.planner.export import MEGATRON_CODECS, Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, MissingError, Program, Roles
+from meshwright.hwprofiles import MEBI, Precision
+from meshwright.planner.export import MEGATRON_CODECS
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, MissingError, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 
@@ -29,7 +30,6 @@ GPT2_WORDS = 50257
 PLAIN, APEX, CORE = "fused_adam", "distributed_fused_adam", "mcore_distributed_optim"
 FORMATS = {16: "fp16", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16"}
 FORMATS |= {32: "fp32", "32": "fp32", "32-true": "fp32"}
-MEBIBYTE = 1024 * 1024
 
 
 def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
@@ -131,9 +131,7 @@ def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     if devices in ("auto", -1, "-1"):
         return {}
     ranks = words.whole(keys, roles["devices"], 1) * nodes
-    others = 1
-    for axis in ("tp", "pp", "cp"):
-        others *= words.whole(keys, roles[axis], 1)
+    others = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
     if ranks % others:
         raise words.unknown(roles["devices"], devices, (f"multiples of {others} ranks in all",))
     return {"world_size": ranks, "dp": ranks // others}
@@ -169,7 +167,10 @@ def _read_gradients(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 
 
 def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return what is beside backward, with each optimizer's default, and in its products."""
+    """Return whether gradients are reduced beside backward, and added up in its products.
+
+    What the file leaves out is as the optimizer has it.
+    """
     optimizer, pp = keys.get(roles["optimizer"], PLAIN), words.whole(keys, roles["pp"], 1)
     fuses = keys.get(roles["fusion"], False) is True
     if optimizer == PLAIN:
@@ -184,7 +185,7 @@ def _read_buckets(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     """Return how many parameters a bucket of Apex's, or core's, optimizer holds."""
     if keys.get(roles["optimizer"]) == APEX:
         size = 2 if keys.get(roles["sync"]) == "bf16" else 4
-        count = words.whole(keys, roles["megabytes"], 100) * MEBIBYTE // size
+        count = words.whole(keys, roles["megabytes"], 100) * MEBI // size
     elif keys.get(roles["optimizer"]) == CORE and keys.get(roles["parameters"]) is not None:
         count = words.whole(keys, roles["parameters"], 1)
     else:
@@ -212,7 +213,6 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 
 
 PROGRAM = Program(
-    command=lambda _: (),  # it is only read
     codecs={
         **MEGATRON_CODECS,
         "model of NeMo": Codec(read=_read_model),

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Precision, shown
-from meshwright.planner.export import Keys
-from meshwright.planner.tables import Codec, Facts, FileWords, MissingError, Roles
+from meshwright.planner.tables import Codec, Facts, FileWords, Keys, MissingError, Roles
 from meshwright.simulator import PlanError
 
 SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.planner.export import Keys
+from meshwright.planner.tables import Keys
 from meshwright.simulator import PlanError
 
 # A name, with dots before it where it is counted from its own section.  What calls a function

@@ -19,6 +19,7 @@ from meshwright.planner.configuration import (
     Unknown,
     known_option,
     load_options,
+    named_file,
     read_options,
     read_yaml,
 )
@@ -43,7 +44,6 @@ from meshwright.simulator import PlanError
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
 SUBCOMMANDS = ("train",)  # of a program that names a configuration
 NAMING = re.compile(r"--?(job\.)?config([-_]?(file|path|name))?")  # options that name one
-PARENTS = 4  # folders above a script in which a configuration that it names is looked for
 
 ACCELERATE = "accelerate"
 PYTHON = "python"  # starts one rank
@@ -240,12 +240,11 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
     """
     if word.unknown:
         raise PlanError(f"line {word.line}: {word.unknown}")
-    name = Path(word.text.partition("=")[2] or word.text)
-    for above in [folder, *folder.resolve().parents][: PARENTS + 1]:
-        found = above / name
-        if not name.is_absolute() and ".." not in name.parts and found.is_file():
-            return found
-    raise PlanError(f"line {word.line}: {shown(str(name))} is not there; it says the layout")
+    name = word.text.partition("=")[2] or word.text
+    found = named_file(name, folder)
+    if found is None:
+        raise PlanError(f"line {word.line}: {shown(name)} is not there; it says the layout")
+    return found
 
 
 def _variables(launch: Launch, framework: Framework) -> dict[str, object]:

@@ -102,7 +102,8 @@ class Program:
 
     Args:
         files: Text of each file of an export, by its name.
-        command: Words that start its program, a line of a script each.
+        command: Words that start its program, a line of a script each; none of one that is only
+            read.
         starter: What starts it.
         is_script: Whether an export of a version is a script that starts the job.
         read_words: From the words of its command, behind the program, to its keys; None where
@@ -114,7 +115,7 @@ class Program:
         codecs: By the names that the framework's table has for them.
     """
 
-    command: Callable[[Export], tuple[str, ...]]
+    command: Callable[[Export], tuple[str, ...]] = lambda _: ()
     files: Callable[[Export], Mapping[str, str]] = lambda _: {}
     starter: Starter = Starter.TORCHRUN
     is_script: Callable[[str], bool] = lambda _: False

@@ -61,15 +61,6 @@ def tyro_options(keys: Keys) -> list[str]:
     return found
 
 
-def _number(text: str) -> object:
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
-
-
 def layout_text(
     stages: tuple[int, ...], num_predictions: int = 0, prediction_stage: int | None = None
 ) -> str:
