@@ -55,8 +55,12 @@ REFUSED = {
 }
 
 FILES = Path(__file__).parents[1] / "golden" / "imports"
+LAUNCHED = "finetune.py --learning_rate 1e-5"
 NEMO, FOUNDRY = "nemo-gpt3-20b.yaml", "llm-foundry-mpt-7b.yaml"
 CHANGED = [
+    ("accelerate-launch.sh", LAUNCHED, f"{LAUNCHED} $MORE", "$MORE at line 8 is not set"),
+    ("accelerate-launch.sh", LAUNCHED, f"{LAUNCHED} zero3", "'zero3' belongs to no option"),
+    ("accelerate-launch.sh", LAUNCHED, f"{LAUNCHED} --zero 3", "--zero of finetune.py may change"),
     (NEMO, "devices: 8", "devices: [0, 1]", "trainer.devices=[0, 1] of nemo is in no plan"),
     (
         FOUNDRY,

@@ -297,12 +297,13 @@ def _accelerate(launch: "Launch", folder: Path) -> tuple[Options, dict[str, str]
     if told or TYPE not in keys:
         # Without a word it starts several processes as with --multi_gpu (launch.py).
         keys[TYPE] = told[0] if told else "MULTI_GPU"
-    return Options(keys, lines, [], [*_of_own_script(launch)]), files
+    own = read_options(launch.arguments, load_options(OF_SCRIPTS))
+    return Options(keys, lines, own.words, [*own.refusals, *_of_own_script(launch, own)]), files
 
 
-def _of_own_script(launch: "Launch") -> Iterator[str]:
+def _of_own_script(launch: "Launch", said: Options) -> Iterator[str]:
     known = load_options(OF_SCRIPTS)
-    for key, line in read_options(launch.arguments, known).lines.items():
+    for key, line in said.lines.items():
         option = known.get(key)
         if option is None or option.effect is not Effect.NONE:
             yield f"line {line}: --{key} of {launch.program.text} may change the plan"
