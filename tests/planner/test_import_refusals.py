@@ -30,6 +30,9 @@ REFUSED = {
         f"{RUN} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4"
         " --num-virtual-stages-per-pipeline-rank 2"
     ),
+    "--use-fsdp of accelerate says a layout beside that of pretrain_gpt.py": (
+        f"accelerate launch --num_processes 8 --use_fsdp {MEGATRON}"
+    ),
     "overlap-param-gather=true of megatron-lm": (
         f"{RUN} --use-distributed-optimizer --overlap-param-gather"
     ),
