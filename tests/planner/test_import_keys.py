@@ -14,6 +14,7 @@ import pytest
 from meshwright import main
 from meshwright.planner.cli import importer
 from meshwright.planner.configuration import (
+    LAUNCHERS,
     Effect,
     Option,
     json_keys,
@@ -26,7 +27,7 @@ from meshwright.planner.configuration import (
     yaml_text,
 )
 from meshwright.planner.importing import FORMATS, Imported
-from meshwright.planner.importing.scripts import LAUNCHERS, OF_SCRIPTS
+from meshwright.planner.importing.scripts import OF_SCRIPTS
 from meshwright.planner.options import ImportOptions
 from meshwright.planner.reports import SavedPlan
 from meshwright.planner.shell import read_commands

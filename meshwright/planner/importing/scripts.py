@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from meshwright.hwprofiles import shown
 from meshwright.planner.configuration import (
     FRAMEWORK_FILE,
+    LAUNCHERS,
     Effect,
     Option,
     Options,
@@ -48,13 +49,6 @@ NAMING = re.compile(r"--?(job\.)?config([-_]?(file|path|name))?")  # options tha
 PARENTS = 4  # folders above a script in which a configuration that it names is looked for
 
 ACCELERATE = "accelerate"
-LAUNCHERS = {
-    "torchrun": "torchrun-2.13",
-    "deepspeed": "deepspeed-launcher-0.19",
-    ACCELERATE: "accelerate-launch-1.15",
-    "srun": "srun-25",
-    "sbatch": "srun-25",
-}
 # Accelerate's options that say how many ranks there are, which any launch reads.
 PYTHON = "python"  # starts one rank
 SLURM = ("srun", "sbatch")
