@@ -49,9 +49,9 @@ NAMING = re.compile(r"--?(job\.)?config([-_]?(file|path|name))?")  # options tha
 PARENTS = 4  # folders above a script in which a configuration that it names is looked for
 
 ACCELERATE = "accelerate"
-# Accelerate's options that say how many ranks there are, which any launch reads.
 PYTHON = "python"  # starts one rank
 SLURM = ("srun", "sbatch")
+# Accelerate's options that say how many ranks there are, which any launch reads.
 RANKS = ("num-machines", "num-processes", "multi-gpu", "gpu-ids")
 CONFIGURATION, TYPE = "accelerate-1.15", "distributed_type"
 SECTIONS = ("", "fsdp_config.", "deepspeed_config.", "parallelism_config.", "megatron_lm_config.")
