@@ -61,6 +61,12 @@ FILES = Path(__file__).parents[1] / "golden" / "imports"
 LAUNCHED = "finetune.py --learning_rate 1e-5"
 NEMO, FOUNDRY = "nemo-gpt3-20b.yaml", "llm-foundry-mpt-7b.yaml"
 CHANGED = [
+    (
+        "deepspeed-stage-3.json",
+        '"bf16": {',
+        '"bfloat16": {"enabled": false},\n"bf16": {',
+        "line 6: bf16.enabled and bfloat16.enabled are one key",
+    ),
     ("accelerate-launch.sh", LAUNCHED, f"{LAUNCHED} $MORE", "$MORE at line 8 is not set"),
     ("accelerate-launch.sh", LAUNCHED, f"{LAUNCHED} zero3", "'zero3' belongs to no option"),
     ("accelerate-launch.sh", LAUNCHED, f"{LAUNCHED} --zero 3", "--zero of finetune.py may change"),
