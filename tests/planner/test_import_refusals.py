@@ -33,6 +33,8 @@ REFUSED = {
     "--use-fsdp of accelerate says a layout beside that of pretrain_gpt.py": (
         f"accelerate launch --num_processes 8 --use_fsdp {MEGATRON}"
     ),
+    "line 1: --lr has no value": f"{RUN} --lr",
+    "line 1: --swiglu=true takes no value": f"{RUN} --swiglu=true",
     "overlap-param-gather=true of megatron-lm": (
         f"{RUN} --use-distributed-optimizer --overlap-param-gather"
     ),
