@@ -35,6 +35,7 @@ REFUSED = {
         f"accelerate launch --num_processes 8 --use_fsdp {MEGATRON}"
     ),
     "${!MORE} at line 1 is not read": f"{RUN} --save ${{!MORE}}",
+    "line 1: $SIZE at line 1 is not set in the file": f"{RUN} --ddp-bucket-size $SIZE",
     "line 1: --lr has no value": f"{RUN} --lr",
     "line 1: --swiglu=true takes no value": f"{RUN} --swiglu=true",
     "overlap-param-gather=true of megatron-lm": (
