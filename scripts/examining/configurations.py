@@ -73,8 +73,6 @@ def torchtitan_claims(tree: object) -> Claims:
     sizes = FLAVORS.get((name, flavor), (-1, -1))  # of others no plan is right
     converters = at(tree, "model.converters") or at(tree, "float8.enable_float8_linear")
     param = at(tree, "training.mixed_precision_param", "bfloat16")
-    mode = at(tree, "activation_checkpoint.mode", "selective")
-    option = at(tree, "activation_checkpoint.selective_ac_option", "2")
     claims: Claims = {
         "num_layers": sizes[0],
         "hidden_size": sizes[1],
@@ -84,17 +82,9 @@ def torchtitan_claims(tree: object) -> Claims:
         "cp": degree("context"),
         "ep": degree("expert"),
         "precision": "fp8" if converters else {"bfloat16": "bf16"}.get(str(param), "fp32"),
-        "recompute": "selective-op" if (mode, option) == ("selective", "op") else mode,
         "offload": "parameters" if at(tree, "training.enable_cpu_offload") else "none",
+        **_recompute(tree),
     }
-    if mode == "selective" and option != "op":
-        claims |= {
-            "recompute": "full",
-            "recompute_method": "every",
-            "recompute_layers": int(str(option)),
-        }
-        if option == "1":
-            claims = {k: v for k, v in claims.items() if not k.startswith("recompute_")}
     if claims["pp"] == 1:
         claims["microbatch_size"] = at(
             tree, "training.local_batch_size", at(tree, "training.batch_size", 8)
@@ -105,6 +95,17 @@ def torchtitan_claims(tree: object) -> Claims:
     if str(at(tree, "optimizer.name", "AdamW")) not in ("Adam", "AdamW"):
         claims["optimizer"] = at(tree, "optimizer.name")
     return claims
+
+
+def _recompute(tree: object) -> Claims:
+    mode = at(tree, "activation_checkpoint.mode", "selective")
+    option = str(at(tree, "activation_checkpoint.selective_ac_option", "2"))
+    if mode != "selective":
+        return {"recompute": mode}
+    if option == "op":
+        return {"recompute": "selective-op"}
+    every = {"recompute_method": "every", "recompute_layers": int(option)}
+    return {"recompute": "full", **(every if option != "1" else {})}
 
 
 def deepspeed_claims(tree: object, told: Mapping[str, str]) -> Claims:

@@ -14,6 +14,7 @@ import pytest
 from meshwright import main
 from meshwright.planner.cli import importer
 from meshwright.planner.configuration import (
+    LAUNCHERS,
     Effect,
     Option,
     json_keys,
@@ -28,7 +29,7 @@ from meshwright.planner.configuration import (
 from meshwright.planner.importing import FORMATS, Imported
 from meshwright.planner.options import ImportOptions
 from meshwright.planner.reports import SavedPlan
-from meshwright.planner.shell import LAUNCHERS, read_commands
+from meshwright.planner.shell import read_commands
 from meshwright.simulator import PlanError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -43,6 +44,7 @@ FORMS = {
     ".yaml": (read_yaml, yaml_text),
 }
 PROGRAM = (".py", ".train", ".run", "-cli")  # how the names of programs end
+OVERRIDE = r"[a-z][\w.]*="  # of a program that takes them beside its options
 LEAST = 20
 LAUNCHED = tuple({*LAUNCHERS.values()})
 # Keys that are read and change nothing in some plans.
@@ -107,23 +109,24 @@ def of_script(path: Path, words: list[str]) -> Iterator[Mutant]:
     for number, command in enumerate(commands):
         for place, word in enumerate(command):
             # Of an option that stands twice the last counts.
-            if re.match("--[a-zA-Z]", word) and word not in command[place + 1 :]:
+            if re.match(f"--[a-zA-Z]|{OVERRIDE}", word) and word not in command[place + 1 :]:
                 for each in of_option(command, place):
                     yield each._replace(text=text_of(number, shlex.split(each.text)))
 
 
 def of_option(words: list[str], place: int) -> Iterator[Mutant]:
-    """Yield a command with one option dropped, misspelt and changed."""
+    """Yield a command with one option or override dropped, misspelt and changed."""
     name, sign, value = words[place].partition("=")
     end = place + 1
     while end < len(words) and not sign and not words[end].startswith("-"):
-        if words[end].endswith(PROGRAM):
+        if words[end].endswith(PROGRAM) or re.match(OVERRIDE, words[end]):
             break
         end += 1
     before, values, after = words[:place], words[place + 1 : end], words[end:]
     key = name.removeprefix("--")
+    dashes = name.removesuffix(key)
     yield Mutant(key, "dropped", shlex.join([*before, *after]))
-    wrong = f"--{misspelt(key)}{sign}{value}"
+    wrong = f"{dashes}{misspelt(key)}{sign}{value}"
     yield Mutant(key, "misspelt", shlex.join([*before, wrong, *values, *after]))
     if sign:
         yield Mutant(key, "changed", shlex.join([*before, f"{name}={changed(value)}", *after]))

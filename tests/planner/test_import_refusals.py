@@ -1,6 +1,7 @@
 """Files that no plan means, and files whose meaning is in one word: what a newcomer may write."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,13 @@ REFUSED = {
         f"{RUN} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 4"
         " --num-virtual-stages-per-pipeline-rank 2"
     ),
+    "--use-fsdp of accelerate says a layout beside that of pretrain_gpt.py": (
+        f"accelerate launch --num_processes 8 --use_fsdp {MEGATRON}"
+    ),
+    "${!MORE} at line 1 is not read": f"{RUN} --save ${{!MORE}}",
+    "line 1: $SIZE at line 1 is not set in the file": f"{RUN} --ddp-bucket-size $SIZE",
+    "line 1: --lr has no value": f"{RUN} --lr",
+    "line 1: --swiglu=true takes no value": f"{RUN} --swiglu=true",
     "overlap-param-gather=true of megatron-lm": (
         f"{RUN} --use-distributed-optimizer --overlap-param-gather"
     ),
@@ -56,8 +64,19 @@ REFUSED = {
 }
 
 FILES = Path(__file__).parents[1] / "golden" / "imports"
+LAUNCHED = "finetune.py --learning_rate 1e-5"
 NEMO, FOUNDRY = "nemo-gpt3-20b.yaml", "llm-foundry-mpt-7b.yaml"
 CHANGED = [
+    (
+        "deepspeed-stage-3.json",
+        '"bf16": {',
+        '"bfloat16": {"enabled": false},\n"bf16": {',
+        "line 6: bf16.enabled and bfloat16.enabled are one key",
+    ),
+    ("torchtitan-launch.sh", "=4 $overrides", "=4 seq=8192 tp4", "'tp4' belongs to no option"),
+    ("accelerate-launch.sh", LAUNCHED, f"{LAUNCHED} $MORE", "$MORE at line 8 is not set"),
+    ("accelerate-launch.sh", LAUNCHED, f"{LAUNCHED} zero3", "'zero3' belongs to no option"),
+    ("accelerate-launch.sh", LAUNCHED, f"{LAUNCHED} --zero 3", "--zero of finetune.py may change"),
     (NEMO, "devices: 8", "devices: [0, 1]", "trainer.devices=[0, 1] of nemo is in no plan"),
     (
         FOUNDRY,
@@ -115,9 +134,10 @@ def test_what_a_framework_refuses_or_no_plan_says_is_refused(
 def test_one_word_that_no_plan_means_is_refused(
     name: str, word: str, other: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (FILES / name).read_text(encoding="utf-8")
+    folder = shutil.copytree(FILES, tmp_path / "files")  # what a file names lies beside it
+    text = (folder / name).read_text(encoding="utf-8")
     assert word in text
-    assert imported(name, text.replace(word, other), "", tmp_path) == 2
+    assert imported(name, text.replace(word, other), "", folder) == 2
     assert said in capsys.readouterr().err
 
 

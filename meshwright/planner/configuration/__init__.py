@@ -2,6 +2,7 @@
 
 from meshwright.planner.configuration.documents import FRAMEWORK_FILE, PARENTS, Document, named_file
 from meshwright.planner.configuration.options import (
+    LAUNCHERS,
     Effect,
     Option,
     Options,
@@ -25,6 +26,7 @@ from meshwright.planner.configuration.toml_lines import read_toml
 
 __all__ = [
     "FRAMEWORK_FILE",
+    "LAUNCHERS",
     "PARENTS",
     "Document",
     "Effect",

@@ -17,6 +17,14 @@ FOLDER = Path(__file__).resolve().parents[1] / "data" / "options"
 OPTION_FILE = FileKind(title="file of options", most_bytes=1_000_000)
 OPTION_NAME = re.compile(r"--?[A-Za-z]")  # a negative number is a value
 COLUMNS = ("key", "takes", "effect", "allowed", "why")
+# The files of options of programs that start ranks.
+LAUNCHERS: Mapping[str, str] = {
+    "torchrun": "torchrun-2.13",
+    "deepspeed": "deepspeed-launcher-0.19",
+    "accelerate": "accelerate-launch-1.15",
+    "srun": "srun-25",
+    "sbatch": "srun-25",
+}
 
 
 class Takes(StrEnum):

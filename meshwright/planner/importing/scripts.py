@@ -11,6 +11,7 @@ from pathlib import Path
 from meshwright.hwprofiles import shown
 from meshwright.planner.configuration import (
     FRAMEWORK_FILE,
+    LAUNCHERS,
     Effect,
     Option,
     Options,
@@ -37,7 +38,7 @@ from meshwright.planner.importing.sources import (
     of_document,
     recognised,
 )
-from meshwright.planner.shell import LAUNCHERS, Launch, Word, find_launches, read_commands
+from meshwright.planner.shell import Launch, Word, find_launches, read_commands
 from meshwright.planner.tables import Framework
 from meshwright.simulator import PlanError
 
@@ -288,12 +289,14 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
     if told or TYPE not in keys:
         # Without a word it starts several processes as with --multi_gpu (launch.py).
         keys[TYPE] = told[0] if told else "MULTI_GPU"
-    return Options(keys, lines, [], [*refusals, *_of_own_script(launch)]), files
-
-
-def _of_own_script(launch: Launch) -> Iterator[str]:
     known = all_options(FORMATS[TRAINER].profile)
-    for key, line in read_options(launch.arguments, known).lines.items():
+    own = read_options(launch.arguments, known)
+    refusals += [*own.refusals, *_of_own_script(launch, own, known)]
+    return Options(keys, lines, own.words, refusals), files
+
+
+def _of_own_script(launch: Launch, said: Options, known: Mapping[str, Option]) -> Iterator[str]:
+    for key, line in said.lines.items():
         option = known.get(key)
         if option is None or option.effect is not Effect.NONE:
             yield f"line {line}: --{key} of {launch.program.text} may change the plan"

@@ -159,11 +159,13 @@ def by_present_names(
     """
     named = {key: known_option(key, options) for key in (*keys, *lines)}
     found: dict[str, object] = {}
+    spelt: dict[str, str] = {}
     for key, value in keys.items():
         option = named[key]
         name = key if option is None else option.key
-        if name in found:
-            raise PlanError(f"line {lines.get(key, 0)}: {key} and {name} are one key")
+        if (other := spelt.setdefault(name, key)) != key:
+            line = f"line {lines.get(key, 0)}"
+            raise PlanError(f"{line}: {key} and {other} are one key; allowed: one of them")
         found[name] = value if option is None else converted(option, value)
     placed = {
         key if (option := named[key]) is None else option.key: line for key, line in lines.items()

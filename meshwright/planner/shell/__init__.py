@@ -4,6 +4,5 @@ from meshwright.planner.shell.interpreter import Command
 from meshwright.planner.shell.launches import Launch, find_launches
 from meshwright.planner.shell.script import read_commands
 from meshwright.planner.shell.words import Word
-from meshwright.planner.shell.wrappers import LAUNCHERS
 
-__all__ = ["LAUNCHERS", "Command", "Launch", "Word", "find_launches", "read_commands"]
+__all__ = ["Command", "Launch", "Word", "find_launches", "read_commands"]

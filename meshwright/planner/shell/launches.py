@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
+from meshwright.planner.configuration import LAUNCHERS
 from meshwright.planner.shell.interpreter import Command
 from meshwright.planner.shell.words import Word
 from meshwright.planner.shell.wrappers import (
-    LAUNCHERS,
     Values,
     last_number,
     next_at,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.hwprofiles import shown, suggestion
-from meshwright.planner.configuration import Effect, Option, Takes, load_options
+from meshwright.planner.configuration import LAUNCHERS, Effect, Option, Takes, load_options
 from meshwright.planner.shell.words import Word
 from meshwright.simulator import PlanError
 
@@ -59,13 +59,6 @@ WRAPPERS: Mapping[str, Wrapper] = {
         "--cpuctxsw --cuda-graph-trace --backtrace --session-new --export --env-var",
         subcommands="profile launch",
     ),
-}
-LAUNCHERS = {
-    "torchrun": "torchrun-2.13",
-    "deepspeed": "deepspeed-launcher-0.19",
-    "accelerate": "accelerate-launch-1.15",
-    "srun": "srun-25",
-    "sbatch": "srun-25",
 }
 Values = Mapping[str, Word | None]  # by the name in the option file; None of a switch
 
