@@ -175,8 +175,15 @@ def is_elsewhere(keys: set[str], whole: Imported, less: Imported) -> bool:
     """Return whether --explain tells who now says all that keys said: a default, or others."""
     now = {row.name for row in less.rows}
     starts = tuple(f"{key}=" for key in keys)
-    told = {row.name for row in whole.rows if any(each.startswith(starts) for _, each in row.said)}
+    told = {
+        row.name for row in whole.rows if any(starts_with(each, starts) for _, each in row.said)
+    }
     return bool(told) and told <= now
+
+
+def starts_with(words: str, starts: tuple[str, ...]) -> bool:
+    """Return whether words of --explain, behind the name of a file, start with a key."""
+    return words.startswith(starts) or words.rpartition(": ")[2].startswith(starts)
 
 
 def is_lost(mutant: Mutant, whole: Imported, found: Imported) -> bool:

@@ -66,6 +66,8 @@ def _dictionary(key: str, value: object, folder: Path) -> Keys:
         document = read_json(text)
     except PlanError as error:
         raise PlanError(f"{key}={shown(value)}: {error}") from None
+    for name in sorted(document.dotted):
+        raise PlanError(f"{key}={shown(value)}: {shown(name)} is one name, not a key of a section")
     return {_without_prefix(f"{key}.{name}"): each for name, each in document.keys.items()}
 
 

@@ -201,13 +201,18 @@ def _refuse(source: Source, complaints: Iterable[Complaint], missing: Mapping[st
         raise MistakesError(lines)
 
 
+def _of_file(source: Source, key: str) -> str:
+    """Return the name of the file that a key stands in, where that is not the one that is read."""
+    return f"{source.files[key]}: " if key in source.files else ""
+
+
 def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iterable[Row]:
     """Yield each value with where it is from: its lines, or who says it where there are none."""
     for name, value in reading.values.items():
         origin, keys = reading.origins.get(name, (Origin.OPTION, ()))
         text = _name(value) if isinstance(value, ModelSpec) else theirs(value)
         told = tuple(
-            (source.lines.get(key, 0), f"{key}={theirs(source.keys[key])}")
+            (source.lines.get(key, 0), f"{_of_file(source, key)}{key}={theirs(source.keys[key])}")
             for key in keys
             if key in source.keys
         )

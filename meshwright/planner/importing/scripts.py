@@ -242,7 +242,7 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
     if word.unknown:
         raise PlanError(f"line {word.line}: {word.unknown}")
     name = word.text.partition("=")[2] or word.text
-    found = named_file(name, folder)
+    found = None if Path(name).is_absolute() else named_file(name, folder)
     if found is None:
         raise PlanError(f"line {word.line}: {shown(name)} is not there; it says the layout")
     return found
