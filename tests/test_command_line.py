@@ -434,11 +434,11 @@ def test_hybrid_sharding_is_printed_and_refused_where_it_cannot_be(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     step = ["simulate", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "32"]
-    step += ["--global-batch", "64", "--stack", "torchtitan"]
+    step += ["--global-batch", "64", "--stack", "torchtitan@0.2"]
     assert meshwright.main([*step, "--dp-shard", "8"]) == 0
     assert "4 replicas of 8 shards" in capsys.readouterr().out
     assert meshwright.main([*step, "--dp-shard", "5"]) == 2
     assert capsys.readouterr().err == "error: dp_shard=5 does not divide dp=32\n"
     core = [*step[:-1], "megatron-core", "--dp-shard", "8"]
     assert meshwright.main(core) == 2
-    assert "dp_shard=8 is not offered by stack megatron-core" in capsys.readouterr().err
+    assert "dp_shard=8 is not offered by stack megatron-core@0.18" in capsys.readouterr().err

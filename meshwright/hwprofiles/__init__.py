@@ -1,12 +1,12 @@
 """What hardware and software stacks can do: schema, units and data files with their sources."""
 
-from meshwright.hwprofiles.base import Profile
 from meshwright.hwprofiles.complaints import (
     LINE_RULE,
     TEXT_RULE,
     ProfileError,
     counted,
     has_controls,
+    nearest_names,
     one_line,
     quoted,
     shown,
@@ -29,6 +29,7 @@ from meshwright.hwprofiles.facts import (
     changed_facts,
     fact_keys,
     profile_toml,
+    release_changes,
     toml_table,
     with_facts,
 )
@@ -65,18 +66,12 @@ from meshwright.hwprofiles.kinds import (
     WeightCast,
 )
 from meshwright.hwprofiles.loader import (
-    DEFAULT_STACK,
-    common_refusals,
     list_clusters,
     list_devices,
     list_links,
-    list_stacks,
     load_cluster,
     load_device,
     load_link,
-    load_stack,
-    nearest_names,
-    stacks_with,
 )
 from meshwright.hwprofiles.reading import FileKind, Line
 from meshwright.hwprofiles.schema import (
@@ -91,6 +86,17 @@ from meshwright.hwprofiles.schema import (
     MemoryKernels,
 )
 from meshwright.hwprofiles.stack_schema import EightBitRecipe, StackProfile
+from meshwright.hwprofiles.stacks import (
+    DEFAULT_STACK,
+    common_refusals,
+    first_release,
+    is_stack,
+    list_releases,
+    list_stacks,
+    load_stack,
+    stack_frameworks,
+    stacks_with,
+)
 from meshwright.hwprofiles.units import (
     GIBI,
     GIGA,
@@ -100,6 +106,7 @@ from meshwright.hwprofiles.units import (
     MEGA,
     PS_PER_S,
     TERA,
+    Profile,
     format_bandwidth,
     format_bytes,
     format_flops_per_s,
@@ -178,15 +185,18 @@ __all__ = [
     "counted",
     "fact_keys",
     "filled",
+    "first_release",
     "format_bandwidth",
     "format_bytes",
     "format_flops_per_s",
     "format_time",
     "has_controls",
+    "is_stack",
     "list_clusters",
     "list_devices",
     "list_frameworks",
     "list_links",
+    "list_releases",
     "list_stacks",
     "load_cluster",
     "load_device",
@@ -204,10 +214,12 @@ __all__ = [
     "parsed",
     "profile_toml",
     "quoted",
+    "release_changes",
     "shown",
     "shown_path",
     "shown_text",
     "single_line",
+    "stack_frameworks",
     "stacks_with",
     "suggestion",
     "to_ps",

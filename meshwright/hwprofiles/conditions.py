@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 from pydantic import AfterValidator
 
-from meshwright.hwprofiles.base import Flag, Name, Profile, Title
 from meshwright.hwprofiles.complaints import ProfileError, shown
+from meshwright.hwprofiles.units import Flag, Name, Profile, Title
 
 # A number, or a NumPy column of numbers: both compare, and what they compare to combines with "&".
 # This package does without NumPy, so the type is open.

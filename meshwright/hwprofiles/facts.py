@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast, get
 
 from pydantic import TypeAdapter, ValidationError
 
-from meshwright.hwprofiles.base import FROM_FILE, Profile
 from meshwright.hwprofiles.complaints import (
     ProfileError,
     one_line,
@@ -21,10 +20,13 @@ from meshwright.hwprofiles.complaints import (
     shown,
     suggestion,
 )
-from meshwright.hwprofiles.loader import list_clusters, list_stacks, load_cluster, load_stack
+from meshwright.hwprofiles.loader import list_clusters, load_cluster
 from meshwright.hwprofiles.schema import Cluster
 from meshwright.hwprofiles.stack_schema import StackProfile
+from meshwright.hwprofiles.stacks import is_stack, load_stack
 from meshwright.hwprofiles.units import (
+    FROM_FILE,
+    Profile,
     format_bandwidth,
     format_bytes,
     format_flops_per_s,
@@ -38,6 +40,7 @@ R = TypeVar("R", bound=Profile)
 
 LEGIBLE = (format_bytes, format_bandwidth, format_flops_per_s, format_time)  # four digits
 EXACT = ("B", "B/s", "FLOP/s", "s", "USD/GPU-hour")
+TEXTS = ("name", "release", "alike", "title", "date", "source", "memory_source")
 IDENTITY = "name"  # by which the built-in profile is known, beside which a fact is shown
 PROFILES: Mapping[str, type[Profile]] = {"stack": StackProfile, "cluster": Cluster}
 
@@ -97,10 +100,22 @@ def changed_facts(profile: Cluster | StackProfile) -> tuple[ChangedFact, ...]:
     ()
     """
     is_cluster = isinstance(profile, Cluster)
-    if profile.name not in (list_clusters() if is_cluster else list_stacks()):
+    if not (profile.name in list_clusters() if is_cluster else is_stack(profile.name)):
         return ()
     built_in = load_cluster(profile.name) if is_cluster else load_stack(profile.name)
     return () if profile == built_in else tuple(_differences(profile, built_in, "", ""))
+
+
+def release_changes(stack: StackProfile) -> tuple[ChangedFact, ...]:
+    """Return what *stack* has otherwise than the release that it is told from.
+
+    >>> [each.key for each in release_changes(load_stack("llm-foundry-2023"))]
+    ['layer_facts', 'units', 'norm_by_axis', 'launched_by', 'loss']
+    """
+    if not stack.release:
+        return ()
+    found = _differences(stack, load_stack(stack.release), "", "")
+    return tuple(each for each in found if each.key.rpartition(".")[2] not in TEXTS)
 
 
 def fact_keys() -> tuple[str, ...]:

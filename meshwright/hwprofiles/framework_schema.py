@@ -10,10 +10,10 @@ from typing import Annotated, Literal, TypeAlias, cast
 
 from pydantic import Field, ValidationError, model_validator
 
-from meshwright.hwprofiles.base import FROM_FILE, Flag, Name, Profile, Text
 from meshwright.hwprofiles.complaints import ProfileError, one_line, shown, suggestion
 from meshwright.hwprofiles.conditions import Condition, Refusal
 from meshwright.hwprofiles.loader import DATA_FOLDER, PROFILE_FILE
+from meshwright.hwprofiles.units import FROM_FILE, Flag, Name, Profile, StackName, Text
 
 UNSET = "unset"  # a field that is None, where a file has no null
 NULL = "null"  # the same of a framework's own value
@@ -155,7 +155,7 @@ class FrameworkTable(Profile):
 
     version: tuple[str, ...] = ()
     release: str = ""
-    stack: Name | None = None
+    stack: StackName | None = None
     launches: tuple[str, ...] = ()
     when: str = ""
     told_by: dict[str, Theirs] = Field(default_factory=dict)
@@ -166,6 +166,10 @@ class FrameworkTable(Profile):
     fields: dict[str, FieldEntry] = Field(default_factory=dict)
     held: dict[str, HeldKey] = Field(default_factory=dict)
     refused: dict[str, Refusal] = Field(default_factory=dict)
+
+    def is_of(self, stack: str) -> bool:
+        """Return whether a plan of such a file is of *stack*, or of a release of it."""
+        return self.stack in (stack, stack.partition("@")[0])
 
     @property
     def spoken(self) -> frozenset[str]:
@@ -213,6 +217,15 @@ class FrameworkProfile(Profile):
         return tuple(
             dict.fromkeys(each for table in self.tables.values() for each in table.version)
         )
+
+    def version_for(self, stack: str) -> str:
+        """Return the version whose programs a stack is of, else the usual one; empty of none."""
+        of_stack = (
+            each
+            for each in self.versions
+            if any(table.is_of(stack) for table in self.tables_of(each))
+        )
+        return next(of_stack, self.versions[0] if self.versions else "")
 
     def tables_of(self, version: str) -> tuple[FrameworkTable, ...]:
         """Return the tables of a version."""

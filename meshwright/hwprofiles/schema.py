@@ -4,7 +4,9 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from meshwright.hwprofiles.base import (
+from meshwright.hwprofiles.complaints import ProfileError
+from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
+from meshwright.hwprofiles.units import (
     ByteCount,
     Count,
     CountPerNode,
@@ -23,10 +25,8 @@ from meshwright.hwprofiles.base import (
     RatioFromOne,
     Text,
     Title,
+    format_bytes,
 )
-from meshwright.hwprofiles.complaints import ProfileError
-from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
-from meshwright.hwprofiles.units import format_bytes
 
 
 class EightBitKernels(Profile):

@@ -5,20 +5,6 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from meshwright.hwprofiles.base import (
-    ByteCount,
-    Count,
-    Flag,
-    Fraction,
-    Latency,
-    Name,
-    OptionalName,
-    PositiveFraction,
-    Profile,
-    Size,
-    Text,
-    Title,
-)
 from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import (
     Attention,
@@ -37,6 +23,22 @@ from meshwright.hwprofiles.kinds import (
     WeightCast,
 )
 from meshwright.hwprofiles.stack_traits import StackTraits
+from meshwright.hwprofiles.units import (
+    ByteCount,
+    Count,
+    Flag,
+    Fraction,
+    Latency,
+    Name,
+    OptionalName,
+    OptionalStackName,
+    PositiveFraction,
+    Profile,
+    Size,
+    StackName,
+    Text,
+    Title,
+)
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
@@ -123,6 +125,9 @@ class StackProfile(StackTraits):
 
     ``pipeline_runtime`` decides which numbers of microbatches a schedule takes.
 
+    ``release`` is the built-in stack that it is told from, if that is another one;
+    ``alike`` are releases of the framework that count as it does.
+
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
     launch in the one interpreter of `Strategy.DATAPARALLEL`.
 
@@ -142,7 +147,9 @@ class StackProfile(StackTraits):
     of the host's memory bandwidth.
     """
 
-    name: Name
+    name: StackName
+    release: OptionalStackName = Field(default="", exclude_if=operator.not_)
+    alike: tuple[Text, ...] = Field(default=(), exclude_if=operator.not_)
     title: Title
     date: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$")
     source: Text

@@ -5,7 +5,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.hwprofiles.base import Count, Flag, Fraction, Latency, Name, Profile
 from meshwright.hwprofiles.conditions import Refusal
 from meshwright.hwprofiles.kinds import (
     ContextParallel,
@@ -16,6 +15,7 @@ from meshwright.hwprofiles.kinds import (
     RecomputeMethod,
     Units,
 )
+from meshwright.hwprofiles.units import Count, Flag, Fraction, Latency, Name, Profile
 
 FusedQkv = Literal[True, False, "model"]
 

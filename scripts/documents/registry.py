@@ -73,6 +73,8 @@ MAKERS: dict[str, Maker] = {
     "plan fields": _alone(plans.plan_fields),
     "mesh axes": _alone(plans.axes),
     "signatures": _alone(matrices.signatures),
+    "published stacks": _alone(clusters.published_stacks),
+    "releases": _alone(clusters.releases),
     "stack defaults": _alone(clusters.stack_defaults),
     "silent hosts": _alone(clusters.silent_hosts),
     "cluster mistake": lambda place: clusters.mistake(place.page),

@@ -34,12 +34,12 @@ UNTOLD_BYTES = 8192
     ("options", "tied"),
     [
         # DTensor copies a rank's rows out of a table's gradient that is whole.
-        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "true"),
-        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan", "false"),
+        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan@0.2 --precision fp32", "true"),
+        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan@0.2", "false"),
         # One data-parallel rank is not wrapped in fully_shard: the whole gradient stays.
-        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "true"),
-        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "false"),
-        ("--gpus 2 --global-batch 1 --tp 2 --stack torchtitan --precision fp32", "false"),
+        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan@0.2 --precision fp32", "true"),
+        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan@0.2 --precision fp32", "false"),
+        ("--gpus 2 --global-batch 1 --tp 2 --stack torchtitan@0.2 --precision fp32", "false"),
         ("--gpus 1 --global-batch 2 --stack torchtitan-2024-12 --precision fp32", "false"),
         # Of gradients that have been copied into the buffer only the last lives.
         ("--gpus 2 --global-batch 2 --stack fsdp --precision fp32", "false"),
@@ -70,9 +70,9 @@ def test_the_peak_is_pytorchs(tmp_path: Path, options: str, tied: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "vocab_size", "tied"),
     [
-        ("torchtitan", 1024, "false"),  # of a head that is reduced this rank's shard is left
+        ("torchtitan@0.2", 1024, "false"),  # of a head that is reduced this rank's shard is left
         ("fsdp", 16384, "true"),  # and of layers theirs
-        ("torchtitan", 16384, "false"),  # the head's sum lives beside the buffer of the wire
+        ("torchtitan@0.2", 16384, "false"),  # the head's sum lives beside the buffer of the wire
     ],
 )
 def test_sums_give_way_to_shards_as_pytorchs_do(
@@ -93,7 +93,7 @@ def test_the_last_gradient_of_a_root_of_positions_is_all_of_them(tmp_path: Path,
 @pytest.mark.parametrize("stages", ["1,1", "2,0"])
 def test_the_last_stage_of_a_pipeline_is_pytorchs(tmp_path: Path, stages: str) -> None:
     """Its layer is larger than its head: of the sums in a reduction only the last stays."""
-    words = "--gpus 4 --pp 2 --global-batch 8 --stack torchtitan"
+    words = "--gpus 4 --pp 2 --global-batch 8 --stack torchtitan@0.2"
     assert_exact(tmp_path, f"{words} --stages {stages}", tied="false", vocab_size=512, ranks=(2,))
 
 

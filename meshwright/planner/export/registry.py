@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import (
     FrameworkTable,
+    StackProfile,
     Strategy,
     load_framework,
+    release_changes,
     shown,
     suggestion,
 )
@@ -84,10 +86,12 @@ def export_plan(
         PlanError: If the framework cannot express it, and which field, or has no such version.
     """
     facts = facts_of(saved)
-    profile, program, wanted = framework.profile, framework.program, _version(framework, version)
+    profile, program = framework.profile, framework.program
+    wanted = _version(framework, version, saved.stack)
     keys, table = keys_of(saved, framework, facts, wanted)
     facts.notes.extend(table.notes)
-    if saved.stack.name != table.stack:
+    is_release = saved.stack.release and not release_changes(saved.stack)
+    if not table.is_of(saved.stack.release if is_release else saved.stack.name):
         facts.notes.append(
             f"memory and times of this plan are of stack {saved.stack.name}; of {table.stack}: "
             f"meshwright simulate --plan PLAN --stack {table.stack}"
@@ -109,7 +113,7 @@ def keys_of(
     Raises:
         PlanError: If the framework cannot be told, and what.
     """
-    wanted, profile = _version(framework, version), framework.profile
+    wanted, profile = _version(framework, version, saved.stack), framework.profile
     _check(saved, framework, wanted, facts)
     (table,) = (
         table
@@ -134,9 +138,9 @@ def _without_nothing(keys: Keys, framework: Framework) -> Keys:
     return {key: each for key, each in keys.items() if each is not None and each is not False}
 
 
-def _version(framework: Framework, version: str | None) -> str:
+def _version(framework: Framework, version: str | None, stack: StackProfile) -> str:
     if version is None or not version:
-        return framework.versions[0] if framework.versions else ""
+        return framework.profile.version_for(stack.release or stack.name)
     if version not in framework.versions:
         known = ", ".join(framework.versions) or "leave it out"
         raise PlanError(

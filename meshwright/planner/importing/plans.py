@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.hwprofiles import FrameworkTable, list_stacks, load_stack
+from meshwright.hwprofiles import FrameworkTable, ProfileError, load_stack
 from meshwright.planner.importing.reading import (
     Complaint,
     Origin,
@@ -135,10 +135,13 @@ def _refused_fields(table: FrameworkTable, complaints: Iterable[Complaint]) -> s
 
 def _has_choice(name: str, stack: str | None) -> bool:
     """Return whether a stack has several values of what its plans may have."""
-    if stack is None or stack not in list_stacks():
-        return True
     offered = {"attention": "attention_kernels", "recompute": "recompute_modes"}.get(name)
-    return offered is None or len(getattr(load_stack(stack), offered)) > 1
+    if stack is None or offered is None:
+        return True
+    try:
+        return len(getattr(load_stack(stack), offered)) > 1
+    except ProfileError:  # which is said of --stack
+        return True
 
 
 def _disagreements(

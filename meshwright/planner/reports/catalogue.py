@@ -1,17 +1,20 @@
 """What is built in, as text: models, clusters, stacks and schedules, with their sources."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import BaseModel
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from meshwright.hwprofiles import (
     GIBI,
     counted,
     list_clusters,
+    list_releases,
     list_stacks,
     load_cluster,
     load_stack,
+    stack_frameworks,
 )
 from meshwright.planner.reports.facts import fact_text
 from meshwright.planner.reports.step import facts_table, format_count
@@ -40,7 +43,17 @@ def clusters_table(name: str | None) -> RenderableType:
 
 def stacks_table(name: str | None) -> RenderableType:
     """Return all built-in stacks, or everything about one stack or stack file."""
-    return facts_table(_record_facts(load_stack(name)) if name else _stack_lines())
+    if name:
+        return facts_table(_record_facts(load_stack(name)))
+    releases = [each for name in stack_frameworks() for each in reversed(list_releases(name))]
+    aliases = [each for each in list_stacks() if each not in releases]
+    return Group(
+        facts_table(_framework_lines()),
+        Text("\nreleases", style="bold"),
+        facts_table(_stack_lines(releases)),
+        Text("\nof published runs", style="bold"),
+        facts_table(_stack_lines(aliases)),
+    )
 
 
 def schedules_table(name: str | None) -> RenderableType:
@@ -73,8 +86,15 @@ def _cluster_lines() -> Facts:
         yield name, f"{cluster.title} ({capacity:g} GiB a device)"
 
 
-def _stack_lines() -> Facts:
-    for name in list_stacks():
+def _framework_lines() -> Facts:
+    """Yield what each framework is, and which release its name alone means."""
+    for framework in stack_frameworks():
+        newest = load_stack(framework)
+        yield framework, f"{newest.title}: {newest.name.partition('@')[2]}"
+
+
+def _stack_lines(names: Iterable[str]) -> Facts:
+    for name in names:
         stack = load_stack(name)
         yield name, f"{stack.title} ({stack.date})"
 

@@ -19,13 +19,15 @@ from meshwright.hwprofiles import (
     ProfileError,
     RecomputeModule,
     StackProfile,
+    first_release,
+    is_stack,
     list_clusters,
-    list_stacks,
     load_cluster,
     load_stack,
     one_line,
     shown,
     shown_path,
+    stack_frameworks,
     suggestion,
 )
 from meshwright.simulator import (
@@ -46,7 +48,9 @@ from meshwright.simulator.layout import (
 from meshwright.simulator.model import AnyModel, parse_any_model
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-FORMAT = "meshwright-plan-1"
+FORMAT = "meshwright-plan-2"
+# Of before stacks had releases: a framework's name was the release that its file is written for.
+OLD_FORMAT = "meshwright-plan-1"
 
 # A plan of 10,000 stages with a cluster written out is a few hundred kilobytes.
 PLAN_FILE = FileKind(title="plan file", most_bytes=4_000_000, error=PlanError)
@@ -125,7 +129,7 @@ def _said(entry: _Entry) -> dict[str, object]:
 
 
 class _PlanFile(_Entry):
-    format: Literal["meshwright-plan-1"]
+    format: Literal["meshwright-plan-1", "meshwright-plan-2"]
     model: str | dict[str, object]
     cluster: str | dict[str, object]
     stack: str | dict[str, object]
@@ -160,9 +164,9 @@ def plan_document(saved: SavedPlan) -> dict[str, Json]:
     """Return the content of a plan file."""
     return {
         "format": FORMAT,
-        "model": _reference(saved.job.model, list_models(), load_model),
-        "cluster": _reference(saved.cluster, list_clusters(), load_cluster),
-        "stack": _reference(saved.stack, list_stacks(), load_stack),
+        "model": _reference(saved.job.model, list_models().__contains__, load_model),
+        "cluster": _reference(saved.cluster, list_clusters().__contains__, load_cluster),
+        "stack": _reference(saved.stack, is_stack, load_stack),
         "job": job_fields(saved.job),
         "plan": plan_fields(saved.plan),
     }
@@ -180,9 +184,10 @@ def is_plan_file(text: str) -> bool:
     if re.fullmatch(r"plan(-[0-9]+)?", path.stem):
         return True
     try:
-        return f'"{FORMAT}"' in PLAN_FILE.read_text(path)
+        text = PLAN_FILE.read_text(path)
     except PlanError:
         return False
+    return any(f'"{each}"' in text for each in (FORMAT, OLD_FORMAT))
 
 
 def read_plan(path: Path) -> SavedPlan:
@@ -223,8 +228,8 @@ def read_runnable_plan(path: Path) -> SavedPlan:
     return saved
 
 
-def _reference(item: T, known: Sequence[str], load: Callable[[str], T]) -> Json:
-    if item.name in known and load(item.name) == item:
+def _reference(item: T, is_known: Callable[[str], bool], load: Callable[[str], T]) -> Json:
+    if is_known(item.name) and load(item.name) == item:
         return item.name
     document: dict[str, Json] = item.model_dump(mode="json")
     return document
@@ -246,14 +251,24 @@ def _profile(kind: type[P], data: Mapping[str, object]) -> P:
 def _checked(data: object, file: str) -> _PlanFile:
     if not isinstance(data, dict):
         raise PlanError(f"{file}: must hold a JSON object, not {shown(data)}")
-    if data.get("format") != FORMAT:
+    if data.get("format") not in (FORMAT, OLD_FORMAT):
         raise PlanError(
             f"{file}: format: {shown(data.get('format'))} is not a plan file; allowed: {FORMAT!r}"
         )
+    if data["format"] == OLD_FORMAT:
+        data = {**data, "stack": _dated(data.get("stack"))}
     try:
         return _PlanFile.model_validate(data)
     except ValidationError as error:
         raise PlanError(f"{file}: {_first_mistake(error)}") from None
+
+
+def _dated(stack: object) -> object:
+    """Return a stack of an old file with the release that its name meant."""
+    if isinstance(stack, dict):
+        return {**stack, "name": _dated(stack.get("name"))}
+    is_framework = isinstance(stack, str) and stack in stack_frameworks()
+    return first_release(str(stack)) if is_framework else stack
 
 
 def _first_mistake(error: ValidationError) -> str:

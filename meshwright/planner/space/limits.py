@@ -146,10 +146,7 @@ def launcher_of(
     refusals = []
     for name in known if limits.framework is None else (limits.framework,):
         framework = load_framework(name)
-        version = next(
-            (each for each in framework.versions if _is_of(framework, each, stack)),
-            framework.versions[0] if framework.versions else "",
-        )
+        version = framework.version_for(stack.release or stack.name)
         refusal = framework_refusal(framework, version, stack, job)
         if refusal is None:
             return Launcher(framework, version), ""
@@ -157,7 +154,3 @@ def launcher_of(
     if limits.framework is not None:
         raise PlanError(refusals[0])
     return None, refusals[0]
-
-
-def _is_of(framework: FrameworkProfile, version: str, stack: StackProfile) -> bool:
-    return any(table.stack == stack.name for table in framework.tables_of(version))

@@ -11,16 +11,18 @@ from meshwright.validate.programs.pytorch import build_ddp, build_fully_sharded
 from meshwright.validate.programs.strategies import build_data_parallel_module, build_servers
 
 PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
-    "dataparallel": build_data_parallel_module,
-    "ddp": build_ddp,
-    "fsdp": build_fully_sharded,
-    "megatron-core": MegatronProgram,
-    "megatron-core-2024": MegatronProgram,
-    "megatron-lm-2021": MegatronProgram,
-    "megatron-lm-2022": MegatronProgram,
-    "parameter-server": build_servers,
-    "torchtitan": build_fully_sharded,
-    "torchtitan-2024-12": build_fully_sharded,
+    "dataparallel@1.6": build_data_parallel_module,
+    "ddp@2.13": build_ddp,
+    "fsdp@2.13": build_fully_sharded,
+    "megatron-core@0.9": MegatronProgram,
+    "megatron-core@0.12": MegatronProgram,
+    "megatron-core@0.16": MegatronProgram,
+    "megatron-core@0.18": MegatronProgram,
+    "megatron-lm@2021": MegatronProgram,
+    "megatron-lm@2022": MegatronProgram,
+    "parameter-server@2014": build_servers,
+    "torchtitan@2024-12": build_fully_sharded,
+    "torchtitan@0.2": build_fully_sharded,
 }
 # Fields of a plan that no program runs.
 WITHOUT_PROGRAM = "recompute_layers", "expert_overlap", "moment_precision"
@@ -43,9 +45,25 @@ PLAIN = (
     LayerFact.ROTARY_LAYERS,
 )
 # What programs of a stack write beyond layers as those of GPT and Llama.
+MEGATRON = (
+    *DEEPSEEK,
+    LayerFact.EXPERT_BIAS,
+    LayerFact.EXPERT_ACTIVATION,
+    LayerFact.EXPERT_GELU,
+    LayerFact.EXPERT_SQUARED_RELU,
+    LayerFact.WEIGHED_INPUTS,
+    LayerFact.PREDICTION_LAYERS,
+    LayerFact.ACTIVATION,
+    LayerFact.ROTARY_FRACTION,
+    LayerFact.WINDOW,
+    LayerFact.CHUNKED_WINDOW,
+    LayerFact.ROTARY_LAYERS,
+    LayerFact.ATTENTION_SINKS,
+    LayerFact.UNWEIGHTED_NORM,
+)
 WRITTEN: dict[str, tuple[LayerFact, ...]] = {
-    "ddp": (*PLAIN, LayerFact.LATENT_ATTENTION),
-    "fsdp": (
+    "ddp@2.13": (*PLAIN, LayerFact.LATENT_ATTENTION),
+    "fsdp@2.13": (
         LayerFact.LATENT_ATTENTION,
         LayerFact.ROUTED_EXPERTS,
         LayerFact.ATTENTION_SINKS,
@@ -53,24 +71,10 @@ WRITTEN: dict[str, tuple[LayerFact, ...]] = {
         LayerFact.EXPERT_ACTIVATION,
         *PLAIN,
     ),
-    "megatron-core": (
-        *DEEPSEEK,
-        LayerFact.EXPERT_BIAS,
-        LayerFact.EXPERT_ACTIVATION,
-        LayerFact.EXPERT_GELU,
-        LayerFact.EXPERT_SQUARED_RELU,
-        LayerFact.WEIGHED_INPUTS,
-        LayerFact.PREDICTION_LAYERS,
-        LayerFact.ACTIVATION,
-        LayerFact.ROTARY_FRACTION,
-        LayerFact.WINDOW,
-        LayerFact.CHUNKED_WINDOW,
-        LayerFact.ROTARY_LAYERS,
-        LayerFact.ATTENTION_SINKS,
-        LayerFact.UNWEIGHTED_NORM,
-    ),
-    "megatron-core-2024": DEEPSEEK,
-    "torchtitan": DEEPSEEK,
+    **dict.fromkeys(("megatron-core@0.12", "megatron-core@0.16", "megatron-core@0.18"), MEGATRON),
+    "megatron-core@0.9": DEEPSEEK,
+    "torchtitan@2024-12": (),
+    "torchtitan@0.2": DEEPSEEK,
 }
 
 # PyTorch's attention by name takes none of the first three there; the others are not tried.
@@ -97,7 +101,7 @@ def build_program(request: ProgramRequest) -> RankProgram:
             f"{min(here)} of {request.job.model.name} has no PyTorch program on GPUs; "
             "allowed: --backend fake, or gloo"
         )
-    return PROGRAMS[request.stack.name](request)
+    return PROGRAMS[request.stack.release or request.stack.name](request)
 
 
 def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None:
@@ -105,7 +109,7 @@ def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None
 
     The programs' kernels are fused; compiled, without autocast, as much is kept.
     """
-    if stack.name not in PROGRAMS:
+    if (stack.release or stack.name) not in PROGRAMS:
         known = suggestion(stack.name, PROGRAMS)
         raise PlanError(f"stack {stack.name} has no PyTorch program; {known}")
     if plan is not None and plan.recompute_modules:
@@ -135,7 +139,9 @@ def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None
 
 def check_layers(job: TrainingJob, stack: StackProfile) -> None:
     """Raise PlanError if layers of a job's model have what no program of *stack* writes."""
-    unknown = [fact for fact in _facts(job) if fact not in WRITTEN.get(stack.name, ())]
+    unknown = [
+        fact for fact in _facts(job) if fact not in WRITTEN.get(stack.release or stack.name, ())
+    ]
     if unknown:
         raise PlanError(
             f"{unknown[0]} of {job.model.name} has no PyTorch program; "

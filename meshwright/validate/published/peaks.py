@@ -40,7 +40,7 @@ from meshwright.validate.published.rows import (
 
 PEAKS_FILE = "published_peaks.csv"
 EXCLUDED_FILE = "published_peaks_excluded.csv"
-STACK = "megatron-core"
+STACK = "megatron-core@0.12"
 DETERMINISTIC_WORKSPACE = 8 * 4 * MEBI  # ":4096:8" is eight of 4,096 KiB
 
 

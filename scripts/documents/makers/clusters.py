@@ -8,7 +8,9 @@ from pathlib import Path
 from documents.pages import DocumentError
 from documents.tables import block, table
 from documents.terminal import Terminal, run, scratch_folder
-from meshwright import ProfileError, list_clusters, list_stacks, load_cluster
+from meshwright import ProfileError, list_clusters, list_stacks, load_cluster, load_stack
+from meshwright.hwprofiles import ChangedFact, list_releases, release_changes, stack_frameworks
+from meshwright.planner.reports.facts import fact_text
 
 # The plan of docs/run_on_a_cluster.md, 16 ranks on two nodes of 8, and its number of steps.
 PLAN = ("gpt2", "--cluster", "dgx-a100", "--gpus", "16", "--tp", "4", "--pp", "2")
@@ -18,16 +20,42 @@ STEP = ("simulate", "gpt2", "--gpus", "4", "--global-batch", "8")
 
 
 def stack_defaults() -> str:
-    """Return precision and attention of each stack, a column for clusters that are alike."""
+    """Return precision and attention of each framework, a column for clusters that are alike."""
     devices: dict[str, list[str]] = {}
     for name in list_clusters():
         devices.setdefault(load_cluster(name).device.name, []).append(name)
     alike: dict[tuple[str, ...], list[str]] = {}
     for clusters in devices.values():
-        column = tuple(_cell(stack, clusters[0]) for stack in list_stacks())
+        column = tuple(_cell(stack, clusters[0]) for stack in stack_frameworks())
         alike.setdefault(column, []).extend(clusters)
     head = ("stack", *(_names(clusters) for clusters in alike.values()))
-    return table(head, zip(map(_code, list_stacks()), *alike, strict=True))
+    return table(head, zip(map(_code, stack_frameworks()), *alike, strict=True))
+
+
+def releases() -> str:
+    """Return the dated stacks, newest first, with the releases that count as they do."""
+    rows = [
+        (_code(name), stack.date, ", ".join(stack.alike), stack.title)
+        for framework in stack_frameworks()
+        for name in reversed(list_releases(framework))
+        for stack in [load_stack(name)]
+    ]
+    return table(("stack", "date", "counts alike", "what it is"), rows)
+
+
+def published_stacks() -> str:
+    """Return the stacks of published runs: a release, and what they have otherwise."""
+    stacks = [load_stack(name) for name in list_stacks()]
+    rows = [
+        (_code(each.name), _code(each.release), "; ".join(map(_change, release_changes(each))))
+        for each in stacks
+        if each.release
+    ]
+    return table(("stack", "release", "otherwise"), rows)
+
+
+def _change(fact: ChangedFact) -> str:
+    return f"`{fact.key}` {fact_text(fact.field, fact.value)}"
 
 
 def _cell(stack: str, cluster: str) -> str:

@@ -128,6 +128,8 @@ class StageBuffers:
         self.shared: set[nn.Parameter] = set()
         self.num_products: dict[nn.Parameter, int] = {}  # in a pass, where they are several
         self._num_added: Counter[nn.Parameter] = Counter()
+        # What autograd would be given in the place of weights' gradients, of all virtual stages.
+        self.stand_ins: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -146,6 +148,8 @@ class StageBuffers:
             return gradient.t().mm(inputs)
         assert isinstance(weight, nn.Parameter)
         accumulate_weight_gradient(self.gradient_of(weight), inputs, gradient)
+        if self.stack.keeps_stand_ins:
+            self.stand_ins.setdefault((weight.shape, weight.dtype), torch.empty_like(weight))
         self._num_added[weight] += 1
         is_last = self._num_added[weight] % self.num_products.get(weight, 1) == 0
         if is_last and weight not in self.shared:

@@ -76,6 +76,8 @@ class MegatronProgram:
         if request.initialise:  # tensor-parallel ranks drop the same of what they all hold
             torch.manual_seed(request.rank // plan.tp)
         self.stages, self.buffers, self.of_experts = _virtual_stages(request, self._groups)
+        for each in (*self.buffers, *self.of_experts):
+            each.stand_ins = self.buffers[0].stand_ins
         self.adam = ShardedAdam(
             [each for each in (self.buffers, self.of_experts) if each],
             self._groups.norm,
