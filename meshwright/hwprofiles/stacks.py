@@ -240,6 +240,7 @@ def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
     try:
         base = reference(data.pop("base"), Path(name).parent if is_file else Path())
         usual = _stack_data(base, (*users, file))
+        usual.pop("alike", None)
     except ProfileError as error:
         text = str(error)
         raise ProfileError(text if "base: " in text else f"{file}: base: {text}") from None

@@ -167,7 +167,7 @@ def plan_file(words: list[str], folder: Path, cluster: str = "dgx-b200") -> Path
 
 def stack_of(version: str | None, word: str) -> str:
     """Return a word of a plan with the stack of a framework's version, where that has its own."""
-    return "torchtitan-2026-08" if (version, word) == ("0.3", "torchtitan") else word
+    return "torchtitan@0.3" if (version, word) == ("0.3", "torchtitan@0.2") else word
 
 
 def is_offered(words: list[str], version: str | None) -> bool:
@@ -198,10 +198,10 @@ def test_a_plan_comes_back_from_a_framework_as_it_was(
 def test_of_another_stack_a_plan_is_told_whose_its_numbers_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for stack, is_told in (("torchtitan", False), ("torchtitan-2024-12", True)):
+    for stack, is_told in (("torchtitan@0.2", False), ("torchtitan-2024-12", True)):
         plan, out = plan_file([*LLAMA, "--stack", stack, "--gpus", "8"], tmp_path), tmp_path / "out"
         assert main(["export", str(plan), "--to", "torchtitan", "--out", str(out)]) == 0
-        note = f"memory and times of this plan are of stack {stack}; of torchtitan: "
+        note = f"memory and times of this plan are of stack {stack}; of torchtitan@0.2: "
         assert (note in out.read_text() + capsys.readouterr().err) == is_told
 
 

@@ -18,7 +18,7 @@ JOB = ["--global-batch", "64", "--seq-len", "4096", "--cluster", "dgx-h100"]
 MIXTRAL, LLAMA = ["mixtral-8x7b", *JOB], ["llama3-8b", *JOB]
 EP = ["--ep", "8", "--tp", "2", "--sequence-parallel"]
 CP = ["--cp", "2", "--cp-type", "all-gather"]
-TITAN, CORE = "torchtitan@0.2", "megatron-core@0.18"
+TITAN, CORE = "torchtitan@0.2", "megatron-core@0.16"
 WIDE = """
 [refused.wide]
 field = "tp"

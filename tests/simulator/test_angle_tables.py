@@ -12,7 +12,11 @@ TOKENS = 8192
 @pytest.mark.parametrize(
     ("model", "stack", "of_a_token"),
     [
-        ("llama3-8b", "torchtitan@0.2", 64 * 8),  # complex numbers in fp32 for pairs of a head of 128
+        (
+            "llama3-8b",
+            "torchtitan@0.2",
+            64 * 8,
+        ),  # complex numbers in fp32 for pairs of a head of 128
         ("qwen3-8b", "torchtitan@0.2", 2 * 128 * 4),  # cosines and sines in fp32
         ("deepseek-v3", "torchtitan@0.2", 32 * 8),
         ("llama3-8b", "torchtitan-2026-08", 0),  # each layer has one of its own

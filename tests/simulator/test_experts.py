@@ -84,7 +84,9 @@ def traffic(found: Backward) -> int:
 
 
 # Beside the router torchtitan sums a token's one row, times its share.
-@pytest.mark.parametrize(("stack", "sums"), [("megatron-core", 0), ("fsdp", 0), ("torchtitan@0.2", 1)])
+@pytest.mark.parametrize(
+    ("stack", "sums"), [("megatron-core", 0), ("fsdp", 0), ("torchtitan@0.2", 1)]
+)
 def test_one_expert_is_the_dense_layer_a_router_and_copies(stack: str, sums: int) -> None:
     dense, one = walked(DENSE, stack), walked(ONE, stack)
     layers = parameters_by_kind(DENSE)[TRANSFORMER_LAYER], parameters_by_kind(ONE)[EXPERT_LAYER]
@@ -292,11 +294,21 @@ def test_an_all_to_all_takes_what_was_published(
             {"tp": 2, "dp": 2, "sequence_parallel": True},
             "tp=2 is not offered",
         ),
-        ("mixtral-8x7b", "torchtitan@0.2", {"dp": 16}, "dp=16 is not offered by stack torchtitan@0.2 for"),
+        (
+            "mixtral-8x7b",
+            "torchtitan@0.2",
+            {"dp": 16},
+            "dp=16 is not offered by stack torchtitan@0.2 for",
+        ),
         ("mixtral-8x7b", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
         ("deepseek-v3", "torchtitan@0.2", {}, "deepseek-v3 has layers without experts beside"),
         ("deepseek-v3", "ddp", {}, "experts of deepseek-v3 is not offered by stack ddp@2.13; "),
-        ("deepseek-v3", "fsdp", {"tp": 2}, "tp=2 is not offered by stack fsdp@2.13 for deepseek-v3"),
+        (
+            "deepseek-v3",
+            "fsdp",
+            {"tp": 2},
+            "tp=2 is not offered by stack fsdp@2.13 for deepseek-v3",
+        ),
         ("kimi-k2", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
         (
             "llama3-8b",
@@ -304,12 +316,17 @@ def test_an_all_to_all_takes_what_was_published(
             {"ep": 8, "dp": 8},
             "ep=8 does not go with llama3-8b, which",
         ),
-        ("mixtral-8x7b", "fsdp", {"ep": 2, "dp": 16}, "dp=16 is not offered by stack fsdp@2.13 for"),
+        (
+            "mixtral-8x7b",
+            "fsdp",
+            {"ep": 2, "dp": 16},
+            "dp=16 is not offered by stack fsdp@2.13 for",
+        ),
         (
             "mixtral-8x7b",
             "torchtitan@0.2",
             {"ep": 2, "etp": 2, "dp": 8},
-            "etp=2 is not offered by stack torchtitan@0.2 for mixtral-8x7b; allowed: 1, or that of tp",
+            "etp=2 is not offered by stack torchtitan@0.2 for mixtral-8x7b; allowed: 1, or that of",
         ),
         (
             "mixtral-8x7b",
@@ -321,7 +338,7 @@ def test_an_all_to_all_takes_what_was_published(
             "mixtral-8x7b",
             "torchtitan@0.2",
             {"ep": 2, "dp": 48},
-            "dp=48 is not offered by stack torchtitan@0.2 for mixtral-8x7b; allowed: a divisor of 1433",
+            "dp=48 is not offered by stack torchtitan@0.2 for mixtral-8x7b; allowed: a divisor of ",
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_linear_layers_of_each_kind_of_model_have_stand_ins(
     model: AnyModel, num_weights: int
 ) -> None:
     old, new = (
-        run(model, f"megatron-core{later}", batch=8, microbatch_size=8).memory.peak_bytes
-        for later in ("", "-2026")
+        run(model, f"megatron-core@{release}", batch=8, microbatch_size=8).memory.peak_bytes
+        for release in ("0.12", "0.16")
     )
     assert new - old == 2 * num_weights

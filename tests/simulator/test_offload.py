@@ -388,7 +388,7 @@ def test_a_plan_that_overflows_its_host_does_not_fit() -> None:
         (
             Offload.PARAMETERS,
             {"batch": 16, "stack": FSDP},
-            "offload=parameters of stack fsdp@2.13 does not go with 2 microbatches; allowed: 1; raise ",
+            "offload=parameters of stack fsdp@2.13 does not go with 2 microbatches; allowed: 1; ra",
         ),
         (
             Offload.OPTIMIZER,

@@ -89,7 +89,10 @@ def test_what_a_stack_lacks_is_said_by_its_values() -> None:
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
 def test_torchtitan_casts_nothing_without_shards(degrees: dict[str, int]) -> None:
     """``maybe_enable_amp``: "only supported when FSDP/HSDP/CP is enabled"."""
-    stack, alone = load_stack("torchtitan@0.2"), ResolvedPlan(attention=Attention.FLASH, zero_stage=3)
+    stack, alone = (
+        load_stack("torchtitan@0.2"),
+        ResolvedPlan(attention=Attention.FLASH, zero_stage=3),
+    )
     job = replace(JOB, precision=Precision.BF16)
     plan = replace(alone, sequence_parallel="tp" in degrees, **degrees)
     refusal = stack_refusal(job, plan, stack)

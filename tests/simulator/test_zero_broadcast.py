@@ -159,7 +159,7 @@ def test_a_unit_of_several_owners_goes_out_in_turn() -> None:
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_other_stages_are_not_offered(zero_stage: int) -> None:
     plan = ResolvedPlan(dp=2, zero_stage=zero_stage, stages=(6,))
-    with pytest.raises(PlanError, match=r"zero_stage=. is not offered by stack zero-broadcast@2019"):
+    with pytest.raises(PlanError, match=r"zero_stage=. is not offered by stack zero-broadcast"):
         simulate(job_of(2), plan, load_cluster("dgx-2"), OWNERS)
 
 

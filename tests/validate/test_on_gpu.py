@@ -85,7 +85,10 @@ PROBES = {
     ),
     "ddp": (saved_plan("ddp", dp=64), 17),
     "fsdp": (saved_plan("fsdp", LLAMA, dp=64, zero_stage=3), 3),
-    "titan pipeline": (saved_plan("torchtitan@0.2", LLAMA, tp=2, dp=4, zero_stage=3, **PIPELINE), 0),
+    "titan pipeline": (
+        saved_plan("torchtitan@0.2", LLAMA, tp=2, dp=4, zero_stage=3, **PIPELINE),
+        0,
+    ),
 }
 SHAPES = {"many heads": (4, 4, 64, 64), "groups, odd sizes": (4, 2, 100, 36)}
 

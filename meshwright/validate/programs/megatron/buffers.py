@@ -149,7 +149,9 @@ class StageBuffers:
         assert isinstance(weight, nn.Parameter)
         accumulate_weight_gradient(self.gradient_of(weight), inputs, gradient)
         if self.stack.keeps_stand_ins:
-            self.stand_ins.setdefault((weight.shape, weight.dtype), torch.empty_like(weight))
+            known = (weight.shape, weight.dtype)
+            if known not in self.stand_ins:
+                self.stand_ins[known] = torch.empty_like(weight)
         self._num_added[weight] += 1
         is_last = self._num_added[weight] % self.num_products.get(weight, 1) == 0
         if is_last and weight not in self.shared:

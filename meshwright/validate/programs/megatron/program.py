@@ -155,11 +155,13 @@ class MegatronProgram:
             sum_tied_table(self.buffers, self._table, self._groups.ends)
 
     def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
-        """Yield weights, gradients and optimizer states."""
+        """Yield weights, gradients, what stands in for these, and optimizer states."""
         for buffers in (*self.buffers, *self.of_experts):
             for bucket in buffers.buckets:
                 yield bucket.weights, ByteKind.PARAMETERS
                 yield bucket.gradients, ByteKind.GRADIENTS
+        for each in self.buffers[0].stand_ins.values():
+            yield each, ByteKind.ACTIVATIONS
         yield from self.adam.persistent_tensors()
 
     def _before_backward(self, virtual_stage: int, microbatch: int) -> None:
