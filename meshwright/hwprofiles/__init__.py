@@ -43,6 +43,7 @@ from meshwright.hwprofiles.framework_schema import (
 )
 from meshwright.hwprofiles.kinds import (
     EIGHT_BITS,
+    Allocator,
     Attention,
     CollectiveOp,
     ContextParallel,
@@ -130,6 +131,7 @@ __all__ = [
     "TEXT_RULE",
     "UNSET",
     "VERSION",
+    "Allocator",
     "Attention",
     "ChangedFact",
     "Cluster",

@@ -70,6 +70,13 @@ class CollectiveOp(StrEnum):
     P2P = "p2p"
 
 
+class Allocator(StrEnum):
+    """Segments of a caching allocator: of one size each, or expandable."""
+
+    FIXED = "fixed"
+    EXPANDABLE = "expandable"
+
+
 class Attention(StrEnum):
     """How the attention core runs: separate kernels, or one that never stores the scores."""
 

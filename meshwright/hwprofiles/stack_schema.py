@@ -21,6 +21,7 @@ from meshwright.hwprofiles.base import (
 )
 from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import (
+    Allocator,
     Attention,
     ContextParallel,
     Dispatcher,
@@ -131,8 +132,10 @@ class StackProfile(StackTraits):
     ``expert_launch_s`` is the least time between products of two experts, each started by itself.
 
     ``context_bytes`` are the CUDA context's, with the kernels that are loaded into it;
-    ``allocator_fraction`` is what the allocator holds beyond live tensors, as a part of these;
-    ``memory_source`` says where the two come from.
+    ``allocator`` says how PyTorch's allocator asks for memory; where its segments are fixed it
+    holds ``allocator_fraction`` beyond what a step allocates and frees and
+    ``allocator_state_fraction`` (None: the same) beyond what lives from step to step, as parts of
+    these; ``memory_source`` says where they come from.
 
     A gradient bucket holds ``gradient_bucket_parameters``, or where more,
     ``gradient_bucket_parameters_per_replica`` times the data-parallel degree.
@@ -213,7 +216,13 @@ class StackProfile(StackTraits):
     fitted_source: Text = Field(alias="fitted.source")
 
     context_bytes: ByteCount = Field(alias="context")
+    allocator: Allocator = Field(
+        default=Allocator.FIXED, exclude_if=lambda value: value is Allocator.FIXED
+    )
     allocator_fraction: Fraction
+    allocator_state_fraction: Fraction | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
     memory_source: Text
 
     fp8: EightBitRecipe | None = None

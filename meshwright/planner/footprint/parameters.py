@@ -53,19 +53,18 @@ class ParameterCounts:
 
     def beside_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return what layers of such a rank hold beside their weights, for each of the layouts."""
-        own = self._beside.of_rank(shape_index, stages)
-        if not self._table.shapes[0].stack.keeps_stand_ins:
-            return own
-        return np.asarray(own + self._stand_in_bytes(stages)[self.degrees[shape_index]], np.int64)
+        return self._beside.of_rank(shape_index, stages)
 
-    def _stand_in_bytes(self, stages: tuple[Stage, ...]) -> Column:
-        """Return what stand-ins of a rank hold, of each of `degrees`: one for all alike."""
+    def stand_in_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
+        """Return what stand-ins of such a rank hold: one for all weights that are alike."""
+        if not self._table.shapes[0].stack.keeps_stand_ins:
+            return np.zeros(len(shape_index), np.int64)
         kinds = tuple(dict.fromkeys(kind for kind, _ in blocks_of(stages)))
         if kinds not in self._stand_ins:
             blocks = [BlockRun(kind, 1) for kind in kinds]
             each = [stand_in_bytes(shape, blocks) for shape in self._shapes]
             self._stand_ins[kinds] = np.array(each, np.int64)
-        return self._stand_ins[kinds]
+        return self._stand_ins[kinds][self.degrees[shape_index]]
 
 
 def _total(parameters: Mapping[BlockKind, int], kind: BlockKind) -> int:

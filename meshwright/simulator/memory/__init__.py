@@ -16,7 +16,10 @@ from meshwright.simulator.memory.held_messages import (
 )
 from meshwright.simulator.memory.late_gradients import LateGradients
 from meshwright.simulator.memory.overheads import (
+    PARTS,
+    Fragmentation,
     Overheads,
+    PeakBytes,
     num_communicators,
     usable_bytes,
     workspace_bytes,
@@ -58,7 +61,9 @@ from meshwright.simulator.memory.timeline import (
 
 __all__ = [
     "FULLNESS",
+    "PARTS",
     "BlockBytes",
+    "Fragmentation",
     "HeldSpans",
     "KeptUnits",
     "LateGradients",
@@ -67,6 +72,7 @@ __all__ = [
     "Overheads",
     "PassPeak",
     "PassPeaks",
+    "PeakBytes",
     "PipelinePlace",
     "RankMemory",
     "SentBytes",

@@ -193,9 +193,14 @@ class RankMemory:
         return [stage.sent for stage in self.virtual_stages]
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of weights, and of what the optimizer keeps of them."""
+        return self.parameters_bytes + self.optimizer_states_bytes
+
+    @property
     def static_bytes(self) -> int:
         """Bytes that live through the whole step."""
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_states_bytes
+        return self.weights_bytes + self.gradients_bytes
 
     @property
     def reshards(self) -> bool:
