@@ -116,6 +116,21 @@ class Dispatcher(StrEnum):
         return self is not Dispatcher.ALL_TO_ALL
 
 
+class CudaGraphs(StrEnum):
+    """What of a step is captured in CUDA graphs, so that no host time is left between kernels."""
+
+    NONE = "none"
+    LAYERS = "layers"
+    WHOLE_STEP = "whole-step"
+
+
+class CudaGraphImpl(StrEnum):
+    """Whose captures of layers they are."""
+
+    TRANSFORMER_ENGINE = "transformer_engine"
+    LOCAL = "local"
+
+
 class ExpertOverlap(StrEnum):
     """How exchanges of tokens with ranks of experts run beside what another microbatch computes.
 

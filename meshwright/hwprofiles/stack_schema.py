@@ -24,6 +24,8 @@ from meshwright.hwprofiles.kinds import (
     Allocator,
     Attention,
     ContextParallel,
+    CudaGraphImpl,
+    CudaGraphs,
     Dispatcher,
     LossKernel,
     Offload,
@@ -53,6 +55,7 @@ LISTS = (
     "recompute_methods",
     "context_parallel",
     "latent_context_parallel",
+    "cuda_graph_modes",
     "dispatchers",
     "expert_overlaps",
     "moment_precisions",
@@ -240,6 +243,7 @@ class StackProfile(StackTraits):
         _check_context(self)
         _check_recompute(self)
         _check_gradients(self)
+        _check_graphs(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
         _check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
         if (Attention.FLASH in self.attention_kernels) != bool(self.flash_kernel):
@@ -324,6 +328,11 @@ def _check_experts(stack: StackProfile) -> None:
             f"dispatchers: {_listed(stack.dispatchers) or 'none'} do not go with expert_parallel "
             f"{str(stack.expert_parallel).lower()}; allowed: some exactly where it is true"
         )
+    if stack.expert_capacity is not None and not (stack.megatron_layers and stack.expert_parallel):
+        raise ProfileError(
+            f"expert_capacity: {stack.expert_capacity:g} is of Megatron-Core's experts; "
+            "allowed: with megatron_layers and expert_parallel"
+        )
     if stack.expert_overlaps and not (stack.megatron_layers and stack.expert_parallel):
         raise ProfileError(
             f"expert_overlaps: {_listed(stack.expert_overlaps)} is of Megatron-Core's schedule; "
@@ -333,6 +342,22 @@ def _check_experts(stack: StackProfile) -> None:
         raise ProfileError(
             f"fitted.ep_overlap_fraction: {stack.ep_overlap_fraction:g} does not go with "
             "expert_overlaps; allowed: more than 0 exactly where expert_overlaps lists some"
+        )
+
+
+def _check_graphs(stack: StackProfile) -> None:
+    """Raise ProfileError for captures that no code here has."""
+    offered = (CudaGraphs.NONE, *stack.cuda_graph_modes)
+    _check_member("cuda_graphs", stack.cuda_graphs, "cuda_graph_modes", offered)
+    is_local = stack.cuda_graph_impl == CudaGraphImpl.LOCAL
+    if stack.cuda_graph_modes and not stack.megatron_layers:
+        raise ProfileError(
+            f"cuda_graph_modes: {_listed(stack.cuda_graph_modes)} is of Megatron-Core's captures; "
+            "allowed: with megatron_layers"
+        )
+    if is_local and stack.cuda_graphs != CudaGraphs.LAYERS:
+        raise ProfileError(
+            "cuda_graph_impl: local says how layers are captured; allowed: with cuda_graphs layers"
         )
 
 

@@ -5,10 +5,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.hwprofiles.base import Count, Flag, Fraction, Latency, Name, Profile
+from meshwright.hwprofiles.base import (
+    Count,
+    Flag,
+    Fraction,
+    Latency,
+    Name,
+    PositiveRatio,
+    Profile,
+)
 from meshwright.hwprofiles.conditions import Refusal
 from meshwright.hwprofiles.kinds import (
     ContextParallel,
+    CudaGraphImpl,
+    CudaGraphs,
     ExpertOverlap,
     Kernels,
     LayerFact,
@@ -73,6 +83,11 @@ class StackTraits(Profile):
         moment_precisions: Formats that Adam's moments may have, in an optimizer that is told so.
         expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
         ep_overlap_fraction: The part that hides of what then could.
+        cuda_graph_modes: What it can capture in CUDA graphs; none where it captures nothing.
+        cuda_graphs: What it captures.
+        cuda_graph_impl: Whose captures of layers these are.
+        expert_capacity: Rows that an expert takes of a rank's tokens, filled up or dropped, over
+            the mean; None where it takes all that come.
         host_issue_pass_s: Time in which the host starts a pass through a layer with experts; the
             device takes as long for it at least.
         host_issue_expert_s: What each expert of the rank adds to that.
@@ -123,6 +138,17 @@ class StackTraits(Profile):
     ep_overlap_fraction: Fraction = Field(
         default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_
     )
+    cuda_graph_modes: tuple[CudaGraphs, ...] = Field(default=(), exclude_if=operator.not_)
+    cuda_graphs: CudaGraphs = Field(
+        default=CudaGraphs.NONE, exclude_if=lambda value: value == CudaGraphs.NONE
+    )
+    cuda_graph_impl: CudaGraphImpl = Field(
+        default=CudaGraphImpl.TRANSFORMER_ENGINE,
+        exclude_if=lambda value: value == CudaGraphImpl.TRANSFORMER_ENGINE,
+    )
+    expert_capacity: PositiveRatio | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
     host_issue_pass_s: Latency = Field(
         default=0.0, alias="fitted.host_issue_pass", exclude_if=operator.not_
     )
@@ -147,6 +173,17 @@ class StackTraits(Profile):
     def fuses_qkv(self, *, in_model: bool) -> bool:
         """Return whether queries, keys and values are one product, if they are *in_model*."""
         return in_model if self.fused_qkv == "model" else self.fused_qkv
+
+    @property
+    def captures_layers(self) -> bool:
+        """Whether the kernels of layers are in CUDA graphs, but for experts' where rows vary."""
+        return self.cuda_graphs != CudaGraphs.NONE
+
+    @property
+    def captures_experts(self) -> bool:
+        """Whether those of experts are, too: in a whole step, or where a capacity fixes rows."""
+        is_whole = self.cuda_graphs == CudaGraphs.WHOLE_STEP
+        return is_whole or (self.captures_layers and self.expert_capacity is not None)
 
     @property
     def is_fully_sharded(self) -> bool:

@@ -178,7 +178,7 @@ class _States:
             * self._gradients_stay
         )[self._member]
         lasting = weights[self._member] + sizes.counts.beside_bytes(self._shapes, role.stages)
-        buffers = sizes.counts.stand_in_bytes(self._shapes, role.stages)
+        buffers = sizes.counts.buffer_bytes(self._shapes, role.stages)
         buffers = buffers + sizes.shared_buffers(role)[self._shapes]
         cast = _cast_last(self._kinds, self._sharing, parameters)
         at_end = np.maximum(updated * state.update_temporary, cast)[self._member]

@@ -55,16 +55,21 @@ class ParameterCounts:
         """Return what layers of such a rank hold beside their weights, for each of the layouts."""
         return self._beside.of_rank(shape_index, stages)
 
-    def stand_in_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
-        """Return what stand-ins of such a rank hold: one for all weights that are alike."""
+    def buffer_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
+        """Return what its passes make once for all: cos/sin caches, and dummy gradients."""
+        tables = self._beside.angle_tables(shape_index, stages)
         if not self._table.shapes[0].stack.keeps_stand_ins:
-            return np.zeros(len(shape_index), np.int64)
+            return tables
+        return np.asarray(tables + self._stand_in_bytes(stages)[self.degrees[shape_index]])
+
+    def _stand_in_bytes(self, stages: tuple[Stage, ...]) -> Column:
+        """Return what stand-ins of a rank hold, of each of `degrees`: one for all alike."""
         kinds = tuple(dict.fromkeys(kind for kind, _ in blocks_of(stages)))
         if kinds not in self._stand_ins:
             blocks = [BlockRun(kind, 1) for kind in kinds]
             each = [stand_in_bytes(shape, blocks) for shape in self._shapes]
             self._stand_ins[kinds] = np.array(each, np.int64)
-        return self._stand_ins[kinds][self.degrees[shape_index]]
+        return self._stand_ins[kinds]
 
 
 def _total(parameters: Mapping[BlockKind, int], kind: BlockKind) -> int:

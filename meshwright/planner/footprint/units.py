@@ -141,7 +141,11 @@ class BesideWeights:
     def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
         """Return those of a rank that holds *stages*, for each of the layouts."""
         counts = np.array(block_counts(self._kinds, stages), np.int64)
-        each = self._bytes @ counts + self._tables * num_angle_tables(self._model, stages)
+        return np.asarray((self._bytes @ counts)[shape_index], np.int64)
+
+    def angle_tables(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
+        """Return what such a rank's cos/sin caches take, which its passes make."""
+        each = self._tables * num_angle_tables(self._model, stages)
         return np.asarray(each[shape_index], np.int64)
 
 
@@ -241,12 +245,14 @@ class UnitPeaks:
         lasting = held.parameters + held.optimizer + beside
         gradients = held.gradients + surplus
         microbatches = self._space.num_microbatches[group.indices]
+        tables = self._beside.angle_tables(states.shapes[own], role.stages)
         buffers = buffers + self._batch_bytes(group)
         sums = np.asarray(sharding.sums, np.int64)
         pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
         moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
         updating = held.update_temporary + copied * (1 - sharding.on_host) - passes[REDUCED]
-        live = lasting + gradients + microbatches * buffers + np.maximum(moving, updating)
+        live = lasting + gradients + tables + microbatches * buffers
+        live = live + np.maximum(moving, updating)
         states = Fragmentation.of(self._space.stack).state_bytes(lasting, gradients)
         return np.asarray(live, np.int64), np.asarray(states, np.int64)
 

@@ -53,7 +53,12 @@ def megatron(
     """Return what shared and routed experts make of tokens: the shared ones run first."""
     beside = None if shared is None else _of_all(block, x, shared)
     flat = dims.flat(block, x)
-    shares = _told(block, _shares(block, flat, experts, dims), dims)
+    shares = _shares(block, flat, experts, dims)
+    # Where rows are fixed no rank has to be told of others' (preprocess of the dispatcher).
+    if dims.mesh.capacity is None:
+        shares = _told(block, shares, dims)
+    else:
+        shares = _dropped(block, shares, dims)
     named: list[Tensor] = []
     if block.lowering.groups_experts:
         out = _fused(block, flat, shares, dims, experts)
@@ -90,6 +95,29 @@ def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> T
     spread = logits.like("spread shares")
     traffic = block.traffic(shares, spread)
     return block.add([shares], [spread], [Gradient(shares, (places,), (traffic,))], traffic)
+
+
+def _dropped(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
+    """Return *shares* of the tokens that experts take, by a mask that backward reads.
+
+    Of each expert the largest are chosen, and their numbers spread over a mask
+    (apply_router_token_dropping of megatron/core/transformer/moe/moe_utils.py, core 0.16).
+    """
+    mask = shares.like("tokens taken", width=1)
+    left = shares.like("shares of tokens taken")
+    at = dims.rows_at(shares)
+    largest = shares.like("largest shares", dims=(dims.rows,), at=at)
+    numbered = largest.like("numbers of largest shares", width=NUMBER_BYTES)
+    spread = shares.like("spread numbers")
+    work = (
+        block.traffic(shares, largest, numbered),
+        block.traffic(spread, numbered, largest),
+        block.traffic(spread, mask),
+        block.traffic(shares, mask, left),
+    )
+    back = Gradient(shares, (mask,), (block.traffic(shares, mask, left),))
+    scratch = (largest, numbered, spread), ()
+    return block.add([shares], [left, mask], [back], *work, scratch=scratch)
 
 
 def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
