@@ -6,7 +6,7 @@ from dataclasses import astuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Cluster, counted
+from meshwright.hwprofiles import Cluster, CudaGraphs, counted
 from meshwright.planner.footprint.groups import FullestRanks, PipelineGroup, pipeline_groups
 from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
 from meshwright.planner.footprint.passes import Layouts, RolePasses, Sizes
@@ -155,6 +155,7 @@ class _States:
         moved = np.array([kind.moved for kind in kinds], np.int64)[self._sharing]
         self._optimizer_stays, self._gradients_stay = 1 - moved.T
         self._fragmentation = Fragmentation.of(space.stack)
+        self._is_one_graph = space.stack.cuda_graphs == CudaGraphs.WHOLE_STEP
 
     def of_role(self, role: Role, sizes: Sizes) -> tuple[Column, Column, Column]:
         """Return what lives from step to step on a rank of a role, throughout one, and at its end.
@@ -181,7 +182,10 @@ class _States:
         buffers = sizes.counts.buffer_bytes(self._shapes, role.stages)
         buffers = buffers + sizes.shared_buffers(role)[self._shapes]
         cast = _cast_last(self._kinds, self._sharing, parameters)
-        at_end = np.maximum(updated * state.update_temporary, cast)[self._member]
+        at_end = np.asarray(updated * state.update_temporary)
+        if self._is_one_graph:
+            buffers, at_end = buffers + at_end[self._member], at_end * 0
+        at_end = np.maximum(at_end, cast)[self._member]
         kept = self._fragmentation.state_bytes(lasting, gradients)
         return kept, lasting + gradients + buffers, at_end
 

@@ -4,6 +4,7 @@ from meshwright.simulator.memory.beside import pair_bytes
 from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
     block_bytes,
+    captures_whole_layers,
     pass_workspace_bytes,
     stage_messages,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "VirtualStageMemory",
     "batch_bytes",
     "block_bytes",
+    "captures_whole_layers",
     "fullest_moments",
     "held_between_steps",
     "held_spans",

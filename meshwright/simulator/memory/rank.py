@@ -18,6 +18,7 @@ from meshwright.simulator.layout import (
 from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
     Size,
+    captures_whole_layers,
     pass_workspace_bytes,
     stage_messages,
 )
@@ -215,7 +216,11 @@ def virtual_stage_memory(
 ) -> VirtualStageMemory:
     """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
     forward, backward = pass_workspace_bytes(
-        blocks, stage, max, holds_gradient=shape.stack.holds_messages
+        blocks,
+        stage,
+        max,
+        holds_gradient=shape.stack.holds_messages,
+        has_pools=captures_whole_layers(shape),
     )
     saved = sum(count * blocks[kind].saved for kind, count in stage.passes)
     sent = stage_messages(blocks, stage)
