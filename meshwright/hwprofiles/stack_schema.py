@@ -21,11 +21,8 @@ from meshwright.hwprofiles.base import (
 )
 from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import (
-    Allocator,
     Attention,
     ContextParallel,
-    CudaGraphImpl,
-    CudaGraphs,
     Dispatcher,
     LossKernel,
     Offload,
@@ -39,7 +36,7 @@ from meshwright.hwprofiles.kinds import (
     Units,
     WeightCast,
 )
-from meshwright.hwprofiles.stack_traits import StackTraits
+from meshwright.hwprofiles.stack_traits import StackTraits, check_switches
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
@@ -134,12 +131,8 @@ class StackProfile(StackTraits):
     that of other layers, ``host_per_own_expert_s`` what each expert of the rank adds to it;
     ``expert_launch_s`` is the least time between products of two experts, each started by itself.
 
-    ``context_bytes`` are the CUDA context's, with the kernels that are loaded into it;
-    ``allocator`` says how PyTorch's allocator asks for memory; where its segments are fixed it
-    holds ``allocator_fraction`` beyond what a step allocates and frees and
-    ``allocator_state_fraction`` (None: the same) beyond what lives from step to step, as parts of
-    these; ``memory_source`` says where they come from.
-
+    ``context_bytes`` are the CUDA context's, with the kernels loaded into it, and
+    ``allocator_fraction`` what fixed segments hold beyond what a step allocates and frees.
     A gradient bucket holds ``gradient_bucket_parameters``, or where more,
     ``gradient_bucket_parameters_per_replica`` times the data-parallel degree.
 
@@ -219,13 +212,7 @@ class StackProfile(StackTraits):
     fitted_source: Text = Field(alias="fitted.source")
 
     context_bytes: ByteCount = Field(alias="context")
-    allocator: Allocator = Field(
-        default=Allocator.FIXED, exclude_if=lambda value: value is Allocator.FIXED
-    )
     allocator_fraction: Fraction
-    allocator_state_fraction: Fraction | None = Field(
-        default=None, exclude_if=lambda value: value is None
-    )
     memory_source: Text
 
     fp8: EightBitRecipe | None = None
@@ -243,7 +230,7 @@ class StackProfile(StackTraits):
         _check_context(self)
         _check_recompute(self)
         _check_gradients(self)
-        _check_graphs(self)
+        check_switches(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
         _check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
         if (Attention.FLASH in self.attention_kernels) != bool(self.flash_kernel):
@@ -328,11 +315,6 @@ def _check_experts(stack: StackProfile) -> None:
             f"dispatchers: {_listed(stack.dispatchers) or 'none'} do not go with expert_parallel "
             f"{str(stack.expert_parallel).lower()}; allowed: some exactly where it is true"
         )
-    if stack.expert_capacity is not None and not (stack.megatron_layers and stack.expert_parallel):
-        raise ProfileError(
-            f"expert_capacity: {stack.expert_capacity:g} is of Megatron-Core's experts; "
-            "allowed: with megatron_layers and expert_parallel"
-        )
     if stack.expert_overlaps and not (stack.megatron_layers and stack.expert_parallel):
         raise ProfileError(
             f"expert_overlaps: {_listed(stack.expert_overlaps)} is of Megatron-Core's schedule; "
@@ -342,22 +324,6 @@ def _check_experts(stack: StackProfile) -> None:
         raise ProfileError(
             f"fitted.ep_overlap_fraction: {stack.ep_overlap_fraction:g} does not go with "
             "expert_overlaps; allowed: more than 0 exactly where expert_overlaps lists some"
-        )
-
-
-def _check_graphs(stack: StackProfile) -> None:
-    """Raise ProfileError for captures that no code here has."""
-    offered = (CudaGraphs.NONE, *stack.cuda_graph_modes)
-    _check_member("cuda_graphs", stack.cuda_graphs, "cuda_graph_modes", offered)
-    is_local = stack.cuda_graph_impl == CudaGraphImpl.LOCAL
-    if stack.cuda_graph_modes and not stack.megatron_layers:
-        raise ProfileError(
-            f"cuda_graph_modes: {_listed(stack.cuda_graph_modes)} is of Megatron-Core's captures; "
-            "allowed: with megatron_layers"
-        )
-    if is_local and stack.cuda_graphs != CudaGraphs.LAYERS:
-        raise ProfileError(
-            "cuda_graph_impl: local says how layers are captured; allowed: with cuda_graphs layers"
         )
 
 

@@ -173,10 +173,8 @@ class UnitPeaks:
     ) -> None:
         """Write the fullest ranks of *indices* into *peaks*, those of all layouts.
 
-        Of layouts that need too much those of one such rank are written.
-        *tell* is told how much is done, and of how much.
-
-        Layouts that the stack does not offer, replicas of whole parameters, need nothing.
+        Of layouts that need too much those of one such rank are written, of those that the stack
+        does not offer, replicas of whole parameters, none.  *tell* is told how much is done.
         """
         kinds, member = kinds_of(self._space, indices)
         is_offered = [
@@ -242,19 +240,19 @@ class UnitPeaks:
         sharding = states.sharding(own)
         held = RankStates.of(weights, experts, sharding)
         beside = self._beside.of_rank(states.shapes[own], role.stages)
-        lasting = held.parameters + held.optimizer + beside
-        gradients = held.gradients + surplus
+        lasting, gradients = held.parameters + held.optimizer + beside, held.gradients + surplus
         microbatches = self._space.num_microbatches[group.indices]
-        tables = self._beside.angle_tables(states.shapes[own], role.stages)
         buffers = buffers + self._batch_bytes(group)
         sums = np.asarray(sharding.sums, np.int64)
         pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
         moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
         updating = held.update_temporary + copied * (1 - sharding.on_host) - passes[REDUCED]
-        live = lasting + gradients + tables + microbatches * buffers
-        live = live + np.maximum(moving, updating)
-        states = Fragmentation.of(self._space.stack).state_bytes(lasting, gradients)
-        return np.asarray(live, np.int64), np.asarray(states, np.int64)
+        buffers = microbatches * buffers + self._beside.angle_tables(
+            states.shapes[own], role.stages
+        )
+        live = lasting + gradients + buffers + np.maximum(moving, updating)
+        kept = Fragmentation.of(self._space.stack).state_bytes(lasting, gradients)
+        return np.asarray(live, np.int64), np.asarray(kept, np.int64)
 
     def _batch_bytes(self, group: PipelineGroup) -> Column:
         """Return what a rank holds of the batch, for each microbatch, of each layout."""

@@ -11,6 +11,7 @@ from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
     RoutedDims,
+    dropped,
     exchanged,
     grouped,
     logits_of,
@@ -54,11 +55,7 @@ def megatron(
     beside = None if shared is None else _of_all(block, x, shared)
     flat = dims.flat(block, x)
     shares = _shares(block, flat, experts, dims)
-    # Where rows are fixed no rank has to be told of others' (preprocess of the dispatcher).
-    if dims.mesh.capacity is None:
-        shares = _told(block, shares, dims)
-    else:
-        shares = _dropped(block, shares, dims)
+    shares = (_told if dims.mesh.capacity is None else dropped)(block, shares, dims)
     named: list[Tensor] = []
     if block.lowering.groups_experts:
         out = _fused(block, flat, shares, dims, experts)
@@ -66,8 +63,7 @@ def megatron(
         out, *named = _sequential(block, flat, shares, dims, experts)
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
     if beside is not None:
-        made = out.like("all experts out")
-        out = handed_on(block, [out, beside], made, block.traffic(x, x, x))
+        out = handed_on(block, [out, beside], out.like("all experts out"), block.traffic(x, x, x))
     block.hold(*named)
     return out
 
@@ -97,29 +93,6 @@ def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> T
     return block.add([shares], [spread], [Gradient(shares, (places,), (traffic,))], traffic)
 
 
-def _dropped(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
-    """Return *shares* of the tokens that experts take, by a mask that backward reads.
-
-    Of each expert the largest are chosen, and their numbers spread over a mask
-    (apply_router_token_dropping of megatron/core/transformer/moe/moe_utils.py, core 0.16).
-    """
-    mask = shares.like("tokens taken", width=1)
-    left = shares.like("shares of tokens taken")
-    at = dims.rows_at(shares)
-    largest = shares.like("largest shares", dims=(dims.rows,), at=at)
-    numbered = largest.like("numbers of largest shares", width=NUMBER_BYTES)
-    spread = shares.like("spread numbers")
-    work = (
-        block.traffic(shares, largest, numbered),
-        block.traffic(spread, numbered, largest),
-        block.traffic(spread, mask),
-        block.traffic(shares, mask, left),
-    )
-    back = Gradient(shares, (mask,), (block.traffic(shares, mask, left),))
-    scratch = (largest, numbered, spread), ()
-    return block.add([shares], [left, mask], [back], *work, scratch=scratch)
-
-
 def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
     """Tell all ranks that share the experts how many rows each has for each of them."""
     axis = dims.mesh.told
@@ -127,8 +100,7 @@ def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
         return shares
     size = NUMBER_BYTES * dims.experts.size * block.mesh[axis]
     told = shares.like(shares.name, base=shares.storage)
-    gather = Transfer(CollectiveOp.ALL_GATHER, axis, size)
-    return handed_on(block, [shares], told, gather)
+    return handed_on(block, [shares], told, Transfer(CollectiveOp.ALL_GATHER, axis, size))
 
 
 def _fused(

@@ -219,6 +219,30 @@ def normalised(block: Block, shares: Tensor, *, in_place: bool = False) -> Tenso
     return block.add([shares, total], outputs, gradients, block.traffic(shares, shares))
 
 
+def dropped(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
+    """Return *shares* of the tokens that experts take, by a mask that backward reads.
+
+    Of each expert the largest are chosen, and their numbers spread over a mask
+    (apply_router_token_dropping of megatron/core/transformer/moe/moe_utils.py, core 0.16).  As rows
+    are fixed no rank is told of others' (preprocess of its dispatcher).
+    """
+    mask = shares.like("tokens taken", width=1)
+    left = shares.like("shares of tokens taken")
+    at = dims.rows_at(shares)
+    largest = shares.like("largest shares", dims=(dims.rows,), at=at)
+    numbered = largest.like("numbers of largest shares", width=NUMBER_BYTES)
+    spread = shares.like("spread numbers")
+    work = (
+        block.traffic(shares, largest, numbered),
+        block.traffic(spread, numbered, largest),
+        block.traffic(spread, mask),
+        block.traffic(shares, mask, left),
+    )
+    back = Gradient(shares, (mask,), (block.traffic(shares, mask, left),))
+    scratch = (largest, numbered, spread), ()
+    return block.add([shares], [left, mask], [back], *work, scratch=scratch)
+
+
 class Numbers(NamedTuple):
     """Numbers of rows.
 
