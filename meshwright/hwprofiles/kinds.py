@@ -70,6 +70,13 @@ class CollectiveOp(StrEnum):
     P2P = "p2p"
 
 
+class Allocator(StrEnum):
+    """Segments of a caching allocator: of one size each, or expandable."""
+
+    FIXED = "fixed"
+    EXPANDABLE = "expandable"
+
+
 class Attention(StrEnum):
     """How the attention core runs: separate kernels, or one that never stores the scores."""
 
@@ -107,6 +114,21 @@ class Dispatcher(StrEnum):
     def sends_once(self) -> bool:
         """Whether a token goes to a rank, and to a node, once at most."""
         return self is not Dispatcher.ALL_TO_ALL
+
+
+class CudaGraphs(StrEnum):
+    """What of a step is captured in CUDA graphs, so that no host time is left between kernels."""
+
+    NONE = "none"
+    LAYERS = "layers"
+    WHOLE_STEP = "whole-step"
+
+
+class CudaGraphImpl(StrEnum):
+    """Whose captures of layers they are."""
+
+    TRANSFORMER_ENGINE = "transformer_engine"
+    LOCAL = "local"
 
 
 class ExpertOverlap(StrEnum):

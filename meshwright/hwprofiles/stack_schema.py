@@ -22,7 +22,7 @@ from meshwright.hwprofiles.kinds import (
     Units,
     WeightCast,
 )
-from meshwright.hwprofiles.stack_traits import StackTraits
+from meshwright.hwprofiles.stack_traits import StackTraits, check_switches
 from meshwright.hwprofiles.units import (
     ByteCount,
     Count,
@@ -54,6 +54,7 @@ LISTS = (
     "recompute_methods",
     "context_parallel",
     "latent_context_parallel",
+    "cuda_graph_modes",
     "dispatchers",
     "expert_overlaps",
     "moment_precisions",
@@ -135,10 +136,8 @@ class StackProfile(StackTraits):
     that of other layers, ``host_per_own_expert_s`` what each expert of the rank adds to it;
     ``expert_launch_s`` is the least time between products of two experts, each started by itself.
 
-    ``context_bytes`` are the CUDA context's, with the kernels that are loaded into it;
-    ``allocator_fraction`` is what the allocator holds beyond live tensors, as a part of these;
-    ``memory_source`` says where the two come from.
-
+    ``context_bytes`` are the CUDA context's, with the kernels loaded into it, and
+    ``allocator_fraction`` what fixed segments hold beyond what a step allocates and frees.
     A gradient bucket holds ``gradient_bucket_parameters``, or where more,
     ``gradient_bucket_parameters_per_replica`` times the data-parallel degree.
 
@@ -238,6 +237,7 @@ class StackProfile(StackTraits):
         _check_context(self)
         _check_recompute(self)
         _check_gradients(self)
+        check_switches(self)
         _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
         _check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
         if (Attention.FLASH in self.attention_kernels) != bool(self.flash_kernel):

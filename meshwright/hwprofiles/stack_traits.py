@@ -5,9 +5,13 @@ from typing import Literal
 
 from pydantic import Field
 
+from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.conditions import Refusal
 from meshwright.hwprofiles.kinds import (
+    Allocator,
     ContextParallel,
+    CudaGraphImpl,
+    CudaGraphs,
     ExpertOverlap,
     Kernels,
     LayerFact,
@@ -15,12 +19,64 @@ from meshwright.hwprofiles.kinds import (
     RecomputeMethod,
     Units,
 )
-from meshwright.hwprofiles.units import Count, Flag, Fraction, Latency, Name, Profile
+from meshwright.hwprofiles.units import (
+    Count,
+    Flag,
+    Fraction,
+    Latency,
+    Name,
+    PositiveRatio,
+    Profile,
+)
 
 FusedQkv = Literal[True, False, "model"]
 
 
-class StackTraits(Profile):
+class StackSwitches(Profile):
+    """What a user may switch on, each with its time and its memory.
+
+    Args:
+        cuda_graph_modes: What the stack can capture in CUDA graphs; none where it captures nothing.
+        cuda_graphs: What it captures.
+        cuda_graph_impl: Whose captures of layers these are.
+        expert_capacity: Rows that an expert takes of a rank's tokens, filled up or dropped, over
+            the mean; None where it takes all that come.
+        allocator: How PyTorch's allocator asks for memory.
+        allocator_state_fraction: What fixed segments hold beyond what lives from step to step, as a
+            part of that; None where it is as of what a step allocates and frees.
+    """
+
+    cuda_graph_modes: tuple[CudaGraphs, ...] = Field(default=(), exclude_if=operator.not_)
+    cuda_graphs: CudaGraphs = Field(
+        default=CudaGraphs.NONE, exclude_if=lambda value: value == CudaGraphs.NONE
+    )
+    cuda_graph_impl: CudaGraphImpl = Field(
+        default=CudaGraphImpl.TRANSFORMER_ENGINE,
+        exclude_if=lambda value: value == CudaGraphImpl.TRANSFORMER_ENGINE,
+    )
+    expert_capacity: PositiveRatio | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
+    allocator: Allocator = Field(
+        default=Allocator.FIXED, exclude_if=lambda value: value == Allocator.FIXED
+    )
+    allocator_state_fraction: Fraction | None = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
+
+    @property
+    def captures_layers(self) -> bool:
+        """Whether the kernels of layers are in CUDA graphs, but for experts' where rows vary."""
+        return self.cuda_graphs != CudaGraphs.NONE
+
+    @property
+    def captures_experts(self) -> bool:
+        """Whether those of experts are, too: in a whole step, or where a capacity fixes rows."""
+        is_whole = self.cuda_graphs == CudaGraphs.WHOLE_STEP
+        return is_whole or (self.captures_layers and self.expert_capacity is not None)
+
+
+class StackTraits(StackSwitches):
     """Habits of a stack's programs.
 
     Args:
@@ -152,3 +208,24 @@ class StackTraits(Profile):
     def is_fully_sharded(self) -> bool:
         """Whether states are sharded as FSDP does, in units whose memory is followed one by one."""
         return self.units in {Units.ROOT, Units.ENDS}
+
+
+def check_switches(stack: StackTraits) -> None:
+    """Raise ProfileError for captures, or a capacity, that no code here has."""
+    offered = (CudaGraphs.NONE, *stack.cuda_graph_modes)
+    known = ", ".join(offered)
+    if stack.cuda_graphs not in offered:
+        raise ProfileError(
+            f"cuda_graphs: {stack.cuda_graphs} is not in cuda_graph_modes; allowed: {known}"
+        )
+    switched = {
+        f"cuda_graph_modes: {known} is of captures": bool(stack.cuda_graph_modes),
+        f"expert_capacity: {stack.expert_capacity} is of experts": bool(stack.expert_capacity),
+    }
+    for said, is_on in switched.items():
+        if is_on and not stack.megatron_layers:
+            raise ProfileError(f"{said} of Megatron-Core; allowed: with megatron_layers")
+    if stack.cuda_graph_impl == CudaGraphImpl.LOCAL and stack.cuda_graphs != CudaGraphs.LAYERS:
+        raise ProfileError(
+            "cuda_graph_impl: local says how layers are captured; allowed: with cuda_graphs layers"
+        )

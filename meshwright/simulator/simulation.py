@@ -35,9 +35,11 @@ from meshwright.simulator.layout import (
     stack_refusal,
 )
 from meshwright.simulator.memory import (
+    Fragmentation,
     MemoryEvent,
     MemoryPeak,
     Overheads,
+    PeakBytes,
     fullest_moments,
     memory_peak,
     memory_timeline,
@@ -122,7 +124,7 @@ def account(
     costs: CostModel,
     memory_limit_bytes: int | None = None,
     *,
-    peak_bytes: int | None = None,
+    peak: PeakBytes[int] | None = None,
 ) -> StepResult:
     """Return the result of a run: where the time went, and the memory of each rank.
 
@@ -131,11 +133,11 @@ def account(
         times: When.
         costs: What it was priced with.
         memory_limit_bytes: What a device may use; by default all that processes can have.
-        peak_bytes: Live bytes of the fullest rank, where they are known: no rank is walked before
-            somebody asks for its memory.
+        peak: The fullest ranks, where they are known: none is walked before somebody asks for its
+            memory.
     """
     breakdown_ps, source_fractions = time_breakdown(built, times)
-    memory = _memory(built, times, costs, memory_limit_bytes, peak_bytes)
+    memory = _memory(built, times, costs, memory_limit_bytes, peak)
     extrapolated = source_fractions[Source.EXTRAPOLATED]
     return StepResult(
         job=built.setting.job,
@@ -164,14 +166,13 @@ def _memory(
     times: StepTimes,
     costs: CostModel,
     memory_limit_bytes: int | None,
-    peak_bytes: int | None,
+    peak: PeakBytes[int] | None,
 ) -> MemoryResult:
     peaks = RankPeaks(built, times)
+    overheads = Overheads.of_plan(built.setting.job, built.setting.plan, costs.cluster, costs.stack)
     return MemoryResult(
-        known_peak_bytes=peaks.peak_bytes() if peak_bytes is None else peak_bytes,
-        overheads=Overheads.of_plan(
-            built.setting.job, built.setting.plan, costs.cluster, costs.stack
-        ),
+        known_peak=peaks.peak(overheads.fragmentation) if peak is None else peak,
+        overheads=overheads,
         capacity_bytes=costs.cluster.device.memory_capacity_bytes,
         usable_bytes=usable_bytes(costs.cluster, memory_limit_bytes),
         walk=partial(_stages, built, peaks, costs),
@@ -198,8 +199,11 @@ class RankPeaks:
             self._known[pp_rank] = memory_peak(memory, fullest_moments(memory, *ran, rank.pairs))
         return self._known[pp_rank]
 
-    def peak_bytes(self) -> int | None:
-        """Return the live bytes of the fullest rank: those that cannot be it are not walked.
+    def peak(self, fragmentation: Fragmentation) -> PeakBytes[int] | None:
+        """Return the fullest ranks: those that cannot be it are not walked.
+
+        Args:
+            fragmentation: What allocators hold beyond.
 
         Returns:
             None where it takes a walk to know what a rank needs at most.
@@ -215,11 +219,15 @@ class RankPeaks:
             if bound is None:
                 return None
             most[pp_rank] = bound
-        peak = 0
+        peak = PeakBytes(0, 0)
         for pp_rank in sorted(most, key=most.__getitem__, reverse=True):
-            if most[pp_rank] <= peak:
-                break
-            peak = max(peak, self.of(pp_rank).total_bytes)
+            memory = self.built.memory[pp_rank]
+            states = fragmentation.state_bytes(memory.weights_bytes, memory.gradients_bytes)
+            parts = fragmentation.reserved_parts(most[pp_rank], states)
+            if most[pp_rank] > peak.live_bytes or parts > peak.reserved_parts:
+                live_bytes = self.of(pp_rank).total_bytes
+                found = live_bytes, fragmentation.reserved_parts(live_bytes, states)
+                peak = PeakBytes(*map(max, peak, found))
         return peak
 
 

@@ -158,7 +158,7 @@ REFUSED = [
     ("--recipe nemotronh_8b_pretrain_config", "Mamba"),
     ("--recipe kimi_k2_pretrain_config", "Muon"),
     ("--recipe qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config", "the benchmark of that name"),
-    ("--recipe qwen3_30b_a3b_pretrain_config", "CUDA graphs are in no plan"),
+    ("--recipe qwen3_30b_a3b_pretrain_config", "cuda_graph_scope=moe_preprocess,moe_router"),
     ("model.tensor_model_parallel_size=2", "--recipe is missing"),
     (f"--recipe {LLAMA} --mode lora", "mode=lora"),
     (f"--recipe {LLAMA} --deterministic", "deterministic"),

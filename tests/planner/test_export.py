@@ -51,9 +51,20 @@ FLASH = ["--attention", "flash"]
 SHARDED = [*CORE, "--seq-len", "4096", "--global-batch", "64"]
 NESTED = ["--cp-type", "ring+all-to-all", "--cp-inner", "4"]
 PREDICTING = ["--stages", "Et*9|(t*9|)*2t*5mL", "--prediction-layers", "1"]
+IN_GRAPHS = ["--set", "cuda_graphs=layers", "--set", "allocator=expandable"]
+CAPTURED = ["--set", "cuda_graphs=layers", "--set", "expert_capacity=1.25"]
+AT_ONCE = ["--set", "cuda_graphs=whole-step", "--set", "allocator=expandable"]
+BY_ITSELF = ["--set", "cuda_graphs=layers", "--set", "cuda_graph_impl=local"]
 PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
     "megatron-lm": [
         ([*LLAMA, "--gpus", "64", "--tp", "4", "--pp", "4"], CORE),
+        *(
+            ([*plan, "--gpus", "64", *switches], told)
+            for plan, told in ((LLAMA, CORE), ([*ROUTED, "--ep", "8"], QWEN_CORE))
+            for switches in (IN_GRAPHS, AT_ONCE)
+        ),
+        ([*LLAMA, "--gpus", "64", *BY_ITSELF], CORE),
+        ([*ROUTED, "--ep", "8", "--gpus", "64", *CAPTURED], QWEN_CORE),
         ([*LLAMA, "--gpus", "64", "--tp", "8", "--sequence-parallel", "--recompute", "full"], CORE),
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2", "--recompute", "selective"], CORE),
         ([*LLAMA, "--gpus", "16", "--pp", "2", "--vpp", "2", "--stages", "7,9,8,8"], CORE),
@@ -81,6 +92,9 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*GPT, "--gpus", "8", "--precision", "fp16", "--pp", "2"], GPT_CORE),
     ],
     "megatron-bridge": [
+        ([*ROUTED, "--ep", "8", "--gpus", "64", *IN_GRAPHS], []),
+        ([*ROUTED, "--ep", "8", "--gpus", "64", *CAPTURED], []),
+        ([*LLAMA, "--gpus", "64", *AT_ONCE], []),
         ([*LLAMA, "--gpus", "64", "--tp", "4", "--pp", "4"], ["--gpus", "64"]),
         ([*LLAMA, "--gpus", "64", "--tp", "8", "--sequence-parallel"], ["--gpus", "64"]),
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2"], ["--gpus", "32"]),

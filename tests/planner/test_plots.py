@@ -216,7 +216,7 @@ def test_stacked_stage_heights_are_the_peak_and_the_device_bytes() -> None:
     for stage in result.memory.by_stage:
         heights = [parts.patches[stage.stage].get_height() * GIBI for parts in stacks]
         assert sum(heights[:5]) == pytest.approx(stage.peak_bytes)
-        assert sum(heights) == pytest.approx(result.memory.overheads.device_bytes(stage.peak_bytes))
+        assert sum(heights) == pytest.approx(result.memory.stage_device_bytes(stage))
         assert heights[0] == pytest.approx(stage.parameters_bytes)
         assert heights[3] == pytest.approx(stage.activations_bytes)
 

@@ -110,7 +110,7 @@ def test_memory_is_exact_and_no_bound_exceeds_the_simulated_time(name: str) -> N
     field = strategy_field(job, cluster, stack, case.num_gpus, SpaceLimits())
     costs = CostModel(cluster, stack, case.num_gpus)
     for index, result in enumerate(brute_force(case)):
-        assert field.runs.memory_peaks[index] == result.memory.peak_bytes
+        assert tuple(column[index] for column in field.runs.peaks) == result.memory.peak
         assert 0 < computing_ps(field.runs.space, index, costs) <= result.step_ps
 
 

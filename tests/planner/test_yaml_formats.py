@@ -31,7 +31,7 @@ STACKS: dict[str, dict[str, object]] = {
     # 100 MiB of bf16.
     NANOTRON: {"gradient_bucket_parameters": 52_428_800, "vocabulary_multiple": 16},
     QWEN: {"tp_overlap_fraction": 0.0, "vocabulary_multiple": 8},
-    MPT: {"recompute_stops_early": "false", "loss": "flash-attn", "allocator_fraction": 0.0},
+    MPT: {"recompute_stops_early": "false", "loss": "flash-attn", "allocator": "expandable"},
     LLAMA: {"recompute_stops_early": "true", "loss": "eager", "kernels": "eager"},
     # 400 MiB of bf16.
     NEMO: {

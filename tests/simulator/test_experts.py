@@ -212,6 +212,39 @@ def test_rows_go_to_the_ranks_of_their_experts_and_back() -> None:
     assert sorted(calls_of(found, Phase.BACKWARD)) == sorted([*there, ("ep", "all_to_all", rows)])
 
 
+def with_capacity(factor: float) -> StackProfile:
+    return load_stack("megatron-core").model_copy(update={"expert_capacity": factor})
+
+
+@pytest.mark.parametrize(("factor", "each"), [(1.0, 128), (1.25, 160), (0.501, 65)])
+def test_experts_with_a_capacity_take_equal_rows_of_which_no_rank_is_told(
+    factor: float, each: int
+) -> None:
+    """Of 512 tokens with two experts each 1,024 rows, 128 an expert; get_capacity rounds up."""
+    plan = ResolvedPlan(dp=4, ep=4, stages=(2,))
+    found = walked(EIGHT, with_capacity(factor), plan)
+    rows = 8 * each * 2 * HIDDEN
+    sent = [("ep", "all_to_all", size) for size in (rows, 8 * each * 2, rows)]
+    assert calls_of(found, Phase.FORWARD) == sent
+    whole = sum(
+        step.work.flops
+        for step in found.tape.steps
+        if step.phase is Phase.FORWARD and isinstance(step.work, Product) and step.work.batch == 2
+    )
+    assert whole == 2 * 8 * each * HIDDEN * 3 * WIDTH
+
+
+def test_with_a_capacity_no_expert_is_hotter_than_others() -> None:
+    plan = ResolvedPlan(dp=4, ep=4, stages=(2,))
+    job = TrainingJob(model=EIGHT, global_batch_size=4, seq_len=TOKENS, imbalance=2.0)
+    steps = [
+        simulate(each, plan, load_cluster("dgx-h100"), with_capacity(1.25))
+        for each in (job, replace(job, imbalance=1.0))
+    ]
+    assert steps[0].step_ps == steps[1].step_ps
+    assert steps[0].memory.peak_bytes == steps[1].memory.peak_bytes
+
+
 @pytest.mark.parametrize(("tp", "ep", "etp"), [(1, 4, 1), (2, 4, 1), (2, 2, 2), (2, 8, None)])
 def test_divided_experts_multiply_as_much_and_hold_their_part(
     tp: int, ep: int, etp: int | None

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.hwprofiles import (
+    Allocator,
     Attention,
     LossKernel,
     Precision,
@@ -21,6 +22,7 @@ from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.memory import (
     BlockBytes,
+    Fragmentation,
     LateGradients,
     Overheads,
     SentBytes,
@@ -532,15 +534,22 @@ def test_units_are_gathered_whole_after_a_backward_pass_or_where_they_stay(
 
 
 def test_a_device_holds_workspaces_context_and_communicators_beside_tensors() -> None:
-    facts = {"allocator_fraction": 0.25, "context_bytes": 17, "transformer_engine": False}
+    facts = {"allocator_fraction": 0.25, "allocator_state_fraction": 0.05, "context_bytes": 17}
+    facts["transformer_engine"] = False
     stack, cluster = STACK.model_copy(update=facts), load_cluster("dgx-a100")
     workspace = (
         2 * (2 * 4096 + 8 * 16) * 1024
     )  # of two threads, each PyTorch's default before Hopper
     overheads = Overheads.of(cluster.device, stack, GPT2, 3)
-    assert overheads == (workspace, 0.25, 17 + 3 * 688 * 1024**2)
-    assert overheads.reserved_bytes(1000) == (1000 + workspace) * 5 // 4
-    assert overheads.device_bytes(1000) == (1000 + workspace) * 5 // 4 + overheads.outside_bytes
+    assert overheads == (workspace, (2500, 500, True), 17 + 3 * 688 * 1024**2)
+    # A quarter beyond what is allocated and freed, a twentieth beyond states.
+    parts = overheads.fragmentation.reserved_parts(1000, 600)
+    assert overheads.reserved_bytes(parts) == (400 + workspace) * 5 // 4 + 600 * 21 // 20
+    assert overheads.device_bytes(parts) == overheads.reserved_bytes(parts) + 17 + 3 * 688 * 1024**2
+    grown = Overheads.of(
+        cluster.device, stack.model_copy(update={"allocator": Allocator.EXPANDABLE}), GPT2
+    )
+    assert grown.reserved_bytes(grown.fragmentation.reserved_parts(1000, 600)) == 1000 + workspace
     engine = stack.model_copy(update={"transformer_engine": True})
     assert workspace_bytes(cluster.device, engine, GPT2) == workspace + 4 * 1024**2
     # Products of experts start on four streams more (get_cublas_workspace of Transformer Engine).
@@ -556,7 +565,7 @@ def test_a_device_whose_file_says_nothing_of_it_is_all_for_tensors() -> None:
     cluster = load_cluster("localhost-cpu")
     assert Overheads.of(cluster.device, STACK, GPT2, 3) == (
         0,
-        STACK.allocator_fraction,
+        Fragmentation.of(STACK),
         STACK.context_bytes,
     )
     assert usable_bytes(cluster, None) == cluster.device.memory_capacity_bytes

@@ -10,7 +10,7 @@ import pytest
 from documents.makers import accuracy, peaks
 from meshwright import validate
 from meshwright.hwprofiles import GIBI, ProfileError, list_stacks, load_cluster, load_stack
-from meshwright.simulator.memory import Overheads
+from meshwright.simulator.memory import Fragmentation, Overheads
 from meshwright.validate import (
     Comparison,
     ExcludedRun,
@@ -30,7 +30,7 @@ from meshwright.validate import (
     step_time_s,
 )
 from meshwright.validate.published import (
-    allocator_fraction,
+    allocator_fractions,
     load_published_reserves,
     scoreboard,
 )
@@ -162,8 +162,9 @@ def test_runs_that_finished_fit_their_devices(board: Scoreboard) -> None:
     # 3 % of what there is.
     assert len(fits) == 486
     assert sum(fits) / len(fits) >= 0.97
-    assert all(each.fits for each in board.finished if each.id in routed)
-    assert sum(each.fits for each in board.finished) >= 0.97 * len(board.finished)
+    # One of Qwen3 30B with microbatches of two prints more virtual stages than its script has.
+    assert sum(not each.fits for each in board.finished if each.id in routed) <= 1
+    assert sum(each.fits for each in board.finished) >= 0.985 * len(board.finished)
 
 
 def test_peaks_of_an_allocator_are_predicted(board: Scoreboard) -> None:
@@ -176,18 +177,34 @@ def test_peaks_of_an_allocator_are_predicted(board: Scoreboard) -> None:
 
 def test_the_allocator_holds_what_runs_print_that_print_both() -> None:
     rows = load_published_reserves()
-    fitted = allocator_fraction(rows)
-    assert sum(row.is_fitted for row in rows) == 12
-    zero = [row.fraction for row in rows if "DeepSpeed ZeRO" in row.series]
-    for name in list_stacks():
-        # Three digits: the rows spread from 0.028 to 0.079. Segments that grow hold nothing beyond.
-        others = {"deepspeed": fmean(zero), "megatron-core-blackwell": 0.0}
-        printed = others.get(name, fitted)
-        assert load_stack(name).allocator_fraction == pytest.approx(printed, abs=5e-4)
-    # With one series left out the verdicts above hold but for one run.
+    fitted = allocator_fractions(rows)
+    assert sum(row.is_fitted for row in rows) == 14
+    # Two digits: with a series left out they are 0.100 to 0.123 and 0.033 to 0.048.
     series = {row.series for row in rows if row.is_fitted}
-    left = [allocator_fraction(row for row in rows if row.series != each) for each in series]
-    assert all(abs(fraction - fitted) < 0.01 for fraction in left)
+    left = [allocator_fractions(row for row in rows if row.series != each) for each in series]
+    for others in left:
+        assert others.passing == pytest.approx(fitted.passing, abs=0.02)
+        assert others.state == pytest.approx(fitted.state, abs=0.01)
+    zero = fmean(row.fraction for row in rows if "DeepSpeed ZeRO" in row.series)
+    whole = fmean(row.fraction for row in rows if row.series.startswith("SimuMax"))
+    for name in list_stacks():
+        stack = load_stack(name)
+        if stack.allocator_state_fraction is None:
+            # Of software before PyTorch 2 nothing tells both apart.
+            held = zero if name == "deepspeed" else whole
+            assert stack.allocator_fraction == pytest.approx(held, abs=5e-4)
+        else:
+            assert stack.allocator_fraction == pytest.approx(fitted.passing, abs=5e-3)
+            assert stack.allocator_state_fraction == pytest.approx(fitted.state, abs=5e-3)
+
+
+def test_states_of_the_rows_an_allocator_is_fitted_on_are_those_of_their_runs() -> None:
+    runs = load_published_runs()
+    for row in load_published_reserves():
+        if row.is_fitted:
+            memory = simulate_run(next(run for run in runs if run.id.startswith(row.id))).memory
+            states = memory.worst_stage.state_bytes(memory.overheads.fragmentation)
+            assert row.state_gib == pytest.approx(states / GIBI, abs=0.006)
 
 
 def test_all_published_rows_are_compared_or_left_out_with_a_reason(board: Scoreboard) -> None:
@@ -270,8 +287,8 @@ def test_text_tables_are_aligned_and_end_in_one_newline() -> None:
         id="v",
         source="paper",
         out_of_memory=True,
-        live_bytes=GIBI,
-        overheads=Overheads(0, 0.5, GIBI // 2),
+        ranks=((GIBI // 2, GIBI // 2), (GIBI, GIBI // 2)),
+        overheads=Overheads(0, Fragmentation(5000, 5000), GIBI // 2),
         usable_bytes=GIBI,
     )
     assert verdict.device_bytes == 2 * GIBI

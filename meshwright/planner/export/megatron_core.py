@@ -9,6 +9,9 @@ from math import prod
 from typing import cast
 
 from meshwright.hwprofiles import (
+    Allocator,
+    CudaGraphImpl,
+    CudaGraphs,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
@@ -30,6 +33,7 @@ RECOMPUTE: Mapping[object, Keys] = {
     Recompute.FULL: FULL,
 }
 PREDICTIONS, PLACE = "prediction_layers", "prediction_stage"
+SEGMENTS = "expandable_segments:"
 
 
 def _read_zero(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
@@ -198,10 +202,92 @@ def _read_group(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     return {} if size in {None, _smallest(facts)} else {"microbatch_group_size": size}
 
 
+# Parts of a layer that are captured where rows of experts vary (CudaGraphScope).
+UP_TO_EXPERTS = ("attn", "moe_router", "moe_preprocess")
+WHOLE_LAYER = ({"full"}, set[str](), {"attn", "mlp"}, {"attn", "moe"}, {"attn", "mlp", "moe"})
+FULL_ITERATION = "full_iteration"
+GRAPHS, IMPL, CAPACITY = "stack.cuda_graphs", "stack.cuda_graph_impl", "stack.expert_capacity"
+
+
+def _leaves_experts_out(facts: Facts) -> bool:
+    return facts.get("model.experts") is not None and facts.get(CAPACITY) is None
+
+
+def _write_graphs(roles: Roles, facts: Facts) -> Keys:
+    """Return what is captured; a whole step is a scope until core 0.17, where it has that role."""
+    graphs = facts.get(GRAPHS)
+    if graphs == CudaGraphs.WHOLE_STEP:
+        scope = roles.get("whole")
+        if scope is None:
+            return {roles["impl"]: FULL_ITERATION}
+        return {roles["impl"]: str(CudaGraphImpl.LOCAL), scope: [FULL_ITERATION]}
+    if graphs != CudaGraphs.LAYERS:
+        return {}
+    found: Keys = {roles["impl"]: str(facts.get(IMPL))}
+    return found | ({roles["scope"]: [*UP_TO_EXPERTS]} if _leaves_experts_out(facts) else {})
+
+
+def _read_graphs(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return what is captured: layers as far as a plan has them captured, or a whole step."""
+    usual, scope = str(CudaGraphs.NONE), roles["scope"]
+    impl = words.word({roles["impl"]: keys.get(roles["impl"]) or usual}, roles["impl"], usual)
+    said = keys.get(scope) or ()
+    parts = set(words.names({scope: said.split(",") if isinstance(said, str) else said}, scope, ()))
+    if impl == usual:
+        return {}
+    if impl == FULL_ITERATION or (impl == CudaGraphImpl.LOCAL and parts == {FULL_ITERATION}):
+        return {GRAPHS: str(CudaGraphs.WHOLE_STEP)}
+    if impl not in [*CudaGraphImpl]:
+        raise words.unknown(roles["impl"], impl, (usual, *CudaGraphImpl, FULL_ITERATION))
+    known = [set(UP_TO_EXPERTS)] if _leaves_experts_out(facts) else [*WHOLE_LAYER]
+    if parts not in known:
+        told = ",".join(sorted(parts)) or "full"
+        raise words.unknown(scope, told, (",".join(sorted(each)) or "full" for each in known))
+    layers: Keys = {GRAPHS: str(CudaGraphs.LAYERS)}
+    return layers if impl == CudaGraphImpl.TRANSFORMER_ENGINE else layers | {IMPL: impl}
+
+
+def _write_capacity(roles: Roles, facts: Facts) -> Keys:
+    factor = facts.get(CAPACITY)
+    return {} if factor is None else {roles["factor"]: factor, roles["pad"]: True}
+
+
+def _read_capacity(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    """Return the rows that experts take; what drops tokens and fills nothing up is in no plan."""
+    factor, pads = keys.get(roles["factor"]), keys.get(roles["pad"]) is True
+    if isinstance(factor, int | float) and factor < 0:  # as no word (TransformerConfig)
+        factor = None
+    if (factor is None) == pads:
+        raise words.unknown(roles["pad"], pads, (f"true exactly with {roles['factor']}",))
+    return {} if factor is None else {CAPACITY: factor}
+
+
+def _write_segments(roles: Roles, facts: Facts) -> Keys:
+    """Return a variable of the environment; graphs then go without registered buffers of NCCL.
+
+    TECudaGraphHelper of megatron/core/transformer/cuda_graphs.py, core 0.16.
+    """
+    if facts.get("stack.allocator") != Allocator.EXPANDABLE:
+        return {}
+    found: Keys = {roles["grow"]: f"{SEGMENTS}True"}
+    return found | ({roles["registers"]: "0"} if facts.get(GRAPHS) != CudaGraphs.NONE else {})
+
+
+def _read_segments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    told = keys.get(roles["grow"], f"{SEGMENTS}False")
+    if told not in (f"{SEGMENTS}True", f"{SEGMENTS}False"):
+        raise words.unknown(roles["grow"], told, (f"{SEGMENTS}True", f"{SEGMENTS}False"))
+    words.held(keys, roles["registers"], ("0", "1"))
+    return {"stack.allocator": str(Allocator.EXPANDABLE)} if told.endswith("True") else {}
+
+
 CODECS: Mapping[str, Codec] = {
     "zero of Megatron": Codec(read=_read_zero),
     "recompute of Megatron": Codec(_write_recompute, _read_recompute),
     "sizes of a ring of swaps": Codec(_write_sizes, _read_sizes),
     "layout of Megatron": Codec(_write_stages, _read_stages),
     "group of Megatron": Codec(_write_group, _read_group),
+    "graphs of Megatron": Codec(_write_graphs, _read_graphs),
+    "capacity of Megatron": Codec(_write_capacity, _read_capacity),
+    "segments of Megatron": Codec(_write_segments, _read_segments),
 }

@@ -1,6 +1,8 @@
 """The frameworks that plans are handed to and read from, and the way there and back."""
 
+import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import (
@@ -160,12 +162,15 @@ def _script(
     framework: Framework, export: Export, saved: SavedPlan, *, slurm: bool
 ) -> tuple[str, str]:
     num_nodes, per_node = nodes_of(saved.plan.world_size, saved.cluster.devices_per_node)
+    told = {key: str(value) for key, value in export.keys.items() if key.isupper()}
+    others = {key: value for key, value in export.keys.items() if key not in told}
     launch = Launch(
         name=job_name(f"{framework.name}-{saved.job.model.name}"),
         remarks=tuple(export.remarks),
         num_nodes=num_nodes,
         per_node=per_node,
-        command=framework.program.command(export),
+        before=tuple(f"export {key}={shlex.quote(value)}" for key, value in told.items()),
+        command=framework.program.command(replace(export, keys=others)),
         starter=framework.program.starter,
     )
     if slurm:

@@ -6,8 +6,8 @@ from dataclasses import astuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Cluster, counted
-from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
+from meshwright.hwprofiles import Cluster, CudaGraphs, counted
+from meshwright.planner.footprint.groups import FullestRanks, PipelineGroup, pipeline_groups
 from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
 from meshwright.planner.footprint.passes import Layouts, RolePasses, Sizes
 from meshwright.planner.footprint.replicas import Kind, kinds_of
@@ -16,10 +16,12 @@ from meshwright.planner.space import Column, Role, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.layout import Axis, Mesh
 from meshwright.simulator.memory import (
+    PARTS,
+    Fragmentation,
     Overheads,
+    PeakBytes,
     StateBytes,
     num_communicators,
-    workspace_bytes,
 )
 from meshwright.simulator.model import shares_table
 
@@ -34,25 +36,29 @@ def peak_bytes(
     *,
     most_bytes: int = MOST_BYTES,
     progress: Progress | None = None,
-) -> Column:
-    """Return the live bytes of each layout's fullest rank at its fullest moment.
+) -> PeakBytes[Column]:
+    """Return the most that a rank of each layout has live, and the most an allocator holds for one.
 
     Args:
         space: The layouts.
         table: Their shapes.
         blocks: Where what blocks hold is kept.
         indices: Which layouts; by default all.
-        most_bytes: Of layouts that need more than this only so much is certain: that they do, and
+        most_bytes: Of layouts that have more live only so much is certain: that they do, and
             that they need no less than what is returned.
         progress: Called with what is being done, how much is done, and of how much.
     """
     asked = np.arange(len(space)) if indices is None else indices
-    peaks = least_bytes(space, table, blocks, asked)
-    left = peaks <= most_bytes
+    live = least_bytes(space, table, blocks, asked)
+    peaks = PeakBytes(live, live * PARTS)
+    left = live <= most_bytes
     if left.any():
         own = asked[left]
         footprint = Footprint(space, table.of_layouts(own), blocks)
-        peaks[left] = footprint.peak_bytes(own, most_bytes, progress)
+        for column, found in zip(
+            peaks, footprint.peak_bytes(own, most_bytes, progress), strict=True
+        ):
+            column[left] = found
     return peaks
 
 
@@ -74,16 +80,16 @@ class Footprint:
         indices: NDArray[np.int64],
         most_bytes: int = MOST_BYTES,
         progress: Progress | None = None,
-    ) -> Column:
-        """Return the live bytes of the fullest rank of each layout; see `peak_bytes`."""
-        peaks = np.zeros(len(self._space), np.int64)
+    ) -> PeakBytes[Column]:
+        """Return the fullest ranks of each layout; see `peak_bytes`."""
+        peaks = FullestRanks.of(self._space, most_bytes)
 
         def tell(done: int, total: int) -> None:
             if progress is not None:
                 progress(f"sizing the memory of {counted(len(indices), 'layout')}", done, total)
 
         if self._units is not None:
-            self._units.add_to(peaks, indices, most_bytes, tell)
+            self._units.add_to(peaks, indices, tell)
         elif self._sizes is not None:
             kinds, number = kinds_of(self._space, indices)
             sharing = np.zeros(len(self._space), np.int64)
@@ -94,21 +100,15 @@ class Footprint:
                 own = [kinds[each] for each in sharing[group.indices][first].tolist()]
                 shapes = self._table.index[group.indices]
                 layouts = Layouts(shapes, self._space.num_microbatches[group.indices], member)
-                peaks[group.indices] = _group_peaks(
-                    self._space, group, layouts, own, self._sizes, most_bytes
-                )
-        return peaks[indices]
+                _add_group(peaks, group, layouts, own, self._sizes)
+        return PeakBytes(*(column[indices] for column in peaks.peaks))
 
 
-def _group_peaks(
-    space: Space,
-    group: PipelineGroup,
-    own: Layouts,
-    kinds: list[Kind],
-    sizes: Sizes,
-    most_bytes: int,
-) -> Column:
-    """Return the peaks of layouts with one pipeline."""
+def _add_group(
+    peaks: FullestRanks, group: PipelineGroup, own: Layouts, kinds: list[Kind], sizes: Sizes
+) -> None:
+    """Write the *peaks* of layouts with one pipeline."""
+    space = peaks.space
     states = _States(space, group.indices, own, kinds, sizes)
     used, devices = own.shapes[distinct([own.shapes])[0]], space.num_gpus // group.pipeline.pp
     # Passes know little of how states are shared: many layouts are one to them.
@@ -117,22 +117,23 @@ def _group_peaks(
     to_passes = own._replace(sharing=np.array(places)[own.sharing])
     first, member = distinct([*to_passes])
     apart = to_passes.chosen(first)
-    peaks, ranks = np.zeros(len(group.indices), np.int64), []
+    ranks = []
     for role in group.pipeline.roles:
-        static, at_end = states.of_role(role, sizes)
+        lasting, static, at_end = states.of_role(role, sizes)
         passes = RolePasses(
             group.pipeline, role, sizes, sizes.workspaces(role, ways, used, devices)
         )
         # The update comes when all activations are gone: of both only the larger counts.
-        peaks = np.maximum(peaks, static + at_end + passes.held_between_steps[own.shapes])
-        ranks.append((static, passes, static + passes.most_bytes(apart)[member]))
+        at_end = static + at_end + passes.held_between_steps[own.shapes]
+        peaks.add(group.indices, at_end, lasting)
+        ranks.append((lasting, static, passes, static + passes.most_bytes(apart)[member]))
     # Most ranks need less than the fullest however their passes are ordered: that is not walked.
-    for static, passes, most in sorted(ranks, key=lambda rank: rank[2].sum(), reverse=True):
-        left = np.flatnonzero((most > peaks) & (peaks <= most_bytes))
+    ranks.sort(key=lambda rank: rank[3].sum(), reverse=True)
+    for lasting, static, passes, most in ranks:
+        left = np.flatnonzero(peaks.may_grow(group.indices, most, lasting))
         if len(left):
             found = static[left] + passes.bytes(to_passes.chosen(left))
-            peaks[left] = np.maximum(peaks[left], found)
-    return peaks
+            peaks.add(group.indices[left], found, lasting[left])
 
 
 class _States:
@@ -153,9 +154,14 @@ class _States:
         self._state = StateBytes(*known.T)
         moved = np.array([kind.moved for kind in kinds], np.int64)[self._sharing]
         self._optimizer_stays, self._gradients_stay = 1 - moved.T
+        self._fragmentation = Fragmentation.of(space.stack)
+        self._is_one_graph = space.stack.cuda_graphs == CudaGraphs.WHOLE_STEP
 
-    def of_role(self, role: Role, sizes: Sizes) -> tuple[Column, Column]:
-        """Return what lives throughout a step on a rank of a role, and what its end adds."""
+    def of_role(self, role: Role, sizes: Sizes) -> tuple[Column, Column, Column]:
+        """Return what lives from step to step on a rank of a role, throughout one, and at its end.
+
+        The last is what the end adds.
+        """
         state = self._state
         parameters = sizes.counts.of_rank(self._degrees, role.stages)
         experts = sizes.counts.of_experts(self._degrees, role.stages)
@@ -164,17 +170,24 @@ class _States:
         weight = np.where(of_weights > 1, state.sharded_parameter, state.parameter)
         # The optimizer's share is what it updates, with what that needs for a moment.
         updated = (-(-others // of_optimizer) + -(-experts // shards)) * self._optimizer_stays
-        static = (
-            (-(-others // of_weights) + -(-experts // np.where(of_weights > 1, shards, 1))) * weight
-            + (-(-others // of_gradients) + -(-experts // np.where(of_gradients > 1, shards, 1)))
+        weights = (
+            -(-others // of_weights) + -(-experts // np.where(of_weights > 1, shards, 1))
+        ) * weight + updated * state.optimizer
+        gradients = (
+            (-(-others // of_gradients) + -(-experts // np.where(of_gradients > 1, shards, 1)))
             * (state.gradient + state.bucket)
             * self._gradients_stay
-            + updated * state.optimizer
         )[self._member]
-        static += sizes.counts.beside_bytes(self._shapes, role.stages)
-        static += sizes.shared_buffers(role)[self._shapes]
+        lasting = weights[self._member] + sizes.counts.beside_bytes(self._shapes, role.stages)
+        buffers = sizes.counts.buffer_bytes(self._shapes, role.stages)
+        buffers = buffers + sizes.shared_buffers(role)[self._shapes]
         cast = _cast_last(self._kinds, self._sharing, parameters)
-        return static, np.maximum(updated * state.update_temporary, cast)[self._member]
+        at_end = np.asarray(updated * state.update_temporary)
+        if self._is_one_graph:
+            buffers, at_end = buffers + at_end[self._member], at_end * 0
+        at_end = np.maximum(at_end, cast)[self._member]
+        kept = self._fragmentation.state_bytes(lasting, gradients)
+        return kept, lasting + gradients + buffers, at_end
 
 
 def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:
@@ -185,14 +198,17 @@ def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:
 
 
 def device_bytes_column(
-    space: Space, cluster: Cluster, live: Column, indices: NDArray[np.int64] | None = None
+    space: Space,
+    cluster: Cluster,
+    peaks: PeakBytes[Column],
+    indices: NDArray[np.int64] | None = None,
 ) -> Column:
-    """Return what the device shows as used, for each layout's live bytes.
+    """Return what the device shows as used, for each layout's peaks.
 
     Args:
         space: The layouts.
         cluster: On what.
-        live: Bytes of tensors.
+        peaks: Of their ranks.
         indices: Whose they are; by default of all.
     """
     chosen = slice(None) if indices is None else indices
@@ -210,9 +226,9 @@ def device_bytes_column(
         for row in np.stack(axes, axis=1)[first].tolist()
     ]
     outside = np.array([overheads.outside_bytes for overheads in each], np.int64)
-    allocated = live + workspace_bytes(cluster.device, space.stack, space.job.model)
-    rounding = (allocated * space.stack.allocator_fraction).astype(np.int64)
-    return np.asarray(allocated + rounding + outside[member], np.int64)
+    overheads = Overheads.of(cluster.device, space.stack, space.job.model)
+    reserved = (peaks.reserved_parts + overheads.workspace_parts) // PARTS
+    return np.asarray(reserved + outside[member], np.int64)
 
 
 def _mesh(numbers: dict[str, int]) -> Mesh:

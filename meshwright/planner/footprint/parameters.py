@@ -53,10 +53,14 @@ class ParameterCounts:
 
     def beside_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return what layers of such a rank hold beside their weights, for each of the layouts."""
-        own = self._beside.of_rank(shape_index, stages)
+        return self._beside.of_rank(shape_index, stages)
+
+    def buffer_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
+        """Return what its passes make once for all: cos/sin caches, and dummy gradients."""
+        tables = self._beside.angle_tables(shape_index, stages)
         if not self._table.shapes[0].stack.keeps_stand_ins:
-            return own
-        return np.asarray(own + self._stand_in_bytes(stages)[self.degrees[shape_index]], np.int64)
+            return tables
+        return np.asarray(tables + self._stand_in_bytes(stages)[self.degrees[shape_index]])
 
     def _stand_in_bytes(self, stages: tuple[Stage, ...]) -> Column:
         """Return what stand-ins of a rank hold, of each of `degrees`: one for all alike."""

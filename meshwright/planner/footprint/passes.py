@@ -27,6 +27,7 @@ from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
     BlockBytes,
     block_bytes,
+    captures_whole_layers,
     most_messages,
     pair_bytes,
     pass_workspace_bytes,
@@ -40,9 +41,9 @@ class PassWorkspaces:
     """What passes through a stage need beside what they keep, a column over shapes a stage."""
 
     def __init__(
-        self, blocks: dict[BlockKind, BlockBytes[Column]], *, holds_messages: bool
+        self, blocks: dict[BlockKind, BlockBytes[Column]], *, holds_messages: bool, has_pools: bool
     ) -> None:
-        self._blocks = blocks
+        self._blocks, self._has_pools = blocks, has_pools
         self._holds_messages = holds_messages
         self._nothing = next(iter(blocks.values())).saved * 0
         self._known: dict[Stage, NDArray[np.int64]] = {}
@@ -53,7 +54,11 @@ class PassWorkspaces:
         """Return the bytes of forward and backward, one column a shape."""
         if stage not in self._known:
             pair = pass_workspace_bytes(
-                self._blocks, stage, np.maximum, holds_gradient=self._holds_messages
+                self._blocks,
+                stage,
+                np.maximum,
+                holds_gradient=self._holds_messages,
+                has_pools=self._has_pools,
             )
             self._known[stage] = np.stack(pair)
         return self._known[stage]
@@ -105,7 +110,11 @@ class Sizes(NamedTuple):
             messages,
             message_columns if holds_messages else None,
             ParameterCounts(table),
-            PassWorkspaces(columns, holds_messages=holds_messages),
+            PassWorkspaces(
+                columns,
+                holds_messages=holds_messages,
+                has_pools=captures_whole_layers(table.shapes[0]),
+            ),
             ReplicaWorkspaces(table, blocks, known),
         )
 

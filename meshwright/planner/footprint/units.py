@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.footprint.groups import PipelineGroup, pipeline_groups
+from meshwright.planner.footprint.groups import FullestRanks, PipelineGroup, pipeline_groups
 from meshwright.planner.footprint.pass_table import (
     PassTable,
     RankOrder,
@@ -29,7 +29,7 @@ from meshwright.simulator.blocks import (
     num_angle_tables,
 )
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import batch_bytes
+from meshwright.simulator.memory import Fragmentation, batch_bytes
 from meshwright.simulator.model import ENDS, BlockRun, KeptLayer, model_blocks
 from meshwright.simulator.units import (
     ENDINGS,
@@ -141,7 +141,11 @@ class BesideWeights:
     def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
         """Return those of a rank that holds *stages*, for each of the layouts."""
         counts = np.array(block_counts(self._kinds, stages), np.int64)
-        each = self._bytes @ counts + self._tables * num_angle_tables(self._model, stages)
+        return np.asarray((self._bytes @ counts)[shape_index], np.int64)
+
+    def angle_tables(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
+        """Return what such a rank's cos/sin caches take, which its passes make."""
+        each = self._tables * num_angle_tables(self._model, stages)
         return np.asarray(each[shape_index], np.int64)
 
 
@@ -165,14 +169,12 @@ class UnitPeaks:
         self._tables: dict[tuple[object, ...], PassTable] = {}
 
     def add_to(
-        self, peaks: Column, indices: Column, most_bytes: int, tell: Callable[[int, int], None]
+        self, peaks: FullestRanks, indices: Column, tell: Callable[[int, int], None]
     ) -> None:
-        """Write the live bytes of the fullest rank of *indices* into *peaks*, those of all layouts.
+        """Write the fullest ranks of *indices* into *peaks*, those of all layouts.
 
-        Of layouts that need more than *most_bytes* those of one such rank are written.
-        *tell* is told how much is done, and of how much.
-
-        Layouts that the stack does not offer, replicas of whole parameters, need nothing.
+        Of layouts that need too much those of one such rank are written, of those that the stack
+        does not offer, replicas of whole parameters, none.  *tell* is told how much is done.
         """
         kinds, member = kinds_of(self._space, indices)
         is_offered = [
@@ -196,12 +198,12 @@ class UnitPeaks:
         for done, group in enumerate(groups, len(used)):
             tell(done, len(used) + len(groups))
             for role in group.pipeline.roles:
-                left = group.indices[peaks[group.indices] <= most_bytes]
+                left = group.indices[peaks.left(group.indices)]
                 if not len(left):
                     break
                 parts = [sizes[each] for each in _parts(role)]
                 found = self._role_peaks(group._replace(indices=left), role, states, parts)
-                peaks[left] = np.maximum(peaks[left], found)
+                peaks.add(left, *found)
 
     def _part_sizes(self, part: Part, states: UnitStates, used: Column) -> PartSizes:
         """Return the sizes of a virtual stage in the states that are *used*."""
@@ -228,8 +230,8 @@ class UnitPeaks:
 
     def _role_peaks(
         self, group: PipelineGroup, role: Role, states: UnitStates, sizes: list[PartSizes]
-    ) -> Column:
-        """Return the live bytes of the fullest of the role's ranks, of each layout."""
+    ) -> tuple[Column, Column]:
+        """Return the live bytes of the fullest of the role's ranks, and its states'."""
         own = states.of_layout[group.indices]
         parts = [each.rows[each.row_of[own]] for each in sizes]
         counts = [role.stages.count(stage) for stage, _ in _parts(role)]
@@ -238,14 +240,19 @@ class UnitPeaks:
         sharding = states.sharding(own)
         held = RankStates.of(weights, experts, sharding)
         beside = self._beside.of_rank(states.shapes[own], role.stages)
-        static = held.parameters + held.gradients + held.optimizer + surplus + beside
+        lasting, gradients = held.parameters + held.optimizer + beside, held.gradients + surplus
         microbatches = self._space.num_microbatches[group.indices]
         buffers = buffers + self._batch_bytes(group)
         sums = np.asarray(sharding.sums, np.int64)
         pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
         moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
         updating = held.update_temporary + copied * (1 - sharding.on_host) - passes[REDUCED]
-        return np.asarray(static + microbatches * buffers + np.maximum(moving, updating), np.int64)
+        buffers = microbatches * buffers + self._beside.angle_tables(
+            states.shapes[own], role.stages
+        )
+        live = lasting + gradients + buffers + np.maximum(moving, updating)
+        kept = Fragmentation.of(self._space.stack).state_bytes(lasting, gradients)
+        return np.asarray(live, np.int64), np.asarray(kept, np.int64)
 
     def _batch_bytes(self, group: PipelineGroup) -> Column:
         """Return what a rank holds of the batch, for each microbatch, of each layout."""

@@ -147,7 +147,7 @@ def _read_reduction(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
 
 
 def _read_segments(roles: Roles, keys: Keys, _: Facts, __: FileWords) -> Keys:
-    return {"stack.allocator_fraction": 0.0} if keys.get(roles["grow"], True) else {}
+    return {"stack.allocator": "expandable"} if keys.get(roles["grow"], True) else {}
 
 
 def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:

@@ -33,8 +33,7 @@ def plot_stage_memory(step: StepResult) -> Figure:
         heights_gib = [getattr(stage, field) / GIBI for stage in stages]
         axes.bar(numbers, heights_gib, 0.82, bottom_gib, color=colour, label=name)
         bottom_gib = [low + high for low, high in zip(bottom_gib, heights_gib, strict=True)]
-    device_bytes = step.memory.overheads.device_bytes
-    tops_gib = [device_bytes(stage.peak_bytes) / GIBI for stage in stages]
+    tops_gib = [step.memory.stage_device_bytes(stage) / GIBI for stage in stages]
     axes.bar(
         numbers,
         [top - low for top, low in zip(tops_gib, bottom_gib, strict=True)],

@@ -22,6 +22,7 @@ from meshwright.simulator import (
     simulate,
     simulate_folded,
 )
+from meshwright.simulator.memory import PeakBytes
 
 # So many layouts, and then twice as many, get sharp bounds at a time where one is looked for.
 FIRST_BOUNDS = 4
@@ -41,7 +42,7 @@ class Runs:
 
     space: Space
     costs: CostModel
-    memory_peaks: Column
+    peaks: PeakBytes[Column]
     device_bytes: Column
     step_ps: dict[int, int] = field(default_factory=dict)
     kept: dict[int, tuple[BuiltStep, StepTimes]] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class Runs:
                 *self.kept[index],
                 self.costs,
                 memory_limit_bytes,
-                peak_bytes=int(self.memory_peaks[index]),
+                peak=PeakBytes(*(int(column[index]) for column in self.peaks)),
             )
         return simulate(
             self.space.job,
@@ -98,7 +99,7 @@ class Runs:
             SimulatedPlan(
                 plan=self.space.plan(index),
                 step_ps=self.step_ps[index],
-                peak_bytes=int(self.memory_peaks[index]),
+                peak_bytes=int(self.peaks.live_bytes[index]),
                 device_bytes=int(self.device_bytes[index]),
                 fits=int(self.device_bytes[index]) <= limit_bytes,
             )

@@ -44,7 +44,7 @@ from meshwright.simulator import (
     TrainingJob,
 )
 from meshwright.simulator.layout import attention_kernels, job_refusal
-from meshwright.simulator.memory import usable_bytes
+from meshwright.simulator.memory import PeakBytes, usable_bytes
 from meshwright.simulator.step import host_refusal
 
 MAX_GPUS = 10_000_000
@@ -175,12 +175,13 @@ def _field(  # noqa: PLR0913 -- what a search is of
     tell(f"sizing the memory of {counted(len(space), 'layout')}", 0, 0)
     offered = np.flatnonzero(~lacks(space))
     table, costs = ShapeTable.of(space, offered), CostModel(cluster, stack, num_gpus)
-    peaks = np.zeros(len(space), np.int64)
-    peaks[offered] = peak_bytes(
-        space, table, costs.blocks, offered, most_bytes=limit_bytes, progress=tell
-    )
+    found = peak_bytes(space, table, costs.blocks, offered, most_bytes=limit_bytes, progress=tell)
+    peaks = PeakBytes(*(np.zeros(len(space), np.int64) for _ in found))
+    for column, own in zip(peaks, found, strict=True):
+        column[offered] = own
     runs = Runs(space, costs, peaks, device_bytes_column(space, cluster, peaks))
-    bounds = StepBounds(space, table.of_layouts(offered[peaks[offered] <= limit_bytes]), costs)
+    within = offered[peaks.live_bytes[offered] <= limit_bytes]
+    bounds = StepBounds(space, table.of_layouts(within), costs)
 
     def needed_bytes(indices: Column) -> Column:
         live = peak_bytes(space, table, costs.blocks, indices)

@@ -26,6 +26,7 @@ from meshwright.simulator import (
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.engine import with_overhead
 from meshwright.simulator.layout import AXES
+from meshwright.simulator.memory import PeakBytes
 from meshwright.simulator.step import overhead_per_million
 
 Servers = int | Literal["all"] | None
@@ -146,11 +147,12 @@ def strategy_field(
     """
     space = enumerate_strategies(job, cluster, stack, num_gpus, limits)
     costs = CostModel(cluster, stack, num_gpus)
-    peaks = np.zeros(len(space), np.int64)
+    peaks = PeakBytes(*(np.zeros(len(space), np.int64) for _ in range(2)))
     too_long: set[int] = set()
     for index in range(len(space)):
         try:
-            peaks[index] = _peak_bytes(space, index, costs)
+            for column, found in zip(peaks, _peak_bytes(space, index, costs), strict=True):
+                column[index] = found
         except TooManyTasksError:
             too_long.add(index)
     device_bytes = device_bytes_column(space, cluster, peaks)
@@ -163,13 +165,13 @@ def strategy_field(
     return Field(runs, lower_bounds_ps)
 
 
-def _peak_bytes(space: StrategySpace, index: int, costs: CostModel) -> int:
+def _peak_bytes(space: StrategySpace, index: int, costs: CostModel) -> PeakBytes[int]:
     """Return the memory of layout *index*, from as many microbatches as tell it."""
     plan = space.plan(index)
     num_microbatches = min(plan.num_microbatches(space.job), REPRESENTATIVE_MICROBATCHES)
     job = replace(space.job, global_batch_size=plan.dp * plan.microbatch_size * num_microbatches)
     result = simulate(job, plan, costs.cluster, costs.stack, costs=costs)
-    return result.memory.peak_bytes
+    return result.memory.peak
 
 
 def computing_ps(space: Space, index: int, costs: CostModel) -> int:

@@ -11,7 +11,7 @@ from meshwright.simulator.blocks import hardware_flops, model_flops
 from meshwright.simulator.costs import COMMUNICATION, Category, peak_flops_per_s
 from meshwright.simulator.engine import StepTimes, StepWork
 from meshwright.simulator.layout import ResolvedPlan, TrainingJob
-from meshwright.simulator.memory import Overheads
+from meshwright.simulator.memory import Fragmentation, Overheads, PeakBytes
 from meshwright.simulator.schedules import get_schedule
 
 
@@ -45,6 +45,11 @@ class StageMemory:
             + self.buffers_bytes
         )
 
+    def state_bytes(self, fragmentation: Fragmentation) -> int:
+        """Return those of them that live from step to step."""
+        weights_bytes = self.parameters_bytes + self.optimizer_states_bytes
+        return fragmentation.state_bytes(weights_bytes, self.gradients_bytes)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryResult:
@@ -54,11 +59,11 @@ class MemoryResult:
     allocator holds beside, ``device_bytes`` context and communicators (`Overheads`); a plan fits
     when the last is at most ``usable_bytes``, and ``host_bytes``, what the fullest node keeps on
     its host, at most ``host_capacity_bytes``.  ``walk`` finds the memory of each pipeline rank when
-    that is read: ``known_peak_bytes`` is known of a search's layouts without, and of most pipelines
+    that is read: ``known_peak`` is known of a search's layouts without, and of most pipelines
     from few ranks.  Results are equal if all that they tell is, wherever it is from.
     """
 
-    known_peak_bytes: int | None = None
+    known_peak: PeakBytes[int] | None = None
     overheads: Overheads
     capacity_bytes: int
     usable_bytes: int
@@ -77,13 +82,33 @@ class MemoryResult:
     @property
     def _told(self) -> tuple[object, ...]:
         limits = self.overheads, self.capacity_bytes, self.usable_bytes
-        return *limits, self.host_bytes, self.host_capacity_bytes, self.peak_bytes, self.by_stage
+        sizes = self.peak_bytes, self.reserved_bytes
+        return *limits, self.host_bytes, self.host_capacity_bytes, *sizes, self.by_stage
 
-    @cached_property
+    @property
     def peak_bytes(self) -> int:
         """Live bytes of the fullest rank at its fullest instant."""
-        known = self.known_peak_bytes
-        return self.worst_stage.peak_bytes if known is None else known
+        return self.peak.live_bytes
+
+    @cached_property
+    def peak(self) -> PeakBytes[int]:
+        """The most live bytes of a rank, and the most that an allocator holds for one."""
+        if self.known_peak is not None:
+            return self.known_peak
+        parts = max(map(self._stage_parts, self.by_stage))
+        return PeakBytes(self.worst_stage.peak_bytes, parts)
+
+    def _stage_parts(self, stage: StageMemory) -> int:
+        fragmentation = self.overheads.fragmentation
+        return fragmentation.reserved_parts(stage.peak_bytes, stage.state_bytes(fragmentation))
+
+    def stage_reserved_bytes(self, stage: StageMemory) -> int:
+        """Return what the allocator of a pipeline rank holds."""
+        return self.overheads.reserved_bytes(self._stage_parts(stage))
+
+    def stage_device_bytes(self, stage: StageMemory) -> int:
+        """Return what the device of a pipeline rank shows as used."""
+        return self.overheads.device_bytes(self._stage_parts(stage))
 
     @cached_property
     def by_stage(self) -> tuple[StageMemory, ...]:
@@ -92,13 +117,13 @@ class MemoryResult:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator of the fullest rank holds."""
-        return self.overheads.reserved_bytes(self.peak_bytes)
+        """What the allocator that holds the most holds."""
+        return self.overheads.reserved_bytes(self.peak.reserved_parts)
 
     @property
     def device_bytes(self) -> int:
         """What its device shows as used."""
-        return self.overheads.device_bytes(self.peak_bytes)
+        return self.overheads.device_bytes(self.peak.reserved_parts)
 
     @property
     def fits(self) -> bool:

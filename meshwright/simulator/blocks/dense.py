@@ -1,5 +1,6 @@
 """The dense transformer layer, written once."""
 
+from fractions import Fraction
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Attention, RecomputeModule
@@ -79,8 +80,10 @@ def expert_mesh(shape: BlockShape, ranks: Size) -> ExpertMesh:
     experts = shape.model.experts
     split_on = Axis.TP if shape.splits_experts_alike else ExpertAxis.ETP
     has_one = experts is not None and experts.num_experts == shape.ep
+    factor = shape.stack.expert_capacity
+    capacity = None if factor is None else Fraction(factor).limit_denominator(1000)
     if shape.ep == 1:
-        return ExpertMesh(split_on, split_on, has_one=has_one)
+        return ExpertMesh(split_on, split_on, has_one=has_one, capacity=capacity)
     told = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
     assert experts is not None
     # DeepEP and HybridEP take shares in fp32 alone, so that experts weigh in it (_DeepepManager and
@@ -91,8 +94,9 @@ def expert_mesh(shape: BlockShape, ranks: Size) -> ExpertMesh:
         ranks,
         is_divided=True,
         has_one=has_one,
-        hottest=hottest_share(experts, shape.ep, shape.imbalance),
+        hottest=hottest_share(experts, shape.ep, 1.0 if capacity else shape.imbalance),
         widens_shares=shape.dispatcher.sends_once,
+        capacity=capacity,
     )
 
 

@@ -214,7 +214,10 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         scaled=recipe.scaled_elements,
         # HybridEP fills rows up as it dispatches, so that nothing is left to be filled up
         # (_HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
-        pads_experts=recipe.pads_expert_rows and shape.dispatcher is not Dispatcher.HYBRIDEP,
+        # Nor where rows are those of a capacity, a multiple of what a product takes.
+        pads_experts=recipe.pads_expert_rows
+        and shape.dispatcher is not Dispatcher.HYBRIDEP
+        and shape.stack.expert_capacity is None,
         opens_experts=recipe.fuses_experts,
     )
 

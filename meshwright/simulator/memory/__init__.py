@@ -4,6 +4,7 @@ from meshwright.simulator.memory.beside import pair_bytes
 from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
     block_bytes,
+    captures_whole_layers,
     pass_workspace_bytes,
     stage_messages,
 )
@@ -16,7 +17,10 @@ from meshwright.simulator.memory.held_messages import (
 )
 from meshwright.simulator.memory.late_gradients import LateGradients
 from meshwright.simulator.memory.overheads import (
+    PARTS,
+    Fragmentation,
     Overheads,
+    PeakBytes,
     num_communicators,
     usable_bytes,
     workspace_bytes,
@@ -58,7 +62,9 @@ from meshwright.simulator.memory.timeline import (
 
 __all__ = [
     "FULLNESS",
+    "PARTS",
     "BlockBytes",
+    "Fragmentation",
     "HeldSpans",
     "KeptUnits",
     "LateGradients",
@@ -67,6 +73,7 @@ __all__ = [
     "Overheads",
     "PassPeak",
     "PassPeaks",
+    "PeakBytes",
     "PipelinePlace",
     "RankMemory",
     "SentBytes",
@@ -75,6 +82,7 @@ __all__ = [
     "VirtualStageMemory",
     "batch_bytes",
     "block_bytes",
+    "captures_whole_layers",
     "fullest_moments",
     "held_between_steps",
     "held_spans",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
+from meshwright.hwprofiles import CudaGraphImpl, CudaGraphs, Precision
 from meshwright.simulator.blocks import (
     ADDED,
     BlockMemory,
@@ -14,7 +15,10 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
-from meshwright.simulator.model import HEAD, PREDICTIONS, BlockKind, predicts_further
+from meshwright.simulator.model import HEAD, LAYERS, PREDICTIONS, BlockKind, predicts_further
+
+OUTPUTS_WITHOUT_EXPERTS = 2
+"""As wide as tokens, of a layer whose graph ends before experts: residual and normalised tokens."""
 
 
 class Addable(Protocol):
@@ -82,7 +86,47 @@ def block_bytes(
     blocks[HEAD] = head._replace(saved=head.saved + logits, forward=head.forward - logits)
     reader = PREDICTIONS if predicts_further(shape.trained) else HEAD
     blocks[reader] = blocks[reader]._replace(waiting=waiting_table_bytes(shape))
-    return blocks
+    return _with_graphs(shape, blocks)
+
+
+def captures_whole_layers(shape: BlockShape) -> bool:
+    """Return whether each layer is in CUDA graphs of its own, with its experts if it has some."""
+    stack, model = shape.stack, shape.trained
+    is_whole = getattr(model, "experts", None) is None or stack.captures_experts
+    return stack.cuda_graphs == CudaGraphs.LAYERS and is_whole
+
+
+def _with_graphs(
+    shape: BlockShape, blocks: dict[BlockKind, BlockBytes[int]]
+) -> dict[BlockKind, BlockBytes[int]]:
+    """Return *blocks* with the static buffers of layers in graphs of Transformer Engine.
+
+    A layer has, in each microbatch in flight, an input and a mask of its own, of a byte for each
+    pair of tokens (get_layer_static_inputs of megatron/core/transformer/{module,transformer_layer}
+    .py and `_get_sample_arguments` of cuda_graphs.py, core 0.16).  The input is what it keeps; the
+    output of a whole layer, which lives until its backward is over, is one tensor more.  Where
+    experts are left out its outputs are tensors that it keeps.  Gradients of outputs have buffers
+    that all layers share (make_graphed_callables of transformer_engine/pytorch/graph.py, 2.9).
+    Megatron-Core's own captures hand on outputs as inputs, and pass no mask.
+    """
+    stack = shape.stack
+    is_theirs = stack.cuda_graph_impl == CudaGraphImpl.TRANSFORMER_ENGINE
+    if not is_theirs or stack.cuda_graphs != CudaGraphs.LAYERS:
+        return blocks
+    is_whole = captures_whole_layers(shape)
+    hidden_bytes = shape.num_local_tokens * shape.model.hidden_size * Precision.BF16.num_bytes
+    static_bytes = shape.microbatch_size * shape.seq_len * shape.seq_len // shape.cp
+    static_bytes += hidden_bytes if is_whole else 0
+    num_layers = dict.fromkeys(LAYERS, 1) | {PREDICTIONS: shape.model.prediction_layers}
+    gradients_bytes = hidden_bytes * (1 if is_whole else OUTPUTS_WITHOUT_EXPERTS)
+    return blocks | {
+        kind: block._replace(
+            saved=block.saved + num_layers[kind] * static_bytes,
+            buffer=block.buffer + gradients_bytes,
+        )
+        for kind, block in blocks.items()
+        if kind in num_layers
+    }
 
 
 def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
@@ -125,17 +169,20 @@ def pass_workspace_bytes(
     most: Callable[[Size, Size], Size],
     *,
     holds_gradient: bool = False,
+    has_pools: bool = False,
 ) -> tuple[Size, Size]:
     """Return what one pass through a virtual stage needs beside all that it keeps.
 
     That is the most, over its blocks, of what one needs less what those behind it keep: in forward
-    they do not keep it yet, in backward no more.
+    they do not keep it yet, in backward no more.  What graphs of layers have allocated is in a pool
+    of their own, which ends of the model cannot use, nor layers what ends have: of both the most.
 
     Args:
         blocks: Sizes of a block of each kind.
         stage: What it holds.
         most: Returns the larger of two sizes: `max`, or `numpy.maximum` for columns.
         holds_gradient: Whether the gradient that a stage receives is held throughout its backward.
+        has_pools: Whether layers are in CUDA graphs (`captures_whole_layers`).
 
     Returns:
         Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
@@ -145,18 +192,21 @@ def pass_workspace_bytes(
     last = passes[-1].kind
     nothing = blocks[last].saved * 0
     holds_gradient &= not stage.has_head
-    forward = backward = kept_behind = waiting = cached = nothing
+    forward, backward, kept_behind = ([nothing, nothing] for _ in range(3))
+    waiting = cached = nothing
     for kind, count in passes:
         cached = cached + blocks[kind].cached * count
     for place, (kind, count) in enumerate(reversed(passes)):
         block, needed = blocks[kind], blocks[kind].backward
+        pool = int(has_pools and kind in LAYERS)
         if holds_gradient:
             needed = block.holding if place == 0 else needed + blocks[last].sent
         # Of equal blocks the last one's pass is the fullest; its own casts are in what it needs.
-        forward = most(forward, block.forward + cached - block.cached - kept_behind)
-        backward = most(backward, needed + waiting - kept_behind)
+        made = block.forward + cached - block.cached - kept_behind[pool]
+        forward[pool] = most(forward[pool], made)
+        backward[pool] = most(backward[pool], needed + waiting - kept_behind[pool])
         cached = cached - block.cached * count
-        kept_behind = kept_behind + block.saved * count
+        kept_behind[pool] = kept_behind[pool] + block.saved * count
         if stage.has_embedding:
             waiting = waiting + block.waiting * count
-    return forward, backward
+    return forward[0] + forward[1], backward[0] + backward[1]

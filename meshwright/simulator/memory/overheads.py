@@ -1,9 +1,9 @@
 """What a device holds beside live tensors: libraries, the allocator, the context, communicators."""
 
 from math import prod
-from typing import NamedTuple, Self
+from typing import Generic, NamedTuple, Self
 
-from meshwright.hwprofiles import Cluster, Device, StackProfile, format_bytes
+from meshwright.hwprofiles import Allocator, Cluster, Device, StackProfile, format_bytes
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import (
     REPLICATED,
@@ -15,6 +15,7 @@ from meshwright.simulator.layout import (
     TrainingJob,
     table_rank,
 )
+from meshwright.simulator.memory.block_bytes import Size
 from meshwright.simulator.model import AnyModel, ModelSpec, shares_table
 
 NUM_PRODUCT_THREADS = 2
@@ -24,17 +25,69 @@ NUM_GROUPED_STREAMS = 4
 """On which Transformer Engine starts products of a group (common/util/multi_stream.cpp)."""
 
 
+PARTS = 10_000
+"""Of a byte: reserved memory is counted in them, so that columns and single plans agree exactly."""
+
+
+class Fragmentation(NamedTuple):
+    """What an allocator holds beyond what is allocated, in ten-thousandths.
+
+    Args:
+        passing_parts: Of what a step allocates and frees: activations, buffers, workspaces.
+        state_parts: Of what lives from step to step.
+        keeps_gradients: Whether gradients do: they lie in buffers that are allocated once.
+    """
+
+    passing_parts: int
+    state_parts: int
+    keeps_gradients: bool = True
+
+    @classmethod
+    def of(cls, stack: StackProfile) -> Self:
+        """Return that of a stack's allocator.
+
+        Expandable segments unmap what is free before an allocation fails (unmap_block of
+        c10/cuda/CUDACachingAllocator.cpp): at the limit nothing is held beyond.
+        """
+        keeps = stack.gradient_as_bucket_view and not stack.is_fully_sharded
+        if stack.allocator == Allocator.EXPANDABLE:
+            return cls(0, 0, keeps)
+        passing, state = stack.allocator_fraction, stack.allocator_state_fraction
+        of_states = passing if state is None else state
+        return cls(round(passing * PARTS), round(of_states * PARTS), keeps)
+
+    def state_bytes(self, weights_bytes: Size, gradients_bytes: Size) -> Size:
+        """Return what lives from step to step, of weights with optimizer states, and gradients."""
+        return weights_bytes + gradients_bytes if self.keeps_gradients else weights_bytes
+
+    def reserved_parts(self, live_bytes: Size, state_bytes: Size) -> Size:
+        """Return what the allocator holds for *live_bytes*, states among them, in `PARTS`.
+
+        >>> Fragmentation(1000, 400).reserved_parts(1000, 600) / PARTS
+        1064.0
+        """
+        passing, state = self.passing_parts, self.state_parts
+        return live_bytes * (PARTS + passing) - state_bytes * (passing - state)
+
+
+class PeakBytes(NamedTuple, Generic[Size]):
+    """The most that a rank has live, and the most `Fragmentation.reserved_parts` of one."""
+
+    live_bytes: Size
+    reserved_parts: Size
+
+
 class Overheads(NamedTuple):
     """Bytes of a rank beside those of live tensors.
 
     Args:
         workspace_bytes: What libraries for matrix products work in; the allocator holds it, too.
-        allocator_fraction: What the allocator holds beyond what is allocated, as a part of that.
+        fragmentation: What the allocator holds beyond what is allocated.
         outside_bytes: What it does not hold: the context and the communicators.
     """
 
     workspace_bytes: int
-    allocator_fraction: float
+    fragmentation: Fragmentation
     outside_bytes: int
 
     @classmethod
@@ -44,7 +97,7 @@ class Overheads(NamedTuple):
         """Return those of a rank in so many communicators."""
         each = device.overheads.communicator_bytes if device.overheads else 0
         outside = stack.context_bytes + num_communicators * each
-        return cls(workspace_bytes(device, stack, model), stack.allocator_fraction, outside)
+        return cls(workspace_bytes(device, stack, model), Fragmentation.of(stack), outside)
 
     @classmethod
     def of_plan(
@@ -55,22 +108,26 @@ class Overheads(NamedTuple):
         count = num_communicators(Mesh.of(plan), is_tied=is_tied)
         return cls.of(cluster.device, stack, job.model, count)
 
-    def reserved_bytes(self, live_bytes: int) -> int:
-        """Return what the allocator holds for *live_bytes* of tensors.
+    @property
+    def workspace_parts(self) -> int:
+        """What the allocator holds for the workspaces, in parts of a byte."""
+        return self.fragmentation.reserved_parts(self.workspace_bytes, 0)
 
-        >>> Overheads(20, 0.05, 500).reserved_bytes(1000)
+    def reserved_bytes(self, parts: int) -> int:
+        """Return what the allocator holds, given the `Fragmentation.reserved_parts` of tensors.
+
+        >>> Overheads(20, Fragmentation(500, 500), 500).reserved_bytes(1050 * PARTS)
         1071
         """
-        allocated = live_bytes + self.workspace_bytes
-        return allocated + int(allocated * self.allocator_fraction)
+        return (parts + self.workspace_parts) // PARTS
 
-    def device_bytes(self, live_bytes: int) -> int:
+    def device_bytes(self, parts: int) -> int:
         """Return what the device shows as used.
 
-        >>> Overheads(20, 0.05, 500).device_bytes(1000)
+        >>> Overheads(20, Fragmentation(500, 500), 500).device_bytes(1050 * PARTS)
         1571
         """
-        return self.reserved_bytes(live_bytes) + self.outside_bytes
+        return self.reserved_bytes(parts) + self.outside_bytes
 
 
 def workspace_bytes(device: Device, stack: StackProfile, model: AnyModel) -> int:

@@ -18,6 +18,7 @@ from meshwright.simulator.layout import (
 from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
     Size,
+    captures_whole_layers,
     pass_workspace_bytes,
     stage_messages,
 )
@@ -193,9 +194,14 @@ class RankMemory:
         return [stage.sent for stage in self.virtual_stages]
 
     @property
+    def weights_bytes(self) -> int:
+        """Bytes of weights, and of what the optimizer keeps of them."""
+        return self.parameters_bytes + self.optimizer_states_bytes
+
+    @property
     def static_bytes(self) -> int:
         """Bytes that live through the whole step."""
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_states_bytes
+        return self.weights_bytes + self.gradients_bytes
 
     @property
     def reshards(self) -> bool:
@@ -210,7 +216,11 @@ def virtual_stage_memory(
 ) -> VirtualStageMemory:
     """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
     forward, backward = pass_workspace_bytes(
-        blocks, stage, max, holds_gradient=shape.stack.holds_messages
+        blocks,
+        stage,
+        max,
+        holds_gradient=shape.stack.holds_messages,
+        has_pools=captures_whole_layers(shape),
     )
     saved = sum(count * blocks[kind].saved for kind, count in stage.passes)
     sent = stage_messages(blocks, stage)

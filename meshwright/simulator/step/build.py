@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import product
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Source, StackProfile
+from meshwright.hwprofiles import CudaGraphs, Source, StackProfile
 from meshwright.simulator.blocks import (
     BlockShape,
     angle_table_bytes,
@@ -249,6 +249,10 @@ def _memory_of_stages(
     memory = with_copies(memory, beside_weights_bytes(shape, own))
     if context.setting.plan.expert_overlap is not None:
         memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))
+    if shape.stack.cuda_graphs == CudaGraphs.WHOLE_STEP:
+        # The graph's pool is not given back to what the update needs, nor that to the graph.
+        buffers = memory.buffers_bytes + memory.update_temporary_bytes
+        memory = replace(memory, buffers_bytes=buffers, update_temporary_bytes=0)
     if any(context.setting.parts[stage] for stage in stages):
         return memory
     # Reduced as one after the last pass, gradients are cast when activations are gone: the copy

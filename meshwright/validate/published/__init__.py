@@ -1,8 +1,9 @@
 """Published runs, and a scoreboard of the simulator against them."""
 
 from meshwright.validate.published.margins import (
+    AllocatorFractions,
     PublishedReserve,
-    allocator_fraction,
+    allocator_fractions,
     load_published_reserves,
 )
 from meshwright.validate.published.peaks import (
@@ -43,6 +44,7 @@ from meshwright.validate.published.scoreboard import (
 )
 
 __all__ = [
+    "AllocatorFractions",
     "Comparison",
     "ExcludedPeak",
     "ExcludedRun",
@@ -58,7 +60,7 @@ __all__ = [
     "SourceSummary",
     "TableStyle",
     "Verdict",
-    "allocator_fraction",
+    "allocator_fractions",
     "compare_peak",
     "format_comparisons",
     "format_scoreboard",

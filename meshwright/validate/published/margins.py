@@ -1,10 +1,17 @@
-"""What allocators were printed to hold beyond live tensors; stacks take their fraction from it."""
+"""What allocators were printed to hold beyond live tensors; stacks take their fractions from it."""
 
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean
+from typing import NamedTuple
 
-from meshwright.validate.published.rows import Note, Positive, Row, Text, load_rows
+from meshwright.validate.published.rows import (
+    Note,
+    OptionalPositive,
+    Positive,
+    Row,
+    Text,
+    load_rows,
+)
 
 RESERVES_FILE = "published_reserves.csv"
 
@@ -15,9 +22,10 @@ class PublishedReserve(Row):
     Args:
         source: Who printed it.
         series: Runs of the source that are alike; one is left out as a whole.
-        is_fitted: 1 where the fraction that stacks have is a mean over it.
+        is_fitted: Whether the fractions that stacks have are fitted on it.
         allocated_gib: Most memory of live tensors (``max_memory_allocated``).
         reserved_gib: Most memory that the allocator held (``max_memory_reserved``).
+        state_gib: What of it lives from step to step, as computed; if its run is known.
         note: What was run.
     """
 
@@ -26,6 +34,7 @@ class PublishedReserve(Row):
     is_fitted: bool
     allocated_gib: Positive
     reserved_gib: Positive
+    state_gib: OptionalPositive
     note: Note
 
     @property
@@ -49,6 +58,31 @@ def load_published_reserves(path: Path | None = None) -> tuple[PublishedReserve,
     return load_rows(PublishedReserve, path, RESERVES_FILE)
 
 
-def allocator_fraction(rows: Iterable[PublishedReserve]) -> float:
-    """Return the mean of what allocators held beyond, in the rows that are fitted."""
-    return fmean(row.fraction for row in rows if row.is_fitted)
+class AllocatorFractions(NamedTuple):
+    """What is held beyond: of what a step allocates and frees, and of what lives on."""
+
+    passing: float
+    state: float
+
+
+def allocator_fractions(rows: Iterable[PublishedReserve]) -> AllocatorFractions:
+    """Return the least squares of what allocators held beyond, in the rows that are fitted.
+
+    What is squared is a part of what a row had allocated, so that each counts alike: with a share
+    ``s`` of states, ``passing * (1 - s) + state * s``.
+    """
+    points = [
+        (1 - row.state_gib / row.allocated_gib, row.state_gib / row.allocated_gib, row.fraction)
+        for row in rows
+        if row.is_fitted and row.state_gib
+    ]
+    passing = sum(first * first for first, _, _ in points)
+    state = sum(second * second for _, second, _ in points)
+    both = sum(first * second for first, second, _ in points)
+    of_passing = sum(first * held for first, _, held in points)
+    of_state = sum(second * held for _, second, held in points)
+    determinant = passing * state - both**2
+    return AllocatorFractions(
+        (of_passing * state - of_state * both) / determinant,
+        (of_state * passing - of_passing * both) / determinant,
+    )

@@ -55,14 +55,16 @@ class Verdict:
     id: str
     source: str
     out_of_memory: bool
-    live_bytes: int
+    ranks: tuple[tuple[int, int], ...]
+    """Live bytes of each pipeline rank, and those of them that live from step to step."""
     overheads: Overheads
     usable_bytes: int
 
     @property
     def device_bytes(self) -> int:
         """What the fullest device is predicted to hold."""
-        return self.overheads.device_bytes(self.live_bytes)
+        parts = [self.overheads.fragmentation.reserved_parts(*rank) for rank in self.ranks]
+        return self.overheads.device_bytes(max(parts))
 
     @property
     def fits(self) -> bool:
@@ -249,11 +251,12 @@ def _memory_bytes(run: PublishedRun, result: StepResult) -> int:
 
 def _verdict(run: PublishedRun, result: StepResult) -> Verdict:
     memory = result.memory
+    held = memory.overheads.fragmentation
     return Verdict(
         id=run.id,
         source=run.source,
         out_of_memory=run.out_of_memory,
-        live_bytes=memory.peak_bytes,
+        ranks=tuple((each.peak_bytes, each.state_bytes(held)) for each in memory.by_stage),
         overheads=memory.overheads,
         usable_bytes=memory.usable_bytes,
     )

@@ -107,7 +107,7 @@ def predict_member(saved: SavedPlan, rank: int) -> RankPrediction:
         flops=flops if rank < saved.plan.dp else 0,
         collectives=tuple(sorted(calls)),
         peak_bytes=members[rank].peak_bytes,
-        reserved_bytes=result.memory.overheads.reserved_bytes(members[rank].peak_bytes),
+        reserved_bytes=result.memory.stage_reserved_bytes(members[rank]),
         bytes_at_peak=bytes_of(members[rank]),
         step_time_s=result.step_ps / PS_PER_S,
     )

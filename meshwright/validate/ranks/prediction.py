@@ -136,7 +136,7 @@ def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
         collectives=_collectives(saved, rank),
         peak_bytes=memory.peak_bytes,
         bytes_at_peak=bytes_of(memory),
-        reserved_bytes=result.memory.overheads.reserved_bytes(memory.peak_bytes),
+        reserved_bytes=result.memory.stage_reserved_bytes(memory),
         step_time_s=result.step_ps / PS_PER_S,
         host_bytes=memory.host_bytes,
         spread_bytes=_spread_bytes(saved, cp_rank),

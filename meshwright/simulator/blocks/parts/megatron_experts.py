@@ -11,6 +11,7 @@ from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
     RoutedDims,
+    dropped,
     exchanged,
     grouped,
     logits_of,
@@ -53,7 +54,8 @@ def megatron(
     """Return what shared and routed experts make of tokens: the shared ones run first."""
     beside = None if shared is None else _of_all(block, x, shared)
     flat = dims.flat(block, x)
-    shares = _told(block, _shares(block, flat, experts, dims), dims)
+    shares = _shares(block, flat, experts, dims)
+    shares = (_told if dims.mesh.capacity is None else dropped)(block, shares, dims)
     named: list[Tensor] = []
     if block.lowering.groups_experts:
         out = _fused(block, flat, shares, dims, experts)
@@ -61,8 +63,7 @@ def megatron(
         out, *named = _sequential(block, flat, shares, dims, experts)
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
     if beside is not None:
-        made = out.like("all experts out")
-        out = handed_on(block, [out, beside], made, block.traffic(x, x, x))
+        out = handed_on(block, [out, beside], out.like("all experts out"), block.traffic(x, x, x))
     block.hold(*named)
     return out
 
@@ -99,8 +100,7 @@ def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
         return shares
     size = NUMBER_BYTES * dims.experts.size * block.mesh[axis]
     told = shares.like(shares.name, base=shares.storage)
-    gather = Transfer(CollectiveOp.ALL_GATHER, axis, size)
-    return handed_on(block, [shares], told, gather)
+    return handed_on(block, [shares], told, Transfer(CollectiveOp.ALL_GATHER, axis, size))
 
 
 def _fused(

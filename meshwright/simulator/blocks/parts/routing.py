@@ -58,6 +58,7 @@ class ExpertMesh(NamedTuple):
         has_one: A rank has one expert.
         hottest: Rows of the rank with the hottest expert over those of all ranks on average.
         widens_shares: Tokens go with their shares in fp32.
+        capacity: Rows that an expert takes of a rank's tokens over the mean, if these are fixed.
     """
 
     split_on: MeshAxis = Axis.TP
@@ -67,6 +68,22 @@ class ExpertMesh(NamedTuple):
     has_one: bool = False
     hottest: Fraction = Fraction(1)
     widens_shares: bool = False
+    capacity: Fraction | None = None
+
+    def rows_taken(self, rows: Size, num_experts: Size) -> Size:
+        """Return those of a rank's *rows* that experts take: of each as many as its capacity.
+
+        get_capacity of megatron/core/transformer/moe/moe_utils.py, core 0.16.
+
+        >>> ExpertMesh(capacity=Fraction(5, 4)).rows_taken(2 * 4096, 128)
+        10240
+        >>> ExpertMesh().rows_taken(2 * 4096, 128)
+        8192
+        """
+        if self.capacity is None:
+            return rows
+        whole, part = self.capacity.as_integer_ratio()
+        return -(-rows * whole // (num_experts * part)) * num_experts
 
 
 def hottest_share(experts: Experts, ranks: int, imbalance: float) -> Fraction:
@@ -112,8 +129,10 @@ class RoutedDims(NamedTuple):
         tokens: Size = x.dims[0].size * x.dims[1].size
         width, rows = experts.hidden_size, tokens * experts.experts_per_token
         first = experts.num_parts * width
-        if mesh.split_on is not Axis.TP:  # a rank's own tokens, of each rank of an expert
-            rows = rows // x.mesh.get(Axis.TP, 1) * x.mesh.get(mesh.split_on, 1)
+        if mesh.split_on is not Axis.TP or mesh.capacity is not None:
+            # A rank's own tokens, of each rank of an expert.
+            own = mesh.rows_taken(rows // x.mesh.get(Axis.TP, 1), experts.num_experts)
+            rows = own * x.mesh.get(mesh.split_on, 1)
         sent = arrived = Dim("rows", rows)
         if mesh.hottest != 1:
             share = mesh.hottest
@@ -198,6 +217,30 @@ def normalised(block: Block, shares: Tensor, *, in_place: bool = False) -> Tenso
     ]
     outputs = [made, given] if in_place else [made]
     return block.add([shares, total], outputs, gradients, block.traffic(shares, shares))
+
+
+def dropped(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
+    """Return *shares* of the tokens that experts take, by a mask that backward reads.
+
+    Of each expert the largest are chosen, and their numbers spread over a mask
+    (apply_router_token_dropping of megatron/core/transformer/moe/moe_utils.py, core 0.16).  As rows
+    are fixed no rank is told of others' (preprocess of its dispatcher).
+    """
+    mask = shares.like("tokens taken", width=1)
+    left = shares.like("shares of tokens taken")
+    at = dims.rows_at(shares)
+    largest = shares.like("largest shares", dims=(dims.rows,), at=at)
+    numbered = largest.like("numbers of largest shares", width=NUMBER_BYTES)
+    spread = shares.like("spread numbers")
+    work = (
+        block.traffic(shares, largest, numbered),
+        block.traffic(spread, numbered, largest),
+        block.traffic(spread, mask),
+        block.traffic(shares, mask, left),
+    )
+    back = Gradient(shares, (mask,), (block.traffic(shares, mask, left),))
+    scratch = (largest, numbered, spread), ()
+    return block.add([shares], [left, mask], [back], *work, scratch=scratch)
 
 
 class Numbers(NamedTuple):
