@@ -27,6 +27,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     masking_utils,
 )
 from transformers.distributed import DistributedConfig
@@ -226,11 +228,21 @@ def language_model(job: TrainingJob) -> PreTrainedModel:
         return deepseek(model, sizes)
     if model.experts is None:
         return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=model.ffn_hidden_size))
+    sizes["num_experts_per_tok"] = model.experts.experts_per_token
+    if model.qk_norm == "head":
+        config = Qwen3MoeConfig(
+            **sizes,
+            head_dim=model.head_dim,
+            moe_intermediate_size=model.experts.hidden_size,
+            num_experts=model.experts.num_experts,
+            norm_topk_prob=True,
+        )
+        config._experts_implementation = "grouped_mm"
+        return Qwen3MoeForCausalLM(config)
     config = MixtralConfig(
         **sizes,
         intermediate_size=model.experts.hidden_size,
         num_local_experts=model.experts.num_experts,
-        num_experts_per_tok=model.experts.experts_per_token,
         experts_implementation="grouped_mm",
     )
     config._experts_implementation = "grouped_mm"

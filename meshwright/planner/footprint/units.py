@@ -33,6 +33,7 @@ from meshwright.simulator.memory import batch_bytes
 from meshwright.simulator.model import ENDS, BlockRun, KeptLayer, model_blocks
 from meshwright.simulator.units import (
     ENDINGS,
+    Padding,
     ParameterBytes,
     PassBytes,
     RankStates,
@@ -109,13 +110,13 @@ class UnitStates(NamedTuple):
 
 
 class PartSizes(NamedTuple):
-    """Sizes by state: parameters, experts, `StageUnits.surplus` to buffers, then `pass_sizes`."""
+    """Sizes by state: parameters and experts, `Padding`, then `StageUnits` from its surplus on."""
 
     row_of: Column
     rows: NDArray[np.int64]
 
 
-NUM_STATIC, REDUCED = 5, 6  # columns before those of passes; and that one of them
+NUM_STATIC, REDUCED = 7, 6  # columns before those of passes; and that one of them
 
 
 class BesideWeights:
@@ -216,8 +217,9 @@ class UnitPeaks:
             found = StageUnits.of(
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
-            static = (weights.total, weights.experts, found.surplus, found.copied, found.buffers)
-            columns = (*static, *pass_sizes(found))
+            padding = weights.padding(stage, sharding)
+            static = weights.total, weights.experts, *padding, found.surplus, found.copied
+            columns = (*static, found.buffers, *pass_sizes(found))
             if not rows.size:
                 rows = np.empty((len(used), len(columns)), np.int64)
             for number, column in enumerate(columns):
@@ -234,9 +236,10 @@ class UnitPeaks:
         parts = [each.rows[each.row_of[own]] for each in sizes]
         counts = [role.stages.count(stage) for stage, _ in _parts(role)]
         total = sum(rows * count for rows, count in zip(parts, counts, strict=True))
-        weights, experts, surplus, copied, buffers, *passes = np.asarray(total).T
+        weights, experts, *others = np.asarray(total).T
+        padding, (surplus, copied, buffers, *passes) = Padding(*others[:2]), others[2:]
         sharding = states.sharding(own)
-        held = RankStates.of(weights, experts, sharding)
+        held = RankStates.of(weights, experts, padding, sharding)
         beside = self._beside.of_rank(states.shapes[own], role.stages)
         static = held.parameters + held.gradients + held.optimizer + surplus + beside
         microbatches = self._space.num_microbatches[group.indices]

@@ -79,6 +79,7 @@ from meshwright.simulator.graph.tensors import (
     several,
     share,
     smaller,
+    sum_of,
     with_scales,
 )
 
@@ -157,6 +158,7 @@ __all__ = [
     "several",
     "share",
     "smaller",
+    "sum_of",
     "take",
     "view",
     "whole_product",

@@ -1,22 +1,35 @@
 """Parameters of a stage on one rank, unit by unit."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Units
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.graph import Size
+from meshwright.simulator.graph import Size, sum_of
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
-from meshwright.simulator.replication import EndUnits, is_tied, stage_parameters
+from meshwright.simulator.model import EMBEDDING, BlockKind, BlockRun, ModelSpec
+from meshwright.simulator.replication import (
+    EndUnits,
+    Rows,
+    fills_rows,
+    is_tied,
+    padding,
+    stage_parameters,
+    unit_weights,
+)
 from meshwright.simulator.units.layers import ByFamily, alike, families, member
+from meshwright.simulator.units.sharding import Sharding
 
 
-class EndUnit(NamedTuple):
-    """Parameters of a unit beside the layers, and those of the last of its weights."""
+class UnitWeights(NamedTuple):
+    """Parameters of a unit, those of the last of its weights, and what fills up its shards."""
 
     size: Size
     last: Size
+    rows: tuple[Rows, ...] = ()
+
+    def padding(self, num_ranks: Size) -> Size:
+        """Return the parameters that fill up the shards of so many ranks."""
+        return padding(self.rows, num_ranks)
 
 
 class LayerWeights(NamedTuple):
@@ -27,16 +40,34 @@ class LayerWeights(NamedTuple):
         experts: Those, a unit of their own.
     """
 
-    most: Size
-    experts: EndUnit
+    most: UnitWeights
+    experts: UnitWeights
 
     @classmethod
     def of(cls, shape: BlockShape, kind: BlockKind) -> "LayerWeights":
         """Return those of a layer of a *kind*."""
         experts = shape.expert_parameters.get(kind, 0)
-        return cls(
-            shape.parameters[kind] - experts, EndUnit(experts, _last_experts(shape, experts))
+        layer = Stage((BlockRun(kind, 1),), has_embedding=False, has_head=False)
+        rows, of_experts = (
+            tuple(unit_weights(shape, layer, of_experts=apart)) if fills_rows(shape) else ()
+            for apart in (False, True)
         )
+        return cls(
+            UnitWeights(shape.parameters[kind] - experts, 0, rows),
+            UnitWeights(experts, _last_experts(shape, experts), of_experts),
+        )
+
+
+class Padding(NamedTuple):
+    """Parameters that fill up the shards of a rank.
+
+    Args:
+        most: Of all but experts of which other ranks hold others.
+        experts: Of those.
+    """
+
+    most: Size
+    experts: Size
 
 
 class StageWeights(NamedTuple):
@@ -62,22 +93,20 @@ class StageWeights(NamedTuple):
     matrix: Size
     positions: Size
     tp: Size
-    roots: tuple[EndUnit, ...]
-    table: tuple[EndUnit, ...]
-    head: tuple[EndUnit, ...]
+    roots: tuple[UnitWeights, ...]
+    table: tuple[UnitWeights, ...]
+    head: tuple[UnitWeights, ...]
 
     @classmethod
     def of(cls, shape: BlockShape, stage: Stage) -> "StageWeights":
         """Return the parameters of *stage*."""
-        ends, matrix = (
-            EndUnits.of(shape, stage, 1),
-            shape.local_vocab_size * shape.model.hidden_size,
-        )
+        ends, matrix = EndUnits.of(shape, stage), shape.local_vocab_size * shape.model.hidden_size
         last = matrix
         if shape.stack.units is Units.ROOT:
             last = matrix * (stage.has_head and not is_tied(shape, stage))
         elif not is_tied(shape, stage):
-            last = sum(ends.root)  # of positions alone, however few words there are beside them
+            # Of positions alone, however few words there are beside them.
+            last = sum(map(_size, ends.root))
         layers = tuple(LayerWeights.of(shape, kind) for kind in families(shape))
         experts = sum(
             each.num_layers * member(layers, has_experts=each.has_experts).experts.size
@@ -92,12 +121,24 @@ class StageWeights(NamedTuple):
             positions=shape.parameters[EMBEDDING] - matrix,
             tp=shape.ends_tp,
             roots=(
-                *(EndUnit(size, size) for size in ends.root[:-1]),
-                *(EndUnit(size, last) for size in ends.root[-1:]),
+                *(_end_unit(shape, rows, _size(rows)) for rows in ends.root[:-1]),
+                *(_end_unit(shape, rows, last) for rows in ends.root[-1:]),
             ),
-            table=tuple(_matrix_units(ends.table, matrix)),
-            head=tuple(_matrix_units(ends.head, matrix)),
+            table=tuple(_end_unit(shape, rows, matrix) for rows in (ends.table,) if rows),
+            head=tuple(_end_unit(shape, rows, matrix) for rows in (ends.head,) if rows),
         )
+
+    def padding(self, stage: Stage, sharding: Sharding) -> "Padding":
+        """Return what fills up the shards of all units of *stage*."""
+        own = sum_of(
+            each.padding(sharding.num_ranks) for each in (*self.roots, *self.table, *self.head)
+        )
+        experts: Size = 0
+        for each in alike(stage):
+            layer = member(self.layers, has_experts=each.has_experts)
+            own = own + each.num_layers * layer.most.padding(sharding.num_ranks)
+            experts = experts + each.num_layers * layer.experts.padding(sharding.num_expert_ranks)
+        return Padding(own, experts)
 
 
 def _last_experts(shape: BlockShape, num_parameters: int) -> int:
@@ -122,7 +163,11 @@ def num_own_experts(shape: BlockShape) -> int:
     return model.experts.num_experts // shape.ep
 
 
-def _matrix_units(size: int, matrix: int) -> Iterator[EndUnit]:
-    """Yield the unit of so many parameters that ends with a table or an output matrix, if any."""
-    if size:
-        yield EndUnit(size, matrix)
+def _size(rows: tuple[Rows, ...]) -> int:
+    """Return the parameters of weights of *rows*."""
+    return int(sum(each.size for each in rows))
+
+
+def _end_unit(shape: BlockShape, rows: tuple[Rows, ...], last: int) -> UnitWeights:
+    """Return a unit of weights of *rows*, with so many parameters in the *last* of them."""
+    return UnitWeights(_size(rows), last, rows if fills_rows(shape) else ())
