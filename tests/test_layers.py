@@ -30,7 +30,7 @@ ALLOWED: dict[str, str] = {
     "simulator.costs": "blocks layout model",
     "simulator.engine": "layout schedules",
     "simulator.memory": "blocks graph layout model schedules",
-    "simulator.replication": "blocks costs engine graph layout memory model schedules",
+    "simulator.replication": "blocks costs engine layout memory model schedules",
     "simulator.ledger": "blocks costs layout memory model replication schedules",
     "simulator.units": "blocks graph layout memory model replication",
     "simulator.step": "blocks costs engine layout ledger memory model replication schedules units",

@@ -26,9 +26,9 @@ from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import BlockRun
-from meshwright.simulator.replication.buckets import unit_parts
 from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.replication.parts import StagePart, part_gathers
+from meshwright.simulator.replication.unit_parts import unit_parts
 from meshwright.simulator.step.build import build_step
 from meshwright.simulator.units.bytes import PassBytes, StageWeights, UnitBytes
 from meshwright.simulator.units.memory import unit_rank_memory

@@ -79,7 +79,6 @@ from meshwright.simulator.graph.tensors import (
     several,
     share,
     smaller,
-    sum_of,
     with_scales,
 )
 
@@ -158,7 +157,6 @@ __all__ = [
     "several",
     "share",
     "smaller",
-    "sum_of",
     "take",
     "view",
     "whole_product",

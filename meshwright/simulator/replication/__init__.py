@@ -31,8 +31,8 @@ from meshwright.simulator.replication.unit_parts import (
     is_tied,
     keeps_last_layer,
     padding,
+    shard_padding,
     unit_shards,
-    unit_weights,
 )
 
 __all__ = [
@@ -58,12 +58,12 @@ __all__ = [
     "part_gathers",
     "reduced_parts",
     "replication_of",
+    "shard_padding",
     "spread",
     "stage_bucket_limit",
     "stage_parameters",
     "sum_parameters",
     "unit_shards",
-    "unit_weights",
     "update_cost",
     "used_map_bytes",
 ]

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Units
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.graph import Size, chosen, sum_of
 from meshwright.simulator.layout import Stage, copies_table
 from meshwright.simulator.model import (
     BlockKind,
@@ -38,36 +37,37 @@ class Rows(NamedTuple):
     Args:
         number: How many rows.
         width: Elements of a row.
-        splits: 1 if more ranks than there are rows share the elements of each, else 0.
+        splits: More ranks than there are rows share the elements of each.
     """
 
-    number: Size
-    width: Size
-    splits: Size = 0
+    number: int
+    width: int
+    splits: bool = False
 
     @property
-    def size(self) -> Size:
+    def size(self) -> int:
         """Its elements."""
         return self.number * self.width
 
-    def padding(self, num_ranks: Size) -> Size:
+    def padding(self, num_ranks: int) -> int:
         """Return the elements that fill up the shards of so many ranks to one size.
 
         >>> [Rows(8, 10).padding(ranks) for ranks in (4, 6, 16)]
         [0, 40, 80]
         """
-        in_rows = -self.number % num_ranks * self.width
-        return in_rows - chosen(num_ranks > self.number, self.splits, 0) * in_rows
+        if self.splits and num_ranks > self.number:
+            return 0
+        return -self.number % num_ranks * self.width
 
 
-def padding(weights: Iterable[Rows], num_ranks: Size) -> Size:
+def padding(weights: Iterable[Rows], num_ranks: int) -> int:
     """Return the elements that fill up the shards of *weights*."""
-    return sum_of(each.padding(num_ranks) for each in weights)
+    return sum(each.padding(num_ranks) for each in weights)
 
 
-def filled(weights: Iterable[Rows], num_ranks: int) -> int:
+def filled(weights: Sequence[Rows], num_ranks: int) -> int:
     """Return the elements of all shards of *weights*, filled up to one size."""
-    return int(sum(each.size + each.padding(num_ranks) for each in weights))
+    return sum(each.size for each in weights) + padding(weights, num_ranks)
 
 
 def unit_parts(
@@ -201,7 +201,7 @@ def unit_shards(
     """
     sizes = []
     for weight in unit_weights(shape, unit, of_experts=of_experts):
-        rows, width, _ = map(int, weight)
+        rows, width, _ = weight
         most = -(-rows // num_shards)
         num_rows = most if shard is None else min(most, max(0, rows - shard * most))
         sizes.append(num_rows * width)
@@ -211,17 +211,23 @@ def unit_shards(
 def filled_parameters(
     shape: BlockShape, stages: Sequence[Stage], replication: Replication
 ) -> HeldParameters:
-    """Return `held_parameters` with what fills up the shards of units."""
-    held = held_parameters(shape, stages)
-    if not fills_rows(shape):
-        return held
+    """Return `held_parameters` with their `shard_padding`."""
     found = []
-    for count, holders in held.by_holders(replication):
-        apart = holders is not replication
-        runs = (run for each in stages for run in _counted_weights(shape, each, of_experts=apart))
-        paddings = (number * weight.padding(holders.span.num_ranks) for weight, number in runs)
-        found.append(count + int(sum(paddings)))
+    for count, holders in held_parameters(shape, stages).by_holders(replication):
+        num_ranks, apart = holders.span.num_ranks, holders is not replication
+        paddings = (shard_padding(shape, each, num_ranks, of_experts=apart) for each in stages)
+        found.append(count + sum(paddings))
     return HeldParameters(*found)
+
+
+def shard_padding(
+    shape: BlockShape, unit: Stage, num_ranks: int, *, of_experts: bool = False
+) -> int:
+    """Return what fills up the shards of *unit* as memory counts it; see `unit_shards`."""
+    if num_ranks == 1 or not fills_rows(shape):
+        return 0
+    weights = _counted_weights(shape, unit, of_experts=of_experts)
+    return sum(count * each.padding(num_ranks) for each, count in weights)
 
 
 def fills_rows(shape: BlockShape) -> bool:
@@ -276,8 +282,8 @@ def _expert_weights(
     torchtitan's gate and value are apart.
     """
     if shape.stack.units is Units.ROOT:
-        return [Rows(int(weight.size), 1)]
+        return [Rows(weight.size, 1)]
     is_apart = module_of(tensor) == "experts_in" and not shape.stack.transformers_layers
     parts = 2 if is_apart else 1
-    splits = int(of_experts and shape.stack.splits_experts)
+    splits = of_experts and shape.stack.splits_experts
     return [Rows(weight.number, weight.width // parts, splits)] * parts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import LossKernel, Units
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
-from meshwright.simulator.graph import NestedMemory, Size, chosen, several
+from meshwright.simulator.graph import NestedMemory, Size, several
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import kept_logits_bytes
 from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, KeptLayer
@@ -164,9 +164,8 @@ class Unit(NamedTuple):
     @classmethod
     def of(cls, unit: UnitWeights, sharding: Sharding) -> "Unit":
         """Return the bytes of a unit of parameters."""
-        (size, last, _), (state, reduce_bytes) = unit, sharding.parameter
+        (size, last, padding), (state, reduce_bytes) = unit, sharding.parameter
         is_cast = reduce_bytes != state.sharded_parameter
-        padding = unit.padding(sharding.num_ranks)
         filled = size + padding
         share = -(-filled // sharding.num_ranks)
         if sharding.is_plain:
@@ -239,9 +238,11 @@ class LayerUnit(NamedTuple):
         return self.dense_buffer + self.expert_buffer
 
 
-def _kept_experts(layers: ByFamily[LayerUnit], stage: Stage) -> Size:
-    """Return what is kept of the gradients of experts of all layers of *stage*."""
-    total: Size = 0
+def _kept_bytes(
+    weights: StageWeights, layers: ByFamily[LayerUnit], stage: Stage, sharding: Sharding
+) -> Size:
+    """Return what is kept of the gradients of all layers of *stage*, and of its ends."""
+    total = sharding.kept_bytes(weights.total, weights.padding.most)
     for each in alike(stage):
         experts = member(layers, has_experts=each.has_experts).experts
         total = total + each.num_layers * experts.kept
@@ -325,8 +326,6 @@ class UnitBytes:
         layers = tuple(
             LayerUnit.of(each, sharding, prefetches=prefetches) for each in weights.layers
         )
-        padding = weights.padding(stage, sharding)
-        all_parameters = weights.total + padding.most, weights.experts + padding.experts
         return cls(
             layers=layers,
             roots=roots,
@@ -337,19 +336,17 @@ class UnitBytes:
             has_head=has_head,
             keeps_last=keeps_last_layer(shape, stage),
             gathers=several(sharding.num_ranks),
-            cuts_experts=chosen(sharding.num_expert_ranks > weights.num_experts, 1, 0)
-            * shape.stack.splits_experts,
+            cuts_experts=weights.cuts_experts,
             casts_shares=reduce_bytes != state.sharded_parameter,
             is_copied=is_copied,
             end_gradient=is_copied * (one_table * ends + rest - made_later),
             positions=positions,
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
-            gradients=sharding.kept_bytes(weights.total, padding.most)
-            + _kept_experts(layers, stage),
+            gradients=_kept_bytes(weights, layers, stage, sharding),
             surplus=others * reduce_bytes,  # it stays whole
-            shares=sharding.shares(*all_parameters),
-            shard=sharding.shard_bytes(*all_parameters),
+            shares=sharding.shares(*weights.filled),
+            shard=sharding.shard_bytes(*weights.filled),
         )
 
     @property

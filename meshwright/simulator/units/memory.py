@@ -227,8 +227,9 @@ def unit_rank_memory(
     sharding = Sharding.of(replication, parameter)
     known, virtual_stages, paddings = {}, {}, {}
     for stage in dict.fromkeys(stages):
-        weights = StageWeights.of(shape, stage)
-        paddings[stage] = weights.padding(stage, sharding)
+        ranks = sharding.num_ranks, sharding.num_expert_ranks
+        weights = StageWeights.of(shape, stage, *map(int, ranks))
+        paddings[stage] = weights.padding
         units = UnitBytes.of(shape, stage, weights, sharding)
         stage_pass = StagePass(passes, stage, sharding, units)
         found = StageUnits.of(shape, stage_pass, weights, is_alone=len(stages) == 1)

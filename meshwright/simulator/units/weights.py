@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Units
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.graph import Size, sum_of
+from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import EMBEDDING, BlockKind, BlockRun, ModelSpec
 from meshwright.simulator.replication import (
@@ -13,11 +13,10 @@ from meshwright.simulator.replication import (
     fills_rows,
     is_tied,
     padding,
+    shard_padding,
     stage_parameters,
-    unit_weights,
 )
 from meshwright.simulator.units.layers import ByFamily, alike, families, member
-from meshwright.simulator.units.sharding import Sharding
 
 
 class UnitWeights(NamedTuple):
@@ -25,37 +24,7 @@ class UnitWeights(NamedTuple):
 
     size: Size
     last: Size
-    rows: tuple[Rows, ...] = ()
-
-    def padding(self, num_ranks: Size) -> Size:
-        """Return the parameters that fill up the shards of so many ranks."""
-        return padding(self.rows, num_ranks)
-
-
-class LayerWeights(NamedTuple):
-    """Parameters of a layer on one rank.
-
-    Args:
-        most: All but experts of which other ranks hold others.
-        experts: Those, a unit of their own.
-    """
-
-    most: UnitWeights
-    experts: UnitWeights
-
-    @classmethod
-    def of(cls, shape: BlockShape, kind: BlockKind) -> "LayerWeights":
-        """Return those of a layer of a *kind*."""
-        experts = shape.expert_parameters.get(kind, 0)
-        layer = Stage((BlockRun(kind, 1),), has_embedding=False, has_head=False)
-        rows, of_experts = (
-            tuple(unit_weights(shape, layer, of_experts=apart)) if fills_rows(shape) else ()
-            for apart in (False, True)
-        )
-        return cls(
-            UnitWeights(shape.parameters[kind] - experts, 0, rows),
-            UnitWeights(experts, _last_experts(shape, experts), of_experts),
-        )
+    padding: Size
 
 
 class Padding(NamedTuple):
@@ -70,14 +39,39 @@ class Padding(NamedTuple):
     experts: Size
 
 
+class LayerWeights(NamedTuple):
+    """Parameters of a layer on one rank.
+
+    Args:
+        most: All but experts of which other ranks hold others.
+        experts: Those, a unit of their own.
+    """
+
+    most: UnitWeights
+    experts: UnitWeights
+
+    @classmethod
+    def of(cls, shape: BlockShape, kind: BlockKind, num_ranks: tuple[int, int]) -> "LayerWeights":
+        """Return those of a layer of a *kind*, of which so many ranks have shards of either."""
+        experts = shape.expert_parameters.get(kind, 0)
+        layer = Stage((BlockRun(kind, 1),), has_embedding=False, has_head=False)
+        paddings = _paddings(shape, layer, num_ranks)
+        return cls(
+            UnitWeights(shape.parameters[kind] - experts, 0, paddings.most),
+            UnitWeights(experts, _last_experts(shape, experts), paddings.experts),
+        )
+
+
 class StageWeights(NamedTuple):
     """Parameters of a stage on one rank; which units there are is structure.
 
     Args:
         total: Of the stage, but for experts of which other ranks hold others.
         experts: Those of all its layers.
+        padding: What fills up shards.
         layers: Of a layer.
-        num_experts: How many experts of a layer it has.
+        cuts_experts: 1 where each of them is cut along its widths, as they are fewer than the ranks
+            that share them, else 0.
         matrix: Of the table, or of the output matrix.
         positions: Of the embedding beside its table.
         tp: Ranks that share a table.
@@ -88,8 +82,9 @@ class StageWeights(NamedTuple):
 
     total: Size
     experts: Size
+    padding: Padding
     layers: ByFamily[LayerWeights]
-    num_experts: Size
+    cuts_experts: Size
     matrix: Size
     positions: Size
     tp: Size
@@ -98,8 +93,10 @@ class StageWeights(NamedTuple):
     head: tuple[UnitWeights, ...]
 
     @classmethod
-    def of(cls, shape: BlockShape, stage: Stage) -> "StageWeights":
-        """Return the parameters of *stage*."""
+    def of(
+        cls, shape: BlockShape, stage: Stage, num_ranks: int = 1, num_expert_ranks: int = 1
+    ) -> "StageWeights":
+        """Return the parameters of *stage*, of which so many ranks have shards."""
         ends, matrix = EndUnits.of(shape, stage), shape.local_vocab_size * shape.model.hidden_size
         last = matrix
         if shape.stack.units is Units.ROOT:
@@ -107,7 +104,14 @@ class StageWeights(NamedTuple):
         elif not is_tied(shape, stage):
             # Of positions alone, however few words there are beside them.
             last = sum(map(_size, ends.root))
-        layers = tuple(LayerWeights.of(shape, kind) for kind in families(shape))
+
+        def end_unit(rows: tuple[Rows, ...], last: int) -> UnitWeights:
+            filling = padding(rows, num_ranks) if fills_rows(shape) else 0
+            return UnitWeights(_size(rows), last, filling)
+
+        layers = tuple(
+            LayerWeights.of(shape, kind, (num_ranks, num_expert_ranks)) for kind in families(shape)
+        )
         experts = sum(
             each.num_layers * member(layers, has_experts=each.has_experts).experts.size
             for each in alike(stage)
@@ -115,30 +119,26 @@ class StageWeights(NamedTuple):
         return cls(
             total=stage_parameters(shape, stage) - experts,
             experts=experts,
+            padding=_paddings(shape, stage, (num_ranks, num_expert_ranks)),
             layers=layers,
-            num_experts=num_own_experts(shape),
+            cuts_experts=int(
+                shape.stack.splits_experts and num_expert_ranks > num_own_experts(shape)
+            ),
             matrix=matrix,
             positions=shape.parameters[EMBEDDING] - matrix,
             tp=shape.ends_tp,
             roots=(
-                *(_end_unit(shape, rows, _size(rows)) for rows in ends.root[:-1]),
-                *(_end_unit(shape, rows, last) for rows in ends.root[-1:]),
+                *(end_unit(rows, _size(rows)) for rows in ends.root[:-1]),
+                *(end_unit(rows, last) for rows in ends.root[-1:]),
             ),
-            table=tuple(_end_unit(shape, rows, matrix) for rows in (ends.table,) if rows),
-            head=tuple(_end_unit(shape, rows, matrix) for rows in (ends.head,) if rows),
+            table=tuple(end_unit(rows, matrix) for rows in (ends.table,) if rows),
+            head=tuple(end_unit(rows, matrix) for rows in (ends.head,) if rows),
         )
 
-    def padding(self, stage: Stage, sharding: Sharding) -> "Padding":
-        """Return what fills up the shards of all units of *stage*."""
-        own = sum_of(
-            each.padding(sharding.num_ranks) for each in (*self.roots, *self.table, *self.head)
-        )
-        experts: Size = 0
-        for each in alike(stage):
-            layer = member(self.layers, has_experts=each.has_experts)
-            own = own + each.num_layers * layer.most.padding(sharding.num_ranks)
-            experts = experts + each.num_layers * layer.experts.padding(sharding.num_expert_ranks)
-        return Padding(own, experts)
+    @property
+    def filled(self) -> tuple[Size, Size]:
+        """Parameters with what fills up shards: all but such experts, and those."""
+        return self.total + self.padding.most, self.experts + self.padding.experts
 
 
 def _last_experts(shape: BlockShape, num_parameters: int) -> int:
@@ -165,9 +165,12 @@ def num_own_experts(shape: BlockShape) -> int:
 
 def _size(rows: tuple[Rows, ...]) -> int:
     """Return the parameters of weights of *rows*."""
-    return int(sum(each.size for each in rows))
+    return sum(each.size for each in rows)
 
 
-def _end_unit(shape: BlockShape, rows: tuple[Rows, ...], last: int) -> UnitWeights:
-    """Return a unit of weights of *rows*, with so many parameters in the *last* of them."""
-    return UnitWeights(_size(rows), last, rows if fills_rows(shape) else ())
+def _paddings(shape: BlockShape, unit: Stage, num_ranks: tuple[int, int]) -> Padding:
+    """Return what fills up shards of *unit*, of which so many ranks have shards of either."""
+    return Padding(
+        shard_padding(shape, unit, num_ranks[0]),
+        shard_padding(shape, unit, num_ranks[1], of_experts=True),
+    )
