@@ -233,12 +233,21 @@ def shard_padding(
 def fills_rows(shape: BlockShape) -> bool:
     """Return whether memory counts what fills up the shards of each weight.
 
-    FSDP1 flattens a unit, and fills it up as a whole.  The rows of models without experts are so
-    many that what fills them up is next to nothing.
+    The rows of models without experts are so many that it is next to nothing there.
     """
-    model = shape.trained
-    has_experts = isinstance(model, ModelSpec) and model.experts is not None
-    return has_experts and shape.stack.units is Units.ENDS
+    return shape.stack.is_fully_sharded and _has_experts(shape) and not _is_flat(shape)
+
+
+def _is_flat(shape: BlockShape) -> bool:
+    """Return whether FullyShardedDataParallel flattens the units of a model with experts.
+
+    Its norm is one number for all of a rank, that of DTensors one for each weight.
+    """
+    return _has_experts(shape) and not shape.stack.norm_by_axis
+
+
+def _has_experts(shape: BlockShape) -> bool:
+    return isinstance(shape.trained, ModelSpec) and shape.trained.experts is not None
 
 
 def unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool = False) -> Iterator[Rows]:
@@ -268,7 +277,9 @@ def _module_weights(shape: BlockShape, *, of_experts: bool) -> list[tuple[BlockK
         rows, *rest = shape.local_shape(tensor)
         parts = separate_widths(shape, module_of(tensor)) or (rows,)
         weights = [Rows(part, prod(rest)) for part in parts]
-        if is_expert(tensor):
+        if _is_flat(shape):
+            weights = [Rows(rows * prod(rest), 1)]
+        elif is_expert(tensor):
             weights = _expert_weights(shape, tensor, weights[0], of_experts=of_experts)
         known.append((tensor.block, weights))
     return known
@@ -281,8 +292,6 @@ def _expert_weights(
 
     torchtitan's gate and value are apart.
     """
-    if shape.stack.units is Units.ROOT:
-        return [Rows(weight.size, 1)]
     is_apart = module_of(tensor) == "experts_in" and not shape.stack.transformers_layers
     parts = 2 if is_apart else 1
     splits = of_experts and shape.stack.splits_experts
