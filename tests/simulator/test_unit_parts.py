@@ -115,7 +115,7 @@ def test_a_shard_that_is_no_whole_number_is_filled_up() -> None:
     assert (units.layers[0].whole.weights, units.layers[0].whole.wire) == (2 * LAYER, 4 * LAYER)
 
 
-# Mixtral's by hand: two h x h and two of h x 1024 of attention, two norms, beside a router of 8 rows;
+# Mixtral by hand: two h x h and two of h x 1024 of attention, two norms, a router of 8 rows and
 # three of h x 14336 for each expert.
 MIXTRAL, EXPERT = load_model("mixtral-8x7b"), 3 * 4096 * 14_336
 BESIDE = 2 * H * H + 2 * H * 1024 + 2 * H

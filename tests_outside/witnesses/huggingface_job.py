@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Mixtral and DeepSeek of transformers, one rank, under Accelerate or by itself.
+"""Models of transformers, dense or with experts, one rank, under Accelerate or by itself.
 
 Accelerate has DDP and FSDP2. With experts transformers shards the model itself, as its
 `DistributedConfig` says.
@@ -42,7 +42,12 @@ from witnesses.boundary import addresses_answered
 from witnesses.groups import groups_of
 from witnesses.torchtitan_job import counts, rows_answered
 
-BLOCKS = {GPT2LMHeadModel: "GPT2Block", LlamaForCausalLM: "LlamaDecoderLayer"}
+BLOCKS = {
+    GPT2LMHeadModel: "GPT2Block",
+    LlamaForCausalLM: "LlamaDecoderLayer",
+    MixtralForCausalLM: "MixtralDecoderLayer",
+    Qwen3MoeForCausalLM: "Qwen3MoeDecoderLayer",
+}
 
 
 @contextmanager
@@ -57,6 +62,7 @@ def answers() -> Iterator[None]:
     with (
         patch.dict(os.environ, world | here | {"OMP_NUM_THREADS": "1"}),
         patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None),
+        patch.object(torch, "histc", counts),
         addresses_answered(),
     ):
         for state in (AcceleratorState, GradientState):
@@ -169,7 +175,7 @@ class DistributedJob:
         rows = plan.microbatch_size * job.seq_len * experts.experts_per_token // plan.ep
         for _ in range(plan.num_microbatches(job)):
             ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
-            with rows_answered(rows), patch.object(torch, "histc", counts):
+            with rows_answered(rows):
                 self._model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         self._accelerator._clip_grad_norm_dtensor_aware([*self._model.parameters()], 1.0)
         self._optimizer.step()
