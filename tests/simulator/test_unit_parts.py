@@ -36,8 +36,8 @@ from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sharding import ParameterBytes, Sharding
 from meshwright.simulator.units.sums import SumBytes, _SummingPass
 
-TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
-ROOT, ENDS = "torchtitan-2024-12", "torchtitan"
+TITAN, DEEPSPEED = load_stack("torchtitan@0.2"), load_stack("deepspeed")
+ROOT, ENDS = "torchtitan-2024-12", "torchtitan@0.2"
 LLAMA = load_model("llama2-7b")
 # Counted by hand: four h x h, three h x f and two norms a layer; table, output matrix, norm.
 H, F, TABLE = 4096, 11_008, 32_000 * 4096
@@ -121,7 +121,7 @@ MIXTRAL, EXPERT = load_model("mixtral-8x7b"), 3 * 4096 * 14_336
 BESIDE = 2 * H * H + 2 * H * 1024 + 2 * H
 
 
-@pytest.mark.parametrize("stack", ["fsdp", "torchtitan"])
+@pytest.mark.parametrize("stack", ["fsdp", "torchtitan@0.2"])
 def test_ranks_share_whole_experts_filled_up(stack: str) -> None:
     """FSDPParam of PyTorch 2.13: of 16 ranks 8 have one of 8 experts, and 8 none; all send one."""
     layer = ONE_LAYER._replace(layers=(BlockRun(EXPERT_LAYER, 1),))
@@ -140,9 +140,9 @@ def test_ranks_share_whole_experts_filled_up(stack: str) -> None:
     ("stack", "num_ranks", "gathered"),
     [
         ("fsdp", 3, 6 * EXPERT),  # of 4 experts 2, 2 and none
-        ("torchtitan", 3, 6 * EXPERT),
+        ("torchtitan@0.2", 3, 6 * EXPERT),
         ("fsdp", 8, 8 * EXPERT),
-        ("torchtitan", 8, 4 * EXPERT),  # an eighth of each: Shard(1)
+        ("torchtitan@0.2", 8, 4 * EXPERT),  # an eighth of each: Shard(1)
     ],
 )
 def test_experts_of_several_ranks_are_filled_up_or_split(
