@@ -110,6 +110,8 @@ class StackTraits(StackSwitches):
         reshards_in_pipelines: Sharded units are freed after a forward pass also in a pipeline.
         copies_units: Shards are those of each parameter, so that a unit is copied out of the
             buffer it is gathered into, and its gradients into that of their reduction (FSDP2).
+        splits_experts: Where more ranks share experts that are a unit of their own than there are
+            experts, each is cut along its widths; else ranks share whole ones.
         norm_by_axis: The gradient norm is summed axis by axis, a number for each weight that a rank
             holds a part of (DTensor's), then as one over a pipeline; else one over all ranks.
         sums_tokens: A step first sums the tokens of its batch over the data-parallel ranks.
@@ -164,6 +166,7 @@ class StackTraits(StackSwitches):
     keeps_last_layer: Flag = False
     reshards_in_pipelines: Flag = True
     copies_units: Flag = False
+    splits_experts: Flag = Field(default=False, exclude_if=operator.not_)
     norm_by_axis: Flag = False
     sums_tokens: Flag = False
     gathers_tokens: Flag = False

@@ -59,7 +59,9 @@ class OutsidePlan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    framework: Literal["torchtitan", "torchtitan 0.3", "megatron-core", "transformers"]
+    framework: Literal[
+        "torchtitan", "torchtitan 0.3", "megatron-core", "transformers", "accelerate"
+    ]
     size: Literal["live", "recorded"]
     options: str
     ranks: Annotated[tuple[int, ...], BeforeValidator(_words)]

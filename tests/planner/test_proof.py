@@ -602,6 +602,24 @@ CASES = {
             reduce_precision=(None,),
         ),
     ),
+    "experts filled up over shards that do not divide them": Case(
+        ROUTED.model_copy(update={"experts": ROUTED.experts.model_copy(update={"num_experts": 8})}),
+        "dgx-h100",
+        "torchtitan",
+        12,
+        768,
+        limits=SpaceLimits(max_pp=2, max_tp=1, microbatch_size=(32, 64), reduce_precision=(None,)),
+        changes=(("casts_shards_alone", False),),
+        imbalance=1.5,
+    ),
+    "experts of transformers filled up": Case(
+        QWEN,
+        "a100-4xhdr200",
+        "fsdp",
+        24,
+        768,
+        limits=SpaceLimits(max_tp=1, max_pp=1, microbatch_size=(16, 32), reduce_precision=(None,)),
+    ),
     "context parallel in a ring": Case(
         SMALL, "dgx-h100", "megatron-core", 8, 8, limits=SpaceLimits(**FEW_CUT, max_cp=4)
     ),

@@ -38,10 +38,10 @@ from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.layout.mesh import GroupSpan
 from meshwright.simulator.memory.rank import StateBytes
 from meshwright.simulator.model import BlockRun
-from meshwright.simulator.replication.buckets import unit_shards
 from meshwright.simulator.replication.data_parallel import Replication, WireBytes, stage_parameters
 from meshwright.simulator.replication.parts import StagePart
 from meshwright.simulator.replication.reductions import reduced_parts
+from meshwright.simulator.replication.unit_parts import unit_shards
 from meshwright.simulator.step.offload import (
     TILE_PARAMETERS,
     HostSide,

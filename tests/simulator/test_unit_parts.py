@@ -25,10 +25,10 @@ from meshwright.simulator.engine.work import num_gathers
 from meshwright.simulator.layout import Stage, rank_stages
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
 from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.model import BlockRun
-from meshwright.simulator.replication.buckets import unit_parts
+from meshwright.simulator.model import EXPERT_LAYER, BlockRun
 from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.replication.parts import StagePart, part_gathers
+from meshwright.simulator.replication.unit_parts import unit_parts
 from meshwright.simulator.step.build import build_step
 from meshwright.simulator.units.bytes import PassBytes, StageWeights, UnitBytes
 from meshwright.simulator.units.memory import unit_rank_memory
@@ -113,6 +113,55 @@ def test_a_shard_that_is_no_whole_number_is_filled_up() -> None:
     assert units.gradients == units.layers[0].whole.kept == (LAYER // 7 + 1) * state.gradient
     assert units.shard == (LAYER // 7 + 1) * state.sharded_parameter
     assert (units.layers[0].whole.weights, units.layers[0].whole.wire) == (2 * LAYER, 4 * LAYER)
+
+
+# Mixtral by hand: two h x h and two of h x 1024 of attention, two norms, a router of 8 rows and
+# three of h x 14336 for each expert.
+MIXTRAL, EXPERT = load_model("mixtral-8x7b"), 3 * 4096 * 14_336
+BESIDE = 2 * H * H + 2 * H * 1024 + 2 * H
+
+
+@pytest.mark.parametrize("stack", ["fsdp", "torchtitan@0.2"])
+def test_ranks_share_whole_experts_filled_up(stack: str) -> None:
+    """FSDPParam of PyTorch 2.13: of 16 ranks 8 have one of 8 experts, and 8 none; all send one."""
+    layer = ONE_LAYER._replace(layers=(BlockRun(EXPERT_LAYER, 1),))
+    whole = 16 * (EXPERT + H) + BESIDE
+    assert unit_parts(shape_of(MIXTRAL, stack), layer, 16)[0].buckets == (whole,)
+    state = StateBytes.of(load_stack(stack), Precision.BF16)
+    replication = Replication.of(3, GroupSpan(16, 1, 16), reduces_each_microbatch=True)
+    shape, sizes = shape_of(MIXTRAL, stack), ParameterBytes(state, 4)
+    passes = PassBytes.of(BlockTable(), shape)
+    memory = unit_rank_memory(shape, passes, (layer,), replication, sizes)
+    assert memory.parameters_bytes == 4 * whole // 16
+    assert memory.optimizer_states_bytes == 8 * whole // 16
+
+
+@pytest.mark.parametrize(
+    ("stack", "num_ranks", "gathered"),
+    [
+        ("fsdp", 3, 6 * EXPERT),  # of 4 experts 2, 2 and none
+        ("torchtitan@0.2", 3, 6 * EXPERT),
+        ("fsdp", 8, 8 * EXPERT),
+        ("torchtitan@0.2", 8, 4 * EXPERT),  # an eighth of each: Shard(1)
+    ],
+)
+def test_experts_of_several_ranks_are_filled_up_or_split(
+    stack: str, num_ranks: int, gathered: int
+) -> None:
+    plan = ResolvedPlan(ep=2, dp=2 * num_ranks, zero_stage=3, stages=(32,))
+    job = TrainingJob(model=MIXTRAL, global_batch_size=2 * num_ranks, seq_len=128)
+    shape = BlockShape.of(job, plan, load_stack(stack))
+    layer = ONE_LAYER._replace(layers=(BlockRun(EXPERT_LAYER, 1),))
+    (part,) = unit_parts(shape, layer, 2 * num_ranks, num_ranks)
+    assert part.expert_buckets == (gathered,)
+
+
+def test_units_that_are_flattened_divide_experts() -> None:
+    """FullyShardedDataParallel of PyTorch: an expert lies on two of 16 ranks."""
+    shape = shape_of(MIXTRAL)
+    flat = replace(shape, stack=shape.stack.model_copy(update={"norm_by_axis": False}))
+    layer = ONE_LAYER._replace(layers=(BlockRun(EXPERT_LAYER, 1),))
+    assert unit_parts(flat, layer, 16)[0].buckets == (8 * EXPERT + 8 * H + BESIDE,)
 
 
 @pytest.mark.parametrize(

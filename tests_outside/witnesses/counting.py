@@ -37,6 +37,7 @@ MODULES = {
     "torchtitan 0.3": "witnesses.torchtitan_0_3_job",
     "megatron-core": "witnesses.megatron_job",
     "transformers": "witnesses.huggingface_job",
+    "accelerate": "witnesses.accelerate_job",
 }
 MESSAGES = ("send", "recv")
 ROOT = Path(__file__).parents[2]

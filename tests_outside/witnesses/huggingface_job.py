@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Mixtral and DeepSeek of transformers, one rank, under Accelerate or by itself.
+"""Models of transformers, dense or with experts, one rank, under Accelerate or by itself.
 
 Accelerate has DDP and FSDP2. With experts transformers shards the model itself, as its
 `DistributedConfig` says.
@@ -27,6 +27,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     masking_utils,
 )
 from transformers.distributed import DistributedConfig
@@ -40,7 +42,12 @@ from witnesses.boundary import addresses_answered
 from witnesses.groups import groups_of
 from witnesses.torchtitan_job import counts, rows_answered
 
-BLOCKS = {GPT2LMHeadModel: "GPT2Block", LlamaForCausalLM: "LlamaDecoderLayer"}
+BLOCKS = {
+    GPT2LMHeadModel: "GPT2Block",
+    LlamaForCausalLM: "LlamaDecoderLayer",
+    MixtralForCausalLM: "MixtralDecoderLayer",
+    Qwen3MoeForCausalLM: "Qwen3MoeDecoderLayer",
+}
 
 
 @contextmanager
@@ -55,6 +62,7 @@ def answers() -> Iterator[None]:
     with (
         patch.dict(os.environ, world | here | {"OMP_NUM_THREADS": "1"}),
         patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None),
+        patch.object(torch, "histc", counts),
         addresses_answered(),
     ):
         for state in (AcceleratorState, GradientState):
@@ -167,7 +175,7 @@ class DistributedJob:
         rows = plan.microbatch_size * job.seq_len * experts.experts_per_token // plan.ep
         for _ in range(plan.num_microbatches(job)):
             ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
-            with rows_answered(rows), patch.object(torch, "histc", counts):
+            with rows_answered(rows):
                 self._model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         self._accelerator._clip_grad_norm_dtensor_aware([*self._model.parameters()], 1.0)
         self._optimizer.step()
@@ -226,11 +234,21 @@ def language_model(job: TrainingJob) -> PreTrainedModel:
         return deepseek(model, sizes)
     if model.experts is None:
         return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=model.ffn_hidden_size))
+    sizes["num_experts_per_tok"] = model.experts.experts_per_token
+    if model.qk_norm == "head":
+        config = Qwen3MoeConfig(
+            **sizes,
+            head_dim=model.head_dim,
+            moe_intermediate_size=model.experts.hidden_size,
+            num_experts=model.experts.num_experts,
+            norm_topk_prob=True,
+        )
+        config._experts_implementation = "grouped_mm"
+        return Qwen3MoeForCausalLM(config)
     config = MixtralConfig(
         **sizes,
         intermediate_size=model.experts.hidden_size,
         num_local_experts=model.experts.num_experts,
-        num_experts_per_tok=model.experts.experts_per_token,
         experts_implementation="grouped_mm",
     )
     config._experts_implementation = "grouped_mm"

@@ -208,6 +208,7 @@ def model_args(
         return qwen3.Qwen3ModelArgs(
             **sizes,
             head_dim=model.head_dim,
+            qk_norm=model.qk_norm == "head",
             moe_enabled=True,
             moe_inter_dim=model.experts.hidden_size,
             moe_args=moe_args(model.experts),

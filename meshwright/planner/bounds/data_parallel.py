@@ -30,6 +30,7 @@ from meshwright.simulator.replication import (
     blocks_of,
     bucket_parts,
     buffer_copies,
+    filled_parameters,
     held_parameters,
     reduced_parts,
     stage_bucket_limit,
@@ -132,7 +133,8 @@ class DataParallelCosts:
         _, wire, _, replication = side
         parameters = self._parts.parameters(shape, role.stages)
         cast_bytes = step_cast_bytes(shape, blocks_of(role.stages))
-        update = rank_update_cost(self._costs, parameters, wire, replication, cast_bytes).time_ps
+        updated = filled_parameters(shape, role.stages, replication)
+        update = rank_update_cost(self._costs, updated, wire, replication, cast_bytes).time_ps
         if not (replication.gathers_units or self._stack.overlap_parameter_gather):
             update += self._whole_ps(parameter_gathers, parameters, replication, wire)
         if replication.in_units:

@@ -22,6 +22,7 @@ from meshwright.planner.footprint.pass_table import (
 from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.space import Column, Role, ShapeTable, Space, block_counts, distinct
 from meshwright.simulator.blocks import (
+    BlockShape,
     BlockTable,
     angle_table_bytes,
     beside_weights_bytes,
@@ -31,8 +32,10 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import Fragmentation, batch_bytes
 from meshwright.simulator.model import ENDS, BlockRun, KeptLayer, model_blocks
+from meshwright.simulator.replication import fills_rows
 from meshwright.simulator.units import (
     ENDINGS,
+    Padding,
     ParameterBytes,
     PassBytes,
     RankStates,
@@ -109,13 +112,13 @@ class UnitStates(NamedTuple):
 
 
 class PartSizes(NamedTuple):
-    """Sizes by state: parameters, experts, `StageUnits.surplus` to buffers, then `pass_sizes`."""
+    """Sizes by state: parameters and experts, `Padding`, then `StageUnits` from its surplus on."""
 
     row_of: Column
     rows: NDArray[np.int64]
 
 
-NUM_STATIC, REDUCED = 5, 6  # columns before those of passes; and that one of them
+NUM_STATIC, REDUCED = 7, 6  # columns before those of passes; and that one of them
 
 
 class BesideWeights:
@@ -208,21 +211,22 @@ class UnitPeaks:
     def _part_sizes(self, part: Part, states: UnitStates, used: Column) -> PartSizes:
         """Return the sizes of a virtual stage in the states that are *used*."""
         (stage, is_alone), shapes = part, states.shapes[used]
-        weights_of = columns_of([StageWeights.of(shape, stage) for shape in self._shapes])
+        columns = self._member[shapes], states.num_ranks[used], states.num_expert_ranks[used]
+        weights_of, own = _weights(stage, self._shapes, columns)
         rows = np.empty((len(used), 0), np.int64)
         for chosen, sharding in states.alike(used):
             shape = self._table.shapes[shapes[chosen][0]]
-            weights = taken(weights_of, self._member[shapes[chosen]])
+            weights = taken(weights_of, own[chosen])
             passes = taken(self._passes, shapes[chosen])
             units = UnitBytes.of(shape, stage, weights, sharding)
             found = StageUnits.of(
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
-            static = (weights.total, weights.experts, found.surplus, found.copied, found.buffers)
-            columns = (*static, *pass_sizes(found))
+            static = weights.total, weights.experts, *weights.padding, found.surplus, found.copied
+            sizes = (*static, found.buffers, *pass_sizes(found))
             if not rows.size:
-                rows = np.empty((len(used), len(columns)), np.int64)
-            for number, column in enumerate(columns):
+                rows = np.empty((len(used), len(sizes)), np.int64)
+            for number, column in enumerate(sizes):
                 rows[chosen, number] = column
         row_of = np.zeros(len(states.shapes), np.int64)
         row_of[used] = np.arange(len(used))
@@ -236,9 +240,9 @@ class UnitPeaks:
         parts = [each.rows[each.row_of[own]] for each in sizes]
         counts = [role.stages.count(stage) for stage, _ in _parts(role)]
         total = sum(rows * count for rows, count in zip(parts, counts, strict=True))
-        weights, experts, surplus, copied, buffers, *passes = np.asarray(total).T
+        weights, experts, most, of_experts, surplus, copied, buffers, *passes = np.asarray(total).T
         sharding = states.sharding(own)
-        held = RankStates.of(weights, experts, sharding)
+        held = RankStates.of(weights, experts, Padding(most, of_experts), sharding)
         beside = self._beside.of_rank(states.shapes[own], role.stages)
         lasting, gradients = held.parameters + held.optimizer + beside, held.gradients + surplus
         microbatches = self._space.num_microbatches[group.indices]
@@ -301,6 +305,19 @@ class UnitPeaks:
         if key not in self._tables:
             self._tables[key] = PassTable.of(order)
         return self._tables[key]
+
+
+def _weights(
+    stage: Stage, shapes: Sequence[BlockShape], columns: tuple[Column, Column, Column]
+) -> tuple[StageWeights, Column]:
+    """Return different weights of a *stage* as columns, and which each state has.
+
+    *columns* are of states: which of *shapes*, and the ranks that share weights, and experts.
+    """
+    first, own = distinct([*columns] if fills_rows(shapes[0]) else [columns[0]])
+    keys = np.stack(columns, axis=1)[first].tolist()
+    each = [StageWeights.of(shapes[member], stage, *ranks) for member, *ranks in keys]
+    return columns_of(each), own
 
 
 class _Ranks(NamedTuple):

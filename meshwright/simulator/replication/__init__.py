@@ -1,13 +1,9 @@
 """What data parallelism adds to a step: shards, buckets, reductions, gathers, updates."""
 
 from meshwright.simulator.replication.buckets import (
-    EndUnits,
     bucket_limit,
     bucket_parts,
-    is_tied,
-    keeps_last_layer,
     stage_bucket_limit,
-    unit_shards,
     used_map_bytes,
 )
 from meshwright.simulator.replication.cast_memory import bucket_cast_peak
@@ -27,12 +23,24 @@ from meshwright.simulator.replication.data_parallel import (
 from meshwright.simulator.replication.flat_memory import flat_pass_bytes
 from meshwright.simulator.replication.parts import StagePart, buffer_copies, part_gathers
 from meshwright.simulator.replication.reductions import reduced_parts
+from meshwright.simulator.replication.unit_parts import (
+    EndUnits,
+    Rows,
+    filled_parameters,
+    fills_rows,
+    is_tied,
+    keeps_last_layer,
+    padding,
+    shard_padding,
+    unit_shards,
+)
 
 __all__ = [
     "FP32_UPDATE_TRAFFIC_BYTES",
     "EndUnits",
     "HeldParameters",
     "Replication",
+    "Rows",
     "StagePart",
     "WireBytes",
     "blocks_of",
@@ -40,13 +48,17 @@ __all__ = [
     "bucket_limit",
     "bucket_parts",
     "buffer_copies",
+    "filled_parameters",
+    "fills_rows",
     "flat_pass_bytes",
     "held_parameters",
     "is_tied",
     "keeps_last_layer",
+    "padding",
     "part_gathers",
     "reduced_parts",
     "replication_of",
+    "shard_padding",
     "spread",
     "stage_bucket_limit",
     "stage_parameters",

@@ -9,12 +9,11 @@ limit of its own for the first), Megatron-Core in elements (`param_and_grad_buff
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import prod
 from operator import itemgetter
-from typing import NamedTuple
 
-from meshwright.hwprofiles import Kernels, StackProfile, Units
+from meshwright.hwprofiles import Kernels, StackProfile
 from meshwright.simulator.blocks import BlockShape, fuses_qkv, spelling_of
 from meshwright.simulator.layout import Stage, copies_table, reads_table
 from meshwright.simulator.model import (
@@ -158,7 +157,7 @@ def _listed_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
     for name, group in _modules(shape):
         local = [prod(shape.local_shape(tensor)) for tensor in group]
-        widths = _separate_widths(shape, name) or (1,)
+        widths = separate_widths(shape, name) or (1,)
         whole = sum(widths)
         sizes[group[0].block] += [s * width // whole for width in reversed(widths) for s in local]
     return sizes
@@ -167,7 +166,7 @@ def _listed_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
 def _modules(shape: BlockShape) -> list[tuple[str, list[ParameterTensor]]]:
     """Return the tensors of each module in model order, with its name."""
     tensors = rank_tensors(shape.trained, shape.ends_tp, shape.stack.vocabulary_multiple)
-    groups = groupby(tensors, key=lambda each: (each.block, _module_of(each)))
+    groups = groupby(tensors, key=lambda each: (each.block, module_of(each)))
     return [(name, list(group)) for (_, name), group in groups]
 
 
@@ -198,16 +197,17 @@ def _arriving_sizes(shape: BlockShape, *, experts: bool) -> Mapping[BlockKind, l
     return sizes
 
 
-def _module_of(tensor: ParameterTensor) -> str:
+def module_of(tensor: ParameterTensor) -> str:
+    """Return the name of the module that has a *tensor*."""
     return tensor.name.partition(".")[0]
 
 
 def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]) -> list[int]:
     """Return the sizes of separate products' weights and biases in the order of their gradients."""
-    name = _module_of(module[0])
+    name = module_of(module[0])
     if name.endswith("norm") or (shape.casts_weights and not _has_conv1d(shape)):
         local.reverse()
-    widths = _separate_widths(shape, name)
+    widths = separate_widths(shape, name)
     if not widths:
         return local
     whole = sum(widths)
@@ -224,7 +224,7 @@ def _has_conv1d(shape: BlockShape) -> bool:
     return is_eager and fuses_qkv(shape) and shape.model.positions == "learned"
 
 
-def _separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
+def separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
     """Return the outputs of each of the products that the module *name* is made of, if several."""
     if name == "qkv" and not fuses_qkv(shape):
         return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
@@ -249,152 +249,3 @@ def bucket_parts(
     if shape.expert_parameters:
         of_experts = gradient_buckets(shape, stage, dp, shards=shards, experts=True)
     return cut_at(stage, gradient_buckets(shape, stage, dp, shards=shards), of_experts)
-
-
-def unit_parts(shape: BlockShape, stage: Stage, num_shards: int = 1) -> tuple[StagePart, ...]:
-    """Return the sharded units of *stage* in model order: each layer is one.
-
-    The embedding is part of the first, the head of the last; a tied table belongs to the part
-    with the embedding, or as a copy to the head's.
-    """
-    if shape.stack.is_fully_sharded:
-        return _units_with_ends(shape, stage, num_shards)
-    second = int(stage.has_embedding) + 1
-    cuts = [0, *range(second, second + stage.num_layers - 1), stage.num_blocks]
-    units = [stage.part(first, end) for first, end in pairwise(cuts)]
-    counts = [stage_parameters(shape, unit) for unit in units]
-    # The last unit takes a tied matrix for a copy, also where its table is in the first one.
-    counts[-1] += stage_parameters(shape, stage) - sum(counts)
-    return tuple(StagePart(unit, (count,)) for unit, count in zip(units, counts, strict=True))
-
-
-class EndUnits(NamedTuple):
-    """Weights of a stage's units beside its layers: elements, filled up to equal shards.
-
-    Args:
-        root: What is gathered before all and stays, unit by unit.
-        table: Gathered for the embedding, and again for its backward.
-        head: Gathered for the head, and stays.
-    """
-
-    root: tuple[int, ...]
-    table: int = 0
-    head: int = 0
-
-    @classmethod
-    def of(cls, shape: BlockShape, stage: Stage, num_shards: int) -> "EndUnits":
-        """Return those of *stage* over so many shards."""
-        ends = stage._replace(layers=())
-        weights = [num_shards * size for size in unit_shards(shape, ends, num_shards)]
-        if shape.stack.units is Units.ROOT:
-            return cls(_units(sum(weights)))
-        if not stage.has_embedding:
-            return cls((), head=sum(weights))
-        table, others = weights[0], 0
-        first = len(unit_shards(shape, ends._replace(has_head=False), num_shards))
-        others, head = sum(weights[1:first]), sum(weights[first:])
-        if is_tied(shape, stage):
-            return cls((*_units(others), table + head))
-        return cls(_units(others), table, head)
-
-
-def _units(size: int) -> tuple[int, ...]:
-    return (size,) if size else ()
-
-
-def is_tied(shape: BlockShape, stage: Stage) -> bool:
-    """Return whether one weight is the stage's table and its output matrix.
-
-    Added to that of the head, which is split over tensor ranks, the table's gradient is split, too.
-    """
-    return shape.trained.tied_embeddings and stage.has_embedding and stage.has_head
-
-
-def keeps_last_layer(shape: BlockShape, stage: Stage) -> bool:
-    """Return whether the last layer of *stage*, a whole model, stays until its backward pass."""
-    is_whole = stage.has_embedding and stage.has_head and stage.num_layers > 0
-    return is_whole and shape.stack.keeps_last_layer
-
-
-def _units_with_ends(shape: BlockShape, stage: Stage, num_shards: int) -> tuple[StagePart, ...]:
-    """Return each layer as a unit between those of `EndUnits`.
-
-    Each weight is split along its first dim, which is filled up to a multiple of the shards.  The
-    root is gathered first and reduced last: it goes with the part before all layers.
-    """
-    nothing = Stage((), has_embedding=False, has_head=False)
-
-    def experts_of(unit: Stage) -> tuple[int, ...]:
-        return _units(sum(unit_shards(shape, unit, 1, of_experts=True)))  # nothing fills them up
-
-    root, table, head = EndUnits.of(shape, stage, num_shards)
-    embedding = nothing._replace(has_embedding=stage.has_embedding)
-    parts = [StagePart(nothing if table else embedding, root, stays=True)] if root else []
-    if table:
-        parts.append(StagePart(embedding, (table,)))
-    place = int(stage.has_embedding)
-    for _, count in stage.layers:
-        # As they are in the stage: of layers of a kind some may run again, and others not.
-        layers = [stage.part(at, at + 1) for at in range(place, place + count)]
-        gathered = num_shards * sum(unit_shards(shape, layers[0], num_shards))
-        experts = experts_of(layers[0])
-        parts += [StagePart(each, (gathered,), expert_buckets=experts) for each in layers]
-        place += count
-    if keeps_last_layer(shape, stage):
-        parts[-1] = parts[-1]._replace(stays=True)
-    if stage.has_head:
-        parts.append(StagePart(nothing._replace(has_head=True), _units(head), stays=head > 0))
-    return tuple(parts)
-
-
-def unit_shards(
-    shape: BlockShape,
-    unit: Stage,
-    num_shards: int,
-    shard: int | None = None,
-    *,
-    of_experts: bool = False,
-) -> list[int]:
-    """Return the elements of one shard of each weight of *unit*.
-
-    Args:
-        shape: Sizes of its blocks.
-        unit: Layers and ends of the model that it holds.
-        num_shards: Over how many ranks rows are split.
-        shard: Which one, without what fills it up: the last ones may have fewer rows.
-        of_experts: Those of experts that other ranks than those of a replica hold, not the others:
-            in a layer they are a unit of their own.
-    """
-    sizes = []
-    for rows, width in _unit_weights(shape, unit, of_experts=of_experts):
-        most = -(-rows // num_shards)  # rows are never cut (fully_shard's Shard(0))
-        num_rows = most if shard is None else min(most, max(0, rows - shard * most))
-        sizes.append(num_rows * width)
-    return sizes
-
-
-def _unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool) -> Iterator[tuple[int, int]]:
-    """Yield rows and the elements of a row of each weight of *unit*."""
-    blocks = unit.blocks
-    for kind, weights in _module_weights(shape, of_experts=of_experts):
-        yield from weights * sum(count for each, count in blocks if each == kind)
-    if copies_table(shape.trained, unit) and not of_experts:
-        yield shape.local_vocab_size, shape.model.hidden_size
-
-
-@lru_cache  # as of `_arriving_sizes`
-def _module_weights(
-    shape: BlockShape, *, of_experts: bool
-) -> list[tuple[BlockKind, list[tuple[int, int]]]]:
-    """Return rows and the elements of a row of each tensor's weights, with its kind of block."""
-    known: list[tuple[BlockKind, list[tuple[int, int]]]] = []
-    for tensor in rank_tensors(shape.trained, shape.ends_tp, shape.stack.vocabulary_multiple):
-        if (bool(shape.expert_parameters) and is_expert(tensor)) is not of_experts:
-            continue
-        rows, *rest = shape.local_shape(tensor)
-        parts = _separate_widths(shape, _module_of(tensor)) or (rows,)
-        weights = [(part, prod(rest)) for part in parts]
-        if _module_of(tensor) == "experts_in" and not shape.stack.transformers_layers:
-            weights = [(rows, prod(rest) // 2)] * 2  # torchtitan's gate and value are apart
-        known.append((tensor.block, weights))
-    return known

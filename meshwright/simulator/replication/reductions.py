@@ -6,10 +6,11 @@ from itertools import pairwise
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.replication.buckets import bucket_parts, listed_buckets, unit_parts
+from meshwright.simulator.replication.buckets import bucket_parts, listed_buckets
 from meshwright.simulator.replication.data_parallel import Replication, stage_parameters
 from meshwright.simulator.replication.flat_units import flat_parts
 from meshwright.simulator.replication.parts import StagePart, cut_at
+from meshwright.simulator.replication.unit_parts import unit_parts
 
 
 def reduced_parts(
@@ -40,7 +41,10 @@ def _gathered_parts(
     """Return the units of *stage*."""
     if replication.has_flat_units:
         return flat_parts(shape, stage, replication.dp_cp)
-    return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
+    experts = replication.experts
+    of_experts = 1 if experts is None else experts.span.num_ranks
+    units = unit_parts(shape, stage, replication.span.num_ranks, of_experts)
+    return _owned(units, replication)
 
 
 def _owned(units: tuple[StagePart, ...], replication: Replication) -> tuple[StagePart, ...]:

@@ -33,6 +33,7 @@ from meshwright.simulator.replication import (
     Replication,
     StagePart,
     WireBytes,
+    filled_parameters,
     sum_parameters,
     unit_shards,
     update_cost,
@@ -266,7 +267,7 @@ def rank_host_bytes(
     """
     if replication.offload is Offload.NONE:
         return 0
-    share = owned_share(sum_parameters(shape, stages), replication)
+    share = owned_share(sum(filled_parameters(shape, stages, replication)), replication)
     if replication.offload is Offload.OPTIMIZER:
         return share * (ADAM_STATE_BYTES + state.gradient)
     arriving = 0

@@ -19,7 +19,12 @@ from meshwright.simulator.ledger import (
 )
 from meshwright.simulator.memory import BlockBytes, LateGradients, stage_messages
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.replication import blocks_of, buffer_copies, held_parameters
+from meshwright.simulator.replication import (
+    blocks_of,
+    buffer_copies,
+    filled_parameters,
+    held_parameters,
+)
 from meshwright.simulator.step.beside import hidden_exchanges
 from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
 
@@ -140,7 +145,8 @@ def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
     held = held_parameters(setting.shape, stages)
     cast_bytes = step_cast_bytes(setting.shape, blocks_of(stages))
     wire, replication = setting.wire, setting.replication
-    update = rank_update_cost(costs, held, wire, replication, cast_bytes)
+    updated = filled_parameters(setting.shape, stages, replication)
+    update = rank_update_cost(costs, updated, wire, replication, cast_bytes)
     work = RankWork(
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
         reduce_ps=closing[Moment.PASSES_DONE].time_ps,

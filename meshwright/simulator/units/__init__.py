@@ -9,10 +9,11 @@ from meshwright.simulator.units.memory import (
 )
 from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sharding import ParameterBytes, Sharding
-from meshwright.simulator.units.weights import StageWeights
+from meshwright.simulator.units.weights import Padding, StageWeights
 
 __all__ = [
     "ENDINGS",
+    "Padding",
     "ParameterBytes",
     "PassBytes",
     "RankStates",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import LossKernel, Units
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
-from meshwright.simulator.graph import NestedMemory, Size, chosen, several
+from meshwright.simulator.graph import NestedMemory, Size, several
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import kept_logits_bytes
 from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, KeptLayer
@@ -24,7 +24,7 @@ from meshwright.simulator.units.layers import (
     member,
 )
 from meshwright.simulator.units.sharding import Sharding
-from meshwright.simulator.units.weights import EndUnit, LayerWeights, StageWeights
+from meshwright.simulator.units.weights import LayerWeights, StageWeights, UnitWeights
 
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
@@ -140,8 +140,9 @@ class Unit(NamedTuple):
     """Bytes of weights that are gathered, and whose gradients are reduced, together.
 
     Args:
-        weights: Gathered; their whole gradients, as a backward pass makes them, are as large.
-        wire: Gradients as they are reduced.
+        weights: Gathered, with what fills up shards.
+        made: Their whole gradients as a backward pass makes them.
+        wire: Gradients as they are reduced, filled up likewise.
         share: What comes out of their reduction, also in the format in which it is kept.
         replicas: A reduced share as the all-reduce over replicas had it, which stays until backward
             is over.
@@ -152,6 +153,7 @@ class Unit(NamedTuple):
     """
 
     weights: Size = 0
+    made: Size = 0
     wire: Size = 0
     share: Size = 0
     replicas: Size = 0
@@ -160,21 +162,21 @@ class Unit(NamedTuple):
     divided: Size = 0
 
     @classmethod
-    def of(cls, unit: EndUnit, sharding: Sharding) -> "Unit":
+    def of(cls, unit: UnitWeights, sharding: Sharding) -> "Unit":
         """Return the bytes of a unit of parameters."""
-        (size, last), (state, reduce_bytes) = unit, sharding.parameter
+        (size, last, padding), (state, reduce_bytes) = unit, sharding.parameter
         is_cast = reduce_bytes != state.sharded_parameter
-        share = -(-size // sharding.num_ranks)
-        # What leaves for the host when it is reduced is not kept.
-        leaves = sharding.on_host and not sharding.keeps_whole_gradients
+        filled = size + padding
+        share = -(-filled // sharding.num_ranks)
         if sharding.is_plain:
             return cls(kept=sharding.kept_bytes(size))
         return cls(
-            weights=size * state.gathered_parameter,
-            wire=size * reduce_bytes,
+            weights=filled * state.gathered_parameter,
+            made=size * state.gathered_parameter,
+            wire=filled * reduce_bytes,
             share=share * (reduce_bytes + is_cast * state.sharded_parameter),
             replicas=share * reduce_bytes * several(sharding.num_replicas),
-            kept=0 if leaves else sharding.kept_bytes(size),
+            kept=sharding.kept_bytes(size, padding),
             last=last * state.gathered_parameter * several(sharding.num_ranks),
             divided=size * reduce_bytes * (1 - several(sharding.num_ranks)),
         )
@@ -188,7 +190,7 @@ class Unit(NamedTuple):
         return Unit(*(one - less for one, less in zip(self, other, strict=True)))
 
 
-def _end(units: tuple[EndUnit, ...], sharding: Sharding) -> Unit:
+def _end(units: tuple[UnitWeights, ...], sharding: Sharding) -> Unit:
     """Return the bytes of the only one of *units*, if there is one."""
     return Unit.of(units[0], sharding) if units else Unit()
 
@@ -214,7 +216,7 @@ class LayerUnit(NamedTuple):
     def of(cls, weights: LayerWeights, sharding: Sharding, *, prefetches: bool) -> "LayerUnit":
         """Return the bytes of a layer; *prefetches* says that all of it is gathered ahead."""
         experts = Unit.of(weights.experts, sharding.of_experts)
-        dense = Unit.of(EndUnit(weights.most, 0), sharding)
+        dense = Unit.of(weights.most, sharding)
         dense_buffer = dense.weights * several(sharding.num_ranks)
         expert_buffer = experts.weights * several(sharding.num_expert_ranks)
         ahead = dense_buffer + expert_buffer if prefetches else dense_buffer
@@ -236,9 +238,11 @@ class LayerUnit(NamedTuple):
         return self.dense_buffer + self.expert_buffer
 
 
-def _kept_experts(layers: ByFamily[LayerUnit], stage: Stage) -> Size:
-    """Return what is kept of the gradients of experts of all layers of *stage*."""
-    total: Size = 0
+def _kept_bytes(
+    weights: StageWeights, layers: ByFamily[LayerUnit], stage: Stage, sharding: Sharding
+) -> Size:
+    """Return what is kept of the gradients of all layers of *stage*, and of its ends."""
+    total = sharding.kept_bytes(weights.total, weights.padding.most)
     for each in alike(stage):
         experts = member(layers, has_experts=each.has_experts).experts
         total = total + each.num_layers * experts.kept
@@ -275,6 +279,7 @@ class UnitBytes:
             for the host when it is reduced is not kept.
         surplus: What a table's gradient that every tensor rank makes whole takes beyond its part,
             where it stays so: between microbatches that do not reduce.
+        shares: A rank's parts of all gradients.
         shard: What is kept of all gradients once they are reduced.
     """
 
@@ -296,6 +301,7 @@ class UnitBytes:
     cut_table: Size
     gradients: Size
     surplus: Size
+    shares: Size
     shard: Size
 
     @classmethod
@@ -320,7 +326,6 @@ class UnitBytes:
         layers = tuple(
             LayerUnit.of(each, sharding, prefetches=prefetches) for each in weights.layers
         )
-        whole = Unit.of(EndUnit(weights.total, 0), sharding)
         return cls(
             layers=layers,
             roots=roots,
@@ -331,16 +336,17 @@ class UnitBytes:
             has_head=has_head,
             keeps_last=keeps_last_layer(shape, stage),
             gathers=several(sharding.num_ranks),
-            cuts_experts=chosen(sharding.num_expert_ranks > weights.num_experts, 1, 0),
+            cuts_experts=weights.cuts_experts,
             casts_shares=reduce_bytes != state.sharded_parameter,
             is_copied=is_copied,
             end_gradient=is_copied * (one_table * ends + rest - made_later),
             positions=positions,
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
-            gradients=whole.kept + _kept_experts(layers, stage),
+            gradients=_kept_bytes(weights, layers, stage, sharding),
             surplus=others * reduce_bytes,  # it stays whole
-            shard=sharding.shard_bytes(weights.total, weights.experts),
+            shares=sharding.shares(*weights.filled),
+            shard=sharding.shard_bytes(*weights.filled),
         )
 
     @property

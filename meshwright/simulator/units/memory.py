@@ -23,7 +23,7 @@ from meshwright.simulator.units.bytes import PassBytes, UnitBytes
 from meshwright.simulator.units.passes import StagePass, fuller, reduction
 from meshwright.simulator.units.sharding import ParameterBytes, Sharding
 from meshwright.simulator.units.sums import SumBytes, SummingPeaks
-from meshwright.simulator.units.weights import StageWeights
+from meshwright.simulator.units.weights import Padding, StageWeights
 
 NO_PEAK: PassPeak[Size] = PassPeak(0, 0)
 NO_PEAKS: PassPeaks[Size] = PassPeaks(NO_PEAK, NO_PEAK, NO_PEAK)
@@ -191,17 +191,18 @@ class RankStates(NamedTuple):
     update_temporary: Size
 
     @classmethod
-    def of(cls, num_parameters: Size, num_experts: Size, sharding: Sharding) -> "RankStates":
+    def of(
+        cls, num_parameters: Size, num_experts: Size, padding: Padding, sharding: Sharding
+    ) -> "RankStates":
         """Return those of so many parameters, and of experts of which other ranks hold others."""
-        state, share = sharding.parameter.state, sharding.shares(num_parameters, num_experts)
+        state, of_experts = sharding.parameter.state, sharding.of_experts
+        share = sharding.shares(num_parameters + padding.most, num_experts + padding.experts)
         share = share * (1 - sharding.on_host)
-        leaves = sharding.on_host * (1 - sharding.keeps_whole_gradients)
-        gradients = sharding.kept_bytes(num_parameters) + sharding.of_experts.kept_bytes(
-            num_experts
-        )
+        gradients = sharding.kept_bytes(num_parameters, padding.most)
+        gradients = gradients + of_experts.kept_bytes(num_experts, padding.experts)
         return cls(
             parameters=share * state.sharded_parameter,
-            gradients=gradients * (1 - leaves),
+            gradients=gradients,
             optimizer=share * state.optimizer,
             update_temporary=share * state.update_temporary,
         )
@@ -224,9 +225,11 @@ def unit_rank_memory(
         parameter: Bytes of a parameter.
     """
     sharding = Sharding.of(replication, parameter)
-    known, virtual_stages = {}, {}
+    known, virtual_stages, paddings = {}, {}, {}
     for stage in dict.fromkeys(stages):
-        weights = StageWeights.of(shape, stage)
+        ranks = sharding.num_ranks, sharding.num_expert_ranks
+        weights = StageWeights.of(shape, stage, *map(int, ranks))
+        paddings[stage] = weights.padding
         units = UnitBytes.of(shape, stage, weights, sharding)
         stage_pass = StagePass(passes, stage, sharding, units)
         found = StageUnits.of(shape, stage_pass, weights, is_alone=len(stages) == 1)
@@ -234,7 +237,8 @@ def unit_rank_memory(
         virtual_stages[stage] = found.virtual_stage(
             keeps_units=sharding.keeps_units, sums=sharding.sums
         )
-    states = RankStates.of(*held_parameters(shape, stages), sharding)
+    padding = Padding(*(sum(paddings[stage][own] for stage in stages) for own in range(2)))
+    states = RankStates.of(*held_parameters(shape, stages), padding, sharding)
     batch = batch_bytes(shape.num_tokens, shape.cp) * shape.keeps_outputs
     return RankMemory(
         parameters_bytes=int(states.parameters),

@@ -93,7 +93,7 @@ class NestedUnit(NamedTuple):
         experts = layer.experts
         beside: Size = layer.dense.weights + behind
         yield from reduced(nested.back_done + beside, experts, cuts=units.cuts_experts)
-        yield nested.back_before - experts.weights + kept + beside + experts.wire
+        yield nested.back_before - experts.made + kept + beside + experts.wire
 
     def reducing_sums(self, behind: Size, *, shard: Size, made: Size, scale: int) -> Iterator[Size]:
         """Yield the same of a pass that reduces sums, beside those of all the layer.
@@ -107,10 +107,9 @@ class NestedUnit(NamedTuple):
         nested, layer, units, _ = self
         experts = layer.experts
         beside: Size = layer.dense.weights + behind - made
-        sums = experts._replace(weights=experts.wire, last=experts.last * scale)
+        sums = experts._replace(made=experts.kept, last=experts.last * scale)
         yield from reduced(nested.back_done + beside, sums, cuts=units.cuts_experts)
-        # The buffer of the wire is as large as the sums that have gone.
-        yield nested.back_before + beside + shard
+        yield nested.back_before + beside + shard + experts.wire - experts.kept
 
 
 def reduced(here: Size, unit: Unit, *, cuts: Size) -> Iterator[Size]:
@@ -121,8 +120,8 @@ def reduced(here: Size, unit: Unit, *, cuts: Size) -> Iterator[Size]:
     tensor that it copies to what comes out (`foreach_reduce`).
     """
     yield here + unit.wire + cuts * unit.last
-    yield here - unit.weights + unit.last + unit.wire + unit.share
-    yield here - unit.weights + unit.wire + 2 * unit.divided
+    yield here - unit.made + unit.last + unit.wire + unit.share
+    yield here - unit.made + unit.wire + 2 * unit.divided
 
 
 def is_apart(units: UnitBytes, *, first: bool) -> bool:

@@ -162,13 +162,14 @@ class StagePass(NamedTuple):
         table = largest((table, fetch, units.cut_table + units.positions))
         here = table + units.root + units.table.weights + units.head_gradient
         moments = [here + self.held.at(0).dense.wire]
-        weights = gradients = sum(unit.weights for unit in units.last)
+        weights = sum(unit.weights for unit in units.last)
+        gradients = sum(unit.made for unit in units.last)
         kept: Size = 0
         for unit in units.last:
             # All gradients and the buffer of the wire; then that and its share.
             weights = weights - unit.weights
             moments.append(weights + gradients + unit.wire + kept)
-            gradients = gradients - unit.weights
+            gradients = gradients - unit.made
             moments.append(weights + gradients + unit.last + unit.wire + unit.share + kept)
             kept = kept + unit.kept * first
         return largest(moments) + self.held.replica_bytes(stage.num_layers, first=first)
@@ -188,7 +189,7 @@ def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool) -> Size:
     others = others - passes.saved_layers(stage, place)
     others = others + stage_pass.held.stay(place) + stage_pass.held.on_the_way(place)
     others = others + stage_pass.held.replica_bytes(done, first=first)
-    return others + unit.wire + larger(unit.weights, unit.share)
+    return others + unit.wire + larger(unit.made, unit.share)
 
 
 def nested_unit(stage_pass: StagePass, place: int, *, adds: bool = False) -> NestedUnit:
@@ -354,10 +355,10 @@ def _after_head(
     yield PassPeak(here + head.weights + passes.products[1], late)
     here = here + passes.message - stage_pass.freed_head
     if sharding.keeps_units:
-        gradient = units.is_copied * head.weights
+        gradient = units.is_copied * head.made
         yield PassPeak(here + head.weights + gradient, late - head.kept * first)
         return
-    yield PassPeak(here + head.weights + head.wire, late)
+    yield PassPeak(here + head.made + head.wire, late)
     yield PassPeak(here + head.last + head.wire + head.share, late)
 
 
@@ -384,7 +385,7 @@ def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
         shard = unit.wire // shared.num_ranks
         if count:
             divided = unit.divided if unit is layer.experts else 0
-            beside = largest((unit.wire, unit.last * scale + shard, shard + divided))
-            most = larger(most, beside - unit.weights - gone)
-        gone = gone + count * (unit.weights + unit.wire - shard)
+            beside = largest((unit.kept, unit.last * scale + shard, shard + divided))
+            most = larger(most, beside + unit.wire - unit.kept - unit.weights - gone)
+        gone = gone + count * (unit.weights + unit.kept - shard)
     return PassPeak(output + most, stage_pass.late_bytes - units.shard)

@@ -81,11 +81,17 @@ class Sharding(NamedTuple):
         """Return a rank's share of parameters, and of those of experts; filled up to one size."""
         return -(-num_parameters // self.num_ranks) - (-num_experts // self.num_expert_ranks)
 
-    def kept_bytes(self, num_parameters: Size) -> Size:
-        """Return what is kept of gradients; those that stay whole are in the wire's format."""
+    def kept_bytes(self, num_parameters: Size, padding: Size = 0) -> Size:
+        """Return what is kept of gradients; *padding* fills up shards.
+
+        Those that stay whole are in the wire's format, what leaves for the host when it is reduced
+        is not kept.
+        """
         whole, (state, reduce_bytes) = self.keeps_whole_gradients, self.parameter
         shards = chosen(whole, 1, self.num_ranks)
-        return -(-num_parameters // shards) * chosen(whole, reduce_bytes, state.gradient)
+        share = -(-(num_parameters + chosen(whole, 0, padding)) // shards)
+        stays = 1 - self.on_host * (1 - whole)
+        return share * chosen(whole, reduce_bytes, state.gradient) * stays
 
     def cast_bytes(self, gathered: Size) -> Size:
         """Return the copy of a rank's part of what is *gathered* as passes read it, if another."""

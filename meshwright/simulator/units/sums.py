@@ -78,7 +78,7 @@ class SumBytes:
             layer_shards=tuple(shard(e.whole.wire, e.experts.wire) for e in units.layers),
             expert_shards=tuple(shard(e.experts.wire, e.experts.wire) for e in units.layers),
             head_shard=shard(units.head.wire),
-            shard=shard(units.gradients, stage_pass.held.total(lambda layer: layer.experts.kept)),
+            shard=units.shares * kept_bytes,
             copying=_copying(shape, stage_pass, weights.matrix),
             positions=positions * made_bytes,
             cut_table=units.cut_table * (sharding.is_plain and tied),
@@ -93,7 +93,7 @@ def _copying(shape: BlockShape, stage_pass: StagePass, matrix: Size) -> Size:
     surplus = units.surplus // wire_bytes
     if not units.last:
         return 0
-    sizes = [unit.weights // made_bytes for unit in units.last]
+    sizes = [unit.made // made_bytes for unit in units.last]
     if shape.stack.units is not Units.ROOT:
         sizes[-1] = sizes[-1] + surplus
         return largest(
@@ -148,11 +148,11 @@ class _SummingPass(NamedTuple):
         if not self.is_last:
             return 0
         # Once a unit is reduced its whole sum has gone, but for this rank's shard.
-        gone: Size = units.head.wire - sums.head_shard
+        gone: Size = units.head.kept - sums.head_shard
         for has_experts, _, count in alike(stage, first):
             layer = member(units.layers, has_experts=has_experts)
             shard = member(sums.layer_shards, has_experts=has_experts)
-            gone = gone + count * (layer.whole.wire - shard)
+            gone = gone + count * (layer.whole.kept - shard)
         return gone
 
     @property
@@ -175,7 +175,7 @@ class _SummingPass(NamedTuple):
         if self.is_last:
             last = head.last * self.sums.scale
             yield PassPeak(here + head.wire, 0)
-            yield PassPeak(here + head.wire + last + head.share, head.wire)
+            yield PassPeak(here + head.wire + last + head.share, head.kept)
         elif self.is_first and self.sums.apart:
             yield PassPeak(here + head.weights, self._absent(stage.num_layers))
 
@@ -225,10 +225,10 @@ class _SummingPass(NamedTuple):
         have = experts_by_place(stage)[place]
         shard = member(self.sums.expert_shards, has_experts=have)
         shard = shard + is_apart(units, first=True) * layer.experts.replicas
-        made = 0 if self.adds else layer.experts.weights
+        made = 0 if self.adds else layer.experts.made
         last = nested.reducing_sums(behind, shard=shard, made=made, scale=self.sums.scale)
         yield from (each + stay for each in last)
-        yield self._reduced(place, layer.dense) + shard - layer.experts.wire
+        yield self._reduced(place, layer.dense) + shard - layer.experts.kept
 
     def _replicas(self, done: int) -> Size:
         """Return what reductions over replicas have left when *done* layers have run."""
@@ -243,7 +243,7 @@ class _SummingPass(NamedTuple):
         held, layer = self.stage_pass.held, passes.layer(stage, place)
         here = passes.message - layer.saved
         here = here + held.stay(place) + held.on_the_way(place)
-        return here + larger(unit.wire, unit.share)
+        return here + unit.wire + larger(0, unit.share - unit.kept)
 
     def _root_moments(self) -> Iterator[PassPeak[Size]]:
         """Yield the fullest moments after the layers: the table's gradient, then the last units'.
@@ -264,7 +264,7 @@ class _SummingPass(NamedTuple):
             weights = weights - unit.weights
             here = weights + unit.wire - freed
             yield PassPeak(here, absent)
-            absent = absent + unit.wire + (units.surplus if unit is units.last[-1] else 0)
+            absent = absent + unit.kept + (units.surplus if unit is units.last[-1] else 0)
             yield PassPeak(here + unit.last * sums.scale + unit.share, absent)
         if self.is_first and sums.apart:
             yield PassPeak(sums.copying - freed, absent)

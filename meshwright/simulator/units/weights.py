@@ -1,22 +1,42 @@
 """Parameters of a stage on one rank, unit by unit."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Units
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
-from meshwright.simulator.replication import EndUnits, is_tied, stage_parameters
+from meshwright.simulator.model import EMBEDDING, BlockKind, BlockRun, ModelSpec
+from meshwright.simulator.replication import (
+    EndUnits,
+    Rows,
+    fills_rows,
+    is_tied,
+    padding,
+    shard_padding,
+    stage_parameters,
+)
 from meshwright.simulator.units.layers import ByFamily, alike, families, member
 
 
-class EndUnit(NamedTuple):
-    """Parameters of a unit beside the layers, and those of the last of its weights."""
+class UnitWeights(NamedTuple):
+    """Parameters of a unit, those of the last of its weights, and what fills up its shards."""
 
     size: Size
     last: Size
+    padding: Size
+
+
+class Padding(NamedTuple):
+    """Parameters that fill up the shards of a rank.
+
+    Args:
+        most: Of all but experts of which other ranks hold others.
+        experts: Of those.
+    """
+
+    most: Size
+    experts: Size
 
 
 class LayerWeights(NamedTuple):
@@ -27,15 +47,18 @@ class LayerWeights(NamedTuple):
         experts: Those, a unit of their own.
     """
 
-    most: Size
-    experts: EndUnit
+    most: UnitWeights
+    experts: UnitWeights
 
     @classmethod
-    def of(cls, shape: BlockShape, kind: BlockKind) -> "LayerWeights":
-        """Return those of a layer of a *kind*."""
+    def of(cls, shape: BlockShape, kind: BlockKind, num_ranks: tuple[int, int]) -> "LayerWeights":
+        """Return those of a layer of a *kind*, of which so many ranks have shards of either."""
         experts = shape.expert_parameters.get(kind, 0)
+        layer = Stage((BlockRun(kind, 1),), has_embedding=False, has_head=False)
+        paddings = _paddings(shape, layer, num_ranks)
         return cls(
-            shape.parameters[kind] - experts, EndUnit(experts, _last_experts(shape, experts))
+            UnitWeights(shape.parameters[kind] - experts, 0, paddings.most),
+            UnitWeights(experts, _last_experts(shape, experts), paddings.experts),
         )
 
 
@@ -45,8 +68,10 @@ class StageWeights(NamedTuple):
     Args:
         total: Of the stage, but for experts of which other ranks hold others.
         experts: Those of all its layers.
+        padding: What fills up shards.
         layers: Of a layer.
-        num_experts: How many experts of a layer it has.
+        cuts_experts: 1 where each of them is cut along its widths, as they are fewer than the ranks
+            that share them, else 0.
         matrix: Of the table, or of the output matrix.
         positions: Of the embedding beside its table.
         tp: Ranks that share a table.
@@ -57,28 +82,36 @@ class StageWeights(NamedTuple):
 
     total: Size
     experts: Size
+    padding: Padding
     layers: ByFamily[LayerWeights]
-    num_experts: Size
+    cuts_experts: Size
     matrix: Size
     positions: Size
     tp: Size
-    roots: tuple[EndUnit, ...]
-    table: tuple[EndUnit, ...]
-    head: tuple[EndUnit, ...]
+    roots: tuple[UnitWeights, ...]
+    table: tuple[UnitWeights, ...]
+    head: tuple[UnitWeights, ...]
 
     @classmethod
-    def of(cls, shape: BlockShape, stage: Stage) -> "StageWeights":
-        """Return the parameters of *stage*."""
-        ends, matrix = (
-            EndUnits.of(shape, stage, 1),
-            shape.local_vocab_size * shape.model.hidden_size,
-        )
+    def of(
+        cls, shape: BlockShape, stage: Stage, num_ranks: int = 1, num_expert_ranks: int = 1
+    ) -> "StageWeights":
+        """Return the parameters of *stage*, of which so many ranks have shards."""
+        ends, matrix = EndUnits.of(shape, stage), shape.local_vocab_size * shape.model.hidden_size
         last = matrix
         if shape.stack.units is Units.ROOT:
             last = matrix * (stage.has_head and not is_tied(shape, stage))
         elif not is_tied(shape, stage):
-            last = sum(ends.root)  # of positions alone, however few words there are beside them
-        layers = tuple(LayerWeights.of(shape, kind) for kind in families(shape))
+            # Of positions alone, however few words there are beside them.
+            last = sum(map(_size, ends.root))
+
+        def end_unit(rows: tuple[Rows, ...], last: int) -> UnitWeights:
+            filling = padding(rows, num_ranks) if fills_rows(shape) else 0
+            return UnitWeights(_size(rows), last, filling)
+
+        layers = tuple(
+            LayerWeights.of(shape, kind, (num_ranks, num_expert_ranks)) for kind in families(shape)
+        )
         experts = sum(
             each.num_layers * member(layers, has_experts=each.has_experts).experts.size
             for each in alike(stage)
@@ -86,18 +119,26 @@ class StageWeights(NamedTuple):
         return cls(
             total=stage_parameters(shape, stage) - experts,
             experts=experts,
+            padding=_paddings(shape, stage, (num_ranks, num_expert_ranks)),
             layers=layers,
-            num_experts=num_own_experts(shape),
+            cuts_experts=int(
+                shape.stack.splits_experts and num_expert_ranks > num_own_experts(shape)
+            ),
             matrix=matrix,
             positions=shape.parameters[EMBEDDING] - matrix,
             tp=shape.ends_tp,
             roots=(
-                *(EndUnit(size, size) for size in ends.root[:-1]),
-                *(EndUnit(size, last) for size in ends.root[-1:]),
+                *(end_unit(rows, _size(rows)) for rows in ends.root[:-1]),
+                *(end_unit(rows, last) for rows in ends.root[-1:]),
             ),
-            table=tuple(_matrix_units(ends.table, matrix)),
-            head=tuple(_matrix_units(ends.head, matrix)),
+            table=tuple(end_unit(rows, matrix) for rows in (ends.table,) if rows),
+            head=tuple(end_unit(rows, matrix) for rows in (ends.head,) if rows),
         )
+
+    @property
+    def filled(self) -> tuple[Size, Size]:
+        """Parameters with what fills up shards: all but such experts, and those."""
+        return self.total + self.padding.most, self.experts + self.padding.experts
 
 
 def _last_experts(shape: BlockShape, num_parameters: int) -> int:
@@ -122,7 +163,14 @@ def num_own_experts(shape: BlockShape) -> int:
     return model.experts.num_experts // shape.ep
 
 
-def _matrix_units(size: int, matrix: int) -> Iterator[EndUnit]:
-    """Yield the unit of so many parameters that ends with a table or an output matrix, if any."""
-    if size:
-        yield EndUnit(size, matrix)
+def _size(rows: tuple[Rows, ...]) -> int:
+    """Return the parameters of weights of *rows*."""
+    return sum(each.size for each in rows)
+
+
+def _paddings(shape: BlockShape, unit: Stage, num_ranks: tuple[int, int]) -> Padding:
+    """Return what fills up shards of *unit*, of which so many ranks have shards of either."""
+    return Padding(
+        shard_padding(shape, unit, num_ranks[0]),
+        shard_padding(shape, unit, num_ranks[1], of_experts=True),
+    )

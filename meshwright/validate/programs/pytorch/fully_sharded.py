@@ -64,7 +64,8 @@ class ExpertShards(NamedTuple):
         mesh, plan, experts = layout.expert_data_mesh, request.plan, request.job.transformer.experts
         if mesh is None or experts is None:
             return None
-        return cls(mesh, plan.dp_cp, plan.num_shards > experts.num_experts)
+        cuts = request.stack.splits_experts and plan.num_shards > experts.num_experts
+        return cls(mesh, plan.dp_cp, cuts)
 
     def shard(
         self,

@@ -1,0 +1,298 @@
+"""The units of fully_shard, and the weights of which they are made.
+
+Ranks share the rows of each weight, its first dim, whole row by whole row: the last ranks may have
+fewer, or none, and all are filled up to as many as the first has (`FSDPParam` of PyTorch 2.13,
+torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Units
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import Stage, copies_table
+from meshwright.simulator.model import (
+    BlockKind,
+    ModelSpec,
+    ParameterTensor,
+    is_expert,
+    rank_tensors,
+)
+from meshwright.simulator.replication.buckets import module_of, separate_widths
+from meshwright.simulator.replication.data_parallel import (
+    HeldParameters,
+    Replication,
+    held_parameters,
+    stage_parameters,
+)
+from meshwright.simulator.replication.parts import StagePart
+
+
+class Rows(NamedTuple):
+    """A weight that ranks share row by row.
+
+    Args:
+        number: How many rows.
+        width: Elements of a row.
+        splits: More ranks than there are rows share the elements of each.
+    """
+
+    number: int
+    width: int
+    splits: bool = False
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return self.number * self.width
+
+    def padding(self, num_ranks: int) -> int:
+        """Return the elements that fill up the shards of so many ranks to one size.
+
+        >>> [Rows(8, 10).padding(ranks) for ranks in (4, 6, 16)]
+        [0, 40, 80]
+        """
+        if self.splits and num_ranks > self.number:
+            return 0
+        return -self.number % num_ranks * self.width
+
+
+def padding(weights: Iterable[Rows], num_ranks: int) -> int:
+    """Return the elements that fill up the shards of *weights*."""
+    return sum(each.padding(num_ranks) for each in weights)
+
+
+def filled(weights: Sequence[Rows], num_ranks: int) -> int:
+    """Return the elements of all shards of *weights*, filled up to one size."""
+    return sum(each.size for each in weights) + padding(weights, num_ranks)
+
+
+def unit_parts(
+    shape: BlockShape, stage: Stage, num_shards: int = 1, num_expert_shards: int = 1
+) -> tuple[StagePart, ...]:
+    """Return the sharded units of *stage* in model order: each layer is one.
+
+    The embedding is part of the first, the head of the last; a tied table belongs to the part
+    with the embedding, or as a copy to the head's.
+
+    Args:
+        shape: Of its blocks.
+        stage: Whose units.
+        num_shards: Ranks of a set of shards.
+        num_expert_shards: Of a set of shards of experts that other ranks than those of a replica
+            hold.
+    """
+    if shape.stack.is_fully_sharded:
+        return _units_with_ends(shape, stage, num_shards, num_expert_shards)
+    second = int(stage.has_embedding) + 1
+    cuts = [0, *range(second, second + stage.num_layers - 1), stage.num_blocks]
+    units = [stage.part(first, end) for first, end in pairwise(cuts)]
+    counts = [stage_parameters(shape, unit) for unit in units]
+    # The last unit takes a tied matrix for a copy, also where its table is in the first one.
+    counts[-1] += stage_parameters(shape, stage) - sum(counts)
+    return tuple(StagePart(unit, (count,)) for unit, count in zip(units, counts, strict=True))
+
+
+class EndUnits(NamedTuple):
+    """Weights of a stage's units beside its layers.
+
+    Args:
+        root: What is gathered before all and stays, unit by unit.
+        table: Gathered for the embedding, and again for its backward.
+        head: Gathered for the head, and stays.
+    """
+
+    root: tuple[tuple[Rows, ...], ...]
+    table: tuple[Rows, ...] = ()
+    head: tuple[Rows, ...] = ()
+
+    @classmethod
+    def of(cls, shape: BlockShape, stage: Stage) -> "EndUnits":
+        """Return those of *stage*."""
+        ends = stage._replace(layers=())
+        weights = tuple(unit_weights(shape, ends))
+        if shape.stack.units is Units.ROOT:
+            return cls(_units(weights))
+        if not stage.has_embedding:
+            return cls((), head=weights)
+        first = len([*unit_weights(shape, ends._replace(has_head=False))])
+        table, others, head = weights[:1], weights[1:first], weights[first:]
+        if is_tied(shape, stage):
+            return cls((*_units(others), table + head))
+        return cls(_units(others), table, head)
+
+
+def _units(weights: tuple[Rows, ...]) -> tuple[tuple[Rows, ...], ...]:
+    return (weights,) if weights else ()
+
+
+def is_tied(shape: BlockShape, stage: Stage) -> bool:
+    """Return whether one weight is the stage's table and its output matrix.
+
+    Added to that of the head, which is split over tensor ranks, the table's gradient is split, too.
+    """
+    return shape.trained.tied_embeddings and stage.has_embedding and stage.has_head
+
+
+def keeps_last_layer(shape: BlockShape, stage: Stage) -> bool:
+    """Return whether the last layer of *stage*, a whole model, stays until its backward pass."""
+    is_whole = stage.has_embedding and stage.has_head and stage.num_layers > 0
+    return is_whole and shape.stack.keeps_last_layer
+
+
+def _units_with_ends(
+    shape: BlockShape, stage: Stage, num_shards: int, num_expert_shards: int
+) -> tuple[StagePart, ...]:
+    """Return each layer as a unit between those of `EndUnits`.
+
+    The root is gathered first and reduced last: it goes with the part before all layers.
+    """
+    nothing = Stage((), has_embedding=False, has_head=False)
+
+    def buckets(weights: Sequence[Rows], num_ranks: int = num_shards) -> tuple[int, ...]:
+        return (filled(weights, num_ranks),) if weights else ()
+
+    units = EndUnits.of(shape, stage)
+    embedding = nothing._replace(has_embedding=stage.has_embedding)
+    parts: list[StagePart] = []
+    if units.root:
+        root = tuple(filled(each, num_shards) for each in units.root)
+        parts.append(StagePart(nothing if units.table else embedding, root, stays=True))
+    if units.table:
+        parts.append(StagePart(embedding, buckets(units.table)))
+    place = int(stage.has_embedding)
+    for _, count in stage.layers:
+        # As they are in the stage: of layers of a kind some may run again, and others not.
+        layers = [stage.part(at, at + 1) for at in range(place, place + count)]
+        own, experts = (
+            [*unit_weights(shape, layers[0], of_experts=apart)] for apart in (False, True)
+        )
+        sizes = buckets(own), buckets(experts, num_expert_shards)
+        parts += [StagePart(each, sizes[0], expert_buckets=sizes[1]) for each in layers]
+        place += count
+    if keeps_last_layer(shape, stage):
+        parts[-1] = parts[-1]._replace(stays=True)
+    if stage.has_head:
+        head = buckets(units.head)
+        parts.append(StagePart(nothing._replace(has_head=True), head, stays=bool(head)))
+    return tuple(parts)
+
+
+def unit_shards(
+    shape: BlockShape,
+    unit: Stage,
+    num_shards: int,
+    shard: int | None = None,
+    *,
+    of_experts: bool = False,
+) -> list[int]:
+    """Return the elements of one shard of each weight of *unit*.
+
+    Args:
+        shape: Sizes of its blocks.
+        unit: Layers and ends of the model that it holds.
+        num_shards: Over how many ranks rows are split.
+        shard: Which one, without what fills it up: the last ones may have fewer rows.
+        of_experts: Those of experts that other ranks than those of a replica hold, not the others:
+            in a layer they are a unit of their own.
+    """
+    sizes = []
+    for weight in unit_weights(shape, unit, of_experts=of_experts):
+        rows, width, _ = weight
+        most = -(-rows // num_shards)
+        num_rows = most if shard is None else min(most, max(0, rows - shard * most))
+        sizes.append(num_rows * width)
+    return sizes
+
+
+def filled_parameters(
+    shape: BlockShape, stages: Sequence[Stage], replication: Replication
+) -> HeldParameters:
+    """Return `held_parameters` with their `shard_padding`."""
+    found = []
+    for count, holders in held_parameters(shape, stages).by_holders(replication):
+        num_ranks, apart = holders.span.num_ranks, holders is not replication
+        paddings = (shard_padding(shape, each, num_ranks, of_experts=apart) for each in stages)
+        found.append(count + sum(paddings))
+    return HeldParameters(*found)
+
+
+def shard_padding(
+    shape: BlockShape, unit: Stage, num_ranks: int, *, of_experts: bool = False
+) -> int:
+    """Return what fills up the shards of *unit* as memory counts it; see `unit_shards`."""
+    if num_ranks == 1 or not fills_rows(shape):
+        return 0
+    weights = _counted_weights(shape, unit, of_experts=of_experts)
+    return sum(count * each.padding(num_ranks) for each, count in weights)
+
+
+def fills_rows(shape: BlockShape) -> bool:
+    """Return whether memory counts what fills up the shards of each weight.
+
+    The rows of models without experts are so many that it is next to nothing there.
+    """
+    return shape.stack.is_fully_sharded and _has_experts(shape) and not _is_flat(shape)
+
+
+def _is_flat(shape: BlockShape) -> bool:
+    """Return whether FullyShardedDataParallel flattens the units of a model with experts.
+
+    Its norm is one number for all of a rank, that of DTensors one for each weight.
+    """
+    return _has_experts(shape) and not shape.stack.norm_by_axis
+
+
+def _has_experts(shape: BlockShape) -> bool:
+    return isinstance(shape.trained, ModelSpec) and shape.trained.experts is not None
+
+
+def unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool = False) -> Iterator[Rows]:
+    """Yield the weights of *unit*, see `unit_shards`."""
+    for weight, count in _counted_weights(shape, unit, of_experts=of_experts):
+        yield from [weight] * count
+
+
+def _counted_weights(
+    shape: BlockShape, unit: Stage, *, of_experts: bool
+) -> Iterator[tuple[Rows, int]]:
+    """Yield the weights of *unit*, and how many there are of each."""
+    for kind, weights in _module_weights(shape, of_experts=of_experts):
+        count = sum(count for each, count in unit.blocks if each == kind)
+        yield from ((weight, count) for weight in weights)
+    if copies_table(shape.trained, unit) and not of_experts:
+        yield Rows(shape.local_vocab_size, shape.model.hidden_size), 1
+
+
+@lru_cache  # of each shape every stage asks
+def _module_weights(shape: BlockShape, *, of_experts: bool) -> list[tuple[BlockKind, list[Rows]]]:
+    """Return the weights of each tensor, with its kind of block."""
+    known: list[tuple[BlockKind, list[Rows]]] = []
+    for tensor in rank_tensors(shape.trained, shape.ends_tp, shape.stack.vocabulary_multiple):
+        if (bool(shape.expert_parameters) and is_expert(tensor)) is not of_experts:
+            continue
+        rows, *rest = shape.local_shape(tensor)
+        parts = separate_widths(shape, module_of(tensor)) or (rows,)
+        weights = [Rows(part, prod(rest)) for part in parts]
+        if _is_flat(shape):
+            weights = [Rows(rows * prod(rest), 1)]
+        elif is_expert(tensor):
+            weights = _expert_weights(shape, tensor, weights[0], of_experts=of_experts)
+        known.append((tensor.block, weights))
+    return known
+
+
+def _expert_weights(
+    shape: BlockShape, tensor: ParameterTensor, weight: Rows, *, of_experts: bool
+) -> list[Rows]:
+    """Return the weights of a *tensor* of experts, each of which is a row of *weight*.
+
+    torchtitan's gate and value are apart.
+    """
+    is_apart = module_of(tensor) == "experts_in" and not shape.stack.transformers_layers
+    parts = 2 if is_apart else 1
+    splits = of_experts and shape.stack.splits_experts
+    return [Rows(weight.number, weight.width // parts, splits)] * parts
