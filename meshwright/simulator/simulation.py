@@ -46,7 +46,13 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.model import HEAD
 from meshwright.simulator.schedules import Action, Phase
-from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
+from meshwright.simulator.step import (
+    BuiltStep,
+    away_refusal,
+    build_step,
+    node_host_bytes,
+    offload_refusal,
+)
 
 # Stages x microbatches of a layout that is simulated: fifteen times the 64 x 512 of the largest
 # published steps. More would take minutes and gigabytes.
@@ -102,6 +108,7 @@ def check_plan(job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: St
         schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages)
         or stack_refusal(job, plan, stack)
         or offload_refusal(job, plan, cluster, stack)
+        or away_refusal(plan, cluster)
     )
     if refusal is not None:
         raise PlanError(refusal)

@@ -18,6 +18,7 @@ from meshwright.simulator.blocks.listed import bottleneck, classifier, end, line
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
 from meshwright.simulator.graph import (
+    Away,
     Backward,
     Block,
     Dim,
@@ -58,6 +59,11 @@ LAYER, GROUP = "layer", "group"
 NOT_HELD = {RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM}
 # Ways of recomputation that run whole layers again; others run the parts that a plan names.
 OF_LAYERS = {Recompute.FULL, Recompute.SELECTIVE_OP}
+
+
+# Elements of the smallest tensor that Transformer Engine moves (`_check_if_offload` of
+# pytorch/cpu_offload.py, 2.10 to 2.18), and Megatron-Core (min_offloaded_tensor_size).
+SMALLEST_OF_LAYERS, SMALLEST_OF_MODULES = 256 * 1024, 1024 * 1024
 
 
 class Written(NamedTuple):
@@ -196,6 +202,13 @@ def lowering_of(shape: BlockShape) -> Lowering:
         eight_bits=_eight_bits(shape),
         groups_experts=stack.grouped_experts and stack.kernels is not Kernels.EAGER,
     )
+
+
+def away_of(shape: BlockShape) -> Away:
+    """Return which saved tensors of a layer wait on the host, where some do."""
+    if not shape.offload_modules:
+        return Away(frozenset(), SMALLEST_OF_LAYERS)
+    return Away(frozenset(map(str, shape.offload_modules)), SMALLEST_OF_MODULES)
 
 
 def makes_gradients(shape: BlockShape) -> bool:

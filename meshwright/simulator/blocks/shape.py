@@ -12,6 +12,7 @@ from meshwright.hwprofiles import (
     ContextParallel,
     Dispatcher,
     EightBitRecipe,
+    OffloadModule,
     Precision,
     Recompute,
     RecomputeModule,
@@ -125,7 +126,8 @@ class BlockShape(WeightShape):
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
     ``is_unwrapped`` says that the stack does not run fully_shard.
-    ``modules`` are the parts of a layer that selective recomputation runs again.
+    ``modules`` are the parts of a layer that selective recomputation runs again, those in
+    ``offload_modules`` leave saved tensors on the host, in layers that do.
     ``cp`` ranks share a sequence by ``cp_type``; of a ring of swaps, groups of ``cp_inner`` swap.
     ``announces_messages`` says that sizes go ahead of messages between stages, which differ.
     ``accumulated_bytes`` are those that a product moves to add a gradient to what is kept of it.
@@ -147,6 +149,7 @@ class BlockShape(WeightShape):
     cp_type: ContextParallel | None = None
     cp_inner: int = 1
     modules: tuple[RecomputeModule, ...] = ()
+    offload_modules: tuple[OffloadModule, ...] = ()
     accumulated_bytes: int = 0
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     imbalance: float = 1.0
@@ -170,6 +173,7 @@ class BlockShape(WeightShape):
             sequence_parallel=plan.sequence_parallel and plan.tp > 1,
             recompute=plan.recompute,
             modules=plan.recompute_modules,
+            offload_modules=plan.offload_modules,
             attention=plan.attention,
             stack=stack,
             parameters=every,

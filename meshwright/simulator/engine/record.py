@@ -83,6 +83,7 @@ class RankTimes:
         closing: What follows the last pass, in order: waiting for reductions, sums, the update.
         gather_wait_ps: Time passes waited for parameters, or copied them and their gradients from
             and to the buffers of collectives.
+        copy_waits_ps: Time that each pass waited for copies of activations; none where none are.
         passes_end_ps: End of the last action, a blocking message included.
         reduce_end_ps: When gradients are reduced, sums over tensor-parallel ranks and a tied
             table included.
@@ -107,6 +108,7 @@ class RankTimes:
     update_start_ps: int
     end_ps: int
     pairs: range = range(0)
+    copy_waits_ps: Sequence[int] = ()
 
     @property
     def senders(self) -> list[Action]:

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias, cast
 from simpy import Environment
 
 from meshwright.simulator.engine.clock import GoOn, Process, StandingClock, Wait
+from meshwright.simulator.engine.copies import HostCopies
 from meshwright.simulator.engine.groups import (
     CollectiveStream,
     Meeting,
@@ -76,6 +77,7 @@ class RankProgress:
     update_start_ps: int = 0
     end_ps: int = -1
     passed: dict[int, Phase] = field(default_factory=dict)
+    copies: HostCopies | None = None
 
     def close(self, kind: SpanKind, start_ps: int, time_ps: int) -> int:
         """Note what follows the last pass; return its end."""
@@ -169,12 +171,25 @@ class StepRun:
     def special_pass(
         self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
     ) -> Wait:
-        """Run a pass beside which parameters are gathered or gradients reduced."""
+        """Run a pass beside which parameters are gathered, gradients reduced or others copied."""
+        if instruction.copies:
+            state = self.states[place.index]
+            state.copies = state.copies or HostCopies()
+            state.copies.begin(instruction.phase, instruction.copies)
         if instruction.units:
             return self._sharded_pass(place, instruction, microbatch, now)
-        if instruction.gathers:
+        if instruction.gathers and microbatch == 0:
             return self._gathered_forward(place, instruction, now)
-        return self._reduced_backward(place, instruction, microbatch, now)
+        if instruction.reductions and (
+            instruction.reduces_always or microbatch in self.last_microbatch
+        ):
+            return self._reduced_backward(place, instruction, microbatch, now)
+        return self._plain_pass(place, instruction, now)
+
+    def _plain_pass(self, place: RankPlace, instruction: Instruction, now: int) -> Wait:
+        """Run a pass beside which activations are copied, and nothing else."""
+        yield from ()
+        return _advanced(self.states[place.index], instruction.compute_ps, now)
 
     def _reduced_backward(
         self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
@@ -182,7 +197,7 @@ class StepRun:
         """Run a backward pass whose segments hand their gradients to the reduction."""
         queue, reduction = self.states[place.index].queue, SpanKind.GRADIENT_REDUCTION
         for segment in instruction.reductions:
-            now += segment.compute_ps
+            now = _advanced(self.states[place.index], segment.compute_ps, now)
             issued = now, segment.collective_ps, reduction, instruction.virtual_stage
             queue.append(QueuedCollective(*issued))
         if microbatch != self.work.num_microbatches - 1:
@@ -295,7 +310,11 @@ def _lanes_of_phases(run: StepRun, place: RankPlace) -> dict[Phase, list[Lane]]:
 
 def _special_microbatches(run: StepRun, instruction: Instruction) -> frozenset[int]:
     """Return in which microbatches an instruction gathers parameters or reduces gradients."""
-    if instruction.units or (instruction.reductions and instruction.reduces_always):
+    if (
+        instruction.copies
+        or instruction.units
+        or (instruction.reductions and instruction.reduces_always)
+    ):
         return run.every_microbatch
     if instruction.gathers:
         return FIRST_MICROBATCH
@@ -326,7 +345,12 @@ def _units_now(
 def _computed(state: RankProgress, part_ps: int, now: int) -> int:
     """Compute a part of a pass that may have waited for it; return when that is done."""
     state.part_starts_ps.append(now)
-    return now + part_ps
+    return _advanced(state, part_ps, now)
+
+
+def _advanced(state: RankProgress, part_ps: int, now: int) -> int:
+    """Compute a part of a pass, with the copies beside it; return when that is done."""
+    return now + part_ps if state.copies is None else state.copies.compute(part_ps, now)
 
 
 def _first_gather(state: RankProgress) -> int:

@@ -134,6 +134,7 @@ def _rank_times(run: StepRun, state: RankProgress, place: RankPlace) -> RankTime
         collectives=place.dp_stream.record,
         closing=state.closing,
         gather_wait_ps=state.gather_wait_ps,
+        copy_waits_ps=() if state.copies is None else state.copies.waits_ps,
         passes_end_ps=state.passes_end_ps,
         reduce_end_ps=state.reduce_end_ps,
         reduce_wait_ps=state.reduce_wait_ps,

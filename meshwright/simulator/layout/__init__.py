@@ -94,6 +94,7 @@ from meshwright.simulator.layout.resolution import (
     overridden,
     resolve,
     said_of,
+    stages_rule,
     without_defaults,
 )
 from meshwright.simulator.layout.splits import (
@@ -105,6 +106,8 @@ from meshwright.simulator.layout.splits import (
 )
 from meshwright.simulator.layout.stages import (
     ALL_ALONE,
+    NONE_AWAY,
+    AwayLayers,
     Stage,
     copies_table,
     head_cost_layers,
@@ -116,7 +119,6 @@ from meshwright.simulator.layout.stages import (
     receives_streams,
     repeated_layers,
     resolve_stages,
-    stages_rule,
     table_rank,
     whole_model,
     with_stages,
@@ -130,6 +132,7 @@ __all__ = [
     "IN_STEP",
     "JOINT_AXES",
     "MAX_ZERO_STAGE",
+    "NONE_AWAY",
     "PLAN_FIELDS",
     "REPLICATED",
     "SEARCHED_FIELDS",
@@ -137,6 +140,7 @@ __all__ = [
     "SHARDS",
     "STACKS_OWN",
     "TP_CP",
+    "AwayLayers",
     "Axis",
     "Casts",
     "ContextAxis",

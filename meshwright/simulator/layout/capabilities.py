@@ -16,7 +16,6 @@ from meshwright.hwprofiles import (
     Precision,
     ProfileError,
     RecomputeMethod,
-    RecomputeModule,
     Refusal,
     StackProfile,
     Strategy,
@@ -334,7 +333,7 @@ def _values_left_out(field: PlanField, facts: Facts) -> Iterator[Gap]:
     if offered is None or field.name == "zero_stage":
         return
     if field.declaration.members:
-        others = [each for each in RecomputeModule if each not in offered]
+        others = [each for each in field.declaration.members if each not in offered]
         when = " or ".join(f"{field.name}.{each}" for each in others)
         if others:
             yield _gap(facts, field.name, when, offered or ("leave it out",), field.name)

@@ -3,6 +3,7 @@
 from meshwright.simulator.memory.beside import pair_bytes
 from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
+    PresentBytes,
     block_bytes,
     pass_workspace_bytes,
     stage_messages,
@@ -68,6 +69,7 @@ __all__ = [
     "PassPeak",
     "PassPeaks",
     "PipelinePlace",
+    "PresentBytes",
     "RankMemory",
     "SentBytes",
     "Shards",

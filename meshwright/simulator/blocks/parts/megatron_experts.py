@@ -5,7 +5,7 @@ an expert gather each other's, and a rank with several experts sorts them once m
 (`MoEAlltoAllTokenDispatcher` of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
 """
 
-from meshwright.hwprofiles import CollectiveOp, RecomputeModule
+from meshwright.hwprofiles import CollectiveOp, OffloadModule, RecomputeModule
 from meshwright.simulator.blocks.parts.clamped import bounded, clamped
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
@@ -145,7 +145,8 @@ def _multiplied(
     if experts.weighs_inputs:
         rows, weights = _weighed(block, rows, weights, dims)
         block.hold(given)
-    inner = grouped(block, rows, dims.first, dims, split=dims.first)
+    with block.part(OffloadModule.EXPERT_FC1):
+        inner = grouped(block, rows, dims.first, dims, split=dims.first)
     if experts.bias:
         inner = _in_product(block, inner, dims)
     with block.part(RecomputeModule.MOE_ACT):
