@@ -48,7 +48,7 @@ from meshwright.simulator.model import HEAD
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.simulator.step import (
     BuiltStep,
-    away_refusal,
+    activation_refusal,
     build_step,
     node_host_bytes,
     offload_refusal,
@@ -108,7 +108,7 @@ def check_plan(job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: St
         schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages)
         or stack_refusal(job, plan, stack)
         or offload_refusal(job, plan, cluster, stack)
-        or away_refusal(plan, cluster)
+        or activation_refusal(plan, cluster)
     )
     if refusal is not None:
         raise PlanError(refusal)

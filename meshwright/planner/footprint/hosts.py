@@ -4,12 +4,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
-from meshwright.planner.space import AWAY, Column, ShapeTable, Space, distinct
+from meshwright.planner.space import ACTIVATIONS, Column, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.layout import Axis, Mesh
 from meshwright.simulator.memory import StateBytes, block_bytes
 from meshwright.simulator.replication import replication_of
-from meshwright.simulator.step import away_host_bytes, node_host_bytes, rank_host_bytes
+from meshwright.simulator.step import activation_host_bytes, node_host_bytes, rank_host_bytes
 
 # Of a layout's fields, with its pipeline, what its hosts hold follows from these.
 NAMES = (
@@ -32,7 +32,7 @@ def host_bytes_column(
 ) -> Column:
     """Return what the fullest node keeps on its host, of each layout; 0 of all but *indices*."""
     found = np.zeros(len(space), np.int64)
-    asked = [space.column(name)[indices] > 0 for name in ("offload", *AWAY)]
+    asked = [space.column(name)[indices] > 0 for name in ("offload", *ACTIVATIONS)]
     indices = indices[np.any(asked, axis=0)]
     if not len(indices):
         return found
@@ -58,7 +58,7 @@ def _node_bytes(
     count = plan.num_microbatches(space.job)
     known = block_bytes(blocks, shape, others=space.kinds)
     of_ranks = [
-        rank_host_bytes(shape, own, state, replication, count) + away_host_bytes(known, own)
+        rank_host_bytes(shape, own, state, replication, count) + activation_host_bytes(known, own)
         for own in (stages[pp_rank :: plan.pp] for pp_rank in range(plan.pp))
     ]
     return node_host_bytes(mesh, of_ranks)

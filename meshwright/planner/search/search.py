@@ -24,7 +24,7 @@ from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.strategies import strategy_field
 from meshwright.planner.search.varied import Varied
 from meshwright.planner.space import (
-    AWAY,
+    ACTIVATIONS,
     Candidates,
     Column,
     ShapeTable,
@@ -46,7 +46,7 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.layout import attention_kernels, job_refusal
 from meshwright.simulator.memory import usable_bytes
-from meshwright.simulator.step import away_refusal, host_refusal
+from meshwright.simulator.step import activation_refusal, host_refusal
 
 MAX_GPUS = 10_000_000
 # How much may be simulated, in forward and backward passes: for the proof of the best layout
@@ -197,9 +197,9 @@ def _check_request(cluster: Cluster, num_gpus: int, limits: SpaceLimits | None, 
     for offload in cast("tuple[Offload | None, ...]", wanted or ()):
         if (refusal := host_refusal(offload or Offload.NONE, cluster)) is not None:
             raise PlanError(refusal)
-    for name in AWAY:
+    for name in ACTIVATIONS:
         for value in (limits and limits.values(name)) or ():
-            if (refusal := away_refusal(ResolvedPlan.of({name: value}), cluster)) is not None:
+            if (refusal := activation_refusal(ResolvedPlan.of({name: value}), cluster)) is not None:
                 raise PlanError(refusal)
     if not 1 <= num_gpus <= MAX_GPUS:
         raise PlanError(f"gpus={num_gpus} is out of range; allowed 1 to {MAX_GPUS}")

@@ -42,7 +42,7 @@ from meshwright.planner.space.space import (
     enumerate_space,
 )
 from meshwright.planner.space.switches import (
-    AWAY,
+    ACTIVATIONS,
     SWITCHES,
     askable_values,
     divisors,
@@ -50,7 +50,7 @@ from meshwright.planner.space.switches import (
 from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
-    "AWAY",
+    "ACTIVATIONS",
     "BESIDE",
     "COLUMNS",
     "LONG_SEQUENCE",

@@ -11,7 +11,7 @@ from meshwright.planner.space.columns import Column, chosen_rows, distinct
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.pipelines import stage_layers
 from meshwright.planner.space.switches import (
-    AWAY,
+    ACTIVATIONS,
     BASIC,
     SWITCHES,
     USUAL,
@@ -25,11 +25,11 @@ from meshwright.simulator.layout import JOINT_AXES, PLAN_FIELDS, stack_gaps
 
 PASSES = (
     *("recompute_modules", "recompute_layers", "recompute_method", "microbatch_group_size"),
-    *AWAY,
+    *ACTIVATIONS,
 )
 """Switches of what passes run, which are searched where they are asked for."""
 READ_BY = {
-    "recompute": {"recompute_modules", "recompute_layers", "expert_overlap", *AWAY},
+    "recompute": {"recompute_modules", "recompute_layers", "expert_overlap", *ACTIVATIONS},
     "schedule": {"microbatch_group_size", "expert_overlap"},
     "num_microbatches": {"microbatch_group_size"},
     "most_layers": {"recompute_layers"},

@@ -37,7 +37,7 @@ from meshwright.simulator.layout import (
     DP_CP,
     EXPERT_SHARDS,
     JOINT_AXES,
-    NONE_AWAY,
+    NO_OFFLOAD,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
     SHARDS,
@@ -167,7 +167,9 @@ class Space:
     def kinds(self) -> tuple[BlockKind, ...]:
         """The kinds of blocks that passes go through, in the order of columns."""
         made = any(
-            stages[0].checkpoints != ALL_ALONE or stages[0].away != NONE_AWAY or stages[-1].copies
+            stages[0].checkpoints != ALL_ALONE
+            or stages[0].offload != NO_OFFLOAD
+            or stages[-1].copies
             for stages in self._stages
         )
         return block_kinds(self.job.model, chain(*self._stages) if made else ())

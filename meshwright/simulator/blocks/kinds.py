@@ -18,7 +18,6 @@ from meshwright.simulator.blocks.listed import bottleneck, classifier, end, line
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv
 from meshwright.simulator.graph import (
-    Away,
     Backward,
     Block,
     Dim,
@@ -28,6 +27,7 @@ from meshwright.simulator.graph import (
     Lowering,
     Operator,
     Repetition,
+    SavedOffload,
     Size,
     Tape,
     Tensor,
@@ -204,11 +204,11 @@ def lowering_of(shape: BlockShape) -> Lowering:
     )
 
 
-def away_of(shape: BlockShape) -> Away:
+def saved_offload(shape: BlockShape) -> SavedOffload:
     """Return which saved tensors of a layer wait on the host, where some do."""
     if not shape.offload_modules:
-        return Away(frozenset(), SMALLEST_OF_LAYERS)
-    return Away(frozenset(map(str, shape.offload_modules)), SMALLEST_OF_MODULES)
+        return SavedOffload(frozenset(), SMALLEST_OF_LAYERS)
+    return SavedOffload(frozenset(map(str, shape.offload_modules)), SMALLEST_OF_MODULES)
 
 
 def makes_gradients(shape: BlockShape) -> bool:

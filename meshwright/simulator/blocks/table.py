@@ -13,9 +13,9 @@ from meshwright.simulator.blocks.kinds import (
     ADDED,
     Ending,
     Written,
-    away_of,
     keeps_output,
     lowering_of,
+    saved_offload,
     walk,
     written,
 )
@@ -23,7 +23,15 @@ from meshwright.simulator.blocks.operators import BlockOperators, ExpertOperator
 from meshwright.simulator.blocks.parts import EXPERTS
 from meshwright.simulator.blocks.priced import PricedBlock, expert_operators
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.graph import Away, Backward, Memory, NestedMemory, Size, Tensor, column
+from meshwright.simulator.graph import (
+    Backward,
+    Memory,
+    NestedMemory,
+    SavedOffload,
+    Size,
+    Tensor,
+    column,
+)
 from meshwright.simulator.model import (
     EMBEDDING,
     ENDS,
@@ -71,7 +79,7 @@ class _Walk:
 
     found: PricedBlock
     count: int
-    known: dict[Away, list[BlockMemory]] = field(default_factory=dict)
+    known: dict[SavedOffload, list[BlockMemory]] = field(default_factory=dict)
 
     @cached_property
     def columns(self) -> BlockOperators:
@@ -94,13 +102,13 @@ class _Walk:
         memory = NestedMemory.of(self.found.found, EXPERTS)
         return [NestedMemory(*row) for row in _rows_of(memory, self.count)]
 
-    def away(self, away: Away) -> list[BlockMemory]:
-        """Return what the block holds where some of it is *away* until backward, of each shape."""
-        if away not in self.known:
+    def offloaded(self, offload: SavedOffload) -> list[BlockMemory]:
+        """Return what the block holds where *offload* moves some of it, of each shape."""
+        if offload not in self.known:
             found = self.found.found
-            memory = Memory.of(found, away.tensors(found))
-            self.known[away] = [BlockMemory(*row) for row in _rows_of(memory, self.count)]
-        return self.known[away]
+            memory = Memory.of(found, offload.tensors(found))
+            self.known[offload] = [BlockMemory(*row) for row in _rows_of(memory, self.count)]
+        return self.known[offload]
 
 
 class _Row(NamedTuple):
@@ -240,7 +248,7 @@ class BlockTable:
             return self._row(kept_shape(shape), kind.layer, ending)
         if isinstance(kind, OffloadedLayer):
             walked, _, row = self._row(shape, kind.layer, ending)
-            return _Row(walked, walked.away(away_of(shape))[row], row)
+            return _Row(walked, walked.offloaded(saved_offload(shape))[row], row)
         key = (shape, kind, ending)
         if key not in self._rows:
             found = walk(shape, kind, ending=ending)

@@ -13,7 +13,7 @@ from meshwright.simulator.graph.tape import Phase, Run, Tape
 from meshwright.simulator.graph.tensors import Size, Tensor, chosen, largest, sum_of
 
 
-class Away(NamedTuple):
+class SavedOffload(NamedTuple):
     """Saved tensors that wait on the host from forward to backward.
 
     Args:
@@ -24,7 +24,7 @@ class Away(NamedTuple):
     parts: frozenset[str]
     least: int
 
-    def tensors(self, walk: Backward) -> "AwayTensors":
+    def tensors(self, walk: Backward) -> "OffloadedTensors":
         """Return those of a block.
 
         What an operator saves of its own output is another tensor to hooks of saved tensors
@@ -46,7 +46,7 @@ class Away(NamedTuple):
             inputs = Counter({*inputs})
         copies = inputs + outputs
         gone = (each for each in _lasting(tape) if each in copies and each not in staying)
-        return AwayTensors(
+        return OffloadedTensors(
             {each: self._bytes(each) for each in gone},
             sum_of(self._bytes(each) * count for each, count in copies.items()),
         )
@@ -63,14 +63,14 @@ class Away(NamedTuple):
         return elements + chosen(scales >= self.least, scales, 0)
 
 
-class AwayTensors(NamedTuple):
+class OffloadedTensors(NamedTuple):
     """What leaves the device of each storage until backward, and what is copied there and back."""
 
     moved: dict[Tensor, Size]
     copied: Size
 
 
-NO_TENSORS = AwayTensors({}, 0)
+NO_TENSORS = OffloadedTensors({}, 0)
 
 
 def _live(events: Iterable[tuple[Tensor, int]]) -> Iterator[Tensor]:
@@ -130,15 +130,15 @@ class Memory(NamedTuple):
     copied: Size
 
     @classmethod
-    def of(cls, walk: Backward, away: AwayTensors = NO_TENSORS) -> "Memory":
-        """Return the bytes of *walk*, some of them *away*; columns where its sizes are."""
-        tape, moved = walk.tape, sum_of(away.moved.values())
+    def of(cls, walk: Backward, offloaded: OffloadedTensors = NO_TENSORS) -> "Memory":
+        """Return the bytes of *walk*, some of them *offloaded*; columns where its sizes are."""
+        tape, moved = walk.tape, sum_of(offloaded.moved.values())
         events = tape.storages.events
         ran, returned = tape.marks
         changes = [each.nbytes * sign for each, sign in events]
         for place in range(returned, len(events)):
             each, sign = events[place]
-            changes[place] = changes[place] - sign * away.moved.get(each, 0)
+            changes[place] = changes[place] - sign * offloaded.moved.get(each, 0)
         levels = _levels(changes)
         levels[returned:] = [each - moved for each in levels[returned:]]
         output = tape.block.operators[-1].outputs[0]
@@ -158,7 +158,7 @@ class Memory(NamedTuple):
             sent=output.nbytes,
             buffer=largest([0, *(each.nbytes for each in tape.block.buffers)]),
             moved=moved,
-            copied=away.copied,
+            copied=offloaded.copied,
         )
 
 

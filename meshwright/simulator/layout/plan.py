@@ -222,7 +222,7 @@ class PlanFields(Recomputation):
     offload_layers: int | None = Declaration(
         help="First layers whose saved tensors wait on the host [none].",
         metavar="N",
-        heading="away",
+        heading="offloaded",
         group="replication",
         after="offload",
         is_rare=True,
@@ -232,7 +232,7 @@ class PlanFields(Recomputation):
     offload_modules: tuple[OffloadModule, ...] = Declaration(
         help="Parts of layers whose saved tensors wait on the host.",
         metavar="LIST",
-        heading="away parts",
+        heading="offloaded parts",
         group="replication",
         after="offload_layers",
         is_rare=True,

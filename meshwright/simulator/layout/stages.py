@@ -104,7 +104,7 @@ class Checkpoints(NamedTuple):
         return join_runs([BlockRun(LayerGroup(group), 1) for group in groups])
 
 
-class AwayLayers(NamedTuple):
+class LayerOffload(NamedTuple):
     """First layers whose saved tensors wait on the host from forward to backward.
 
     Args:
@@ -120,7 +120,7 @@ class AwayLayers(NamedTuple):
     waits: bool = True
 
     @classmethod
-    def of(cls, plan: ResolvedPlan, model: AnyModel) -> "AwayLayers":
+    def of(cls, plan: ResolvedPlan, model: AnyModel) -> "LayerOffload":
         """Return those of *plan*, which has no pipeline.
 
         Transformer Engine spreads the copies of N of L layers so that those of L - N are there at
@@ -139,7 +139,7 @@ class AwayLayers(NamedTuple):
     def present(self, place: int) -> range:
         """Return the layers whose tensors are on the device while that at a *place* runs.
 
-        >>> [[*AwayLayers(number=3, depth=2).present(place)] for place in range(5)]
+        >>> [[*LayerOffload(number=3, depth=2).present(place)] for place in range(5)]
         [[0], [0, 1], [1, 2], [2], []]
         """
         return range(max(0, place - self.depth + 1), min(place + 1, self.number))
@@ -148,19 +148,19 @@ class AwayLayers(NamedTuple):
         """Return *layers* with those whose tensors leave by themselves."""
         if not self.number:
             return layers
-        away = (
+        gone = (
             BlockRun(OffloadedLayer(kind), num) for kind, num in cut_runs(layers, 0, self.number)
         )
         num_layers = sum(count for _, count in layers)
-        return (*away, *cut_runs(layers, self.number, num_layers))
+        return (*gone, *cut_runs(layers, self.number, num_layers))
 
-    def behind(self, num_layers: int) -> "AwayLayers":
+    def behind(self, num_layers: int) -> "LayerOffload":
         """Return those of what follows the first *num_layers*."""
         return self._replace(number=max(0, self.number - num_layers)) if self.number else self
 
 
 AHEAD = 2  # a layer, and the one before it that comes back
-ALL_ALONE, NONE_AWAY = Checkpoints(), AwayLayers()
+ALL_ALONE, NO_OFFLOAD = Checkpoints(), LayerOffload()
 ONE_EMBEDDING = (BlockRun(EMBEDDING, 1),)
 BEHIND_LAYERS = tuple(BlockRun(kind, 1) for kind in (FINAL_NORM, PREDICTIONS, HEAD))
 
@@ -182,7 +182,7 @@ class Stage(NamedTuple):
     copies: BlockKind | None = None
     has_norm: bool = False
     has_predictions: bool = False
-    away: AwayLayers = NONE_AWAY
+    offload: LayerOffload = NO_OFFLOAD
 
     @property
     def num_layers(self) -> int:
@@ -203,7 +203,7 @@ class Stage(NamedTuple):
     def passes(self) -> tuple[BlockRun, ...]:
         """The same as a pass goes through them: by what backward computes again."""
         copy = () if self.copies is None else (BlockRun(self.copies, 1),)
-        return copy + self._between_ends(self.away.passes(self.checkpoints.passes(self.layers)))
+        return copy + self._between_ends(self.offload.passes(self.checkpoints.passes(self.layers)))
 
     def _between_ends(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
         first = ONE_EMBEDDING if self.has_embedding else ()
@@ -237,7 +237,7 @@ class Stage(NamedTuple):
             copies=self.copies if first == 0 else None,
             has_norm=self.has_norm and first <= behind < end,
             has_predictions=self.has_predictions and first <= further < end,
-            away=self.away.behind(max(0, first - offset)),
+            offload=self.offload.behind(max(0, first - offset)),
         )
 
 
@@ -340,9 +340,9 @@ def copies_table(model: AnyModel, stage: Stage) -> bool:
 def plan_stages(model: AnyModel, plan: ResolvedPlan) -> tuple[Stage, ...]:
     """Return the virtual stages of *plan*, in model order, and what their layers keep."""
     stages = model_stages(model, plan.stages, plan.prediction_stage)
-    away = AwayLayers.of(plan, model)
-    if away.number:
-        return tuple(stage._replace(away=away) for stage in stages)
+    offload = LayerOffload.of(plan, model)
+    if offload.number:
+        return tuple(stage._replace(offload=offload) for stage in stages)
     if plan.recompute_layers is None:
         return stages
     return tuple(

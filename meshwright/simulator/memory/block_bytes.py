@@ -144,7 +144,7 @@ class PresentBytes(NamedTuple, Generic[Size]):
         What came back counts as a layer's own for all of its backward, as Transformer Engine
         releases it when the next layer's begins (`bwd_step` of pytorch/cpu_offload.py, 2.10).
         """
-        if not stage.away.number:
+        if not stage.offload.number:
             return None
         kinds = [kind for kind, count in stage.passes for _ in range(count)]
         first = int(stage.has_embedding)
@@ -154,7 +154,7 @@ class PresentBytes(NamedTuple, Generic[Size]):
             [*accumulate((getattr(blocks[kind], name) for kind in layers), initial=nothing)]
             for name in ("moved", "copied")
         ]
-        windows = [stage.away.present(place - first) for place in range(len(kinds))]
+        windows = [stage.offload.present(place - first) for place in range(len(kinds))]
         inside = [
             (each.start, each.stop) if place >= first and each else (0, 0)
             for place, each in enumerate(windows)

@@ -1,6 +1,10 @@
 """The work of a whole step, rank by rank, from the costs of its parts."""
 
-from meshwright.simulator.step.activations import away_host_bytes, away_refusal, copied_bytes
+from meshwright.simulator.step.activations import (
+    activation_host_bytes,
+    activation_refusal,
+    copied_bytes,
+)
 from meshwright.simulator.step.build import (
     PPM,
     BuiltStep,
@@ -32,8 +36,8 @@ __all__ = [
     "BuiltStep",
     "HostSide",
     "VirtualStageCost",
-    "away_host_bytes",
-    "away_refusal",
+    "activation_host_bytes",
+    "activation_refusal",
     "build_step",
     "copied_bytes",
     "copy_back_ps",

@@ -13,7 +13,7 @@ from meshwright.simulator.step.offload import NO_HOST, copy_cost
 Blocks = Mapping[BlockKind, BlockBytes[int]]
 
 
-def away_refusal(plan: ResolvedPlan, cluster: Cluster) -> str | None:
+def activation_refusal(plan: ResolvedPlan, cluster: Cluster) -> str | None:
     """Return why activations of *plan* cannot wait on hosts of *cluster*, or None when they can."""
     modules = ",".join(plan.offload_modules)
     said = f"offload_modules={modules}" if modules else f"offload_layers={plan.offload_layers}"
@@ -23,17 +23,17 @@ def away_refusal(plan: ResolvedPlan, cluster: Cluster) -> str | None:
 
 def copied_bytes(blocks: Blocks, stage: Stage) -> list[int]:
     """Return what each layer of *stage* copies to the host, and back, in a microbatch."""
-    kinds = (kind for kind, count in stage.away.passes(stage.layers) for _ in range(count))
+    kinds = (kind for kind, count in stage.offload.passes(stage.layers) for _ in range(count))
     return [blocks[kind].copied for kind in kinds]
 
 
-def away_host_bytes(blocks: Blocks, stages: Sequence[Stage]) -> int:
+def activation_host_bytes(blocks: Blocks, stages: Sequence[Stage]) -> int:
     """Return what the host keeps of a microbatch's activations, the only ones without a pipeline.
 
     Buffers of several microbatches are the same ones (`OffloadTensorPool` of Megatron-Core 0.16;
     PyTorch's allocator of pinned memory).
     """
-    return sum(sum(copied_bytes(blocks, stage)) for stage in stages if stage.away.number)
+    return sum(sum(copied_bytes(blocks, stage)) for stage in stages if stage.offload.number)
 
 
 def forward_points(
@@ -42,7 +42,7 @@ def forward_points(
     """Yield where a forward pass copies and waits.
 
     A layer's copy starts when it has run.  Transformer Engine has a layer wait for the copy of that
-    `AwayLayers.depth` before it (`release_activation_forward_gpu_memory` of pytorch/
+    `LayerOffload.depth` before it (`release_activation_forward_gpu_memory` of pytorch/
     cpu_offload.py); Megatron-Core waits for none.
 
     Args:
@@ -51,10 +51,10 @@ def forward_points(
         copied: Bytes that each layer copies.
         layers_ps: What is computed before each layer, and before what is behind all of them.
     """
-    away = stage.away
+    offload = stage.offload
     for layer, size in enumerate(copied):
-        if away.waits and 0 <= layer - away.depth < away.number:
-            yield CopyPoint(layers_ps[layer], layer - away.depth)
+        if offload.waits and 0 <= layer - offload.depth < offload.number:
+            yield CopyPoint(layers_ps[layer], layer - offload.depth)
         if size:
             yield CopyPoint(layers_ps[layer + 1], layer, copy_cost(costs, size).time_ps)
 
@@ -73,7 +73,7 @@ def backward_points(
         copied: Bytes that each layer copies.
         layers_ps: What is computed before each layer.
     """
-    last, ahead = len(copied) - 1, stage.away.depth - 1
+    last, ahead = len(copied) - 1, stage.offload.depth - 1
     for layer in range(last, last - ahead, -1):
         if layer >= 0 and copied[layer]:
             yield CopyPoint(0, layer, copy_cost(costs, copied[layer]).time_ps)

@@ -40,7 +40,7 @@ from meshwright.simulator.replication import (
     held_parameters,
 )
 from meshwright.simulator.schedules import get_schedule
-from meshwright.simulator.step.activations import away_host_bytes
+from meshwright.simulator.step.activations import activation_host_bytes
 from meshwright.simulator.step.beside import exchange_source
 from meshwright.simulator.step.offload import (
     HostSide,
@@ -274,7 +274,7 @@ def _offloaded(context: StepContext, memory: RankMemory, stages: tuple[Stage, ..
     count = setting.num_microbatches
     host_bytes = rank_host_bytes(setting.shape, stages, context.host.state, replication, count)
     memory = offloaded_memory(memory, replication, host_bytes)
-    host_bytes = memory.host_bytes + away_host_bytes(context.blocks, stages)
+    host_bytes = memory.host_bytes + activation_host_bytes(context.blocks, stages)
     return replace(memory, host_bytes=host_bytes)
 
 

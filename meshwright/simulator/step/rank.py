@@ -211,7 +211,7 @@ def _copies(
     context: StepContext, stage: Stage
 ) -> tuple[tuple[CopyPoint, ...], tuple[CopyPoint, ...]]:
     """Return where passes through *stage* copy activations to the host, and have them back."""
-    if not stage.away.number:
+    if not stage.offload.number:
         return (), ()
     blocks = [context.pass_cost(stage.part(at, at + 1)) for at in range(stage.num_blocks)]
     forward = [*accumulate((each.forward.time_ps for each in blocks), initial=0)]
