@@ -126,7 +126,7 @@ def _with_recompute(given: Given) -> Given:
     read = {
         name: read_modules(value, name)
         for name, value in given.items()
-        if isinstance(value, str) and PLAN_FIELDS[name].members
+        if isinstance(value, str) and name in PLAN_FIELDS and PLAN_FIELDS[name].members
     }
     return {**implied, **given, **read}
 

@@ -125,10 +125,9 @@ class BlockShape(WeightShape):
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
-    ``is_unwrapped`` says that the stack does not run fully_shard.
-    ``modules`` are the parts of a layer that selective recomputation runs again, those in
-    ``offload_modules`` leave saved tensors on the host, in layers that do.
-    ``cp`` ranks share a sequence by ``cp_type``; of a ring of swaps, groups of ``cp_inner`` swap.
+    ``is_unwrapped`` says that the stack does not run fully_shard. ``modules`` of a layer run again
+    in selective recomputation; those in ``offload_modules`` leave saved tensors on the host. ``cp``
+    ranks share a sequence by ``cp_type``; of a ring of swaps, groups of ``cp_inner`` swap.
     ``announces_messages`` says that sizes go ahead of messages between stages, which differ.
     ``accumulated_bytes`` are those that a product moves to add a gradient to what is kept of it.
     """

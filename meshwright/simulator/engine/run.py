@@ -172,24 +172,18 @@ class StepRun:
         self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
     ) -> Wait:
         """Run a pass beside which parameters are gathered, gradients reduced or others copied."""
+        state = self.states[place.index]
         if instruction.copies:
-            state = self.states[place.index]
             state.copies = state.copies or HostCopies()
             state.copies.begin(instruction.phase, instruction.copies)
         if instruction.units:
             return self._sharded_pass(place, instruction, microbatch, now)
         if instruction.gathers and microbatch == 0:
             return self._gathered_forward(place, instruction, now)
-        if instruction.reductions and (
-            instruction.reduces_always or microbatch in self.last_microbatch
-        ):
+        is_last = microbatch in self.last_microbatch
+        if instruction.reductions and (instruction.reduces_always or is_last):
             return self._reduced_backward(place, instruction, microbatch, now)
-        return self._plain_pass(place, instruction, now)
-
-    def _plain_pass(self, place: RankPlace, instruction: Instruction, now: int) -> Wait:
-        """Run a pass beside which activations are copied, and nothing else."""
-        yield from ()
-        return _advanced(self.states[place.index], instruction.compute_ps, now)
+        return _plain_pass(state, instruction, now)
 
     def _reduced_backward(
         self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
@@ -276,6 +270,12 @@ class StepRun:
         now = state.update_start_ps = state.close(SpanKind.GRADIENT_NORM, now, self.work.norm_ps)
         now = state.close(SpanKind.OPTIMIZER, now, rank.optimizer_ps)
         state.end_ps = state.close(SpanKind.PARAMETER_GATHER, now, rank.gather_ps)
+
+
+def _plain_pass(state: RankProgress, instruction: Instruction, now: int) -> Wait:
+    """Run a pass beside which activations are copied, and nothing else."""
+    yield from ()
+    return _advanced(state, instruction.compute_ps, now)
 
 
 def _sum(run: StepRun, place: RankPlace, now: int) -> Wait:

@@ -29,7 +29,8 @@ class SavedOffload(NamedTuple):
 
         What an operator saves of its own output is another tensor to hooks of saved tensors
         (`SavedVariable` of PyTorch 2.13), so that it leaves once more.  Megatron-Core copies what
-        each node saves, Transformer Engine an input that several save once.
+        each node saves, Transformer Engine an input that several save once, and all of the tensor
+        that it looks into.
         """
         tape, made = walk.tape, {*_live(walk.tape.storages.events[: walk.tape.marks.returned])}
         inputs: Counter[Tensor] = Counter()
@@ -39,15 +40,16 @@ class SavedOffload(NamedTuple):
             own = {out.storage for op in node for out in op.outputs}
             for each in saved:
                 if not self._has(node):
-                    staying.add(each)
-                elif each in made:
-                    (outputs if each in own else inputs)[each] += 1
+                    staying.add(each.storage)
+                elif each.storage in made:
+                    copied = each if self.parts else each.storage
+                    (outputs if each.storage in own else inputs)[copied] += 1
         if not self.parts:
-            inputs = Counter({*inputs})
+            inputs = Counter(dict.fromkeys(inputs, 1))
         copies = inputs + outputs
-        gone = (each for each in _lasting(tape) if each in copies and each not in staying)
+        leaving = {each.storage for each in copies} - staying
         return OffloadedTensors(
-            {each: self._bytes(each) for each in gone},
+            {each: self._bytes(each) for each in _lasting(tape) if each in leaving},
             sum_of(self._bytes(each) * count for each, count in copies.items()),
         )
 

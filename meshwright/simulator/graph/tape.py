@@ -187,7 +187,7 @@ class Tape:
 
     def save(self, node: Node) -> None:
         """Hold what backward reads."""
-        read = self.reads(node)
+        read = list(dict.fromkeys(each.storage for each in self.reads(node)))
         self.saved[node[0].node] = read
         self.storages.hold(*read)
 
@@ -195,5 +195,4 @@ class Tape:
     def reads(node: Node) -> list[Tensor]:
         """Return what backward reads; what the node can place anew it does not keep."""
         made = {op.outputs[0]: op.inputs[0] for op in placed_again(node)}
-        read = dict.fromkeys(made.get(each, each).storage for op in node for each in op.reads)
-        return list(read)
+        return list(dict.fromkeys(made.get(each, each) for op in node for each in op.reads))

@@ -135,8 +135,7 @@ def _multiplied(
     """Return what experts make of sorted *rows* in grouped products (TEGroupedMLP of core 0.16).
 
     In 8 bits their numbers are filled up to what a product takes, by a copy there and one back
-    (Fp8Padding of Transformer Engine 1.12 to 2.9).  The activation's output may be given up behind
-    the last product.
+    (Fp8Padding of Transformer Engine 1.12 to 2.9).  The last product may give up what it reads.
     """
     hidden, given, bits = rows.dims[-1], rows, block.lowering.eight_bits
     fills_up = bits is not None and bits.pads_experts
