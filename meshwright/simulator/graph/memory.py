@@ -27,30 +27,25 @@ class SavedOffload(NamedTuple):
     def tensors(self, walk: Backward) -> "OffloadedTensors":
         """Return those of a block.
 
-        What an operator saves of its own output is another tensor to hooks of saved tensors
-        (`SavedVariable` of PyTorch 2.13), so that it leaves once more.  Megatron-Core copies what
-        each node saves, Transformer Engine an input that several save once, and all of the tensor
-        that it looks into.
+        Megatron-Core copies what each node saves, so that what one gives out and another reads
+        leaves twice; Transformer Engine copies each tensor of a layer once, and all of one that
+        another is a view of (`TensorGroupProcessor` of pytorch/cpu_offload.py, 2.10).
         """
         tape, made = walk.tape, {*_live(walk.tape.storages.events[: walk.tape.marks.returned])}
-        inputs: Counter[Tensor] = Counter()
-        outputs: Counter[Tensor] = Counter()
+        copies: Counter[Tensor] = Counter()
         staying: set[Tensor] = set()
         for node, saved in _savings(tape):
-            own = {out.storage for op in node for out in op.outputs}
             for each in saved:
                 if not self._has(node):
                     staying.add(each.storage)
                 elif each.storage in made:
-                    copied = each if self.parts else each.storage
-                    (outputs if each.storage in own else inputs)[copied] += 1
-        if not self.parts:
-            inputs = Counter(dict.fromkeys(inputs, 1))
-        copies = inputs + outputs
+                    copies[each if self.parts else each.storage] += 1
         leaving = {each.storage for each in copies} - staying
         return OffloadedTensors(
             {each: self._bytes(each) for each in _lasting(tape) if each in leaving},
-            sum_of(self._bytes(each) * count for each, count in copies.items()),
+            sum_of(
+                self._bytes(each) * (count if self.parts else 1) for each, count in copies.items()
+            ),
         )
 
     def _has(self, node: Node) -> bool:
