@@ -315,9 +315,11 @@ def _lists(facts: Facts) -> Iterator[Gap]:
     for field in fields:
         if getattr(stack, field.declaration.offered_by or "", True) is False:
             acts_on, usual = field.declaration.acts_on, field.code(field.default)
-            said = field.name if field.kind is bool else f"{field.name} > {field.default}"
+            is_named = field.kind is bool or field.default is None
+            said = field.name if is_named else f"{field.name} > {field.default}"
             when = f"{field.name} > {usual}" + (f" and {acts_on} > 1" if acts_on else "")
-            yield _gap(facts, field.name, when, (field.default,), said)
+            usual_value = "leave it out" if field.default is None else field.default
+            yield _gap(facts, field.name, when, (usual_value,), said)
     if RecomputeMethod.BLOCK not in stack.recompute_methods:
         when = "recompute_layers > 0 and recompute_method == None"
         allowed = stack.recompute_methods or (NONE_OFFERED["recompute_method"],)
