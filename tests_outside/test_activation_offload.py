@@ -6,7 +6,7 @@ Engine's does; tensors lie in the memory of the CPU.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +17,21 @@ import torch
 from torch import Tensor
 from witnesses import megatron_job  # what stands for Apex comes before Megatron-Core
 
-from meshwright.hwprofiles import Attention, OffloadModule, load_stack
-from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, load_model
+from meshwright.hwprofiles import Attention, OffloadModule, Recompute, load_stack
+from meshwright.simulator import (
+    ModelSpec,
+    PlanError,
+    ResolvedPlan,
+    TrainingJob,
+    load_model,
+    simulate,
+)
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import plan_stages
 from meshwright.simulator.model import TRANSFORMER_LAYER, OffloadedLayer
 
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload  # isort: skip
+from megatron.core.transformer import TransformerConfig  # isort: skip
 
 assert megatron_job
 TOKENS, WIDTH, HEADS, LAYERS = 1024, 1024, 16, 4
@@ -167,3 +175,40 @@ def test_parts_leave_and_come_back_as_megatron_core_moves_them(
     shape = BlockShape.of(job, replace(plan, stages=(LAYERS,)), load_stack("megatron-core-2026"))
     predicted = BlockTable().memory(shape, OffloadedLayer(TRANSFORMER_LAYER)).copied
     assert copied == number * predicted
+
+
+@pytest.mark.parametrize(
+    ("fields", "goes"),
+    [
+        ({"offload_layers": 3}, True),
+        ({"offload_layers": 4}, False),
+        ({"offload_layers": 3, "recompute": Recompute.FULL}, False),
+        ({"offload_layers": 3, "pp": 2, "stages": (2, 2)}, False),
+        ({"offload_modules": PARTS}, True),
+        ({"offload_modules": PARTS[1:]}, False),
+        ({"offload_modules": PARTS, "offload_layers": 3}, False),
+    ],
+)
+def test_transformer_config_takes_and_refuses_the_same(
+    fields: dict[str, Any], *, goes: bool
+) -> None:
+    job, plan = plan_of(())
+    told: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "bf16": True,
+        "pipeline_dtype": torch.bfloat16,
+        "pipeline_model_parallel_size": fields.get("pp", 1),
+        "cpu_offloading": "offload_layers" in fields,
+        "cpu_offloading_num_layers": fields.get("offload_layers", 0),
+        "fine_grained_activation_offloading": "offload_modules" in fields,
+        "offload_modules": [str(each) for each in fields.get("offload_modules", ())],
+    }
+    if "recompute" in fields:
+        full = {"granularity": "full", "method": "uniform", "num_layers": 1}
+        told |= {f"recompute_{name}": value for name, value in full.items()}
+    with nullcontext() if goes else pytest.raises((ValueError, AssertionError)):
+        TransformerConfig(**told)
+    with nullcontext() if goes else pytest.raises(PlanError):
+        simulate(job, replace(plan, **fields), "dgx-h100", "megatron-core-2026")
