@@ -17,6 +17,7 @@ from meshwright.simulator.account import (
     MemoryResult,
     StageMemory,
     StepResult,
+    copy_warnings,
     plan_warnings,
     time_breakdown,
 )
@@ -153,7 +154,10 @@ def account(
         breakdown_ps=breakdown_ps,
         source_fractions=source_fractions,
         memory=memory,
-        warnings=plan_warnings(built.setting.job, built.setting.plan, memory, costs, extrapolated),
+        warnings=(
+            *plan_warnings(built.setting.job, built.setting.plan, memory, costs, extrapolated),
+            *copy_warnings(built.setting.plan, times),
+        ),
         work=built.work,
         times=times,
     )

@@ -270,7 +270,7 @@ CASES = {
         4,
         8,
         limits=SpaceLimits(
-            offload_modules=((), tuple(OffloadModule), (OffloadModule.CORE_ATTN,)),
+            offload_modules=((), tuple(OffloadModule)[1:], (OffloadModule.CORE_ATTN,)),
             recompute_modules=((), (RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM)),
             recompute=(Recompute.NONE, Recompute.SELECTIVE),
             max_pp=2,

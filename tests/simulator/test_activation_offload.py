@@ -93,6 +93,11 @@ def test_what_attention_and_its_projection_leave_is_theirs_alone() -> None:
     assert alone == (given + product, given + attention)
 
 
+def test_a_norm_in_a_product_leaves_with_it() -> None:
+    moved, copied = layer_bytes(replace(PLAN, offload_modules=(OffloadModule.QKV_LINEAR,)))
+    assert moved == copied == 2 * 2 * TOKENS * WIDTH  # what it reads and what it gives out
+
+
 def test_scales_and_copies_in_eight_bits_leave_by_their_own_sizes() -> None:
     plan = replace(PLAN, offload_layers=1)
     bf16, fp8 = (
@@ -289,6 +294,7 @@ def test_the_critical_path_and_the_breakdown_tell_stalls_alike() -> None:
         ({"offload_modules": (CORE,), "recompute": Recompute.FULL}, "recompute=selective"),
         ({"offload_modules": (CORE,), "pp": 2, "dp": 4, "stages": (16, 16)}, "pp=1"),
         ({"offload_modules": (OffloadModule.MOE_ACT,)}, "has no experts"),
+        ({"offload_modules": (OffloadModule.ATTN_NORM,)}, "have that norm in qkv_linear"),
     ],
 )
 def test_megatron_cores_own_rules_refuse(fields: dict[str, object], says: str) -> None:

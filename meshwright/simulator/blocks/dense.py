@@ -16,7 +16,7 @@ from meshwright.simulator.blocks.parts import (
     latent_attention,
     routed,
 )
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape, norm_part
 from meshwright.simulator.blocks.spelling import heads_apart, latent_rotary, spelling_of
 from meshwright.simulator.graph import (
     Activation,
@@ -171,14 +171,14 @@ def layer(
         return _side_by_side(block, x, shape, dims, kind)
     module = RecomputeModule.MOE if kind in EXPERT_LAYERS else RecomputeModule.MLP
     with block.part("layer"):
-        with block.part(OffloadModule.ATTN_NORM):
+        with block.part(norm_part(shape, kind, OffloadModule.ATTN_NORM)):
             attended = _normed(block, x, "attention norm", shape, "before")
         y = first(block, attended, shape, dims, kind)
         block.give_up(RecomputeModule.LAYERNORM, attended)
         y = _normed(block, y, "attention output norm", shape, "after")
         held = (y,) if spelling_of(shape).names_attention else ()
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
-        with block.part(OffloadModule.MLP_NORM):
+        with block.part(norm_part(shape, kind, OffloadModule.MLP_NORM)):
             given = _normed(block, x, "mlp norm", shape, "before")
         with block.part(module):
             y = last(block, given, shape, dims)

@@ -29,6 +29,7 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.model import (
     ENDS,
+    EXPERT_LAYERS,
     LAYERS,
     AnyModel,
     BlockKind,
@@ -289,6 +290,16 @@ def moves_in_pieces(shape: BlockShape, kind: BlockKind, region: Sequence[str]) -
     is_split = shape.stack.tp_in_pieces and shape.sequence_parallel and kind in LAYERS
     is_shared = RecomputeModule.SHARED_EXPERTS in region
     return is_split and shape.model.latent is None and not is_shared
+
+
+def norm_part(shape: BlockShape, kind: BlockKind, norm: OffloadModule) -> str:
+    """Return of which part a norm is: that of a dense layer is in the product behind it.
+
+    So are Megatron-Core's layers of Transformer Engine (models/gpt/gpt_layer_specs.py, core 0.16).
+    """
+    if norm is OffloadModule.ATTN_NORM:
+        return OffloadModule.QKV_LINEAR if shape.model.latent is None else norm
+    return norm if kind in EXPERT_LAYERS else "norm in product"
 
 
 def narrows_head(shape: BlockShape) -> bool:

@@ -37,6 +37,7 @@ class HostCopies:
         phase: Of that pass.
         passed: How many of its points it has passed.
         computed_ps: What of it is computed.
+        most_behind: The most layers whose copies to the host were not over at a time.
     """
 
     ends_ps: dict[int, int] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class HostCopies:
     phase: Phase = Phase.FORWARD
     passed: int = 0
     computed_ps: int = 0
+    most_behind: int = 0
 
     def begin(self, phase: Phase, points: tuple[CopyPoint, ...]) -> None:
         """Begin a pass with *points* in order of what is computed before them."""
@@ -80,4 +82,7 @@ class HostCopies:
         left_ps = 0 if self.phase is Phase.FORWARD else self.ends_ps.get(point.layer, 0)
         start_ps = max(now, self.free_ps.get(self.phase, 0), left_ps)
         self.ends_ps[point.layer] = self.free_ps[self.phase] = start_ps + point.copy_ps
+        if self.phase is Phase.FORWARD:
+            behind = sum(end_ps > now for end_ps in self.ends_ps.values())
+            self.most_behind = max(self.most_behind, behind)
         return now

@@ -84,6 +84,7 @@ class RankTimes:
         gather_wait_ps: Time passes waited for parameters, or copied them and their gradients from
             and to the buffers of collectives.
         copy_waits_ps: Time that each pass waited for copies of activations; none where none are.
+        copies_behind: The most layers whose copies to the host were not over at a time.
         passes_end_ps: End of the last action, a blocking message included.
         reduce_end_ps: When gradients are reduced, sums over tensor-parallel ranks and a tied
             table included.
@@ -109,6 +110,7 @@ class RankTimes:
     end_ps: int
     pairs: range = range(0)
     copy_waits_ps: Sequence[int] = ()
+    copies_behind: int = 0
 
     @property
     def senders(self) -> list[Action]:

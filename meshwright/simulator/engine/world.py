@@ -135,6 +135,7 @@ def _rank_times(run: StepRun, state: RankProgress, place: RankPlace) -> RankTime
         closing=state.closing,
         gather_wait_ps=state.gather_wait_ps,
         copy_waits_ps=() if state.copies is None else state.copies.waits_ps,
+        copies_behind=0 if state.copies is None else state.copies.most_behind,
         passes_end_ps=state.passes_end_ps,
         reduce_end_ps=state.reduce_end_ps,
         reduce_wait_ps=state.reduce_wait_ps,

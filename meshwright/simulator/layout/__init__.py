@@ -105,6 +105,7 @@ from meshwright.simulator.layout.splits import (
     read_layout,
 )
 from meshwright.simulator.layout.stages import (
+    AHEAD,
     ALL_ALONE,
     NO_OFFLOAD,
     LayerOffload,
@@ -125,6 +126,7 @@ from meshwright.simulator.layout.stages import (
 )
 
 __all__ = [
+    "AHEAD",
     "ALL_ALONE",
     "AXES",
     "DP_CP",
