@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from meshwright.simulator.engine.record import COPIES, Span
 from meshwright.simulator.schedules import Phase
 
 NO_LAYER = -1
@@ -37,6 +38,7 @@ class HostCopies:
         phase: Of that pass.
         passed: How many of its points it has passed.
         computed_ps: What of it is computed.
+        spans: The copies of each phase.
         most_behind: The most layers whose copies to the host were not over at a time.
     """
 
@@ -47,6 +49,7 @@ class HostCopies:
     phase: Phase = Phase.FORWARD
     passed: int = 0
     computed_ps: int = 0
+    spans: dict[Phase, list[Span]] = field(default_factory=dict)
     most_behind: int = 0
 
     def begin(self, phase: Phase, points: tuple[CopyPoint, ...]) -> None:
@@ -81,7 +84,8 @@ class HostCopies:
             return now + waited_ps
         left_ps = 0 if self.phase is Phase.FORWARD else self.ends_ps.get(point.layer, 0)
         start_ps = max(now, self.free_ps.get(self.phase, 0), left_ps)
-        self.ends_ps[point.layer] = self.free_ps[self.phase] = start_ps + point.copy_ps
+        end_ps = self.ends_ps[point.layer] = self.free_ps[self.phase] = start_ps + point.copy_ps
+        self.spans.setdefault(self.phase, []).append(Span(COPIES[self.phase], start_ps, end_ps))
         if self.phase is Phase.FORWARD:
             behind = sum(end_ps > now for end_ps in self.ends_ps.values())
             self.most_behind = max(self.most_behind, behind)
