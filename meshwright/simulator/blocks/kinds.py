@@ -34,7 +34,7 @@ from meshwright.simulator.graph import (
     Transfer,
     WeightGradients,
 )
-from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
+from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis, repeated_modules
 from meshwright.simulator.model import (
     COPY,
     COPY_OF_STREAMS,
@@ -316,7 +316,7 @@ def walk(
 
 def _repetition(shape: BlockShape, block: Block) -> Repetition:
     is_by_operator = shape.recompute is Recompute.SELECTIVE_OP
-    modules = frozenset(shape.repeated_modules)
+    modules = frozenset(repeated_modules(shape.recompute, shape.modules))
     is_whole = shape.recompute in OF_LAYERS
     parts = frozenset({LAYER, GROUP}) if is_whole else modules
     # Megatron's checkpoints of layers are reentrant, too; PyTorch's and DeepSpeed's own are not.

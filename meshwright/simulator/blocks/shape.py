@@ -25,7 +25,6 @@ from meshwright.simulator.layout import (
     context_way,
     is_unwrapped,
     reduces_once,
-    repeated_modules,
 )
 from meshwright.simulator.model import (
     ENDS,
@@ -193,11 +192,6 @@ class BlockShape(WeightShape):
             dispatcher=_dispatcher(plan, stack),
             imbalance=job.imbalance,
         )
-
-    @property
-    def repeated_modules(self) -> tuple[RecomputeModule, ...]:
-        """Parts of a layer that backward runs again, of those that can be chosen."""
-        return repeated_modules(self.recompute, self.modules)
 
     @property
     def num_tokens(self) -> int:

@@ -182,22 +182,8 @@ class StepRun:
             return self._gathered_forward(place, instruction, now)
         is_last = microbatch in self.last_microbatch
         if instruction.reductions and (instruction.reduces_always or is_last):
-            return self._reduced_backward(place, instruction, microbatch, now)
+            return _reduced_backward(self, place, instruction, microbatch, now)
         return _plain_pass(state, instruction, now)
-
-    def _reduced_backward(
-        self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
-    ) -> Wait:
-        """Run a backward pass whose segments hand their gradients to the reduction."""
-        queue, reduction = self.states[place.index].queue, SpanKind.GRADIENT_REDUCTION
-        for segment in instruction.reductions:
-            now = _advanced(self.states[place.index], segment.compute_ps, now)
-            issued = now, segment.collective_ps, reduction, instruction.virtual_stage
-            queue.append(QueuedCollective(*issued))
-        if microbatch != self.work.num_microbatches - 1:
-            # `finish` waits for the last one's, with what else is left.
-            now = yield from self._wait_for(place, len(queue), now)
-        return now
 
     def _gathered_forward(self, place: RankPlace, instruction: Instruction, now: int) -> Wait:
         """Run a forward pass whose segments wait for their parameters."""
@@ -206,7 +192,7 @@ class StepRun:
         for segment in instruction.gathers:
             # Ready at 0: what it gathers was updated at the end of the step before.
             state.queue.append(QueuedCollective(0, segment.collective_ps, *gather))
-            gathered_ps = yield from self._wait_for(place, _first_gather(state), now)
+            gathered_ps = yield from self.wait_for(place, _first_gather(state), now)
             now = _computed(state, segment.compute_ps, gathered_ps)
         return now
 
@@ -222,7 +208,7 @@ class StepRun:
             state.queue.append(QueuedCollective(now, units[0].gather_ps, SpanKind.PARAMETER_GATHER))
         for unit, next_ps in zip(units, gathers_after_ps, strict=True):
             if unit.gather_ps:
-                now = yield from self._wait_for(place, _first_gather(state), now)
+                now = yield from self.wait_for(place, _first_gather(state), now)
                 now = _copied(state, unit.unpack_ps, now)
             if next_ps and prefetches:
                 state.queue.append(QueuedCollective(now, next_ps, SpanKind.PARAMETER_GATHER))
@@ -232,12 +218,12 @@ class StepRun:
                 reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
                 state.queue.append(QueuedCollective(now, reduce_ps, SpanKind.GRADIENT_REDUCTION))
                 if not prefetches:
-                    now = yield from self._wait_for(place, len(state.queue), now)
+                    now = yield from self.wait_for(place, len(state.queue), now)
             if next_ps and not prefetches:
                 state.queue.append(QueuedCollective(now, next_ps, SpanKind.PARAMETER_GATHER))
         return now
 
-    def _wait_for(self, place: RankPlace, count: int, now: int) -> Wait:
+    def wait_for(self, place: RankPlace, count: int, now: int) -> Wait:
         """Wait for the first *count* collectives of the queue."""
         state, group = self.states[place.index], place.dp_group
         due = Submission(state.queue[:count], state.messages)
@@ -270,6 +256,21 @@ class StepRun:
         now = state.update_start_ps = state.close(SpanKind.GRADIENT_NORM, now, self.work.norm_ps)
         now = state.close(SpanKind.OPTIMIZER, now, rank.optimizer_ps)
         state.end_ps = state.close(SpanKind.PARAMETER_GATHER, now, rank.gather_ps)
+
+
+def _reduced_backward(
+    run: StepRun, place: RankPlace, instruction: Instruction, microbatch: int, now: int
+) -> Wait:
+    """Run a backward pass whose segments hand their gradients to the reduction."""
+    queue, reduction = run.states[place.index].queue, SpanKind.GRADIENT_REDUCTION
+    for segment in instruction.reductions:
+        now = _advanced(run.states[place.index], segment.compute_ps, now)
+        issued = now, segment.collective_ps, reduction, instruction.virtual_stage
+        queue.append(QueuedCollective(*issued))
+    if microbatch != run.work.num_microbatches - 1:
+        # `finish` waits for the last one's, with what else is left.
+        now = yield from run.wait_for(place, len(queue), now)
+    return now
 
 
 def _plain_pass(state: RankProgress, instruction: Instruction, now: int) -> Wait:
