@@ -160,6 +160,7 @@ def test_simulate_json_has_the_promised_keys(run: Runner) -> None:
     # Written only where they say something.
     left_out = {"recompute_layers", "recompute_method", "microbatch_group_size"}
     left_out |= {"expert_overlap", "moment_precision", "prediction_stage"}
+    left_out |= {"offload_layers", "offload_modules"}
     assert document["plan"].keys() == set(ResolvedPlan.__dataclass_fields__) - left_out
     memory = document["memory"]
     assert memory.keys() >= {"peak_bytes", "reserved_bytes", "device_bytes", "capacity_bytes"}

@@ -18,6 +18,7 @@ from meshwright.validate.cli.options import ValidateOptions
 BASE = ["llama3-8b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "64"]
 # An option of simulate beside a base command: what to add, and to what.
 STEP = ["simulate", *BASE, "--tp", "2", "--pp", "2"]
+NEWER = ["simulate", *BASE, "--tp", "2", "--stack", "megatron-core-2026"]
 SHARDED = ["simulate", *BASE, "--stack", "torchtitan@0.2"]
 DDP = ["simulate", "gpt2", *BASE[1:], "--stack", "ddp"]
 SERVED = ["simulate", "gpt2", *BASE[1:], "--stack", "parameter-server"]
@@ -72,6 +73,8 @@ STEP_CHANGES: dict[str, tuple[list[str], list[str]]] = {
     "dp_shard": (SHARDED, ["--dp-shard", "4"]),
     "reshard_after_forward": (SHARDED, ["--no-reshard-after-forward"]),
     "offload": (SHARDED, ["--offload", "parameters"]),
+    "offload_layers": (NEWER, ["--offload-layers", "2"]),
+    "offload_modules": (NEWER, ["--offload-modules", "core_attn"]),
     "bucket_size": (STEP, ["--bucket-size", "2 GB"]),
     "gradient_precision": (STEP, ["--gradient-precision", "bf16"]),
     "reduce_precision": (DDP, ["--reduce-precision", "bf16"]),
@@ -116,6 +119,8 @@ SEARCH_CHANGES: dict[str, list[str]] = {
     "max_recompute_layers": ["--max-recompute-layers", "2"],
     "recompute_method": ["--recompute-layers", "2", "--recompute-method", "uniform"],
     "moment_precision": ["--moment-precision", "bf16"],
+    "offload_layers": ["--offload-layers", "2"],
+    "offload_modules": ["--offload-modules", "core_attn"],
     "also": ["--also", "moment-precision"],
     "for": ["--for", "megatron-bridge"],
     "any": ["--any"],
@@ -196,6 +201,8 @@ def test_an_option_of_search_changes_the_result(option: str) -> None:
         command = [*EXPERT_SEARCH, "--pp", "1"]
     if option in RECOMPUTED:
         command = [*SEARCH, "--recompute", RECOMPUTED[option]]
+    if option in {"offload_layers", "offload_modules"}:
+        command = [*SEARCH, "--stack", "megatron-core-2026"]
     if option in SWITCH_CHANGES:
         command, words = SWITCHED, SWITCH_CHANGES[option]
     before, after = outcome(command), outcome([*command, *words])

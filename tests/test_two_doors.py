@@ -32,6 +32,8 @@ MODELS = "gpt2", "mixtral-8x7b"
 NUMBERS: dict[str, tuple[object, ...]] = {
     "zero_stage": (0, 1, 2, 3),
     "recompute_layers": (1, 2),
+    "offload_layers": (1, 2),
+    "offload_modules": ("core_attn", "core_attn,attn_proj"),
     "microbatch_group_size": (2, 4),
     "prediction_stage": (1,),
     "stages": ("even", "balanced", "3,3,3,3"),

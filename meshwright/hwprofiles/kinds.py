@@ -230,6 +230,18 @@ class Offload(StrEnum):
     PARAMETERS = "parameters"
 
 
+class OffloadModule(StrEnum):
+    """Parts of layers whose saved tensors may wait on the host, as Megatron-Core names them."""
+
+    ATTN_NORM = "attn_norm"
+    QKV_LINEAR = "qkv_linear"
+    CORE_ATTN = "core_attn"
+    ATTN_PROJ = "attn_proj"
+    MLP_NORM = "mlp_norm"
+    EXPERT_FC1 = "expert_fc1"
+    MOE_ACT = "moe_act"
+
+
 class StageSplit(StrEnum):
     """Rule that gives layers to pipeline stages; `ENDS` counts embedding and head as one each."""
 

@@ -52,6 +52,7 @@ LISTS = (
     "recompute_modes",
     "recompute_modules",
     "recompute_methods",
+    *("offload_modes", "offload_modules"),
     "context_parallel",
     "latent_context_parallel",
     "cuda_graph_modes",
@@ -384,7 +385,6 @@ def _check_strategy(stack: StackProfile) -> None:
 
 def _check_offload(stack: StackProfile) -> None:
     """Raise ProfileError where offloading and the speed of the update on the host disagree."""
-    _check_distinct("offload_modes", stack.offload_modes)
     _check_member("offload_modes", Offload.NONE, "offload_modes", stack.offload_modes)
     if (len(stack.offload_modes) > 1) != (stack.host_bandwidth_fraction > 0):
         raise ProfileError(

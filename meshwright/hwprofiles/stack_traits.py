@@ -15,6 +15,7 @@ from meshwright.hwprofiles.kinds import (
     ExpertOverlap,
     Kernels,
     LayerFact,
+    OffloadModule,
     Precision,
     RecomputeMethod,
     Units,
@@ -129,6 +130,8 @@ class StackTraits(StackSwitches):
         keeps_stand_ins: Where products add gradients to their sums, a tensor of each shape of a
             linear layer's weight, which autograd is given for them, lives throughout.
         moment_precisions: Formats that Adam's moments may have, in an optimizer that is told so.
+        offloads_layers: Layers may leave their saved tensors on the host from forward to backward.
+        offload_modules: Parts of layers that may, whichever layers have them.
         expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
         ep_overlap_fraction: The part that hides of what then could.
         host_issue_pass_s: Time in which the host starts a pass through a layer with experts; the
@@ -178,6 +181,8 @@ class StackTraits(StackSwitches):
     buckets_first_stage_only: Flag = False
     keeps_stand_ins: Flag = Field(default=False, exclude_if=operator.not_)
     moment_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
+    offloads_layers: Flag = Field(default=False, exclude_if=operator.not_)
+    offload_modules: tuple[OffloadModule, ...] = Field(default=(), exclude_if=operator.not_)
     expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)
     ep_overlap_fraction: Fraction = Field(
         default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_

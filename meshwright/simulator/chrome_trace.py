@@ -7,14 +7,14 @@ perfetto.dev/docs/getting-started/other-formats names as an input.
 import json
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import TypedDict
 
 from meshwright.simulator.account import CLOSING, RankPass, ResourceLane, StepResult, rank_passes
 from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.engine import Span, SpanKind, StepTimes
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.layout import NO_OFFLOAD, Axis
 from meshwright.simulator.model import LAYERS
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.simulator.simulation import rank_timeline
@@ -30,10 +30,11 @@ from meshwright.simulator.trace_events import (
 )
 from meshwright.simulator.trace_layers import Block, layer_parts, shortened, spent_us
 
-STREAMS = ("compute", "messages", "data parallel")
-COMPUTE, MESSAGES, DATA_PARALLEL = range(len(STREAMS))
+STREAMS = ("compute", "messages", "data parallel", "host copies")
+COMPUTE, MESSAGES, DATA_PARALLEL, HOST_COPIES = range(len(STREAMS))
 OVERHEAD = "step overhead"
 WAIT = "wait for parameters"
+COPY_WAIT = "wait for activations"
 MOST_INSIDE = 200_000  # slices in layers of a trace: some 40 MB, which viewers still open
 PASS_NAMES = {Phase.FORWARD: SpanKind.FORWARD, Phase.BACKWARD: SpanKind.BACKWARD}
 
@@ -125,7 +126,8 @@ def _names(built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
     track = Track(pp_rank, 0)
     yield metadata("process_name", track, EventArguments(name=process))
     yield metadata("process_sort_index", track, EventArguments(sort_index=pp_rank))
-    for tid, stream in enumerate(STREAMS):
+    copies = any(stage.offload.number for stage in built.setting.rank_stages(pp_rank))
+    for tid, stream in enumerate(STREAMS if copies else STREAMS[:HOST_COPIES]):
         track = Track(pp_rank, tid)
         yield metadata("thread_name", track, EventArguments(name=stream))
         yield metadata("thread_sort_index", track, EventArguments(sort_index=tid))
@@ -142,8 +144,9 @@ class _RankEvents:
 
     def all(self) -> Iterator[TraceEvent]:
         """Yield all of them, track by track."""
-        for each in rank_passes(self.built.work.ranks[self.pp_rank], self.rank):
-            yield from self._pass(each)
+        passes = rank_passes(self.built.work.ranks[self.pp_rank], self.rank)
+        for each, copied_ps in zip(passes, chain(self.rank.copy_waits_ps, repeat(0)), strict=False):
+            yield from self._pass(each, copied_ps)
         for span in self.rank.closing:
             yield self._leaf(span.kind.value, CLOSING[span.kind], span.start_ps, span.end_ps)
         end_ps = max(rank.end_ps for rank in self.times.ranks)
@@ -153,6 +156,8 @@ class _RankEvents:
         for tid, spans in ((MESSAGES, streams.messages), (DATA_PARALLEL, streams.data_parallel)):
             for span in spans:
                 yield _complete(span, Track(self.pp_rank, tid))
+        for span in self.rank.copies:
+            yield _complete(span, Track(self.pp_rank, HOST_COPIES))
         yield from _memory(self.times, self.built, self.pp_rank)
 
     def _leaf(self, name: str, category: Category, start_ps: int, end_ps: int) -> TraceEvent:
@@ -161,13 +166,18 @@ class _RankEvents:
         args = EventArguments(phase=name, category_us=spent)
         return slice_event(name, STREAMS[COMPUTE], self.compute, start_ps, end_ps, args)
 
-    def _pass(self, each: RankPass) -> Iterator[TraceEvent]:
-        """Yield a pass and, in it, its layers and waits."""
+    def _pass(self, each: RankPass, copied_ps: int) -> Iterator[TraceEvent]:
+        """Yield a pass and, in it, its layers and waits, of which copies make so much."""
         kind, (phase, virtual_stage, microbatch) = PASS_NAMES[each.action.phase], each.action
         span = Span(kind, each.start_ps, each.end_ps, virtual_stage, microbatch)
         yield _complete(span, self.compute)
-        for wait in each.waits:
-            yield self._leaf(WAIT, Category.DP_COMM, *wait)
+        for start_ps, end_ps in each.waits:
+            middle_ps = min(end_ps, start_ps + copied_ps)
+            copied_ps -= middle_ps - start_ps
+            if start_ps < middle_ps:
+                yield self._leaf(COPY_WAIT, Category.HOST_COPY, start_ps, middle_ps)
+            if middle_ps < end_ps:
+                yield self._leaf(WAIT, Category.DP_COMM, middle_ps, end_ps)
         beside = self.built.setting.plan.expert_overlap is not None
         blocks = self._blocks(phase, virtual_stage)
         parts = self._part_sizes(phase, virtual_stage, len(each.parts), len(blocks))
@@ -221,7 +231,9 @@ class _RankEvents:
             layer = sum(stage.num_layers for stage in setting.stages[:place])
             blocks = []
             stage = setting.stages[place]
-            for kind, number in stage.part(0, stage.num_blocks).passes or stage.passes:
+            # Layers whose tensors leave are called as all others.
+            whole = stage._replace(offload=NO_OFFLOAD)
+            for kind, number in whole.part(0, stage.num_blocks).passes or whole.passes:
                 cost = self.costs.block_cost(setting.shape, kind)
                 spent = cost.forward if phase is Phase.FORWARD else cost.backward
                 args = EventArguments(phase=PASS_NAMES[phase].value, category_us=spent_us(spent))

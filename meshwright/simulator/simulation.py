@@ -17,6 +17,7 @@ from meshwright.simulator.account import (
     MemoryResult,
     StageMemory,
     StepResult,
+    copy_warnings,
     plan_warnings,
     time_breakdown,
 )
@@ -48,7 +49,13 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.model import HEAD
 from meshwright.simulator.schedules import Action, Phase
-from meshwright.simulator.step import BuiltStep, build_step, node_host_bytes, offload_refusal
+from meshwright.simulator.step import (
+    BuiltStep,
+    activation_refusal,
+    build_step,
+    node_host_bytes,
+    offload_refusal,
+)
 
 # Stages x microbatches of a layout that is simulated: fifteen times the 64 x 512 of the largest
 # published steps. More would take minutes and gigabytes.
@@ -104,6 +111,7 @@ def check_plan(job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: St
         schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages)
         or stack_refusal(job, plan, stack)
         or offload_refusal(job, plan, cluster, stack)
+        or activation_refusal(plan, cluster)
     )
     if refusal is not None:
         raise PlanError(refusal)
@@ -148,7 +156,10 @@ def account(
         breakdown_ps=breakdown_ps,
         source_fractions=source_fractions,
         memory=memory,
-        warnings=plan_warnings(built.setting.job, built.setting.plan, memory, costs, extrapolated),
+        warnings=(
+            *plan_warnings(built.setting.job, built.setting.plan, memory, costs, extrapolated),
+            *copy_warnings(built.setting.plan, times),
+        ),
         work=built.work,
         times=times,
     )

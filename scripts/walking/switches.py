@@ -5,6 +5,7 @@ from itertools import chain, combinations, product
 
 from meshwright.hwprofiles import (
     ContextParallel,
+    OffloadModule,
     Precision,
     Recompute,
     RecomputeMethod,
@@ -87,6 +88,12 @@ TURNS: dict[str, Turns] = {
     "zero_stage": lambda _plan, _job: ({"zero_stage": each} for each in range(MAX_ZERO_STAGE + 1)),
     "recompute_modules": _modules,
     "recompute_layers": _layers,
+    "offload_layers": lambda _plan, job: (
+        {"offload_layers": each} for each in range(1, job.model.num_layers)
+    ),
+    "offload_modules": lambda _plan, _job: (
+        {"offload_modules": each} for each in combinations(OffloadModule, 2)
+    ),
     "microbatch_group_size": lambda plan, job: (
         {"microbatch_group_size": each} for each in range(1, plan.num_microbatches(job) + 1)
     ),

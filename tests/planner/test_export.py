@@ -55,6 +55,8 @@ IN_GRAPHS = ["--set", "cuda_graphs=layers", "--set", "allocator=expandable"]
 CAPTURED = ["--set", "cuda_graphs=layers", "--set", "expert_capacity=1.25"]
 AT_ONCE = ["--set", "cuda_graphs=whole-step", "--set", "allocator=expandable"]
 BY_ITSELF = ["--set", "cuda_graphs=layers", "--set", "cuda_graph_impl=local"]
+NEWER = ["--stack", "megatron-core-2026"]
+OFFLOADED = ["--offload-modules", "core_attn,attn_proj"]
 PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
     "megatron-lm": [
         ([*LLAMA, "--gpus", "64", "--tp", "4", "--pp", "4"], CORE),
@@ -88,6 +90,8 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "64", "--cp", "16", *NESTED], CORE),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--micro-batch", "2"], CORE),
         ([*LLAMA, "--gpus", "8", "--precision", "mxfp8"], CORE),
+        ([*LLAMA, "--gpus", "16", *NEWER, "--offload-layers", "4"], [*CORE, *NEWER]),
+        ([*LLAMA, "--gpus", "16", *NEWER, *OFFLOADED], [*CORE, *NEWER]),
         ([*GPT, "--gpus", "16", "--attention", "unfused", "--set", "loss=in-place"], GPT_CORE),
         ([*GPT, "--gpus", "8", "--precision", "fp16", "--pp", "2"], GPT_CORE),
     ],
@@ -107,6 +111,8 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--zero", "0"], ["--gpus", "8"]),
         ([*LLAMA, "--gpus", "8", "--zero", "3", "--recompute", "full"], ["--gpus", "8"]),
+        ([*LLAMA, "--gpus", "8", *NEWER, "--offload-layers", "4"], ["--gpus", "8", *NEWER]),
+        ([*LLAMA, "--gpus", "8", *NEWER, *OFFLOADED], ["--gpus", "8", *NEWER]),
         ([*LLAMA, "--gpus", "16", "--cp", "2", "--cp-type", "all-gather"], ["--gpus", "16"]),
         ([*LLAMA, "--gpus", "16", "--cp", "8", *NESTED], ["--gpus", "16"]),
         ([*ROUTED, "--gpus", "16", *SPLIT, "--dispatcher", "hybridep"], ["--gpus", "16"]),

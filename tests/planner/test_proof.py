@@ -17,6 +17,7 @@ from meshwright.hwprofiles import (
     ExpertOverlap,
     Kernels,
     Offload,
+    OffloadModule,
     Precision,
     Recompute,
     RecomputeMethod,
@@ -248,6 +249,35 @@ CASES = {
             recompute=(Recompute.NONE, Recompute.SELECTIVE),
             max_microbatch_size=1,
             max_tp=1,
+        ),
+    ),
+    "first layers wait on the host": Case(
+        GROUPED,
+        "dgx-h100",
+        "megatron-core-2026",
+        4,
+        8,
+        limits=SpaceLimits(
+            offload_layers=(None, 1, 3),
+            zero_stage=(0, 1, 3),
+            recompute=(Recompute.NONE, Recompute.FULL),
+            max_tp=2,
+            max_microbatch_size=2,
+        ),
+    ),
+    "parts of layers wait on the host": Case(
+        PART_ROUTED.model_copy(update={"prediction_layers": 1}),
+        "dgx-h100",
+        "megatron-core-2026",
+        4,
+        8,
+        limits=SpaceLimits(
+            offload_modules=((), tuple(OffloadModule)[1:], (OffloadModule.CORE_ATTN,)),
+            recompute_modules=((), (RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM)),
+            recompute=(Recompute.NONE, Recompute.SELECTIVE),
+            max_pp=2,
+            max_tp=2,
+            max_microbatch_size=1,
         ),
     ),
     "moments in every format": Case(
@@ -754,7 +784,7 @@ def brute_force_of(case: Case) -> Brute:
     needs = device_bytes_column(space, cluster, peak_bytes(space, table, BlockTable()))
     passes = least_bytes(space, table, BlockTable(), np.arange(len(space)))
     runnable = [index for index in range(len(space)) if _runs(space.plan(index), job, stack)]
-    hosts = host_bytes_column(space, table, cluster, np.array(runnable, np.int64))
+    hosts = host_bytes_column(space, table, cluster, BlockTable(), np.array(runnable, np.int64))
     bounds = StepBounds(space, table, costs).lower_bounds_ps(np.array(runnable, np.int64))
     results = {
         index: simulate(job, space.plan(index), cluster, stack, costs=costs) for index in runnable

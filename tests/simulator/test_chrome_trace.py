@@ -48,7 +48,10 @@ CASES = {
     "sums-first": ("megatron-lm-2022", "dgx-a100", 2, 2, 4, 1, 0),
     "fsdp": ("fsdp", "dgx-h100", 1, 1, 8, 1, 3),
     "ddp": ("ddp", "dgx-a100", 1, 1, 8, 1, 0),
+    "offloaded": ("megatron-core-2026", "dgx-h100", 1, 1, 8, 1, 1),
+    "offloaded-shards": ("megatron-core-2026", "dgx-h100", 1, 1, 8, 1, 3),
 }
+OFFLOADED = 12  # layers of 24, where activations wait on the host
 
 
 def narrowest(stack: StackProfile, cluster: str) -> Precision:
@@ -60,11 +63,12 @@ def step(case: str) -> StepResult:
     stack_name, cluster, tp, pp, dp, vpp, zero_stage = CASES[case]
     model = load_model("megatron-1.7b")
     stack = load_stack(stack_name)
+    number = OFFLOADED if case.startswith("offloaded") else None
     job = TrainingJob(
         model=model,
         global_batch_size=(16 if pp > 1 else 2) * dp,
         seq_len=2048,
-        precision=narrowest(stack, cluster),
+        precision=Precision.BF16 if number else narrowest(stack, cluster),
     )
     plan = ResolvedPlan(
         tp=tp,
@@ -73,7 +77,8 @@ def step(case: str) -> StepResult:
         num_virtual_stages=vpp,
         zero_stage=zero_stage,
         sequence_parallel=stack.sequence_parallel,
-        recompute=Recompute.FULL,
+        recompute=Recompute.NONE if number else Recompute.FULL,
+        offload_layers=number,
         attention=stack.attention,
         schedule="interleaved" if vpp > 1 else "1f1b",
         stages=resolve_stages(model, 2048, pp * vpp, StageSplit.BALANCED),
@@ -158,6 +163,8 @@ def test_sums_over_tensor_ranks_stand_where_the_stack_does_them(result: StepResu
 
 def test_gathers_explain_when_first_forward_passes_end(result: StepResult) -> None:
     for pp_rank, rank in enumerate(result.times.ranks):
+        if rank.copies:  # passes wait for them, too: test_activation_offload.py
+            continue
         streams = result.times.ranks[pp_rank].streams()
         gathered: dict[int, list[int]] = defaultdict(list)
         for span in streams.data_parallel:
@@ -202,7 +209,10 @@ def test_every_pass_and_every_track_is_named(result: StepResult) -> None:
     named = {event["pid"] for event in events(trace, "M") if event["name"] == "process_name"}
     assert named == set(range(plan.pp))
     per_process = [e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"]
-    assert per_process == ["compute", "messages", "data parallel"] * plan.pp
+    copies = ["host copies"] if plan.offload_layers else []
+    assert per_process == ["compute", "messages", "data parallel", *copies] * plan.pp
+    (copied,) = {len(rank.copies) for rank in result.times.ranks}
+    assert copied == 2 * result.num_microbatches * (plan.offload_layers or 0)
 
 
 def stretch_ps(event: TraceEvent) -> tuple[int, int]:

@@ -123,8 +123,12 @@ def _with_recompute(given: Given) -> Given:
     implied: dict[str, object] = {} if number is None else {"recompute": Recompute.FULL}
     if isinstance(modules, str):
         implied = {"recompute": Recompute.SELECTIVE}
-        given = {**given, "recompute_modules": read_modules(modules)}
-    return {**implied, **given}
+    read = {
+        name: read_modules(value, name)
+        for name, value in given.items()
+        if isinstance(value, str) and name in PLAN_FIELDS and PLAN_FIELDS[name].members
+    }
+    return {**implied, **given, **read}
 
 
 def _stage_rule(text: str | None) -> StageSplit | None:

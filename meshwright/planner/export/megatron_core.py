@@ -4,14 +4,16 @@ Fields are those of TransformerConfig (megatron/core/transformer/transformer_con
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from math import prod
-from typing import cast
+from typing import TypeVar, cast
 
 from meshwright.hwprofiles import (
     Allocator,
     CudaGraphImpl,
     CudaGraphs,
+    OffloadModule,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
@@ -22,6 +24,7 @@ from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.layout import check_predictions, prediction_place, read_layout
 from meshwright.simulator.schedules import core_group
 
+Part = TypeVar("Part", bound=StrEnum)
 FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
 METHODS = (RecomputeMethod.BLOCK, RecomputeMethod.UNIFORM)
 MODULES = "modules"
@@ -104,7 +107,8 @@ def _write_recompute(roles: Roles, facts: Facts) -> Keys:
 
 def _read_recompute(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     theirs = {role: keys[key] for role, key in roles.items() if keys.get(key) is not None}
-    named = _modules(words, roles[MODULES], keys)
+    parts = _modules(words, roles[MODULES], keys, RecomputeModule)
+    named = () if parts == (RecomputeModule.CORE_ATTN,) else parts
     theirs.pop(MODULES, None)
     if named and theirs == RECOMPUTE[Recompute.SELECTIVE]:
         return {"recompute": Recompute.SELECTIVE, "recompute_modules": named}
@@ -131,17 +135,39 @@ def _layers(theirs: Keys) -> Keys | None:
     return {"recompute": Recompute.FULL, "recompute_layers": number, "recompute_method": said}
 
 
-def _modules(words: FileWords, key: str, keys: Keys) -> tuple[RecomputeModule, ...]:
+def _modules(words: FileWords, key: str, keys: Keys, known: Iterable[Part]) -> tuple[Part, ...]:
     """Return the parts of a layer that a key names, in one text or as a list."""
     found = keys.get(key)
     if isinstance(found, str):
         keys = {key: re.findall(r"\w+", found)}
     said = () if found is None else words.names(keys, key, ())
+    parts = tuple(known)
     for each in said:
-        if each not in list(RecomputeModule):
-            raise words.unknown(key, each, tuple(RecomputeModule))
-    named = tuple(each for each in RecomputeModule if each in said)
-    return () if named == (RecomputeModule.CORE_ATTN,) else named
+        if each not in parts:
+            raise words.unknown(key, each, parts)
+    return tuple(each for each in parts if each in said)
+
+
+def _write_offload(roles: Roles, facts: Facts) -> Keys:
+    """Return what waits on the host of activations, which some frameworks are told to switch on."""
+    layers = facts.get("offload_layers")
+    modules = cast("tuple[OffloadModule, ...]", facts.get("offload_modules"))
+    if layers is not None:
+        return {roles[role]: True for role in ("switch",) if role in roles} | {
+            roles["layers"]: layers
+        }
+    told = [str(each) for each in modules]
+    return {roles["fine"]: True, roles[MODULES]: told} if modules else {}
+
+
+def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    found: Keys = {}
+    if "switch" not in roles or keys.get(roles["switch"]) is True:
+        number = words.whole(keys, roles["layers"], 0, least=0)
+        found["offload_layers"] = number or None
+    if keys.get(roles["fine"]) is True:
+        found["offload_modules"] = _modules(words, roles[MODULES], keys, OffloadModule)
+    return found
 
 
 def _write_stages(roles: Roles, facts: Facts) -> Keys:
@@ -286,6 +312,7 @@ CODECS: Mapping[str, Codec] = {
     "recompute of Megatron": Codec(_write_recompute, _read_recompute),
     "sizes of a ring of swaps": Codec(_write_sizes, _read_sizes),
     "layout of Megatron": Codec(_write_stages, _read_stages),
+    "activations of Megatron": Codec(_write_offload, _read_offload),
     "group of Megatron": Codec(_write_group, _read_group),
     "graphs of Megatron": Codec(_write_graphs, _read_graphs),
     "capacity of Megatron": Codec(_write_capacity, _read_capacity),

@@ -17,7 +17,6 @@ from meshwright.hwprofiles import (
     FileKind,
     Precision,
     ProfileError,
-    RecomputeModule,
     StackProfile,
     first_release,
     is_stack,
@@ -95,8 +94,8 @@ def _entry_type(field: PlanField) -> object:
         kind = Annotated[int, Field(strict=True, ge=0, le=MAX_ZERO_STAGE)]
     if field.name == "prediction_stage":
         kind = Number  # counted from the first one on
-    if field.name == "recompute_modules":
-        kind = tuple[RecomputeModule, ...]
+    if field.declaration.members:
+        kind = tuple[type(field.declaration.members[0]), ...]  # type: ignore[misc]
     if field.name == "servers":
         kind = Degree | Literal["all"]
     return kind | None if field.is_optional else kind  # type: ignore[operator]  # types at run time

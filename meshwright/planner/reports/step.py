@@ -181,6 +181,11 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
     facts.extend(_gradient_facts(plan))
     if plan.offload is not Offload.NONE:
         facts.append(("host", f"keeps and updates what is offloaded (offload={plan.offload})"))
+    if plan.offload_layers is not None or plan.offload_modules:
+        whose = f"{', '.join(plan.offload_modules)} of layers"
+        if plan.offload_layers is not None:
+            whose = f"the first {counted(plan.offload_layers, 'layer')}"
+        facts.append(("host", f"keeps activations of {whose} from forward to backward"))
     if plan.parameter_server is not None:
         facts.append(("servers", _servers_text(plan.parameter_server)))
     return facts

@@ -24,6 +24,7 @@ from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.strategies import strategy_field
 from meshwright.planner.search.varied import Varied
 from meshwright.planner.space import (
+    ACTIVATIONS,
     Candidates,
     Column,
     ShapeTable,
@@ -45,7 +46,7 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.layout import attention_kernels, job_refusal
 from meshwright.simulator.memory import PeakBytes, usable_bytes
-from meshwright.simulator.step import host_refusal
+from meshwright.simulator.step import activation_refusal, host_refusal
 
 MAX_GPUS = 10_000_000
 # How much may be simulated, in forward and backward passes: for the proof of the best layout
@@ -188,7 +189,7 @@ def _field(  # noqa: PLR0913 -- what a search is of
         return device_bytes_column(space, cluster, live, indices)
 
     fitting = offered[runs.device_bytes[offered] <= limit_bytes]
-    hosts = host_bytes_column(space, table, cluster, fitting)
+    hosts = host_bytes_column(space, table, cluster, costs.blocks, fitting)
     return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps, needed_bytes, hosts)
 
 
@@ -197,6 +198,10 @@ def _check_request(cluster: Cluster, num_gpus: int, limits: SpaceLimits | None, 
     for offload in cast("tuple[Offload | None, ...]", wanted or ()):
         if (refusal := host_refusal(offload or Offload.NONE, cluster)) is not None:
             raise PlanError(refusal)
+    for name in ACTIVATIONS:
+        for value in (limits and limits.values(name)) or ():
+            if (refusal := activation_refusal(ResolvedPlan.of({name: value}), cluster)) is not None:
+                raise PlanError(refusal)
     if not 1 <= num_gpus <= MAX_GPUS:
         raise PlanError(f"gpus={num_gpus} is out of range; allowed 1 to {MAX_GPUS}")
     if not 1 <= top <= 1000:

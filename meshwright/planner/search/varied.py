@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.planner.space import (
+    ACTIVATIONS,
     COLUMNS,
     LONG_SEQUENCE,
     PASSES,
@@ -128,7 +129,7 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
     if field.name == PREDICTION_STAGE:
         return not (has_core and predicts_further(space.job.model))
     # Of a number of layers, and of a ring of swaps, which are searched where they are asked for.
-    if field.name in {"recompute_method", "cp_inner"}:
+    if field.name in {"recompute_method", "cp_inner", *ACTIVATIONS}:
         return not space.column(field.name).any()
     if field.declaration.of_experts:
         return not (stack.expert_parallel and known_values(field, space.job.model) is None)

@@ -42,6 +42,7 @@ from meshwright.planner.space.space import (
     enumerate_space,
 )
 from meshwright.planner.space.switches import (
+    ACTIVATIONS,
     SWITCHES,
     askable_values,
     divisors,
@@ -49,6 +50,7 @@ from meshwright.planner.space.switches import (
 from meshwright.planner.space.waste import waste_hints
 
 __all__ = [
+    "ACTIVATIONS",
     "BESIDE",
     "COLUMNS",
     "LONG_SEQUENCE",

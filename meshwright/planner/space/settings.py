@@ -11,6 +11,7 @@ from meshwright.planner.space.columns import Column, chosen_rows, distinct
 from meshwright.planner.space.limits import COLUMNS, SpaceLimits
 from meshwright.planner.space.pipelines import stage_layers
 from meshwright.planner.space.switches import (
+    ACTIVATIONS,
     BASIC,
     SWITCHES,
     USUAL,
@@ -22,10 +23,13 @@ from meshwright.planner.space.switches import (
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import JOINT_AXES, PLAN_FIELDS, stack_gaps
 
-PASSES = ("recompute_modules", "recompute_layers", "recompute_method", "microbatch_group_size")
+PASSES = (
+    *("recompute_modules", "recompute_layers", "recompute_method", "microbatch_group_size"),
+    *ACTIVATIONS,
+)
 """Switches of what passes run, which are searched where they are asked for."""
 READ_BY = {
-    "recompute": {"recompute_modules", "recompute_layers", "expert_overlap"},
+    "recompute": {"recompute_modules", "recompute_layers", "expert_overlap", *ACTIVATIONS},
     "schedule": {"microbatch_group_size", "expert_overlap"},
     "num_microbatches": {"microbatch_group_size"},
     "most_layers": {"recompute_layers"},

@@ -21,7 +21,7 @@ from meshwright.simulator.layout import (
 from meshwright.simulator.model import EXPERT_LAYERS, BlockKind
 from meshwright.simulator.step import message_between
 
-SWITCHED = ("sequence_parallel", "recompute", "recompute_modules", "attention")
+SWITCHED = ("sequence_parallel", "recompute", "recompute_modules", "offload_modules", "attention")
 
 
 @dataclass(frozen=True, slots=True)

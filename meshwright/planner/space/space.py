@@ -37,6 +37,7 @@ from meshwright.simulator.layout import (
     DP_CP,
     EXPERT_SHARDS,
     JOINT_AXES,
+    NO_OFFLOAD,
     PLAN_FIELDS,
     SEARCHED_FIELDS,
     SHARDS,
@@ -64,6 +65,8 @@ OF_PIPELINES = (
     "recompute_layers",
     "recompute_method",
     "expert_overlap",
+    "offload_layers",
+    "offload_modules",
 )
 # Fields whose values depend on the virtual stages, too.
 OF_VIRTUAL_STAGES = ("num_virtual_stages", "schedule", "microbatch_size", "stages")
@@ -164,7 +167,10 @@ class Space:
     def kinds(self) -> tuple[BlockKind, ...]:
         """The kinds of blocks that passes go through, in the order of columns."""
         made = any(
-            stages[0].checkpoints != ALL_ALONE or stages[-1].copies for stages in self._stages
+            stages[0].checkpoints != ALL_ALONE
+            or stages[0].offload != NO_OFFLOAD
+            or stages[-1].copies
+            for stages in self._stages
         )
         return block_kinds(self.job.model, chain(*self._stages) if made else ())
 

@@ -47,6 +47,7 @@ BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCH
 BASIC = tuple(each.name for each in BASIC_FIELDS)
 USUAL: Setting = {name: PLAN_FIELDS[name].default for name in SWITCHES}
 OF_GRADIENTS = "gradient_precision", "reduce_precision"  # kept, and on the wire
+ACTIVATIONS = "offload_layers", "offload_modules"
 HABITS = "cp_type", "dispatcher"  # of which the first that a stack lists is its habit
 
 
@@ -94,6 +95,7 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
         _formats(job, stack, place, wanted),
         _moments(job, stack, place, wanted),
         _offloads(stack, place, wanted),
+        _activations(place, wanted),
         _syncs(stack, place, wanted),
     )
     known = (
@@ -318,6 +320,17 @@ def _offloads(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Set
             yield {name: Offload.NONE}
         elif place.zero_stage in OFFLOAD_STAGES[Offload(str(offload))] and accumulates:
             yield {name: offload}
+
+
+def _activations(place: Place, wanted: Wanted) -> Iterator[Setting]:
+    """Yield the layers, or the parts of layers, whose saved tensors wait on the host: if asked."""
+    layers, modules = (wanted.get(each, (PLAN_FIELDS[each].default,)) for each in ACTIVATIONS)
+    for number, parts in product(layers, modules):
+        is_whole = place.recompute == PLAN_FIELDS["recompute"].code(Recompute.NONE)
+        if not (number or parts):
+            yield {}
+        elif place.pp == 1 and not (number and (parts or not is_whole)):
+            yield {"offload_layers": number, "offload_modules": parts}
 
 
 def _is_wanted(

@@ -1,6 +1,6 @@
 """What a step came to: time, memory, bytes on the wire, streams and warnings."""
 
-from meshwright.simulator.account.advice import plan_warnings
+from meshwright.simulator.account.advice import copy_warnings, plan_warnings
 from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.account.counts import rank_flops
 from meshwright.simulator.account.critical_path import CLOSING, CriticalPath, critical_path
@@ -34,6 +34,7 @@ __all__ = [
     "StepResult",
     "Traffic",
     "closing_traffic",
+    "copy_warnings",
     "critical_path",
     "host_traffic",
     "message_traffic",

@@ -3,7 +3,9 @@
 from meshwright.hwprofiles import Offload, Precision, StackProfile, format_bytes, single_line
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_BYTES, ALIGNED_ELEMENTS, CostModel
+from meshwright.simulator.engine import StepTimes
 from meshwright.simulator.layout import (
+    AHEAD,
     DP_CP,
     PLAN_FIELDS,
     Axis,
@@ -59,6 +61,18 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
     if memory.device_bytes > NEARLY_FULL_FRACTION * memory.usable_bytes:
         return [f"rank {memory.worst_rank} uses {need} of {have}: runs this full tend to be slower"]
     return []
+
+
+def copy_warnings(plan: ResolvedPlan, times: StepTimes) -> tuple[str, ...]:
+    """Return what is said of activations that leave more slowly than layers make them.
+
+    PyTorch's allocator takes their memory again when they have left (`record_stream`).
+    """
+    behind = max(rank.copies_behind for rank in times.ranks)
+    if not plan.offload_modules or behind <= AHEAD:
+        return ()
+    said = f"copies of offload_modules={','.join(plan.offload_modules)} fall {behind} layers behind"
+    return (f"{said}: the device needs more than is counted",)
 
 
 def _alignment_warnings(job: TrainingJob, plan: ResolvedPlan) -> list[str]:

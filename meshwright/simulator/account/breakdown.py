@@ -55,7 +55,7 @@ def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) ->
     return PhaseCost.total(
         [
             (Category.DP_COMM, Cost(waited_ps - host_ps, built.evidence.replicas)),
-            (Category.HOST_COPY, Cost(host_ps, built.evidence.host)),
+            (Category.HOST_COPY, Cost(host_ps + sum(rank.copy_waits_ps), built.evidence.host)),
             (Category.TP_COMM, closing[Moment.SUMS]),
             *((Category.DP_COMM, closing[each]) for each in (Moment.TOKENS, Moment.NORM)),
         ]

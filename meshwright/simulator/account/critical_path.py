@@ -148,9 +148,10 @@ class _Walk:
         cost: PhaseCost = costs.forward if action.phase is Phase.FORWARD else costs.backward
         for category in Category:
             self.spent_ps[category] += cost.category_ps(category)
-        waited_ps = time_ps - (cost.time_ps - hidden_ps)
+        copied_ps = times.copy_waits_ps[place] if times.copy_waits_ps else 0
+        waited_ps = time_ps - (cost.time_ps - hidden_ps) - copied_ps
         host_ps = int(waited_ps * self._built.host_shares[rank])
-        self.spent_ps[Category.HOST_COPY] += host_ps
+        self.spent_ps[Category.HOST_COPY] += host_ps + copied_ps
         self.spent_ps[Category.DP_COMM] += waited_ps - host_ps
         self.by_rank_ps[rank] += time_ps
         self.num_passes += 1

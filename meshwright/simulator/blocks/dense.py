@@ -3,7 +3,7 @@
 from fractions import Fraction
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Attention, RecomputeModule
+from meshwright.hwprofiles import Attention, OffloadModule, RecomputeModule
 from meshwright.simulator.blocks.parts import (
     Chunks,
     ExpertMesh,
@@ -17,7 +17,7 @@ from meshwright.simulator.blocks.parts import (
     latent_attention,
     routed,
 )
-from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.blocks.shape import BlockShape, norm_part
 from meshwright.simulator.blocks.spelling import heads_apart, latent_rotary, spelling_of
 from meshwright.simulator.graph import (
     Activation,
@@ -175,13 +175,15 @@ def layer(
         return _side_by_side(block, x, shape, dims, kind)
     module = RecomputeModule.MOE if kind in EXPERT_LAYERS else RecomputeModule.MLP
     with block.part("layer"):
-        attended = _normed(block, x, "attention norm", shape, "before")
+        with block.part(norm_part(shape, kind, OffloadModule.ATTN_NORM)):
+            attended = _normed(block, x, "attention norm", shape, "before")
         y = first(block, attended, shape, dims, kind)
         block.give_up(RecomputeModule.LAYERNORM, attended)
         y = _normed(block, y, "attention output norm", shape, "after")
         held = (y,) if spelling_of(shape).names_attention else ()
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
-        given = _normed(block, x, "mlp norm", shape, "before")
+        with block.part(norm_part(shape, kind, OffloadModule.MLP_NORM)):
+            given = _normed(block, x, "mlp norm", shape, "before")
         with block.part(module):
             y = last(block, given, shape, dims)
         block.give_up(RecomputeModule.LAYERNORM, given)
@@ -248,7 +250,8 @@ def _attention(
     has_positions, chunks = model.has_positions(kind), _chunks(shape, dims, kind)
     is_unfused = shape.attention is Attention.UNFUSED
     with block.module(x):
-        query, key, value = _projected(block, x, shape, dims)
+        with block.part(OffloadModule.QKV_LINEAR):
+            query, key, value = _projected(block, x, shape, dims)
         if chunks is not None:
             query, key, value = (chunks.cut(block, each) for each in (query, key, value))
         if has_positions:
@@ -273,7 +276,8 @@ def _attention(
             context = counted(block, context, *LAYOUT_WIDTHS)
         block.hold(query, key, value, *given)
         bias = Linear(bias=model.output_bias)
-        y = row(block, context, dims.hidden, "attention output", dims.outside, bias)
+        with block.part(OffloadModule.ATTN_PROJ):
+            y = row(block, context, dims.hidden, "attention output", dims.outside, bias)
         block.hold(context)
         return y
 

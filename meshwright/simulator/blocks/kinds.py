@@ -27,13 +27,14 @@ from meshwright.simulator.graph import (
     Lowering,
     Operator,
     Repetition,
+    SavedOffload,
     Size,
     Tape,
     Tensor,
     Transfer,
     WeightGradients,
 )
-from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis
+from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis, repeated_modules
 from meshwright.simulator.model import (
     COPY,
     COPY_OF_STREAMS,
@@ -58,6 +59,11 @@ LAYER, GROUP = "layer", "group"
 NOT_HELD = {RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM}
 # Ways of recomputation that run whole layers again; others run the parts that a plan names.
 OF_LAYERS = {Recompute.FULL, Recompute.SELECTIVE_OP}
+
+
+# Elements of the smallest tensor that Transformer Engine moves (`_check_if_offload` of
+# pytorch/cpu_offload.py, 2.10 to 2.18), and Megatron-Core (min_offloaded_tensor_size).
+SMALLEST_OF_LAYERS, SMALLEST_OF_MODULES = 256 * 1024, 1024 * 1024
 
 
 class Written(NamedTuple):
@@ -198,6 +204,13 @@ def lowering_of(shape: BlockShape) -> Lowering:
     )
 
 
+def saved_offload(shape: BlockShape) -> SavedOffload:
+    """Return which saved tensors of a layer wait on the host, where some do."""
+    if not shape.offload_modules:
+        return SavedOffload(frozenset(), SMALLEST_OF_LAYERS)
+    return SavedOffload(frozenset(map(str, shape.offload_modules)), SMALLEST_OF_MODULES)
+
+
 def makes_gradients(shape: BlockShape) -> bool:
     """Return whether a weight's gradient is a tensor before it is added to what is kept."""
     return lowering_of(shape).weight_gradients is not WeightGradients.FUSED
@@ -306,7 +319,7 @@ def walk(
 
 def _repetition(shape: BlockShape, block: Block) -> Repetition:
     is_by_operator = shape.recompute is Recompute.SELECTIVE_OP
-    modules = frozenset(shape.repeated_modules)
+    modules = frozenset(repeated_modules(shape.recompute, shape.modules))
     is_whole = shape.recompute in OF_LAYERS
     parts = frozenset({LAYER, GROUP}) if is_whole else modules
     # Megatron's checkpoints of layers are reentrant, too; PyTorch's and DeepSpeed's own are not.

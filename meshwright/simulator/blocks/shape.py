@@ -12,6 +12,7 @@ from meshwright.hwprofiles import (
     ContextParallel,
     Dispatcher,
     EightBitRecipe,
+    OffloadModule,
     Precision,
     Recompute,
     RecomputeModule,
@@ -24,10 +25,10 @@ from meshwright.simulator.layout import (
     context_way,
     is_unwrapped,
     reduces_once,
-    repeated_modules,
 )
 from meshwright.simulator.model import (
     ENDS,
+    EXPERT_LAYERS,
     LAYERS,
     AnyModel,
     BlockKind,
@@ -124,9 +125,9 @@ class BlockShape(WeightShape):
 
     ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
     microbatch stay unsummed until the last one, as those that are whole until then do.
-    ``is_unwrapped`` says that the stack does not run fully_shard.
-    ``modules`` are the parts of a layer that selective recomputation runs again.
-    ``cp`` ranks share a sequence by ``cp_type``; of a ring of swaps, groups of ``cp_inner`` swap.
+    ``is_unwrapped`` says that the stack does not run fully_shard. ``modules`` of a layer run again
+    in selective recomputation; those in ``offload_modules`` leave saved tensors on the host. ``cp``
+    ranks share a sequence by ``cp_type``; of a ring of swaps, groups of ``cp_inner`` swap.
     ``announces_messages`` says that sizes go ahead of messages between stages, which differ.
     ``accumulated_bytes`` are those that a product moves to add a gradient to what is kept of it.
     """
@@ -147,6 +148,7 @@ class BlockShape(WeightShape):
     cp_type: ContextParallel | None = None
     cp_inner: int = 1
     modules: tuple[RecomputeModule, ...] = ()
+    offload_modules: tuple[OffloadModule, ...] = ()
     accumulated_bytes: int = 0
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     imbalance: float = 1.0
@@ -170,6 +172,7 @@ class BlockShape(WeightShape):
             sequence_parallel=plan.sequence_parallel and plan.tp > 1,
             recompute=plan.recompute,
             modules=plan.recompute_modules,
+            offload_modules=plan.offload_modules,
             attention=plan.attention,
             stack=stack,
             parameters=every,
@@ -189,11 +192,6 @@ class BlockShape(WeightShape):
             dispatcher=_dispatcher(plan, stack),
             imbalance=job.imbalance,
         )
-
-    @property
-    def repeated_modules(self) -> tuple[RecomputeModule, ...]:
-        """Parts of a layer that backward runs again, of those that can be chosen."""
-        return repeated_modules(self.recompute, self.modules)
 
     @property
     def num_tokens(self) -> int:
@@ -286,6 +284,16 @@ def moves_in_pieces(shape: BlockShape, kind: BlockKind, region: Sequence[str]) -
     is_split = shape.stack.tp_in_pieces and shape.sequence_parallel and kind in LAYERS
     is_shared = RecomputeModule.SHARED_EXPERTS in region
     return is_split and shape.model.latent is None and not is_shared
+
+
+def norm_part(shape: BlockShape, kind: BlockKind, norm: OffloadModule) -> str:
+    """Return of which part a norm is: that of a dense layer is in the product behind it.
+
+    So are Megatron-Core's layers of Transformer Engine (models/gpt/gpt_layer_specs.py, core 0.16).
+    """
+    if norm is OffloadModule.ATTN_NORM:
+        return OffloadModule.QKV_LINEAR if shape.model.latent is None else norm
+    return norm if kind in EXPERT_LAYERS else "norm in product"
 
 
 def narrows_head(shape: BlockShape) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar, cast
@@ -15,6 +15,7 @@ from meshwright.simulator.blocks.kinds import (
     Written,
     keeps_output,
     lowering_of,
+    saved_offload,
     walk,
     written,
 )
@@ -22,7 +23,15 @@ from meshwright.simulator.blocks.operators import BlockOperators, ExpertOperator
 from meshwright.simulator.blocks.parts import EXPERTS
 from meshwright.simulator.blocks.priced import PricedBlock, expert_operators
 from meshwright.simulator.blocks.shape import BlockShape
-from meshwright.simulator.graph import Backward, Memory, NestedMemory, Size, Tensor, column
+from meshwright.simulator.graph import (
+    Backward,
+    Memory,
+    NestedMemory,
+    SavedOffload,
+    Size,
+    Tensor,
+    column,
+)
 from meshwright.simulator.model import (
     EMBEDDING,
     ENDS,
@@ -33,6 +42,7 @@ from meshwright.simulator.model import (
     KeptLayer,
     LayerGroup,
     ModelSpec,
+    OffloadedLayer,
     predicts_further,
 )
 
@@ -52,6 +62,8 @@ class BlockMemory(NamedTuple):
     received: int
     sent: int
     buffer: int
+    moved: int
+    copied: int
 
 
 class NamedBytes(NamedTuple):
@@ -67,6 +79,7 @@ class _Walk:
 
     found: PricedBlock
     count: int
+    known: dict[SavedOffload, list[BlockMemory]] = field(default_factory=dict)
 
     @cached_property
     def columns(self) -> BlockOperators:
@@ -88,6 +101,14 @@ class _Walk:
         """What lives around its routed experts, of each shape."""
         memory = NestedMemory.of(self.found.found, EXPERTS)
         return [NestedMemory(*row) for row in _rows_of(memory, self.count)]
+
+    def offloaded(self, offload: SavedOffload) -> list[BlockMemory]:
+        """Return what the block holds where *offload* moves some of it, of each shape."""
+        if offload not in self.known:
+            found = self.found.found
+            memory = Memory.of(found, offload.tensors(found))
+            self.known[offload] = [BlockMemory(*row) for row in _rows_of(memory, self.count)]
+        return self.known[offload]
 
 
 class _Row(NamedTuple):
@@ -121,6 +142,9 @@ class BlockTable:
         for kind in kinds or (shapes[0].parameters if shapes else ()):
             if isinstance(kind, KeptLayer):
                 self.prepare([kept_shape(shape) for shape in shapes], [kind.layer], ending)
+                continue
+            if isinstance(kind, OffloadedLayer):
+                self.prepare(shapes, [kind.layer], ending)
                 continue
             alike: dict[tuple[object, ...], list[BlockShape]] = defaultdict(list)
             for shape in shapes:
@@ -208,6 +232,8 @@ class BlockTable:
         """
         if isinstance(kind, KeptLayer):
             return self.saved_tensors(kept_shape(shape), kind.layer, repeats=repeats)
+        if isinstance(kind, OffloadedLayer):
+            return self.saved_tensors(shape, kind.layer, repeats=repeats)
         key = (shape, kind, repeats)
         if key not in self._tensors:
             if repeats or shape.recompute is Recompute.NONE:  # that is what a pass holds anyway
@@ -220,6 +246,9 @@ class BlockTable:
     def _row(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> _Row:
         if isinstance(kind, KeptLayer):
             return self._row(kept_shape(shape), kind.layer, ending)
+        if isinstance(kind, OffloadedLayer):
+            walked, _, row = self._row(shape, kind.layer, ending)
+            return _Row(walked, walked.offloaded(saved_offload(shape))[row], row)
         key = (shape, kind, ending)
         if key not in self._rows:
             found = walk(shape, kind, ending=ending)

@@ -1,5 +1,6 @@
 """The discrete-event engine; the only package that knows SimPy."""
 
+from meshwright.simulator.engine.copies import CopyPoint, HostCopies
 from meshwright.simulator.engine.graph import Task, TaskKind, TaskTimes, simulate_tasks
 from meshwright.simulator.engine.record import RankStreams, RankTimes, Span, SpanKind, StepTimes
 from meshwright.simulator.engine.work import (
@@ -16,7 +17,9 @@ from meshwright.simulator.engine.work import (
 from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
 
 __all__ = [
+    "CopyPoint",
     "Hidden",
+    "HostCopies",
     "Message",
     "PassSegment",
     "RankStreams",

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+from meshwright.simulator.engine.copies import CopyPoint
 from meshwright.simulator.engine.work import Message, PassSegment, StepWork, UnitWork
 from meshwright.simulator.schedules import Phase
 
@@ -26,6 +27,7 @@ class Instruction(NamedTuple):
         target_step: Distance on the pipeline axis to the receiver of its message (0: none).
         target_slot: Slot there.
         message: The message.
+        copies: Where it copies activations to the host, or has them back.
     """
 
     phase: Phase
@@ -41,6 +43,7 @@ class Instruction(NamedTuple):
     target_step: int
     target_slot: int
     message: Message
+    copies: tuple[CopyPoint, ...]
 
 
 def _gathered(unit: UnitWork) -> UnitWork:
@@ -101,6 +104,7 @@ def _forward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
         target_step=0 if is_last else (1 - work.pp if wraps else 1),
         target_slot=virtual_stage + wraps,
         message=NOTHING if is_last else stage_work.forward_message,
+        copies=stage_work.forward_copies,
     )
 
 
@@ -125,4 +129,5 @@ def _backward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
         target_step=0 if is_first else (work.pp - 1 if wraps else -1),
         target_slot=slots + virtual_stage - wraps,
         message=NOTHING if is_first else stage_work.backward_message,
+        copies=stage_work.backward_copies,
     )

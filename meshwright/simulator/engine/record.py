@@ -22,12 +22,18 @@ class SpanKind(StrEnum):
     TENSOR_SUM = "sum over tensor ranks"
     SHARED_EMBEDDING = "shared embedding reduction"
     GRADIENT_NORM = "gradient norm"
+    ACTIVATION_OFFLOAD = "activations to the host"
+    ACTIVATION_RELOAD = "activations to the device"
 
 
 PASSES = {Phase.FORWARD: SpanKind.FORWARD, Phase.BACKWARD: SpanKind.BACKWARD}
 MESSAGES = {
     Phase.FORWARD: SpanKind.ACTIVATION_MESSAGE,
     Phase.BACKWARD: SpanKind.GRADIENT_MESSAGE,
+}
+COPIES = {
+    Phase.FORWARD: SpanKind.ACTIVATION_OFFLOAD,
+    Phase.BACKWARD: SpanKind.ACTIVATION_RELOAD,
 }
 COMPUTED = (SpanKind.TENSOR_SUM, SpanKind.OPTIMIZER)
 
@@ -83,6 +89,9 @@ class RankTimes:
         closing: What follows the last pass, in order: waiting for reductions, sums, the update.
         gather_wait_ps: Time passes waited for parameters, or copied them and their gradients from
             and to the buffers of collectives.
+        copy_waits_ps: Time that each pass waited for copies of activations; none where none are.
+        copies: Copies of activations, those to the host first.
+        copies_behind: The most layers whose copies to the host were not over at a time.
         passes_end_ps: End of the last action, a blocking message included.
         reduce_end_ps: When gradients are reduced, sums over tensor-parallel ranks and a tied
             table included.
@@ -107,6 +116,9 @@ class RankTimes:
     update_start_ps: int
     end_ps: int
     pairs: range = range(0)
+    copy_waits_ps: Sequence[int] = ()
+    copies: Sequence[Span] = ()
+    copies_behind: int = 0
 
     @property
     def senders(self) -> list[Action]:

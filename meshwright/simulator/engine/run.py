@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias, cast
 from simpy import Environment
 
 from meshwright.simulator.engine.clock import GoOn, Process, StandingClock, Wait
+from meshwright.simulator.engine.copies import HostCopies
 from meshwright.simulator.engine.groups import (
     CollectiveStream,
     Meeting,
@@ -76,6 +77,7 @@ class RankProgress:
     update_start_ps: int = 0
     end_ps: int = -1
     passed: dict[int, Phase] = field(default_factory=dict)
+    copies: HostCopies | None = None
 
     def close(self, kind: SpanKind, start_ps: int, time_ps: int) -> int:
         """Note what follows the last pass; return its end."""
@@ -169,26 +171,19 @@ class StepRun:
     def special_pass(
         self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
     ) -> Wait:
-        """Run a pass beside which parameters are gathered or gradients reduced."""
+        """Run a pass beside which parameters are gathered, gradients reduced or others copied."""
+        state = self.states[place.index]
+        if instruction.copies:
+            state.copies = state.copies or HostCopies()
+            state.copies.begin(instruction.phase, instruction.copies)
         if instruction.units:
             return self._sharded_pass(place, instruction, microbatch, now)
-        if instruction.gathers:
+        if instruction.gathers and microbatch == 0:
             return self._gathered_forward(place, instruction, now)
-        return self._reduced_backward(place, instruction, microbatch, now)
-
-    def _reduced_backward(
-        self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
-    ) -> Wait:
-        """Run a backward pass whose segments hand their gradients to the reduction."""
-        queue, reduction = self.states[place.index].queue, SpanKind.GRADIENT_REDUCTION
-        for segment in instruction.reductions:
-            now += segment.compute_ps
-            issued = now, segment.collective_ps, reduction, instruction.virtual_stage
-            queue.append(QueuedCollective(*issued))
-        if microbatch != self.work.num_microbatches - 1:
-            # `finish` waits for the last one's, with what else is left.
-            now = yield from self._wait_for(place, len(queue), now)
-        return now
+        is_last = microbatch in self.last_microbatch
+        if instruction.reductions and (instruction.reduces_always or is_last):
+            return _reduced_backward(self, place, instruction, microbatch, now)
+        return _plain_pass(state, instruction, now)
 
     def _gathered_forward(self, place: RankPlace, instruction: Instruction, now: int) -> Wait:
         """Run a forward pass whose segments wait for their parameters."""
@@ -197,7 +192,7 @@ class StepRun:
         for segment in instruction.gathers:
             # Ready at 0: what it gathers was updated at the end of the step before.
             state.queue.append(QueuedCollective(0, segment.collective_ps, *gather))
-            gathered_ps = yield from self._wait_for(place, _first_gather(state), now)
+            gathered_ps = yield from self.wait_for(place, _first_gather(state), now)
             now = _computed(state, segment.compute_ps, gathered_ps)
         return now
 
@@ -213,7 +208,7 @@ class StepRun:
             state.queue.append(QueuedCollective(now, units[0].gather_ps, SpanKind.PARAMETER_GATHER))
         for unit, next_ps in zip(units, gathers_after_ps, strict=True):
             if unit.gather_ps:
-                now = yield from self._wait_for(place, _first_gather(state), now)
+                now = yield from self.wait_for(place, _first_gather(state), now)
                 now = _copied(state, unit.unpack_ps, now)
             if next_ps and prefetches:
                 state.queue.append(QueuedCollective(now, next_ps, SpanKind.PARAMETER_GATHER))
@@ -223,12 +218,12 @@ class StepRun:
                 reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
                 state.queue.append(QueuedCollective(now, reduce_ps, SpanKind.GRADIENT_REDUCTION))
                 if not prefetches:
-                    now = yield from self._wait_for(place, len(state.queue), now)
+                    now = yield from self.wait_for(place, len(state.queue), now)
             if next_ps and not prefetches:
                 state.queue.append(QueuedCollective(now, next_ps, SpanKind.PARAMETER_GATHER))
         return now
 
-    def _wait_for(self, place: RankPlace, count: int, now: int) -> Wait:
+    def wait_for(self, place: RankPlace, count: int, now: int) -> Wait:
         """Wait for the first *count* collectives of the queue."""
         state, group = self.states[place.index], place.dp_group
         due = Submission(state.queue[:count], state.messages)
@@ -263,6 +258,27 @@ class StepRun:
         state.end_ps = state.close(SpanKind.PARAMETER_GATHER, now, rank.gather_ps)
 
 
+def _reduced_backward(
+    run: StepRun, place: RankPlace, instruction: Instruction, microbatch: int, now: int
+) -> Wait:
+    """Run a backward pass whose segments hand their gradients to the reduction."""
+    queue, reduction = run.states[place.index].queue, SpanKind.GRADIENT_REDUCTION
+    for segment in instruction.reductions:
+        now = _advanced(run.states[place.index], segment.compute_ps, now)
+        issued = now, segment.collective_ps, reduction, instruction.virtual_stage
+        queue.append(QueuedCollective(*issued))
+    if microbatch != run.work.num_microbatches - 1:
+        # `finish` waits for the last one's, with what else is left.
+        now = yield from run.wait_for(place, len(queue), now)
+    return now
+
+
+def _plain_pass(state: RankProgress, instruction: Instruction, now: int) -> Wait:
+    """Run a pass beside which activations are copied, and nothing else."""
+    yield from ()
+    return _advanced(state, instruction.compute_ps, now)
+
+
 def _sum(run: StepRun, place: RankPlace, now: int) -> Wait:
     """Sum gradients over tensor-parallel ranks."""
     rank, state = run.work.ranks[place.pp_rank], run.states[place.index]
@@ -295,7 +311,11 @@ def _lanes_of_phases(run: StepRun, place: RankPlace) -> dict[Phase, list[Lane]]:
 
 def _special_microbatches(run: StepRun, instruction: Instruction) -> frozenset[int]:
     """Return in which microbatches an instruction gathers parameters or reduces gradients."""
-    if instruction.units or (instruction.reductions and instruction.reduces_always):
+    if (
+        instruction.copies
+        or instruction.units
+        or (instruction.reductions and instruction.reduces_always)
+    ):
         return run.every_microbatch
     if instruction.gathers:
         return FIRST_MICROBATCH
@@ -326,7 +346,12 @@ def _units_now(
 def _computed(state: RankProgress, part_ps: int, now: int) -> int:
     """Compute a part of a pass that may have waited for it; return when that is done."""
     state.part_starts_ps.append(now)
-    return now + part_ps
+    return _advanced(state, part_ps, now)
+
+
+def _advanced(state: RankProgress, part_ps: int, now: int) -> int:
+    """Compute a part of a pass, with the copies beside it; return when that is done."""
+    return now + part_ps if state.copies is None else state.copies.compute(part_ps, now)
 
 
 def _first_gather(state: RankProgress) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from meshwright.simulator.engine.copies import CopyPoint
 from meshwright.simulator.schedules import NO_REFETCHES, Action, Refetches
 
 
@@ -89,6 +90,8 @@ class VirtualStageWork:
         reductions: Segments of a backward pass that reduces gradients under it.
         forward_units: Units of each forward pass, where parameters are sharded.
         backward_units: Units of each backward pass, last layers first.
+        forward_copies: Where a forward pass copies activations to the host.
+        backward_copies: Where a backward pass has them back.
         reduces_each_pass: Every backward pass reduces, not the last one alone. Where it does so in
             segments, the rank waits for all of them before its next pass.
     """
@@ -101,6 +104,8 @@ class VirtualStageWork:
     reductions: tuple[PassSegment, ...] = ()
     forward_units: tuple[UnitWork, ...] = ()
     backward_units: tuple[UnitWork, ...] = ()
+    forward_copies: tuple[CopyPoint, ...] = ()
+    backward_copies: tuple[CopyPoint, ...] = ()
     reduces_each_pass: bool = False
 
 

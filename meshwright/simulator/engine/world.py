@@ -3,6 +3,7 @@
 from math import prod
 
 from meshwright.simulator.engine.clock import StandingClock
+from meshwright.simulator.engine.copies import HostCopies
 from meshwright.simulator.engine.groups import CollectiveStream, Meeting
 from meshwright.simulator.engine.pairs import paired_stream
 from meshwright.simulator.engine.record import RankTimes, StepTimes
@@ -16,6 +17,7 @@ from meshwright.simulator.engine.run import (
 from meshwright.simulator.engine.work import StepWork, with_overhead
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import IN_STEP, REPLICATED, Axis, Mesh
+from meshwright.simulator.schedules import Phase
 
 
 def simulate_folded(work: StepWork) -> StepTimes:
@@ -121,6 +123,7 @@ def _waiting(state: RankProgress) -> str:
 
 def _rank_times(run: StepRun, state: RankProgress, place: RankPlace) -> RankTimes:
     work, program = run.work, run.programs[place.pp_rank]
+    copies = state.copies or HostCopies()
     return RankTimes(
         actions=work.actions[place.pp_rank],
         pairs=work.pairs[place.pp_rank] if work.pairs else range(0),
@@ -134,6 +137,9 @@ def _rank_times(run: StepRun, state: RankProgress, place: RankPlace) -> RankTime
         collectives=place.dp_stream.record,
         closing=state.closing,
         gather_wait_ps=state.gather_wait_ps,
+        copy_waits_ps=copies.waits_ps,
+        copies=[span for phase in Phase for span in copies.spans.get(phase, ())],
+        copies_behind=copies.most_behind,
         passes_end_ps=state.passes_end_ps,
         reduce_end_ps=state.reduce_end_ps,
         reduce_wait_ps=state.reduce_wait_ps,

@@ -23,7 +23,7 @@ from meshwright.simulator.graph.linear import (
     whole_product,
 )
 from meshwright.simulator.graph.lowering import EightBits, Lowering, WeightGradients
-from meshwright.simulator.graph.memory import Memory, NestedMemory
+from meshwright.simulator.graph.memory import Memory, NestedMemory, SavedOffload
 from meshwright.simulator.graph.operators import (
     Convolution,
     Exchange,
@@ -114,6 +114,7 @@ __all__ = [
     "Repetition",
     "Rotary",
     "RotaryFormula",
+    "SavedOffload",
     "Size",
     "Step",
     "Tape",

@@ -1,15 +1,98 @@
 """Bytes of a walk: what it keeps, and the most that lives at one time."""
 
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.simulator.graph.backward import Backward
-from meshwright.simulator.graph.tape import Phase, Run
-from meshwright.simulator.graph.tensors import Size, largest
+from meshwright.simulator.graph.order import Node, Region
+from meshwright.simulator.graph.tape import Phase, Run, Tape
+from meshwright.simulator.graph.tensors import Size, Tensor, chosen, largest, sum_of
+
+
+class SavedOffload(NamedTuple):
+    """Saved tensors that wait on the host from forward to backward.
+
+    Args:
+        parts: Those that nodes of these parts save; of all nodes where there are none.
+        least: Of so many elements, or more.
+    """
+
+    parts: frozenset[str]
+    least: int
+
+    def tensors(self, walk: Backward) -> "OffloadedTensors":
+        """Return those of a block.
+
+        Megatron-Core copies what each node saves, so that what one gives out and another reads
+        leaves twice; Transformer Engine copies each tensor of a layer once, and all of one that
+        another is a view of (`TensorGroupProcessor` of pytorch/cpu_offload.py, 2.10).
+        """
+        tape, made = walk.tape, {*_live(walk.tape.storages.events[: walk.tape.marks.returned])}
+        copies: Counter[Tensor] = Counter()
+        staying: set[Tensor] = set()
+        for node, saved in _savings(tape):
+            for each in saved:
+                if not self._has(node):
+                    staying.add(each.storage)
+                elif each.storage in made:
+                    copies[each if self.parts else each.storage] += 1
+        leaving = {each.storage for each in copies} - staying
+        return OffloadedTensors(
+            {each: self._bytes(each) for each in _lasting(tape) if each in leaving},
+            sum_of(
+                self._bytes(each) * (count if self.parts else 1) for each, count in copies.items()
+            ),
+        )
+
+    def _has(self, node: Node) -> bool:
+        """Return whether a *node* is in one of the parts."""
+        names = {name.partition(":")[0] for op in node for name in op.region}
+        return not self.parts or not names.isdisjoint(self.parts)
+
+    def _bytes(self, tensor: Tensor) -> Size:
+        """Return what leaves of a tensor, whose scales are one of their own."""
+        count, scales = tensor.numel, tensor.nbytes - tensor.numel * tensor.width
+        elements = chosen(count >= self.least, count * tensor.width, 0)
+        return elements + chosen(scales >= self.least, scales, 0)
+
+
+class OffloadedTensors(NamedTuple):
+    """What leaves the device of each storage until backward, and what is copied there and back."""
+
+    moved: dict[Tensor, Size]
+    copied: Size
+
+
+NO_TENSORS = OffloadedTensors({}, 0)
+
+
+def _live(events: Iterable[tuple[Tensor, int]]) -> Iterator[Tensor]:
+    """Yield the storages that came in some *events*."""
+    return (each for each, sign in events if sign > 0)
+
+
+def _lasting(tape: Tape) -> Iterator[Tensor]:
+    """Yield what lives when forward has returned."""
+    counts: Counter[Tensor] = Counter()
+    for each, sign in tape.storages.events[: tape.marks.returned]:
+        counts[each] += sign
+    return (each for each, count in counts.items() if count)
+
+
+def _savings(tape: Tape) -> Iterator[tuple[Node, list[Tensor]]]:
+    """Yield nodes with what they save; of a part that runs again the first, with its inputs."""
+    entered: set[Region] = set()
+    for node in tape.order.nodes:
+        region = tape.repetition.region(node[0])
+        if not region:
+            yield node, tape.reads(node)
+        elif region not in entered:
+            entered.add(region)
+            yield node, tape.order.inputs[region]
 
 
 class Memory(NamedTuple):
@@ -26,6 +109,8 @@ class Memory(NamedTuple):
         received: What enters the block.
         sent: What it hands on.
         buffer: What it shares with other blocks, from the first pass on.
+        moved: What it keeps elsewhere; forward and backward need this and *copied* beside the rest.
+        copied: What is copied there and back.
     """
 
     saved: Size
@@ -38,14 +123,21 @@ class Memory(NamedTuple):
     received: Size
     sent: Size
     buffer: Size
+    moved: Size
+    copied: Size
 
     @classmethod
-    def of(cls, walk: Backward) -> "Memory":
-        """Return the bytes of *walk*; columns where its sizes are."""
-        tape = walk.tape
+    def of(cls, walk: Backward, offloaded: OffloadedTensors = NO_TENSORS) -> "Memory":
+        """Return the bytes of *walk*, some of them *offloaded*; columns where its sizes are."""
+        tape, moved = walk.tape, sum_of(offloaded.moved.values())
         events = tape.storages.events
         ran, returned = tape.marks
-        levels = _levels([each.nbytes * sign for each, sign in events])
+        changes = [each.nbytes * sign for each, sign in events]
+        for place in range(returned, len(events)):
+            each, sign = events[place]
+            changes[place] = changes[place] - sign * offloaded.moved.get(each, 0)
+        levels = _levels(changes)
+        levels[returned:] = [each - moved for each in levels[returned:]]
         output = tape.block.operators[-1].outputs[0]
         gone = [each.nbytes for each, _ in events[ran:returned] if each is not output.storage]
         saved = levels[returned]
@@ -54,7 +146,7 @@ class Memory(NamedTuple):
         return cls(
             saved=saved,
             cached=sum(gone),
-            forward=_most(levels[: ran + 1]) - saved,
+            forward=_most(levels[: ran + 1]) - saved - moved,
             backward=_most(levels[returned:]) - saved,
             arrival=_most([levels[each] for each in walk.arrivals] or [saved]) - saved,
             holding=_most([*levels[returned:free], *held]) - saved,
@@ -62,6 +154,8 @@ class Memory(NamedTuple):
             received=events[0][0].nbytes,
             sent=output.nbytes,
             buffer=largest([0, *(each.nbytes for each in tape.block.buffers)]),
+            moved=moved,
+            copied=offloaded.copied,
         )
 
 

@@ -186,8 +186,13 @@ class Tape:
         self.storages.touch(whole.like(f"{whole.name} copied", dims=dims))
 
     def save(self, node: Node) -> None:
-        """Hold what backward reads; what the node can place anew it does not keep."""
-        made = {op.outputs[0]: op.inputs[0] for op in placed_again(node)}
-        read = dict.fromkeys(made.get(each, each).storage for op in node for each in op.reads)
-        self.saved[node[0].node] = list(read)
+        """Hold what backward reads."""
+        read = list(dict.fromkeys(each.storage for each in self.reads(node)))
+        self.saved[node[0].node] = read
         self.storages.hold(*read)
+
+    @staticmethod
+    def reads(node: Node) -> list[Tensor]:
+        """Return what backward reads; what the node can place anew it does not keep."""
+        made = {op.outputs[0]: op.inputs[0] for op in placed_again(node)}
+        return list(dict.fromkeys(made.get(each, each) for op in node for each in op.reads))

@@ -94,6 +94,7 @@ from meshwright.simulator.layout.resolution import (
     overridden,
     resolve,
     said_of,
+    stages_rule,
     without_defaults,
 )
 from meshwright.simulator.layout.splits import (
@@ -104,7 +105,10 @@ from meshwright.simulator.layout.splits import (
     read_layout,
 )
 from meshwright.simulator.layout.stages import (
+    AHEAD,
     ALL_ALONE,
+    NO_OFFLOAD,
+    LayerOffload,
     Stage,
     copies_table,
     head_cost_layers,
@@ -116,13 +120,13 @@ from meshwright.simulator.layout.stages import (
     receives_streams,
     repeated_layers,
     resolve_stages,
-    stages_rule,
     table_rank,
     whole_model,
     with_stages,
 )
 
 __all__ = [
+    "AHEAD",
     "ALL_ALONE",
     "AXES",
     "DP_CP",
@@ -130,6 +134,7 @@ __all__ = [
     "IN_STEP",
     "JOINT_AXES",
     "MAX_ZERO_STAGE",
+    "NO_OFFLOAD",
     "PLAN_FIELDS",
     "REPLICATED",
     "SEARCHED_FIELDS",
@@ -145,6 +150,7 @@ __all__ = [
     "Formats",
     "Gap",
     "GroupSpan",
+    "LayerOffload",
     "Mesh",
     "MeshAxis",
     "Numbers",

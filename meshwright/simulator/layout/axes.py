@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from meshwright.hwprofiles import (
     ContextParallel,
+    OffloadModule,
     Recompute,
     RecomputeMethod,
     RecomputeModule,
@@ -249,6 +250,17 @@ def check_layers(recompute: Recompute, number: int | None, method: RecomputeMeth
         raise PlanError(
             f"recompute_layers={number} does not go with recompute={recompute}; "
             f"allowed: {Recompute.FULL}"
+        )
+
+
+def check_offloaded(number: int | None, modules: tuple[OffloadModule, ...]) -> None:
+    """Refuse saved tensors that wait on the host of no layer, and of layers and of parts."""
+    if number is not None and number < 1:
+        raise PlanError(f"offload_layers must be >= 1, got {number}")
+    if number is not None and modules:
+        raise PlanError(
+            f"offload_layers={number} does not go with offload_modules={','.join(modules)}; "
+            "allowed: one of them (TransformerConfig of Megatron-Core 0.16 to 0.19)"
         )
 
 

@@ -16,7 +16,6 @@ from meshwright.hwprofiles import (
     Precision,
     ProfileError,
     RecomputeMethod,
-    RecomputeModule,
     Refusal,
     StackProfile,
     Strategy,
@@ -316,9 +315,11 @@ def _lists(facts: Facts) -> Iterator[Gap]:
     for field in fields:
         if getattr(stack, field.declaration.offered_by or "", True) is False:
             acts_on, usual = field.declaration.acts_on, field.code(field.default)
-            said = field.name if field.kind is bool else f"{field.name} > {field.default}"
+            is_named = field.kind is bool or field.default is None
+            said = field.name if is_named else f"{field.name} > {field.default}"
             when = f"{field.name} > {usual}" + (f" and {acts_on} > 1" if acts_on else "")
-            yield _gap(facts, field.name, when, (field.default,), said)
+            usual_value = "leave it out" if field.default is None else field.default
+            yield _gap(facts, field.name, when, (usual_value,), said)
     if RecomputeMethod.BLOCK not in stack.recompute_methods:
         when = "recompute_layers > 0 and recompute_method == None"
         allowed = stack.recompute_methods or (NONE_OFFERED["recompute_method"],)
@@ -334,7 +335,7 @@ def _values_left_out(field: PlanField, facts: Facts) -> Iterator[Gap]:
     if offered is None or field.name == "zero_stage":
         return
     if field.declaration.members:
-        others = [each for each in RecomputeModule if each not in offered]
+        others = [each for each in field.declaration.members if each not in offered]
         when = " or ".join(f"{field.name}.{each}" for each in others)
         if others:
             yield _gap(facts, field.name, when, offered or ("leave it out",), field.name)

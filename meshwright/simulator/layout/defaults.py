@@ -10,7 +10,6 @@ from meshwright.hwprofiles import (
     Cluster,
     ContextParallel,
     Recompute,
-    RecomputeModule,
     StackProfile,
     StageSplit,
     Strategy,
@@ -97,8 +96,8 @@ def _read(field: PlanField, value: object) -> object:
     return field.kind(value)
 
 
-def read_modules(text: str) -> tuple[RecomputeModule, ...]:
-    """Return the parts of a layer that a list names, each once, in the order of Megatron-Core.
+def read_modules(text: str, name: str = "recompute_modules") -> tuple[object, ...]:
+    """Return the parts of a layer that a list of a field names, each once, in the field's order.
 
     Raises:
         PlanError: If it names what is none.
@@ -106,14 +105,11 @@ def read_modules(text: str) -> tuple[RecomputeModule, ...]:
     >>> [str(each) for each in read_modules("mlp, core_attn")]
     ['core_attn', 'mlp']
     """
-    words = [word.strip() for word in text.split(",")]
+    words, members = [word.strip() for word in text.split(",")], PLAN_FIELDS[name].members
     for word in words:
-        if word not in list(RecomputeModule):
-            raise PlanError(
-                f"recompute_modules={shown(word)} is unknown; "
-                f"{suggestion(word, list(RecomputeModule))}"
-            )
-    return tuple(each for each in RecomputeModule if each in words)
+        if word not in members:
+            raise PlanError(f"{name}={shown(word)} is unknown; {suggestion(word, members)}")
+    return tuple(each for each in PLAN_FIELDS[name].declaration.members if each in words)
 
 
 def _read_dp(draft: Draft, value: object) -> int:
@@ -262,8 +258,8 @@ def _free_hosts(draft: Draft) -> int | None:
     return cluster.num_nodes - -(-draft.number("dp") // cluster.devices_per_node)
 
 
-def _read_modules(_draft: Draft, value: object) -> object:
-    return read_modules(value) if isinstance(value, str) else value
+def _reader_of_modules(name: str) -> Callable[[Draft, object], object]:
+    return lambda _, value: read_modules(value, name) if isinstance(value, str) else value
 
 
 def _read_schedule(_draft: Draft, value: object) -> str:
@@ -287,7 +283,7 @@ USUAL: dict[str, Callable[[Draft], object]] = {
 # How what was said is read, where it is more than a word or a number.
 READERS: dict[str, Callable[[Draft, object], object]] = {
     "dp": _read_dp,
-    "recompute_modules": _read_modules,
+    **{name: _reader_of_modules(name) for name in ("recompute_modules", "offload_modules")},
     "schedule": _read_schedule,
     "stages": _read_stages,
     "prediction_stage": _read_prediction_stage,

@@ -20,6 +20,7 @@ from typing import (
     get_type_hints,
 )
 
+from meshwright.hwprofiles import ContextParallel, Dispatcher, ExpertOverlap
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, Axis
 
@@ -90,6 +91,67 @@ def degree(axis: Axis) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """Ranks along each axis, and how they share what an axis splits."""
+
+    tp: int = degree(Axis.TP)
+    pp: int = degree(Axis.PP)
+    cp: int = degree(Axis.CP)
+    dp: int = degree(Axis.DP)
+
+    cp_type: ContextParallel | None = Declaration(
+        help="How ranks with parts of a sequence attend to all of it [the stack's].",
+        heading="cp type",
+        is_asked=True,
+        offered_by="context_parallel",
+        acts_on=Axis.CP,
+    ).field(None)
+
+    cp_inner: int | None = Declaration(
+        help="Ranks of a ring+all-to-all that swap tokens for heads [those of a node].",
+        metavar="N",
+        heading="cp inner",
+        acts_on=Axis.CP,
+    ).field(None)
+    """Neighbours that swap tokens for heads in a ring of such groups; of no other ``cp_type``."""
+
+    ep: int = Declaration(
+        help="Expert-parallel degree.",
+        metavar="N",
+        heading="ep",
+        is_limited=True,
+        offered_by="expert_parallel",
+        of_experts=True,
+    ).field(1)
+    """Ranks among which the routed experts of a layer are divided, of those of a pipeline stage."""
+
+    etp: int | None = Declaration(
+        help="Ranks that split each expert's widths [--tp].",
+        metavar="N",
+        heading="etp",
+        of_experts=True,
+    ).field(None)
+
+    dispatcher: Dispatcher | None = Declaration(
+        help="How tokens go to ranks of experts [the stack's].",
+        heading="dispatcher",
+        is_asked=True,
+        offered_by="dispatchers",
+        of_experts=True,
+    ).field(None)
+
+    expert_overlap: ExpertOverlap | None = Declaration(
+        help="What another microbatch hides of exchanges with experts [nothing].",
+        heading="overlap",
+        group="replication",
+        is_rare=True,
+        is_asked=True,
+        offered_by="expert_overlaps",
+        of_experts=True,
+    ).field(None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanField:
     """A field of a plan: its name, the type of its values, its default and its declaration."""
 
@@ -131,6 +193,11 @@ class PlanField:
         if self.kind is bool:
             return (False, True)
         return _members(self.kind)
+
+    @property
+    def members(self) -> list[str]:
+        """What a list may name."""
+        return [str(each) for each in self.declaration.members]
 
     def code(self, value: object) -> int:
         """Return *value* as the whole number that a column of the search holds; None is 0.

@@ -7,10 +7,8 @@ from typing import Any, cast
 
 from meshwright.hwprofiles import (
     Attention,
-    ContextParallel,
-    Dispatcher,
-    ExpertOverlap,
     Offload,
+    OffloadModule,
     PipelineRuntime,
     Precision,
     Recompute,
@@ -28,12 +26,13 @@ from meshwright.simulator.layout.axes import (
     check_inner,
     check_layers,
     check_modules,
+    check_offloaded,
     check_stages,
 )
 from meshwright.simulator.layout.fields import (
     Declaration,
+    Degrees,
     ParameterServer,
-    degree,
     fields_of,
     written,
 )
@@ -43,67 +42,6 @@ from meshwright.simulator.schedules import SCHEDULES, Schedule, get_schedule
 
 # Ranks that share a set of shards, and of these those that hold the same experts.
 SHARDS, EXPERT_SHARDS = "shards", "expert_shards"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Degrees:
-    """Ranks along each axis, and how they share what an axis splits."""
-
-    tp: int = degree(Axis.TP)
-    pp: int = degree(Axis.PP)
-    cp: int = degree(Axis.CP)
-    dp: int = degree(Axis.DP)
-
-    cp_type: ContextParallel | None = Declaration(
-        help="How ranks with parts of a sequence attend to all of it [the stack's].",
-        heading="cp type",
-        is_asked=True,
-        offered_by="context_parallel",
-        acts_on=Axis.CP,
-    ).field(None)
-
-    cp_inner: int | None = Declaration(
-        help="Ranks of a ring+all-to-all that swap tokens for heads [those of a node].",
-        metavar="N",
-        heading="cp inner",
-        acts_on=Axis.CP,
-    ).field(None)
-    """Neighbours that swap tokens for heads in a ring of such groups; of no other ``cp_type``."""
-
-    ep: int = Declaration(
-        help="Expert-parallel degree.",
-        metavar="N",
-        heading="ep",
-        is_limited=True,
-        offered_by="expert_parallel",
-        of_experts=True,
-    ).field(1)
-    """Ranks among which the routed experts of a layer are divided, of those of a pipeline stage."""
-
-    etp: int | None = Declaration(
-        help="Ranks that split each expert's widths [--tp].",
-        metavar="N",
-        heading="etp",
-        of_experts=True,
-    ).field(None)
-
-    dispatcher: Dispatcher | None = Declaration(
-        help="How tokens go to ranks of experts [the stack's].",
-        heading="dispatcher",
-        is_asked=True,
-        offered_by="dispatchers",
-        of_experts=True,
-    ).field(None)
-
-    expert_overlap: ExpertOverlap | None = Declaration(
-        help="What another microbatch hides of exchanges with experts [nothing].",
-        heading="overlap",
-        group="replication",
-        is_rare=True,
-        is_asked=True,
-        offered_by="expert_overlaps",
-        of_experts=True,
-    ).field(None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +219,28 @@ class PlanFields(Recomputation):
         offered_by="offload_modes",
     ).field(Offload.NONE)
 
+    offload_layers: int | None = Declaration(
+        help="First layers whose saved tensors wait on the host [none].",
+        metavar="N",
+        heading="offloaded",
+        group="replication",
+        after="offload",
+        is_rare=True,
+        offered_by="offloads_layers",
+    ).field(None)
+
+    offload_modules: tuple[OffloadModule, ...] = Declaration(
+        help="Parts of layers whose saved tensors wait on the host.",
+        metavar="LIST",
+        heading="offloaded parts",
+        group="replication",
+        after="offload_layers",
+        is_rare=True,
+        members=tuple(OffloadModule),
+        offered_by="offload_modules",
+        without_attention=((),),
+    ).field(())
+
     find_unused: bool = Declaration(
         help="Search weights without a gradient.",
         offered_by="finds_unused",
@@ -308,6 +268,7 @@ class ResolvedPlan(PlanFields):
         check_expert_degrees(self.ep, self.etp, self.tp, *ranks)
         check_modules(self.recompute, self.recompute_modules)
         check_layers(self.recompute, self.recompute_layers, self.recompute_method)
+        check_offloaded(self.offload_layers, self.offload_modules)
         if self.dp_shard is not None and (self.dp_shard < 1 or self.dp % self.dp_shard):
             raise PlanError(f"dp_shard={self.dp_shard} does not divide dp={self.dp}")
         check_stages(self.stages, self.pp, self.num_virtual_stages)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from meshwright.hwprofiles import (
     Attention,
     Device,
+    PipelineRuntime,
     RecomputeMethod,
     StackProfile,
     Strategy,
@@ -33,8 +34,7 @@ from meshwright.simulator.layout.formats import (
 )
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ResolvedPlan
-from meshwright.simulator.layout.stages import empty_refusal, prediction_refusal
-from meshwright.simulator.model import AnyModel, Experts, ModelSpec
+from meshwright.simulator.model import AnyModel, Experts, ModelSpec, predicts_further
 
 
 def check_sharding(job: TrainingJob, plan: ResolvedPlan) -> None:
@@ -249,3 +249,52 @@ def reduces_once(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> b
     if each is None:
         each = syncs_by_default(stack, plan.zero_stage, plan.pp)
     return bool(sums_microbatches(each, plan.pp, plan.num_microbatches(job)))
+
+
+def prediction_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
+    """Return why layers that predict further tokens are not on the stage of *plan*, or None.
+
+    Megatron-Core takes any behind all layers, of a rank's virtual stages the last, but of the first
+    rank's several none (`validate_layer_layout` of
+    megatron/core/transformer/pipeline_parallel_layer_layout.py, core 0.16).  What it does not see
+    of these is the last, whose copy of the table it would leave at zero
+    (`setup_embeddings_and_output_layer` of language_module.py).
+    """
+    stage = plan.prediction_stage
+    if stage is None:
+        return None
+    said, usual = f"prediction_stage={stage}", "leave it out, for that of the loss"
+    if not predicts_further(job.model):
+        return (
+            f"{said} does not go with {job.model.name}, which predicts none; allowed: leave it out"
+        )
+    if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
+        return f"{said} is not offered by stack {stack.name}; allowed: {usual}"
+    first = max(index for index, count in enumerate(plan.stages) if count)
+    is_several = plan.num_virtual_stages > 1
+    places = range(max(first, plan.num_stages - plan.pp + is_several), plan.num_stages - 1)
+    if stage not in places:
+        known = [f"{places[0]} to {places[-1]}"] if places else []
+        ranks = "between the first and the last" if is_several else "ahead of the last"
+        return (
+            f"{said} of {plan.num_stages} stages is not behind all layers, on the last virtual "
+            f"stage of a rank {ranks}; allowed: {', '.join([*known, usual])}"
+        )
+    if plan.expert_overlap is not None:  # what such a pass is beside another was not counted
+        return f"expert_overlap={plan.expert_overlap} does not go with {said}; allowed: {usual}"
+    return None
+
+
+def empty_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
+    """Return why a stage between the first and the last one cannot be empty, or None if it can."""
+    if 0 not in plan.stages[1:-1]:
+        return None
+    lacking = "a stage without layers between the first and the last one"
+    if not isinstance(job.model, ModelSpec):
+        return f"{job.model.name} does not go with {lacking}; allowed: 1 layer or more"
+    if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
+        return f"{lacking} is not offered by stack {stack.name}; allowed: 1 layer or more"
+    if plan.expert_overlap is not None:  # what such a pass is beside another was not counted
+        said = f"expert_overlap={plan.expert_overlap} does not go with {lacking}"
+        return f"{said}; allowed: 1 layer or more"
+    return None

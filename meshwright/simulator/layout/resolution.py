@@ -8,7 +8,7 @@ from dataclasses import field as dataclass_field
 from dataclasses import fields, make_dataclass
 from typing import TYPE_CHECKING, cast
 
-from meshwright.hwprofiles import Cluster, StackProfile
+from meshwright.hwprofiles import Cluster, StackProfile, StageSplit
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.defaults import Draft, Said, implied_recompute
 from meshwright.simulator.layout.fields import written
@@ -16,6 +16,7 @@ from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, PlanFields, ResolvedPlan
 from meshwright.simulator.layout.refusals import model_refusal
 from meshwright.simulator.layout.splits import parse_stages
+from meshwright.simulator.layout.stages import resolve_stages
 from meshwright.simulator.schedules import get_schedule
 
 
@@ -183,3 +184,17 @@ def _recompute_of(said: Said, given: Said) -> object:
     if "recompute" in given or asked:
         return given.get("recompute", implied_recompute(given))
     return said.get("recompute", implied_recompute(said))
+
+
+def stages_rule(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> StageSplit | None:
+    """Return the rule that gives the stages of *plan*; None if it is the stack's, or none does."""
+    if not plan.stages:
+        return None
+    own = stack.stage_split
+    rules = (
+        rule
+        for rule in (own, *StageSplit)
+        if resolve_stages(job.model, job.seq_len, plan.num_stages, rule) == plan.stages
+    )
+    rule = next(rules, own)
+    return None if rule is own else rule

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate, compress
 from typing import NamedTuple
 
-from meshwright.hwprofiles import PipelineRuntime, RecomputeMethod, StackProfile, StageSplit
+from meshwright.hwprofiles import RecomputeMethod, StackProfile, StageSplit
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import ResolvedPlan
 from meshwright.simulator.layout.splits import split_layers
@@ -23,6 +23,7 @@ from meshwright.simulator.model import (
     KeptLayer,
     LayerGroup,
     ModelSpec,
+    OffloadedLayer,
     cut_runs,
     join_runs,
     layer_flops,
@@ -103,7 +104,63 @@ class Checkpoints(NamedTuple):
         return join_runs([BlockRun(LayerGroup(group), 1) for group in groups])
 
 
-ALL_ALONE = Checkpoints()
+class LayerOffload(NamedTuple):
+    """First layers whose saved tensors wait on the host from forward to backward.
+
+    Args:
+        number: How many.
+        depth: Tensors of so many layers in a row, and no more, are on the device beside those of
+            layers that keep theirs: a layer's have left when so many more begin in forward, and
+            come back so many ahead, its own counted, in backward.
+        waits: Forward waits for them to have left.
+    """
+
+    number: int = 0
+    depth: int = 1
+    waits: bool = True
+
+    @classmethod
+    def of(cls, plan: ResolvedPlan, model: AnyModel) -> "LayerOffload":
+        """Return those of *plan*, which has no pipeline.
+
+        Transformer Engine spreads the copies of N of L layers so that those of L - N are there at
+        any time (`DefaultOffloadSynchronizer` of pytorch/cpu_offload.py, 2.10 to 2.18).
+        Megatron-Core leaves parts of the last layer that has them where they are, and has those of
+        the layer before come back while a layer runs (`should_bulk_offload` and
+        `on_group_start_backward` of pipeline_parallel/fine_grained_activation_offload.py, core
+        0.16 to 0.19).
+        """
+        if plan.offload_layers is not None:
+            return cls(plan.offload_layers, model.num_layers - plan.offload_layers)
+        if plan.offload_modules:
+            return cls(model.num_layers - (not predicts_further(model)), AHEAD, waits=False)
+        return cls()
+
+    def present(self, place: int) -> range:
+        """Return the layers whose tensors are on the device while that at a *place* runs.
+
+        >>> [[*LayerOffload(number=3, depth=2).present(place)] for place in range(5)]
+        [[0], [0, 1], [1, 2], [2], []]
+        """
+        return range(max(0, place - self.depth + 1), min(place + 1, self.number))
+
+    def passes(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
+        """Return *layers* with those whose tensors leave by themselves."""
+        if not self.number:
+            return layers
+        gone = (
+            BlockRun(OffloadedLayer(kind), num) for kind, num in cut_runs(layers, 0, self.number)
+        )
+        num_layers = sum(count for _, count in layers)
+        return (*gone, *cut_runs(layers, self.number, num_layers))
+
+    def behind(self, num_layers: int) -> "LayerOffload":
+        """Return those of what follows the first *num_layers*."""
+        return self._replace(number=max(0, self.number - num_layers)) if self.number else self
+
+
+AHEAD = 2  # a layer, and the one before it that comes back
+ALL_ALONE, NO_OFFLOAD = Checkpoints(), LayerOffload()
 ONE_EMBEDDING = (BlockRun(EMBEDDING, 1),)
 BEHIND_LAYERS = tuple(BlockRun(kind, 1) for kind in (FINAL_NORM, PREDICTIONS, HEAD))
 
@@ -125,6 +182,7 @@ class Stage(NamedTuple):
     copies: BlockKind | None = None
     has_norm: bool = False
     has_predictions: bool = False
+    offload: LayerOffload = NO_OFFLOAD
 
     @property
     def num_layers(self) -> int:
@@ -145,7 +203,7 @@ class Stage(NamedTuple):
     def passes(self) -> tuple[BlockRun, ...]:
         """The same as a pass goes through them: by what backward computes again."""
         copy = () if self.copies is None else (BlockRun(self.copies, 1),)
-        return copy + self._between_ends(self.checkpoints.passes(self.layers))
+        return copy + self._between_ends(self.offload.passes(self.checkpoints.passes(self.layers)))
 
     def _between_ends(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
         first = ONE_EMBEDDING if self.has_embedding else ()
@@ -179,6 +237,7 @@ class Stage(NamedTuple):
             copies=self.copies if first == 0 else None,
             has_norm=self.has_norm and first <= behind < end,
             has_predictions=self.has_predictions and first <= further < end,
+            offload=self.offload.behind(max(0, first - offset)),
         )
 
 
@@ -279,8 +338,11 @@ def copies_table(model: AnyModel, stage: Stage) -> bool:
 
 
 def plan_stages(model: AnyModel, plan: ResolvedPlan) -> tuple[Stage, ...]:
-    """Return the virtual stages of *plan*, in model order, with what it recomputes of each."""
+    """Return the virtual stages of *plan*, in model order, and what their layers keep."""
     stages = model_stages(model, plan.stages, plan.prediction_stage)
+    offload = LayerOffload.of(plan, model)
+    if offload.number:
+        return tuple(stage._replace(offload=offload) for stage in stages)
     if plan.recompute_layers is None:
         return stages
     return tuple(
@@ -334,66 +396,3 @@ def with_stages(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> Re
         return plan
     stages = resolve_stages(job.model, job.seq_len, plan.num_stages, stack.stage_split)
     return replace(plan, stages=stages)
-
-
-def stages_rule(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> StageSplit | None:
-    """Return the rule that gives the stages of *plan*; None if it is the stack's, or none does."""
-    if not plan.stages:
-        return None
-    own = stack.stage_split
-    rules = (
-        rule
-        for rule in (own, *StageSplit)
-        if resolve_stages(job.model, job.seq_len, plan.num_stages, rule) == plan.stages
-    )
-    rule = next(rules, own)
-    return None if rule is own else rule
-
-
-def prediction_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
-    """Return why layers that predict further tokens are not on the stage of *plan*, or None.
-
-    Megatron-Core takes any behind all layers, of a rank's virtual stages the last, but of the first
-    rank's several none (`validate_layer_layout` of
-    megatron/core/transformer/pipeline_parallel_layer_layout.py, core 0.16).  What it does not see
-    of these is the last, whose copy of the table it would leave at zero
-    (`setup_embeddings_and_output_layer` of language_module.py).
-    """
-    stage = plan.prediction_stage
-    if stage is None:
-        return None
-    said, usual = f"prediction_stage={stage}", "leave it out, for that of the loss"
-    if not predicts_further(job.model):
-        return (
-            f"{said} does not go with {job.model.name}, which predicts none; allowed: leave it out"
-        )
-    if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
-        return f"{said} is not offered by stack {stack.name}; allowed: {usual}"
-    first = max(index for index, count in enumerate(plan.stages) if count)
-    is_several = plan.num_virtual_stages > 1
-    places = range(max(first, plan.num_stages - plan.pp + is_several), plan.num_stages - 1)
-    if stage not in places:
-        known = [f"{places[0]} to {places[-1]}"] if places else []
-        ranks = "between the first and the last" if is_several else "ahead of the last"
-        return (
-            f"{said} of {plan.num_stages} stages is not behind all layers, on the last virtual "
-            f"stage of a rank {ranks}; allowed: {', '.join([*known, usual])}"
-        )
-    if plan.expert_overlap is not None:  # what such a pass is beside another was not counted
-        return f"expert_overlap={plan.expert_overlap} does not go with {said}; allowed: {usual}"
-    return None
-
-
-def empty_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
-    """Return why a stage between the first and the last one cannot be empty, or None if it can."""
-    if 0 not in plan.stages[1:-1]:
-        return None
-    lacking = "a stage without layers between the first and the last one"
-    if not isinstance(job.model, ModelSpec):
-        return f"{job.model.name} does not go with {lacking}; allowed: 1 layer or more"
-    if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
-        return f"{lacking} is not offered by stack {stack.name}; allowed: 1 layer or more"
-    if plan.expert_overlap is not None:  # what such a pass is beside another was not counted
-        said = f"expert_overlap={plan.expert_overlap} does not go with {lacking}"
-        return f"{said}; allowed: 1 layer or more"
-    return None

@@ -3,6 +3,7 @@
 from meshwright.simulator.memory.beside import pair_bytes
 from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
+    PresentBytes,
     block_bytes,
     captures_whole_layers,
     pass_workspace_bytes,
@@ -75,6 +76,7 @@ __all__ = [
     "PassPeaks",
     "PeakBytes",
     "PipelinePlace",
+    "PresentBytes",
     "RankMemory",
     "SentBytes",
     "Shards",

@@ -1,6 +1,7 @@
 """What blocks of one shape keep and need, kind by kind, and what that makes of a stage's passes."""
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from meshwright.hwprofiles import CudaGraphImpl, CudaGraphs, Precision
@@ -15,7 +16,14 @@ from meshwright.simulator.blocks import (
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
-from meshwright.simulator.model import HEAD, LAYERS, PREDICTIONS, BlockKind, predicts_further
+from meshwright.simulator.model import (
+    HEAD,
+    LAYERS,
+    PREDICTIONS,
+    BlockKind,
+    BlockRun,
+    predicts_further,
+)
 
 OUTPUTS_WITHOUT_EXPERTS = 2
 """As wide as tokens, of a layer whose graph ends before experts: residual and normalised tokens."""
@@ -55,6 +63,8 @@ class BlockBytes(NamedTuple, Generic[Size]):
         received: What it gets from the block before, and the gradient that goes back.
         sent: What it hands on to the block behind.
         buffer: What it shares with all others, from the first pass on.
+        moved: What it keeps on the host, and needs beside *forward*.
+        copied: What it copies there and back, and needs beside *backward*.
     """
 
     saved: Size
@@ -67,6 +77,8 @@ class BlockBytes(NamedTuple, Generic[Size]):
     received: Size
     sent: Size
     buffer: Size
+    moved: Size
+    copied: Size
 
 
 def block_bytes(
@@ -141,6 +153,8 @@ def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
         received=memory.received,
         sent=memory.sent,
         buffer=memory.buffer,
+        moved=memory.moved,
+        copied=memory.copied,
     )
 
 
@@ -161,6 +175,42 @@ def waiting_table_bytes(shape: BlockShape) -> int:
     if shape.trained.tied_embeddings and not makes_gradients(shape):
         return 0
     return shape.copied_parameters * shape.residual_bytes
+
+
+class PresentBytes(NamedTuple, Generic[Size]):
+    """What blocks keep on the host and need on the device while another runs, by its place.
+
+    None where all layers keep what they save.
+    """
+
+    forward: tuple[Size, ...]
+    backward: tuple[Size, ...]
+
+    @classmethod
+    def of(
+        cls, blocks: Mapping[BlockKind, BlockBytes[Size]], stage: Stage
+    ) -> "PresentBytes[Size] | None":
+        """Return those of a pass through *stage*; embedding and head need none.
+
+        What came back counts as a layer's own for all of its backward, as Transformer Engine
+        releases it when the next layer's begins (`bwd_step` of pytorch/cpu_offload.py, 2.10).
+        """
+        if not stage.offload.number:
+            return None
+        kinds = [kind for kind, count in stage.passes for _ in range(count)]
+        first = int(stage.has_embedding)
+        nothing = blocks[kinds[0]].saved * 0
+        layers = kinds[first : first + stage.num_layers]
+        sums = [
+            [*accumulate((getattr(blocks[kind], name) for kind in layers), initial=nothing)]
+            for name in ("moved", "copied")
+        ]
+        windows = [stage.offload.present(place - first) for place in range(len(kinds))]
+        inside = [
+            (each.start, each.stop) if place >= first and each else (0, 0)
+            for place, each in enumerate(windows)
+        ]
+        return cls(*(tuple(of[end] - of[begin] for begin, end in inside) for of in sums))
 
 
 def pass_workspace_bytes(
@@ -188,7 +238,9 @@ def pass_workspace_bytes(
         Bytes of the forward and of the backward pass, each beyond the sum of the tensors that
         wait for backward; 0 where those are the most.
     """
-    passes = stage.passes
+    present, passes = PresentBytes.of(blocks, stage), stage.passes
+    if present is not None:
+        passes = tuple(BlockRun(kind, 1) for kind, count in passes for _ in range(count))
     last = passes[-1].kind
     nothing = blocks[last].saved * 0
     holds_gradient &= not stage.has_head
@@ -197,12 +249,14 @@ def pass_workspace_bytes(
     for kind, count in passes:
         cached = cached + blocks[kind].cached * count
     for place, (kind, count) in enumerate(reversed(passes)):
-        block, needed = blocks[kind], blocks[kind].backward
+        block, needed, own = blocks[kind], blocks[kind].backward, blocks[kind].forward
         pool = int(has_pools and kind in LAYERS)
         if holds_gradient:
             needed = block.holding if place == 0 else needed + blocks[last].sent
+        if present is not None:
+            own, needed = own + present.forward[-1 - place], needed + present.backward[-1 - place]
         # Of equal blocks the last one's pass is the fullest; its own casts are in what it needs.
-        made = block.forward + cached - block.cached - kept_behind[pool]
+        made = own + cached - block.cached - kept_behind[pool]
         forward[pool] = most(forward[pool], made)
         backward[pool] = most(backward[pool], needed + waiting - kept_behind[pool])
         cached = cached - block.cached * count

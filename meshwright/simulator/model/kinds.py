@@ -41,6 +41,23 @@ class KeptLayer(str):
         return made
 
 
+class OffloadedLayer(str):
+    """A layer that leaves saved tensors on the host until its backward: made of another kind.
+
+    >>> OffloadedLayer("layer"), OffloadedLayer("layer").layer
+    ('offloaded layer', 'layer')
+    """
+
+    __slots__ = ("layer",)
+    layer: BlockKind
+
+    def __new__(cls, layer: BlockKind) -> Self:
+        """Return the kind of such a *layer*."""
+        made = super().__new__(cls, f"offloaded {layer}")
+        made.layer = layer
+        return made
+
+
 class LayerGroup(str):
     """Layers that are checkpointed together: a kind of block made of others.
 
@@ -68,7 +85,7 @@ def model_blocks(kind: BlockKind) -> tuple[BlockKind, ...]:
     """
     if isinstance(kind, LayerGroup):
         return kind.layers
-    return (kind.layer if isinstance(kind, KeptLayer) else kind,)
+    return (kind.layer if isinstance(kind, KeptLayer | OffloadedLayer) else kind,)
 
 
 class BlockRun(NamedTuple):

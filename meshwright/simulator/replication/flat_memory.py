@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import BlockBytes, StateBytes
+from meshwright.simulator.memory import BlockBytes, PresentBytes, StateBytes
 from meshwright.simulator.model import HEAD, BlockKind
 from meshwright.simulator.replication.flat_units import flat_walk
 
@@ -27,12 +27,14 @@ def flat_pass_bytes(
     """
     walk = flat_walk(shape, stage, num_ranks)
     kinds = [kind for kind, count in stage.passes for _ in range(count)]
-    moments = zip(kinds, walk.forward, walk.backward, walk.gradients, strict=True)
+    nothing = (0,) * len(kinds)
+    present = PresentBytes.of(blocks, stage) or PresentBytes(nothing, nothing)
+    moments = zip(kinds, walk.forward, walk.backward, walk.gradients, *present, strict=True)
     forward = backward = kept_behind = waiting = 0
     cached = sum(blocks[kind].cached for kind in kinds)
-    for kind, before, after, gradients in reversed([*moments]):
+    for kind, before, after, gradients, there, back in reversed([*moments]):
         block = blocks[kind]
-        own = block.forward + cached - block.cached - kept_behind
+        own = block.forward + there + cached - block.cached - kept_behind
         forward = max(forward, own + before * state.gathered_parameter)
         made = state.gradient * gradients
         level = block.backward + made
@@ -40,7 +42,7 @@ def flat_pass_bytes(
             # The loss is done when the first bucket is made, beside the gradient of the logits.
             logits = shape.num_logits * shape.element_bytes
             level = max(block.backward, block.arrival + logits + made)
-        level += waiting - kept_behind + after * state.gathered_parameter
+        level += back + waiting - kept_behind + after * state.gathered_parameter
         backward = max(backward, level)
         cached -= block.cached
         kept_behind += block.saved

@@ -1,5 +1,10 @@
 """The work of a whole step, rank by rank, from the costs of its parts."""
 
+from meshwright.simulator.step.activations import (
+    activation_host_bytes,
+    activation_refusal,
+    copied_bytes,
+)
 from meshwright.simulator.step.build import (
     PPM,
     BuiltStep,
@@ -31,7 +36,10 @@ __all__ = [
     "BuiltStep",
     "HostSide",
     "VirtualStageCost",
+    "activation_host_bytes",
+    "activation_refusal",
     "build_step",
+    "copied_bytes",
     "copy_back_ps",
     "host_refusal",
     "message_between",

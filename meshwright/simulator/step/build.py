@@ -40,6 +40,7 @@ from meshwright.simulator.replication import (
     held_parameters,
 )
 from meshwright.simulator.schedules import get_schedule
+from meshwright.simulator.step.activations import activation_host_bytes
 from meshwright.simulator.step.beside import exchange_source
 from meshwright.simulator.step.offload import (
     HostSide,
@@ -276,7 +277,9 @@ def _offloaded(context: StepContext, memory: RankMemory, stages: tuple[Stage, ..
     setting, replication = context.setting, context.setting.replication
     count = setting.num_microbatches
     host_bytes = rank_host_bytes(setting.shape, stages, context.host.state, replication, count)
-    return offloaded_memory(memory, replication, host_bytes)
+    memory = offloaded_memory(memory, replication, host_bytes)
+    host_bytes = memory.host_bytes + activation_host_bytes(context.blocks, stages)
+    return replace(memory, host_bytes=host_bytes)
 
 
 def _with_casts(

@@ -48,6 +48,12 @@ ADAM_STATE_BYTES = 12
 TILE_PARAMETERS = 128 * 1024 * 1024
 
 
+NO_HOST = (
+    "{} is not offered by cluster {}, which says nothing of its hosts; allowed: with host_link, "
+    "host_memory and host_memory_bandwidth"
+)
+
+
 class UnitCopies(NamedTuple):
     """Time on the host's side of a unit: before its gather, after its reduction, and again.
 
@@ -94,10 +100,7 @@ def host_refusal(offload: Offload, cluster: Cluster) -> str | None:
     """Return why hosts of *cluster* keep nothing, or None when they can."""
     if offload is Offload.NONE or cluster.host_link is not None:
         return None
-    return (
-        f"offload={offload} is not offered by cluster {cluster.name}, which says nothing of "
-        "its hosts; allowed: with host_link, host_memory and host_memory_bandwidth"
-    )
+    return NO_HOST.format(f"offload={offload}", cluster.name)
 
 
 def _format_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:

@@ -2,12 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Source
 from meshwright.simulator.blocks import BlockShape, step_cast_bytes
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
-from meshwright.simulator.engine import Message, PassSegment, RankWork, UnitWork, VirtualStageWork
+from meshwright.simulator.engine import (
+    CopyPoint,
+    Message,
+    PassSegment,
+    RankWork,
+    UnitWork,
+    VirtualStageWork,
+)
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger import (
     LedgerEntry,
@@ -25,6 +33,7 @@ from meshwright.simulator.replication import (
     filled_parameters,
     held_parameters,
 )
+from meshwright.simulator.step.activations import backward_points, copied_bytes, forward_points
 from meshwright.simulator.step.beside import hidden_exchanges
 from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
 
@@ -173,6 +182,7 @@ def _virtual_stage_work(
     )
     ahead_ps = sum(_entry_ps(context, entry) for entry in ahead)
     units = _units(context, gathers, reductions, ahead_ps) if replication.in_units else ((), ())
+    copies = _copies(context, stage)
     if replication.gathers_units:
         gathers = []
     if replication.in_units:
@@ -197,7 +207,28 @@ def _virtual_stage_work(
         ),
         forward_units=units[0],
         backward_units=units[1],
+        forward_copies=copies[0],
+        backward_copies=copies[1],
         reduces_each_pass=replication.reduces_each_microbatch,
+    )
+
+
+def _copies(
+    context: StepContext, stage: Stage
+) -> tuple[tuple[CopyPoint, ...], tuple[CopyPoint, ...]]:
+    """Return where passes through *stage* copy activations to the host, and have them back."""
+    if not stage.offload.number:
+        return (), ()
+    blocks = [context.pass_cost(stage.part(at, at + 1)) for at in range(stage.num_blocks)]
+    forward = [*accumulate((each.forward.time_ps for each in blocks), initial=0)]
+    behind = [*accumulate((each.backward.time_ps for each in reversed(blocks)), initial=0)]
+    first, copied = int(stage.has_embedding), copied_bytes(context.blocks, stage)
+    done = stage.num_blocks - 1 - first  # blocks whose backward comes before that of layer 0
+    backward = [behind[done - layer] for layer in range(stage.num_layers)]
+    given = context.costs, stage, copied
+    return (
+        tuple(forward_points(*given, forward[first:])),
+        tuple(backward_points(*given, backward)),
     )
 
 

@@ -25,7 +25,10 @@ PROGRAMS: dict[str, Callable[[ProgramRequest], RankProgram]] = {
     "torchtitan@0.2": build_fully_sharded,
 }
 # Fields of a plan that no program runs.
-WITHOUT_PROGRAM = "recompute_layers", "expert_overlap", "moment_precision"
+WITHOUT_PROGRAM = (
+    *("recompute_modules", "recompute_layers", "expert_overlap", "moment_precision"),
+    *("offload_layers", "offload_modules"),
+)
 
 QWEN = (LayerFact.ROUTED_EXPERTS, LayerFact.HEAD_NORM, LayerFact.HEAD_DIM)
 DEEPSEEK = (*QWEN, LayerFact.LATENT_ATTENTION)
@@ -112,12 +115,10 @@ def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None
     if (stack.release or stack.name) not in PROGRAMS:
         known = suggestion(stack.name, PROGRAMS)
         raise PlanError(f"stack {stack.name} has no PyTorch program; {known}")
-    if plan is not None and plan.recompute_modules:
-        said = ",".join(plan.recompute_modules)
-        raise PlanError(f"recompute_modules={said} has no PyTorch program; allowed: leave it out")
     for name in WITHOUT_PROGRAM:
-        if plan is not None and getattr(plan, name) is not None:
-            said = f"{name}={getattr(plan, name)}"
+        value = None if plan is None else getattr(plan, name)
+        if value not in (None, ()):
+            said = f"{name}={','.join(value) if isinstance(value, tuple) else value}"
             raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
     wraps_alone = stack.is_fully_sharded and plan is not None and plan.dp_cp == 1
     if plan is not None and not wraps_alone and plan.zero_stage not in usual_zero_stages(stack):

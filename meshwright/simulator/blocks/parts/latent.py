@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import RecomputeModule
+from meshwright.hwprofiles import OffloadModule, RecomputeModule
 from meshwright.simulator.graph import (
     PARTIAL,
     PLAIN,
@@ -103,13 +103,15 @@ def latent_attention(
         if spells_out:
             query, key, value, held = _spelled_out(block, x, latent, dims, core.turned)
         else:
-            query, key, value, held = _projected(block, x, latent, dims)
+            with block.part(OffloadModule.QKV_LINEAR):
+                query, key, value, held = _projected(block, x, latent, dims)
         context = core.attend(query, key, value)
         if spells_out:  # heads come before tokens in what attends, and out of it
             context = copy(block, context, "attention by tokens", copies_back=False)
         for each in (query, key, value):
             block.give_up(RecomputeModule.MLA_UP_PROJ, each)
-        y = row(block, context, hidden, "attention output", outside)
+        with block.part(OffloadModule.ATTN_PROJ):
+            y = row(block, context, hidden, "attention output", outside)
         block.hold(*held, query, key, value, context)
         return y
 

@@ -5,7 +5,7 @@ an expert gather each other's, and a rank with several experts sorts them once m
 (`MoEAlltoAllTokenDispatcher` of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
 """
 
-from meshwright.hwprofiles import CollectiveOp, RecomputeModule
+from meshwright.hwprofiles import CollectiveOp, OffloadModule, RecomputeModule
 from meshwright.simulator.blocks.parts.clamped import bounded, clamped
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
@@ -135,8 +135,7 @@ def _multiplied(
     """Return what experts make of sorted *rows* in grouped products (TEGroupedMLP of core 0.16).
 
     In 8 bits their numbers are filled up to what a product takes, by a copy there and one back
-    (Fp8Padding of Transformer Engine 1.12 to 2.9).  The activation's output may be given up behind
-    the last product.
+    (Fp8Padding of Transformer Engine 1.12 to 2.9).  The last product may give up what it reads.
     """
     hidden, given, bits = rows.dims[-1], rows, block.lowering.eight_bits
     fills_up = bits is not None and bits.pads_experts
@@ -145,7 +144,8 @@ def _multiplied(
     if experts.weighs_inputs:
         rows, weights = _weighed(block, rows, weights, dims)
         block.hold(given)
-    inner = grouped(block, rows, dims.first, dims, split=dims.first)
+    with block.part(OffloadModule.EXPERT_FC1):
+        inner = grouped(block, rows, dims.first, dims, split=dims.first)
     if experts.bias:
         inner = _in_product(block, inner, dims)
     with block.part(RecomputeModule.MOE_ACT):
