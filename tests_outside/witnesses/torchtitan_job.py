@@ -6,9 +6,9 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_impls import op_implementations_dict
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn import functional
 
@@ -171,9 +171,11 @@ class TorchtitanJob(TrainerJob):
             return 0
         filling = 8 * experts.num_experts // plan.ep * 3 * experts.hidden_size
         chosen = plan.microbatch_size * job.seq_len // plan.cp * experts.experts_per_token
-        passes = 3 + (plan.recompute is Recompute.FULL)
-        layers = plan.stages[dist.get_rank() // (plan.world_size // plan.pp) :: plan.pp]
-        return 2 * (filling + chosen) * width * passes * sum(layers) * plan.num_microbatches(job)
+        layers = [layer for part in self._trainer.model_parts for layer in part.layers.values()]
+        passes = sum(
+            3 + isinstance(layer, CheckpointWrapper) for layer in layers if layer.moe_enabled
+        )
+        return 2 * (filling + chosen) * width * passes * plan.num_microbatches(job)
 
     def _rows(self) -> int:
         """Return the rows that a rank sends to each rank of experts in a pass."""
@@ -220,12 +222,13 @@ def model_args(
 
 
 def latent_args(model: ModelSpec) -> deepseek_v3.DeepSeekV3ModelArgs:
-    """Return the arguments of torchtitan's DeepSeek-V3, experts in each layer."""
+    """Return the arguments of torchtitan's DeepSeek-V3."""
     latent, experts = model.latent, model.experts
     return deepseek_v3.DeepSeekV3ModelArgs(
         dim=model.hidden_size,
         n_layers=model.num_layers,
-        n_dense_layers=0,
+        n_dense_layers=experts.first_dense_layers,
+        inter_dim=model.ffn_hidden_size,
         n_heads=model.num_heads,
         vocab_size=model.vocab_size,
         q_lora_rank=latent.query_rank,
@@ -247,7 +250,9 @@ def moe_args(experts: Experts) -> MoEArgs:
         route_norm=True,
         score_before_experts=False,
         top_k=experts.experts_per_token,
-        load_balance_coeff=None,
+        load_balance_coeff=1e-3 if experts.routing_bias else None,
+        num_expert_groups=experts.num_groups if experts.num_groups > 1 else None,
+        num_limited_groups=experts.groups_per_token if experts.num_groups > 1 else None,
         _debug_force_load_balance=True,
     )
 
