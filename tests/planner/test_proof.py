@@ -528,7 +528,7 @@ CASES = {
         ),
     ),
     "experts in sharded units": Case(
-        ROUTED,
+        PART_ROUTED,
         "dgx-h100",
         "torchtitan",
         4,

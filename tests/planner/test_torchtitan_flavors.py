@@ -37,6 +37,7 @@ READ = [
     ('flavor = "70B"', "", "llama3-70b"),
     ('name = "qwen3"\nflavor = "0.6B"', "", "qwen3-0.6B"),
     ('name = "llama3"\nflavor = "8B_flex"', "--attention flash", "llama3-8b"),
+    ('name = "deepseek_v3"\nflavor = "debugmodel"', "", "deepseek_v3-debugmodel"),
 ]
 REFUSED = [
     ('name = "llama3"\nflavor = "8B_flex"', "", "has FlexAttention, masked by documents"),
@@ -49,7 +50,6 @@ REFUSED = [
     ),
     ('name = "gpt_oss"\nflavor = "20b"', "", "weights of its layers are bf16"),
     ('name = "llama4"\nflavor = "17bx16e"', "", "is not offered by stack torchtitan"),
-    ('name = "deepseek_v3"\nflavor = "debugmodel"', "", "stack torchtitan is not known to run"),
     (
         'name = "qwen3"\nflavor = "14B"\n[parallelism]\npipeline_parallel_degree = 2',
         "",
