@@ -32,7 +32,8 @@ from witnesses.expert_layers import (
     derived,
     module_of,
 )
-from witnesses.torchtitan_job import answers, moe_args, places, rows_answered
+from witnesses.torchtitan_job import answers, moe_args, places
+from witnesses.torchtitan_parts import rows_answered
 
 from meshwright.simulator.model import Experts, ModelSpec
 from meshwright.validate.counting import RankOracle, fake_cluster

@@ -38,7 +38,8 @@ from meshwright.validate.programs.pytorch.optimizer import trained_tensors
 from meshwright.validate.ranks import ByteKind
 from witnesses.boundary import addresses_answered
 from witnesses.groups import groups_of
-from witnesses.torchtitan_job import counts, rows_answered
+from witnesses.torchtitan_job import counts
+from witnesses.torchtitan_parts import rows_answered
 
 BLOCKS = {
     GPT2LMHeadModel: "GPT2Block",

@@ -7,10 +7,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_impls import op_implementations_dict
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor.experimental._attention import set_rotate_method
-from torch.nn import functional
 
 from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
@@ -20,9 +18,11 @@ from witnesses import torchtitan_parts
 from witnesses.torchtitan_parts import (
     PARAMETERS,
     SCHEDULES,
+    FlashFunctions,
     QuietMetrics,
     TrainerJob,
     local_batch_size,
+    rows_answered,
     stage_modules,
     stages_with_shapes,
 )
@@ -75,41 +75,6 @@ def counts(x: Tensor, bins: int, **_: object) -> Tensor:
     return x.new_empty(bins)
 
 
-def rows_answered(rows: int) -> AbstractContextManager[object]:
-    """Tell how many *rows* go to each rank of experts, and come from it: as many to all."""
-
-    def answer(_mode: object, _operator: object, tensor: Tensor) -> float | int | bool:
-        if tensor.dtype is torch.bool:
-            return False
-        return 1.0 if tensor.is_floating_point() else rows
-
-    return patch.dict(op_implementations_dict, {torch.ops.aten._local_scalar_dense.default: answer})
-
-
-class FlashFunctions:
-    """PyTorch's functions, with the flash attention of a GPU: a ring knows that of a CPU not."""
-
-    def __getattr__(self, name: str) -> object:
-        """Return any other function."""
-        return getattr(functional, name)
-
-    def scaled_dot_product_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, **said: float | bool | None
-    ) -> Tensor:
-        """Return attention over as many key heads as there are of queries.
-
-        Keys and values of different widths are known to cuDNN's alone.
-        """
-        how = {name: said[name] for name in ("is_causal", "scale")}
-        if query.shape[-1] == value.shape[-1]:
-            found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
-        else:
-            kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
-            found = kernel(query, key, value, None, compute_log_sumexp=True, **how)
-        out: Tensor = found[0]
-        return out
-
-
 def flash_attention(*, asked: bool) -> AbstractContextManager[object]:
     """Let torchtitan attend by flash attention of a GPU where it is *asked* for."""
     return patch.object(attention, "F", FlashFunctions()) if asked else nullcontext()
@@ -156,7 +121,7 @@ class TorchtitanJob(TrainerJob):
         # torchtitan 0.2.2 reads context_parallel_rotate_method (components/validate.py).
         set_rotate_method(ROTATIONS[plan.cp_type or ContextParallel.ALL_GATHER])
         of_gpus = plan.cp > 1 or self.saved.job.transformer.latent is not None
-        with rows_answered(self._rows()), flash_attention(asked=of_gpus):
+        with rows_answered(self.num_rows), flash_attention(asked=of_gpus):
             return super().run_step(step)
 
     @property
@@ -176,12 +141,6 @@ class TorchtitanJob(TrainerJob):
             3 + isinstance(layer, CheckpointWrapper) for layer in layers if layer.moe_enabled
         )
         return 2 * (filling + chosen) * width * passes * plan.num_microbatches(job)
-
-    def _rows(self) -> int:
-        """Return the rows that a rank sends to each rank of experts in a pass."""
-        job, plan = self.saved.job, self.saved.plan
-        experts, tokens = job.transformer.experts, plan.microbatch_size * job.seq_len // plan.cp
-        return 1 if experts is None else tokens * experts.experts_per_token // plan.ep
 
     def batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Yield what a rank is fed: in a pipeline, all microbatches of a step at once."""

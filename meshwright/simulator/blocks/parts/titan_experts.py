@@ -5,16 +5,19 @@ from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
     RoutedDims,
+    Taken,
     exchanged,
     grouped,
     logits_of,
     moved,
     normalised,
     numbers,
+    rows_weighted,
     score,
     starts,
     taken,
     told,
+    wide_logits,
 )
 from meshwright.simulator.blocks.parts.shared import Shared
 from meshwright.simulator.graph import (
@@ -38,10 +41,81 @@ from meshwright.simulator.graph import (
     view,
 )
 
+MASK_BYTES = 1
 ALIGNED_ROWS = 8  # of torch._grouped_mm in 16 bits (TOKEN_GROUP_ALIGN_SIZE_M of torchtitan 0.2.2)
 
 
 def torchtitan(
+    block: Block, x: Tensor, dims: RoutedDims, outside: Placement, shared: Shared | None
+) -> Tensor:
+    """Return what routed experts make of tokens, and shared ones beside them."""
+    write = _padded if block.lowering.pads_rows else _unpadded
+    return write(block, x, dims, outside, shared)
+
+
+def _unpadded(
+    block: Block, x: Tensor, dims: RoutedDims, outside: Placement, shared: Shared | None
+) -> Tensor:
+    """Return what `MoE` makes of tokens (torchtitan/models/common/moe.py of 0.3).
+
+    The router is in fp32; tokens of an expert are counted by a map of tokens and experts.
+    """
+    flat, hidden = dims.flat(block, x), x.dims[-1]
+    scores = pointwise(block, "scores", wide_logits(block, flat, dims), reads=Reads.OUTPUT)
+    chosen = taken(block, scores, "shares", (dims.tokens, dims.chosen))
+    shares = pointwise(block, "scaled", normalised(block, chosen.values), reads=Reads.NOTHING)
+    mask, counts = scores.like("routing map", width=MASK_BYTES), starts(x, dims, NUMBER_BYTES)
+    block.add([scores], [mask, counts], [])
+    with block.part(EXPERTS):
+        rows, tokens = taken(block, flat, "rows", (dims.rows, hidden))
+        order = numbers(rows, "order of rows")
+        by_row = view(block, shares, dims.rows)
+        weights = moved(block, by_row, "weights", (dims.rows,), Numbers(made=(order,)))
+        made = _sorted_experts(block, rows, x, dims)
+    result = _scattered(block, made, Taken(weights, tokens), dims)
+    block.hold(rows, made, weights)
+    result = place(block, view(block, result, *x.dims), outside)
+    if shared is not None:
+        out = shared.write(block, x)
+        made = out.like("all experts out")
+        result = handed_on(block, [result, out], made, block.traffic(out, out))
+    block.hold(scores, chosen.numbers, shares, mask, counts)
+    return result
+
+
+def _sorted_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> Tensor:
+    """Return what `GroupedExperts` makes of *rows* in the order of experts, as many as there are.
+
+    Of other ranks' rows each expert's are put together (`AllToAllTokenDispatcher` of torchtitan
+    0.3, models/common/token_dispatcher.py).
+    """
+    begin = x.like("starts", dims=(Dim("own", dims.num_local),), at={}, width=INT32_BYTES)
+    if not dims.mesh.is_divided:
+        block.add([rows], [begin], [])
+        return _computed(block, rows, dims, begin)
+    names = _counts(block, rows, x, dims)
+    given = exchanged(block, rows, dims)
+    places = numbers(given, "places of rows")
+    lines = moved(block, given, "rows by expert", given.dims, Numbers(made=(places,)))
+    block.add([lines], [begin], [])
+    made = _computed(block, lines, dims, begin)
+    back = moved(block, made, "rows in order", given.dims, Numbers((places,)))
+    block.hold(*names, lines)
+    return exchanged(block, back, dims, back=True)
+
+
+def _scattered(block: Block, rows: Tensor, weights: Taken, dims: RoutedDims) -> Tensor:
+    """Return the sums of tokens' *rows* times their *weights* in fp32, added by tokens' numbers."""
+    zeros = rows.like("zeros", dims=(dims.tokens, rows.dims[-1]))
+    block.add([rows], [zeros], [])
+    wide = cast(block, rows, "rows in fp32", STATISTIC_BYTES)
+    narrow = cast(block, rows_weighted(block, wide, weights.values), "weighted rows", block.width)
+    result = moved(block, narrow, "experts out", zeros.dims, Numbers((weights.numbers,)))
+    block.hold(zeros, narrow)
+    return result
+
+
+def _padded(
     block: Block, x: Tensor, dims: RoutedDims, outside: Placement, shared: Shared | None
 ) -> Tensor:
     """Return what `MoE` makes of tokens (torchtitan/models/moe/moe.py of 0.2.2).
