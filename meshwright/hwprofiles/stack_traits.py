@@ -88,6 +88,9 @@ class StackTraits(Profile):
         pads_rows: torchtitan's experts fill rows up to whole lines of a grouped product, behind a
             router in the layers' format (0.2); else rows are as many as there are, and the router
             is in fp32 (0.3).
+        nests_experts: Experts of which other ranks hold others are a unit of fully_shard within that
+            of their layer; else parameters of it on a mesh of their own, which are gathered and
+            reduced behind its others (PyTorch 2.14).
         splits_sequences: Sequence parallelism goes with tensor parallelism unless told otherwise.
         launched_by: Frameworks whose files start its plans: a search is over what the first of them
             that trains the job can be told.
@@ -139,6 +142,7 @@ class StackTraits(Profile):
     tp_in_pieces: Flag = Field(default=False, exclude_if=operator.not_)
     latent_context_parallel: tuple[ContextParallel, ...] = Field((), exclude_if=operator.not_)
     pads_rows: Flag = Field(default=True, exclude_if=bool)
+    nests_experts: Flag = Field(default=True, exclude_if=bool)
     splits_sequences: Flag = Field(default=False, exclude_if=operator.not_)
     launched_by: tuple[Name, ...] = Field(default=(), exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)

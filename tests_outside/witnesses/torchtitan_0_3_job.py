@@ -41,7 +41,14 @@ with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
     from torchtitan.config.configs import DebugConfig
     from torchtitan.distributed import activation_checkpoint, pipeline_parallel
     from torchtitan.models import deepseek_v3, llama3, qwen3
-    from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm, attention
+    from torchtitan.models.common import (
+        ComplexRoPE,
+        CosSinRoPE,
+        Embedding,
+        Linear,
+        RMSNorm,
+        attention,
+    )
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.decoder import Decoder, TransformerBlock
     from torchtitan.protocols.model_spec import ModelSpec

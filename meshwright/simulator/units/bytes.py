@@ -256,6 +256,7 @@ class UnitBytes:
         head: Gathered for the head, and reduced after its backward.
         last: Roots and table, as far as they are there: reduced when all layers are.
         prefetches: Whether a layer that begins has all of the next gathered, not its unit alone.
+        nests: Whether experts of which other ranks hold others are a unit within the layer's.
         has_head: Whether the head is a unit.
         keeps_last: Whether the last layer stays until its backward.
         gathers: 1 where weights are gathered in buffers before they are copied out, else 0. Alone,
@@ -284,6 +285,7 @@ class UnitBytes:
     head: Unit
     last: tuple[Unit, ...]
     prefetches: bool
+    nests: bool
     has_head: bool
     keeps_last: bool
     gathers: Size
@@ -328,6 +330,7 @@ class UnitBytes:
             head=head,
             last=(*roots, table) if weights.table else roots,
             prefetches=prefetches,
+            nests=shape.stack.nests_experts,
             has_head=has_head,
             keeps_last=keeps_last_layer(shape, stage),
             gathers=several(sharding.num_ranks),

@@ -15,8 +15,8 @@ from meshwright.simulator.graph import Size, chosen, larger, largest
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import PassPeak, PassPeaks
 from meshwright.simulator.units.bytes import PassBytes, UnitBytes
-from meshwright.simulator.units.layers import experts_by_place, extreme_places
-from meshwright.simulator.units.nested import NestedUnit, is_apart
+from meshwright.simulator.units.layers import extreme_places
+from meshwright.simulator.units.nested import NestedUnit, is_apart, reduced
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.stage_layers import StageLayers, kept_of, weights_of
 
@@ -105,7 +105,7 @@ class StagePass(NamedTuple):
             here = self._layer_backward(place, first=first, whole=whole)
             moments.append(PassPeak(here, there))
             if not sharding.keeps_units:
-                here = _layer_reduction(self, place, first=first)
+                here = largest(_layer_reduction(self, place, first=first))
                 moments.append(PassPeak(here, there))
         freed = passes.saved_layers(stage) + self.freed_head
         last = self._root_bytes(first=first, whole=whole) - freed
@@ -124,7 +124,7 @@ class StagePass(NamedTuple):
     def _layer_backward(self, place: int, *, first: bool, whole: bool) -> Size:
         """Return the fullest moment of the backward of the layer at a *place*."""
         passes, stage, sharding, units = self
-        done, own = stage.num_layers - 1 - place, self.held.at(place)
+        done = stage.num_layers - 1 - place
         others: Size = units.root + units.head_gradient - self.freed_head
         others = others - passes.saved_layers(stage, place + 1)
         if self.held.is_nested(place) and not whole:
@@ -146,7 +146,7 @@ class StagePass(NamedTuple):
         gradient = 0 if arrives else passes.message
         if units.keeps_last and not done:
             return others + here
-        return others + larger(here, gradient + resident + own.weights + own.buffer)
+        return others + larger(here, gradient + resident + self.held.fetched_again(place))
 
     def _root_bytes(self, *, first: bool, whole: bool) -> Size:
         """Return the fullest moment after the layers: the table's gradient, the last reductions.
@@ -161,7 +161,7 @@ class StagePass(NamedTuple):
             return larger(table, fetch) + self.gathered_bytes
         table = largest((table, fetch, units.cut_table + units.positions))
         here = table + units.root + units.table.weights + units.head_gradient
-        moments = [here + self.held.at(0).dense.wire]
+        moments = [here + self.held.wire(0)]
         weights = gradients = sum(unit.weights for unit in units.last)
         kept: Size = 0
         for unit in units.last:
@@ -174,21 +174,28 @@ class StagePass(NamedTuple):
         return largest(moments) + self.held.replica_bytes(stage.num_layers, first=first)
 
 
-def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool) -> Size:
-    """Return the fullest moment of the reduction of a layer's gradients, when it has run.
+def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool) -> Iterator[Size]:
+    """Yield what lives in the reduction of a layer's gradients, when it has run.
 
-    Its weights are freed before that.
+    Its weights are freed before that; of two sets those that were gathered last come first, and
+    leave the input of their reduction.
     """
     passes, stage, _, units = stage_pass
     layer, done = stage_pass.held.at(place), stage.num_layers - 1 - place
     # Experts that are a unit of their own are reduced by then.
-    kept = first * layer.experts.kept * stage_pass.held.is_nested(place)
+    is_double = stage_pass.held.is_double(place)
+    is_apart_from = stage_pass.held.is_nested(place) or is_double
+    kept = first * layer.experts.kept * is_apart_from
     unit = layer.dense
-    others = kept + units.root + units.head_gradient - stage_pass.freed_head + passes.message
+    others = units.root + units.head_gradient - stage_pass.freed_head + passes.message
     others = others - passes.saved_layers(stage, place)
     others = others + stage_pass.held.stay(place) + stage_pass.held.on_the_way(place)
     others = others + stage_pass.held.replica_bytes(done, first=first)
-    return others + unit.wire + larger(unit.weights, unit.share)
+    if is_double:
+        here = others + unit.weights + layer.weights
+        yield from reduced(here, layer.experts, cuts=units.cuts_experts)
+        kept = kept + layer.experts.wire + is_apart(units, first=first) * layer.experts.replicas
+    yield others + kept + unit.wire + larger(unit.weights, unit.share)
 
 
 def nested_unit(stage_pass: StagePass, place: int, *, adds: bool = False) -> NestedUnit:
@@ -283,30 +290,27 @@ def _before_layer(stage_pass: StagePass, place: int) -> Size:
     The buffer that was gathered before theirs is there until then (`wait_for_unshard`).
     """
     passes, stage, _, units = stage_pass
-    own, before = stage_pass.held.at(place), stage_pass.held.at(place - 1)
-    unit, buffer = own.whole, own.buffer
-    if stage_pass.held.is_nested(place):
-        unit, buffer = own.dense, own.buffer if units.prefetches else own.dense_buffer
-    left = before.expert_buffer if stage_pass.held.is_nested(place - 1) else before.buffer
+    own, left = stage_pass.held.at(place), stage_pass.held.last_buffer(place - 1)
     here = passes.message - passes.layer(stage, place).saved + stage_pass.held.stay(place)
-    return here + left + buffer + unit.weights
+    if not stage_pass.held.is_nested(place):
+        return here + stage_pass.held.fetched(place, left)
+    return here + left + (own.buffer if units.prefetches else own.dense_buffer) + own.dense.weights
 
 
 def _with_buffers(stage_pass: StagePass, here: Size, place: int) -> Iterator[Size]:
     """Yield what is live while a layer runs forward, *here* without buffers of what is gathered.
 
-    Where experts are units of their own, torchtitan has the next layer gathered ahead: beside its
-    buffers, or the head's, that of the experts that run is still there (`apply_fsdp` of 0.2.2,
+    Where ranks divide experts, torchtitan has the next layer, or the head, gathered ahead: beside
+    its buffers the last one of the layer that runs is still there (`apply_fsdp` of 0.2.2,
     models/llama4/infra/parallelize.py).
     """
     _, stage, sharding, units = stage_pass
-    own = stage_pass.held.at(place)
-    if not (sharding.divides_experts and experts_by_place(stage)[place]):
-        yield here + own.buffer
-    elif place + 1 == stage.num_layers:
-        yield here + own.expert_buffer + units.head.weights * units.gathers
-    else:
-        yield here + own.expert_buffer + stage_pass.held.at(place + 1).buffer
+    ahead: Size = 0
+    if sharding.divides_experts and units.prefetches:
+        is_last = place + 1 == stage.num_layers
+        gathered = units.head.weights * units.gathers
+        ahead = gathered if is_last else stage_pass.held.at(place + 1).buffer
+    yield here + stage_pass.held.last_buffer(place) + ahead
 
 
 def _gathering(stage_pass: StagePass) -> Iterator[Size]:
@@ -326,11 +330,12 @@ def _gathering(stage_pass: StagePass) -> Iterator[Size]:
     yield held + buffer + passes.message - saved
     held = held - frees * units.table.weights
     if layers:
-        first, last = stage_pass.held.at(0), stage_pass.held.at(-1)
-        own = first.dense if stage_pass.held.is_nested(0) else first.whole
-        yield held + buffer + copies * own.weights + passes.message - saved
+        fetched = stage_pass.held.fetched(0, buffer)
+        if stage_pass.held.is_nested(0):
+            fetched = buffer + copies * stage_pass.held.at(0).dense.weights
+        yield held + fetched + passes.message - saved
         held = held + (not frees) * stage_pass.held.total(weights_of)
-        buffer = last.expert_buffer if stage_pass.held.is_nested(-1) else last.buffer
+        buffer = stage_pass.held.last_buffer(-1)
     if units.has_head:
         held = held + copies * units.head.weights
         yield held + buffer + passes.message - passes.saved_head
@@ -348,9 +353,7 @@ def _after_head(
     """
     passes, _, sharding, units = stage_pass
     head = units.head
-    # Experts, a unit of their own, are not gathered ahead of the last layer's backward.
-    ahead = stage_pass.held.at(-1).dense_buffer
-    here = units.root + stage_pass.stays(whole=whole, otherwise=ahead)
+    here = units.root + stage_pass.stays(whole=whole, otherwise=stage_pass.held.ahead_of_last)
     yield PassPeak(here + head.weights + passes.products[1], late)
     here = here + passes.message - stage_pass.freed_head
     if sharding.keeps_units:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshwright.simulator.graph import Size
+from meshwright.simulator.graph import Size, larger
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.units.bytes import LayerUnit, UnitBytes
 from meshwright.simulator.units.layers import alike, experts_by_place, member
@@ -46,8 +46,43 @@ class StageLayers(NamedTuple):
     def is_nested(self, place: int) -> bool:
         """Whether experts of a layer are gathered, freed and reduced by themselves within it."""
         sharding, have = self.sharding, experts_by_place(self.stage)
-        is_unit = sharding.divides_experts and bool(have) and have[place]
+        is_unit = sharding.divides_experts and self.units.nests and bool(have) and have[place]
         return is_unit and not sharding.keeps_units
+
+    def is_double(self, place: int) -> bool:
+        """Whether its experts are gathered and reduced behind a layer's others, all at once."""
+        have = experts_by_place(self.stage)
+        return self.sharding.divides_experts and not self.units.nests and have[place]
+
+    def fetched(self, place: int, left: Size) -> Size:
+        """Return what lives as a layer's weights are copied out forward, with the buffer *left*.
+
+        That of the unit before is there until its first ones are (`wait_for_unshard`).
+        """
+        layer = self.at(place)
+        if not self.is_double(place):
+            return left + layer.buffer + layer.weights
+        copied = layer.weights + self.units.cuts_experts * layer.experts.weights
+        return layer.buffer + larger(left + layer.dense.weights, copied)
+
+    def fetched_again(self, place: int) -> Size:
+        """Return the same backward, where a buffer goes as it is copied out."""
+        layer = self.at(place)
+        if not self.is_double(place):
+            return layer.weights + layer.buffer
+        copied = layer.weights + self.units.cuts_experts * layer.experts.weights
+        return layer.expert_buffer + larger(layer.dense_buffer + layer.dense.weights, copied)
+
+    def last_buffer(self, place: int) -> Size:
+        """Return the buffer that is left of a layer forward: of its experts, if these have one."""
+        layer, divides = self.at(place), self.sharding.divides_experts
+        has_experts = divides and self.stage.num_layers and experts_by_place(self.stage)[place]
+        return layer.expert_buffer if has_experts else layer.buffer
+
+    def wire(self, place: int) -> Size:
+        """Return the inputs of reductions that the backward of a layer leaves."""
+        layer = self.at(place)
+        return layer.dense.wire if self.units.nests else layer.whole.wire
 
     def replica_bytes(self, done: int, *, first: bool) -> Size:
         """Return what reductions over replicas have left when *done* layers have run backward."""
@@ -55,10 +90,16 @@ class StageLayers(NamedTuple):
         left = self.total(lambda layer: layer.whole.replicas, num - done) + units.head.replicas
         return is_apart(units, first=first) * left
 
+    @property
+    def ahead_of_last(self) -> Size:
+        """Buffer of the last layer, gathered ahead of its backward; of experts of its unit alone."""
+        last = self.at(-1)
+        return last.dense_buffer if self.units.nests else last.buffer
+
     def left(self, place: int) -> Size:
         """Return the input of the last reduction before the backward of the layer at a *place*."""
         is_first = place + 1 == self.stage.num_layers
-        return self.units.head.wire if is_first else self.at(place + 1).dense.wire
+        return self.units.head.wire if is_first else self.wire(place + 1)
 
     def stay(self, place: int) -> Size:
         """Return the weights before the layer at a *place* that are not freed after forward."""

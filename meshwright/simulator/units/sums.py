@@ -168,7 +168,7 @@ class _SummingPass(NamedTuple):
             return
         yield PassPeak(passes.head[1] + units.root + head.weights + stay, self._late)
         here = units.root + self.stage_pass.stays(
-            whole=False, otherwise=self.stage_pass.held.at(-1).dense_buffer
+            whole=False, otherwise=self.stage_pass.held.ahead_of_last
         )
         yield PassPeak(here + head.weights + passes.products[1], self._late)
         here = here + passes.message - self.stage_pass.freed_head
@@ -256,7 +256,7 @@ class _SummingPass(NamedTuple):
         freed: Size = passes.saved_layers(stage) + self.stage_pass.freed_head
         freed = freed - self._replicas(stage.num_layers)
         made: Size = sums.waits if self.adds else units.head_gradient + sums.positions
-        wire = self.stage_pass.held.at(0).dense.wire if self.is_last else 0
+        wire = self.stage_pass.held.wire(0) if self.is_last else 0
         weights: Size = units.root + units.table.weights
         table = larger(passes.table * stage.has_embedding, sums.cut_table)
         yield PassPeak(table + made + wire + weights - freed, absent)
