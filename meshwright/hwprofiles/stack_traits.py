@@ -88,9 +88,9 @@ class StackTraits(Profile):
         pads_rows: torchtitan's experts fill rows up to whole lines of a grouped product, behind a
             router in the layers' format (0.2); else rows are as many as there are, and the router
             is in fp32 (0.3).
-        nests_experts: Experts of which other ranks hold others are a unit of fully_shard within that
-            of their layer; else parameters of it on a mesh of their own, which are gathered and
-            reduced behind its others (PyTorch 2.14).
+        nests_experts: Experts of which other ranks hold others are a unit of fully_shard within
+            that of their layer; else parameters of it on a mesh of their own, which are gathered
+            and reduced beside its others (PyTorch 2.14).
         splits_sequences: Sequence parallelism goes with tensor parallelism unless told otherwise.
         launched_by: Frameworks whose files start its plans: a search is over what the first of them
             that trains the job can be told.

@@ -24,8 +24,8 @@ class RotaryFormula(StrEnum):
     turns neighbours, not halves.  What is put together has its heads before its tokens.  TABLE is
     torchtitan's for Qwen3: whole, with cosines and sines that are cast from a table in fp32.
     HALVES is of gpt-oss, which makes both halves of a head by themselves and joins them, COMPLEX of
-    Llama 4 and torchtitan; LOOKED_UP of torchtitan 0.3, whose layers look angles up by document, and
-    LOOKED_UP_HALVES of its Qwen3: by halves in fp32.
+    Llama 4 and torchtitan; LOOKED_UP of torchtitan 0.3, whose layers look angles up by document,
+    and LOOKED_UP_HALVES of its Qwen3: by halves in fp32.
     NEIGHBOURS is as HALVES, of neighbours (DeepSeek-V3); CAST_COMPLEX as COMPLEX, each tensor cast
     back at once (DeepSeek-V2).
     """
@@ -124,9 +124,10 @@ def _by_complex_numbers(
 
 
 def _by_looked_up_halves(block: Block, given: Sequence[Tensor]) -> list[Tensor]:
-    """Return heads turned by halves in fp32 (`CosSinRoPE` of torchtitan 0.3, models/common/rope.py).
+    """Return heads turned by halves in fp32.
 
-    Cosines and sines are one tensor; all lives until both are cast back.
+    Cosines and sines are one tensor; all lives until both are cast back (`CosSinRoPE` of torchtitan
+    0.3, models/common/rope.py).
     """
     both = Dim("cosines and sines", 2 * given[0].dims[-1].grain)
     dims = (*given[0].dims[:-1], both)

@@ -92,7 +92,7 @@ class StageLayers(NamedTuple):
 
     @property
     def ahead_of_last(self) -> Size:
-        """Buffer of the last layer, gathered ahead of its backward; of experts of its unit alone."""
+        """Buffer of the last layer, gathered ahead of its backward; not of units within it."""
         last = self.at(-1)
         return last.dense_buffer if self.units.nests else last.buffer
 

@@ -28,7 +28,6 @@ from meshwright.simulator.blocks.parts.routing import (
 from meshwright.simulator.blocks.parts.shared import Shared, gated
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
-    STATISTIC_BYTES,
     Block,
     Dim,
     Gradient,
