@@ -554,6 +554,14 @@ CASES = {
         8,
         limits=SpaceLimits(max_tp=1, max_pp=1, max_microbatch_size=1),
     ),
+    "experts on a mesh of their own": Case(
+        LATENT,
+        "dgx-h100",
+        "torchtitan-2026-08",
+        4,
+        16,
+        limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=1),
+    ),
     "experts cut along their widths": Case(
         ROUTED,
         "dgx-h100",
