@@ -16,13 +16,7 @@ from meshwright.simulator.replication import (
     is_tied,
     keeps_last_layer,
 )
-from meshwright.simulator.units.layers import (
-    ByFamily,
-    alike,
-    experts_by_place,
-    families,
-    member,
-)
+from meshwright.simulator.units.layers import ByFamily, Kinds, alike, families
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.weights import EndUnit, LayerWeights, StageWeights
 
@@ -104,19 +98,6 @@ class PassBytes(NamedTuple):
             table=embedding.backward,
             products=(alone - logits, alone + inputs + matrix * shape.element_bytes),
         )
-
-    def layer(self, stage: Stage, place: int) -> LayerBytes:
-        """Return what passes through the layer at a *place* of *stage* need."""
-        here = member(self.layers, has_experts=experts_by_place(stage)[place])
-        return here[-1 if stage.checkpoints.keeps(place) else 0]
-
-    def saved_layers(self, stage: Stage, first: int = 0) -> Size:
-        """Return what the layers of *stage* from the place *first* on keep."""
-        total: Size = 0
-        for each in alike(stage, first):
-            of_family = member(self.layers, has_experts=each.has_experts)
-            total = total + each.num_layers * of_family[-1 if each.is_kept else 0].saved
-        return total
 
     def messages(self, stage: Stage) -> tuple[Size, Size]:
         """Return what *stage* sends in a microbatch, forward and backward."""
@@ -236,20 +217,12 @@ class LayerUnit(NamedTuple):
         return self.dense_buffer + self.expert_buffer
 
 
-def _kept_experts(layers: ByFamily[LayerUnit], stage: Stage) -> Size:
-    """Return what is kept of the gradients of experts of all layers of *stage*."""
-    total: Size = 0
-    for each in alike(stage):
-        experts = member(layers, has_experts=each.has_experts).experts
-        total = total + each.num_layers * experts.kept
-    return total
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitBytes:
     """Bytes of a stage's units.
 
     Args:
+        kinds: A kind of layers of each family.
         layers: Of a layer.
         roots: Gathered before all, one after the other, and reduced last.
         table: Gathered for the embedding and again for its backward, reduced after the roots.
@@ -279,6 +252,7 @@ class UnitBytes:
         shard: What is kept of all gradients once they are reduced.
     """
 
+    kinds: Kinds
     layers: ByFamily[LayerUnit]
     roots: tuple[Unit, ...]
     table: Unit
@@ -322,8 +296,12 @@ class UnitBytes:
         layers = tuple(
             LayerUnit.of(each, sharding, prefetches=prefetches) for each in weights.layers
         )
-        whole = Unit.of(EndUnit(weights.total, 0), sharding)
+        whole, kinds = Unit.of(EndUnit(weights.total, 0), sharding), families(shape)
+        kept: Size = sum(
+            each.num_layers * layers[each.family].experts.kept for each in alike(stage, kinds)
+        )
         return cls(
+            kinds=kinds,
             layers=layers,
             roots=roots,
             table=table,
@@ -341,7 +319,7 @@ class UnitBytes:
             positions=positions,
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
-            gradients=whole.kept + _kept_experts(layers, stage),
+            gradients=whole.kept + kept,
             surplus=others * reduce_bytes,  # it stays whole
             shard=sharding.shard_bytes(weights.total, weights.experts),
         )

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from meshwright.simulator.graph import Size, chosen, larger, largest
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import PassPeak, PassPeaks
-from meshwright.simulator.units.bytes import PassBytes, UnitBytes
-from meshwright.simulator.units.layers import extreme_places
+from meshwright.simulator.units.bytes import LayerBytes, PassBytes, UnitBytes
+from meshwright.simulator.units.layers import alike
 from meshwright.simulator.units.nested import NestedUnit, is_apart, reduced
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.stage_layers import StageLayers, kept_of, weights_of
@@ -52,6 +52,18 @@ class StagePass(NamedTuple):
     def held(self) -> StageLayers:
         """What the units of its layers hold."""
         return StageLayers(self.stage, self.sharding, self.units)
+
+    def layer(self, place: int) -> LayerBytes:
+        """Return what passes through the layer at a *place* need."""
+        of_family = self.passes.layers[self.held.families[place]]
+        return of_family[-1 if self.stage.checkpoints.keeps(place) else 0]
+
+    def saved_layers(self, first: int = 0) -> Size:
+        """Return what the layers from the place *first* on keep."""
+        total: Size = 0
+        for family, is_kept, count in alike(self.stage, self.units.kinds, first):
+            total = total + count * self.passes.layers[family][-1 if is_kept else 0].saved
+        return total
 
     @property
     def gathered_bytes(self) -> Size:
@@ -100,14 +112,14 @@ class StagePass(NamedTuple):
             stay = self.stays(whole=whole)
             here = passes.head[1] + units.root + units.head.weights + stay
             moments += [PassPeak(here, late), *_after_head(self, late, first=first, whole=whole)]
-        for place in extreme_places(stage):
+        for place in self.held.extreme_places:
             there = absent - first * self.held.total(kept_of, place + 1)
             here = self._layer_backward(place, first=first, whole=whole)
             moments.append(PassPeak(here, there))
             if not sharding.keeps_units:
                 here = largest(_layer_reduction(self, place, first=first))
                 moments.append(PassPeak(here, there))
-        freed = passes.saved_layers(stage) + self.freed_head
+        freed = self.saved_layers() + self.freed_head
         last = self._root_bytes(first=first, whole=whole) - freed
         moments.append(PassPeak(last, absent - first * self.held.total(kept_of)))
         if first and sharding.keeps_units:
@@ -126,7 +138,7 @@ class StagePass(NamedTuple):
         passes, stage, sharding, units = self
         done = stage.num_layers - 1 - place
         others: Size = units.root + units.head_gradient - self.freed_head
-        others = others - passes.saved_layers(stage, place + 1)
+        others = others - self.saved_layers(place + 1)
         if self.held.is_nested(place) and not whole:
             return others + _nested_backward(self, place, first=first)
         if sharding.keeps_units:
@@ -136,7 +148,7 @@ class StagePass(NamedTuple):
             # until the next reduction wants its own (FSDPParamGroup, `post_backward`).
             others = others + self.held.left(place) + self.held.replica_bytes(done, first=first)
         arrives = self.sends_output and not done
-        layer = passes.layer(stage, place)
+        layer = self.layer(place)
         work = layer.sent if arrives else layer.work[1]
         here: Size = work + self.held.gathered(place, whole=whole)
         if not sharding.reshards or whole:
@@ -188,7 +200,7 @@ def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool) -> Itera
     kept = first * layer.experts.kept * is_apart_from
     unit = layer.dense
     others = units.root + units.head_gradient - stage_pass.freed_head + passes.message
-    others = others - passes.saved_layers(stage, place)
+    others = others - stage_pass.saved_layers(place)
     others = others + stage_pass.held.stay(place) + stage_pass.held.on_the_way(place)
     others = others + stage_pass.held.replica_bytes(done, first=first)
     if is_double:
@@ -206,8 +218,7 @@ def nested_unit(stage_pass: StagePass, place: int, *, adds: bool = False) -> Nes
         place: Of the layer.
         adds: Whether gradients are added to sums as they are made.
     """
-    passes, stage, sharding, units = stage_pass
-    layer = passes.layer(stage, place)
+    layer, sharding, units = stage_pass.layer(place), stage_pass.sharding, stage_pass.units
     nested = layer.nested_adding if adds else layer.nested
     return NestedUnit(nested, stage_pass.held.at(place), units, not sharding.reshards)
 
@@ -249,7 +260,7 @@ def _fullest_forward(stage_pass: StagePass, *, whole: bool) -> list[int]:
     if stage.checkpoints.keeps_layers:
         return [*range(layers)]
     if len(units.layers) > 1:
-        return [*reversed(extreme_places(stage))]
+        return [*reversed(stage_pass.held.extreme_places)]
     if whole:
         ends.add(0)
     elif sharding.divides_experts:
@@ -263,7 +274,7 @@ def _layer_forward(stage_pass: StagePass, place: int, *, whole: bool) -> Iterato
     behind = stage.num_layers - 1 - place
     # The output counts as kept, and is what the last layer makes.
     counted: Size = passes.saved_head * stage.has_head + passes.message * stage_pass.sends_output
-    others = units.root - counted - passes.saved_layers(stage, place + 1)
+    others = units.root - counted - stage_pass.saved_layers(place + 1)
     if place and not whole:
         yield _before_layer(stage_pass, place) + others
     if stage_pass.held.is_nested(place) and not whole:
@@ -273,7 +284,7 @@ def _layer_forward(stage_pass: StagePass, place: int, *, whole: bool) -> Iterato
         others, nested = others + stage_pass.held.stay(place), nested_unit(stage_pass, place)
         yield from (others + each for each in nested.forward(ahead, is_first=not place))
         return
-    here = others + passes.layer(stage, place).work[0] + whole * units.head.weights
+    here = others + stage_pass.layer(place).work[0] + whole * units.head.weights
     first, end = (place if sharding.reshards else 0), (None if whole else place + 1)
     here = here + stage_pass.held.total(weights_of, first, end)
     if not sharding.reshards:
@@ -289,9 +300,9 @@ def _before_layer(stage_pass: StagePass, place: int) -> Size:
 
     The buffer that was gathered before theirs is there until then (`wait_for_unshard`).
     """
-    passes, stage, _, units = stage_pass
+    passes, _, _, units = stage_pass
     own, left = stage_pass.held.at(place), stage_pass.held.last_buffer(place - 1)
-    here = passes.message - passes.layer(stage, place).saved + stage_pass.held.stay(place)
+    here = passes.message - stage_pass.layer(place).saved + stage_pass.held.stay(place)
     if not stage_pass.held.is_nested(place):
         return here + stage_pass.held.fetched(place, left)
     return here + left + (own.buffer if units.prefetches else own.dense_buffer) + own.dense.weights
@@ -320,7 +331,7 @@ def _gathering(stage_pass: StagePass) -> Iterator[Size]:
     """
     passes, stage, sharding, units = stage_pass
     layers, frees, copies = stage.num_layers, sharding.reshards, 1 + units.gathers
-    saved = passes.saved_layers(stage) + passes.saved_head * stage.has_head
+    saved = stage_pass.saved_layers() + passes.saved_head * stage.has_head
     ahead = saved + passes.saved_embedding * stage.has_embedding
     held: Size = 0
     buffer: Size = 0
@@ -362,32 +373,3 @@ def _after_head(
         return
     yield PassPeak(here + head.weights + head.wire, late)
     yield PassPeak(here + head.last + head.wire + head.share, late)
-
-
-def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
-    """Return what the reduction after the last backward pass needs, and the gradients it takes.
-
-    Units are freed and reduced one by one, the roots first and the head last: of several layers the
-    first needs most.  The wire's buffer lies beside all sums of a unit, its shard beside the last
-    of them alone, which the loop that filled the buffer still has (`foreach_reduce` of PyTorch
-    2.13).  The runtimes of ranks with one virtual stage hold the last output still.
-    """
-    passes, stage, sharding, units = stage_pass
-    scale = sharding.parameter[1] // sharding.parameter[0].gathered_parameter
-    output = passes.saved_head - passes.freed_head if stage.has_head and is_alone else 0
-    experts, layers, own = sharding.of_experts, stage.num_layers, sharding
-    runs, layer = [(unit, own, 1) for unit in units.last], stage_pass.held.at(0)
-    if sharding.divides_experts:
-        runs += [(layer.dense, own, min(1, layers)), (layer.experts, experts, min(1, layers))]
-        runs += [(layer.dense, own, layers - 1), (layer.experts, experts, layers - 1)]
-    else:
-        runs.append((layer.whole, own, layers))
-    most, gone = -output, 0 * output
-    for unit, shared, count in (*runs, (units.head, own, 1)):
-        shard = unit.wire // shared.num_ranks
-        if count:
-            divided = unit.divided if unit is layer.experts else 0
-            beside = largest((unit.wire, unit.last * scale + shard, shard + divided))
-            most = larger(most, beside - unit.weights - gone)
-        gone = gone + count * (unit.weights + unit.wire - shard)
-    return PassPeak(output + most, stage_pass.late_bytes - units.shard)

@@ -9,7 +9,7 @@ from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
 from meshwright.simulator.replication import EndUnits, is_tied, stage_parameters
-from meshwright.simulator.units.layers import ByFamily, alike, families, member
+from meshwright.simulator.units.layers import ByFamily, alike, families
 
 
 class EndUnit(NamedTuple):
@@ -78,10 +78,10 @@ class StageWeights(NamedTuple):
             last = matrix * (stage.has_head and not is_tied(shape, stage))
         elif not is_tied(shape, stage):
             last = sum(ends.root)  # of positions alone, however few words there are beside them
-        layers = tuple(LayerWeights.of(shape, kind) for kind in families(shape))
+        kinds = families(shape)
+        layers = tuple(LayerWeights.of(shape, kind) for kind in kinds)
         experts = sum(
-            each.num_layers * member(layers, has_experts=each.has_experts).experts.size
-            for each in alike(stage)
+            each.num_layers * layers[each.family].experts.size for each in alike(stage, kinds)
         )
         return cls(
             total=stage_parameters(shape, stage) - experts,
