@@ -27,6 +27,7 @@ from witnesses.expert_layers import (
     SHARING,
     SPEC,
     TOKENS,
+    WEIGHING,
     Run,
     counted,
     derived,
@@ -98,10 +99,11 @@ of_each_layer = pytest.mark.parametrize(
     [
         (torchtitan_layer, SPEC),
         (torchtitan_layer, SHARING),
+        (torchtitan_layer, WEIGHING),
         (qwen3_layer, HEADS),
         (deepseek_layer, LATENT),
     ],
-    ids=["softmax", "sigmoid, shared", "qwen3", "latent attention"],
+    ids=["softmax", "sigmoid, shared", "llama 4", "qwen3", "latent attention"],
 )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
@@ -32,12 +33,13 @@ with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
     from torchtitan import train
     from torchtitan.config import JobConfig
     from torchtitan.distributed import activation_checkpoint, pipeline_parallel
-    from torchtitan.models import attention, deepseek_v3, llama3, qwen3
+    from torchtitan.models import attention, deepseek_v3, llama3, llama4, qwen3
     from torchtitan.models.deepseek_v3.model import args as latent_arguments
     from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.models.llama4.model import args as llama4_arguments
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.moe import utils as moe_utils
-    from torchtitan.protocols import train_spec
+    from torchtitan.protocols import BaseModelArgs, train_spec
 
 NAME = "meshwright"
 # What flash attention is called on tensors of a CPU; the list has its names on GPUs.
@@ -60,6 +62,7 @@ def answers() -> Iterator[None]:
         patch.object(moe_utils, "generate_permute_indices", places),
         patch.object(torch, "histc", counts),
         patch.object(latent_arguments, "has_cuda_capability", lambda *_: True),
+        patch.object(llama4_arguments, "has_cuda_capability", lambda *_: True),
     ):
         yield
 
@@ -94,10 +97,8 @@ class TorchtitanJob(TrainerJob):
 
     def __init__(self, saved: SavedPlan) -> None:
         job, plan = saved.job, saved.plan
-        family = llama3 if job.transformer.experts is None else qwen3
-        family = family if job.transformer.latent is None else deepseek_v3
         spec = replace(
-            family.get_train_spec(),
+            family_of(job.transformer).get_train_spec(),
             model_args={NAME: model_args(job)},
             pipelining_fn=pipeline_parallel.pipeline_llm,  # that of its models which have one
             build_tokenizer_fn=None,
@@ -135,12 +136,13 @@ class TorchtitanJob(TrainerJob):
         if experts is None:
             return 0
         filling = 8 * experts.num_experts // plan.ep * 3 * experts.hidden_size
+        is_summed = not experts.weighs_inputs
         chosen = plan.microbatch_size * job.seq_len // plan.cp * experts.experts_per_token
         layers = [layer for part in self._trainer.model_parts for layer in part.layers.values()]
         passes = sum(
             3 + isinstance(layer, CheckpointWrapper) for layer in layers if layer.moe_enabled
         )
-        return 2 * (filling + chosen) * width * passes * plan.num_microbatches(job)
+        return 2 * (filling + chosen * is_summed) * width * passes * plan.num_microbatches(job)
 
     def batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Yield what a rank is fed: in a pipeline, all microbatches of a step at once."""
@@ -151,10 +153,17 @@ class TorchtitanJob(TrainerJob):
             yield {"input": ids}, labels
 
 
-def model_args(
-    job: TrainingJob,
-) -> llama3.TransformerModelArgs | qwen3.Qwen3ModelArgs | deepseek_v3.DeepSeekV3ModelArgs:
-    """Return the arguments of torchtitan's Llama, or Qwen3 or DeepSeek-V3 with experts."""
+def family_of(model: ModelSpec) -> ModuleType:
+    """Return the family of torchtitan's models that a model is of."""
+    if model.latent is not None:
+        return deepseek_v3
+    if model.experts is None:
+        return llama3
+    return llama4 if model.experts.weighs_inputs else qwen3
+
+
+def model_args(job: TrainingJob) -> BaseModelArgs:
+    """Return the arguments of torchtitan's Llama, or of its models with experts."""
     model = job.transformer
     if model.latent is not None:
         return latent_args(model)
@@ -165,6 +174,14 @@ def model_args(
         "n_kv_heads": model.num_kv_heads,
         "vocab_size": model.vocab_size,
     }
+    if model.experts is not None and model.experts.weighs_inputs:
+        return llama4.TransformerModelArgs(
+            **sizes,
+            multiple_of=model.experts.hidden_size,  # to which it rounds all widths up
+            every_n_layers_nope=None if model.rotary_layers == "all" else len(model.layer_pattern),
+            interleave_moe_layer_step=model.experts.layer_step,
+            moe_args=moe_args(model.experts),
+        )
     if model.experts is not None:
         return qwen3.Qwen3ModelArgs(
             **sizes,
@@ -206,8 +223,8 @@ def moe_args(experts: Experts) -> MoEArgs:
         num_experts=experts.num_experts,
         num_shared_experts=experts.shared_hidden_size // experts.hidden_size,
         score_func=experts.scores,
-        route_norm=True,
-        score_before_experts=False,
+        route_norm=not experts.weighs_inputs,
+        score_before_experts=experts.weighs_inputs,
         top_k=experts.experts_per_token,
         load_balance_coeff=1e-3 if experts.routing_bias else None,
         num_expert_groups=experts.num_groups if experts.num_groups > 1 else None,

@@ -3,6 +3,7 @@
 Sizes are whole numbers, or columns of them over layouts that are alike in structure.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from meshwright.simulator.replication import (
     is_tied,
     keeps_last_layer,
 )
-from meshwright.simulator.units.layers import ByFamily, Kinds, alike, families
+from meshwright.simulator.units.layers import Alike, ByFamily, Kinds, alike, families
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.weights import EndUnit, LayerWeights, StageWeights
 
@@ -217,6 +218,11 @@ class LayerUnit(NamedTuple):
         return self.dense_buffer + self.expert_buffer
 
 
+def _kept_experts(layers: ByFamily[LayerUnit], groups: Iterable[Alike]) -> Size:
+    """Return what is kept of the gradients of experts of *groups* of layers."""
+    return sum(each.num_layers * layers[each.family].experts.kept for each in groups)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitBytes:
     """Bytes of a stage's units.
@@ -286,20 +292,16 @@ class UnitBytes:
         stays_whole = sharding.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
         others = (weights.tp - 1) * weights.matrix * stays_whole  # rows of the other tensor ranks
         one_table: Size = weights.matrix * shape.element_bytes
-        rest: Size = others * shape.element_bytes
         # Positions follow the table: their first copy in the other format is made later.
         positions: Size = weights.positions * stage.has_embedding * state.gathered_parameter
         made_later: Size = positions * (shape.stack.units is Units.ROOT)
         ends = stage.has_embedding or (stage.has_head and not has_head)
         is_copied = reduce_bytes != state.gathered_parameter
-        prefetches = shape.stack.prefetches_units
+        prefetches, kinds = shape.stack.prefetches_units, families(shape)
         layers = tuple(
             LayerUnit.of(each, sharding, prefetches=prefetches) for each in weights.layers
         )
-        whole, kinds = Unit.of(EndUnit(weights.total, 0), sharding), families(shape)
-        kept: Size = sum(
-            each.num_layers * layers[each.family].experts.kept for each in alike(stage, kinds)
-        )
+        whole = Unit.of(EndUnit(weights.total, 0), sharding)
         return cls(
             kinds=kinds,
             layers=layers,
@@ -315,11 +317,11 @@ class UnitBytes:
             cuts_experts=chosen(sharding.num_expert_ranks > weights.num_experts, 1, 0),
             casts_shares=reduce_bytes != state.sharded_parameter,
             is_copied=is_copied,
-            end_gradient=is_copied * (one_table * ends + rest - made_later),
+            end_gradient=is_copied * (one_table * ends + others * shape.element_bytes - made_later),
             positions=positions,
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
-            gradients=whole.kept + kept,
+            gradients=whole.kept + _kept_experts(layers, alike(stage, kinds)),
             surplus=others * reduce_bytes,  # it stays whole
             shard=sharding.shard_bytes(weights.total, weights.experts),
         )
