@@ -294,8 +294,9 @@ class UnitBytes:
         one_table: Size = weights.matrix * shape.element_bytes
         # Positions follow the table: their first copy in the other format is made later.
         positions: Size = weights.positions * stage.has_embedding * state.gathered_parameter
-        made_later: Size = positions * (shape.stack.units is Units.ROOT)
         ends = stage.has_embedding or (stage.has_head and not has_head)
+        copied: Size = one_table * ends + others * shape.element_bytes
+        copied = copied - positions * (shape.stack.units is Units.ROOT)
         is_copied = reduce_bytes != state.gathered_parameter
         prefetches, kinds = shape.stack.prefetches_units, families(shape)
         layers = tuple(
@@ -317,7 +318,7 @@ class UnitBytes:
             cuts_experts=chosen(sharding.num_expert_ranks > weights.num_experts, 1, 0),
             casts_shares=reduce_bytes != state.sharded_parameter,
             is_copied=is_copied,
-            end_gradient=is_copied * (one_table * ends + others * shape.element_bytes - made_later),
+            end_gradient=is_copied * copied,
             positions=positions,
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
