@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.hwprofiles import LossKernel, Units
+from meshwright.hwprofiles import LossKernel, StackProfile, Units
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
 from meshwright.simulator.graph import NestedMemory, Size, chosen, several
 from meshwright.simulator.layout import Stage
@@ -193,13 +193,13 @@ class LayerUnit(NamedTuple):
     ahead: Size
 
     @classmethod
-    def of(cls, weights: LayerWeights, sharding: Sharding, *, prefetches: bool) -> "LayerUnit":
-        """Return the bytes of a layer; *prefetches* says that all of it is gathered ahead."""
+    def of(cls, weights: LayerWeights, sharding: Sharding, stack: StackProfile) -> "LayerUnit":
+        """Return the bytes of a layer, all of which *stack* may gather ahead."""
         experts = Unit.of(weights.experts, sharding.of_experts)
         dense = Unit.of(EndUnit(weights.most, 0), sharding)
         dense_buffer = dense.weights * several(sharding.num_ranks)
         expert_buffer = experts.weights * several(sharding.num_expert_ranks)
-        ahead = dense_buffer + expert_buffer if prefetches else dense_buffer
+        ahead = dense_buffer + expert_buffer if stack.prefetches_units else dense_buffer
         return cls(dense.beside(experts), experts, dense_buffer, expert_buffer, ahead)
 
     @property
@@ -294,15 +294,12 @@ class UnitBytes:
         one_table: Size = weights.matrix * shape.element_bytes
         # Positions follow the table: their first copy in the other format is made later.
         positions: Size = weights.positions * stage.has_embedding * state.gathered_parameter
-        ends = stage.has_embedding or (stage.has_head and not has_head)
-        copied: Size = one_table * ends + others * shape.element_bytes
+        copied: Size = one_table * (stage.has_embedding or (stage.has_head and not has_head))
+        copied = copied + others * shape.element_bytes
         copied = copied - positions * (shape.stack.units is Units.ROOT)
         is_copied = reduce_bytes != state.gathered_parameter
-        prefetches, kinds = shape.stack.prefetches_units, families(shape)
-        layers = tuple(
-            LayerUnit.of(each, sharding, prefetches=prefetches) for each in weights.layers
-        )
-        whole = Unit.of(EndUnit(weights.total, 0), sharding)
+        layers = tuple(LayerUnit.of(each, sharding, shape.stack) for each in weights.layers)
+        whole, kinds = Unit.of(EndUnit(weights.total, 0), sharding), families(shape)
         return cls(
             kinds=kinds,
             layers=layers,
@@ -310,7 +307,7 @@ class UnitBytes:
             table=table,
             head=head,
             last=(*roots, table) if weights.table else roots,
-            prefetches=prefetches,
+            prefetches=shape.stack.prefetches_units,
             nests=shape.stack.nests_experts,
             has_head=has_head,
             keeps_last=keeps_last_layer(shape, stage),
