@@ -55,7 +55,8 @@ from witnesses.expert_layers import (
     module_of,
 )
 from witnesses.huggingface_job import deepseek_config
-from witnesses.torchtitan_job import counts, rows_answered
+from witnesses.torchtitan_job import counts
+from witnesses.torchtitan_parts import rows_answered
 
 from meshwright.hwprofiles import Kernels, Recompute
 from meshwright.simulator import graph

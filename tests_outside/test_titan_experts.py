@@ -27,12 +27,14 @@ from witnesses.expert_layers import (
     SHARING,
     SPEC,
     TOKENS,
+    WEIGHING,
     Run,
     counted,
     derived,
     module_of,
 )
-from witnesses.torchtitan_job import answers, moe_args, places, rows_answered
+from witnesses.torchtitan_job import answers, moe_args, places
+from witnesses.torchtitan_parts import rows_answered
 
 from meshwright.simulator.model import Experts, ModelSpec
 from meshwright.validate.counting import RankOracle, fake_cluster
@@ -97,10 +99,11 @@ of_each_layer = pytest.mark.parametrize(
     [
         (torchtitan_layer, SPEC),
         (torchtitan_layer, SHARING),
+        (torchtitan_layer, WEIGHING),
         (qwen3_layer, HEADS),
         (deepseek_layer, LATENT),
     ],
-    ids=["softmax", "sigmoid, shared", "qwen3", "latent attention"],
+    ids=["softmax", "sigmoid, shared", "llama 4", "qwen3", "latent attention"],
 )
 
 

@@ -146,6 +146,12 @@ class StackTraits(StackSwitches):
         latent_context_parallel: How ranks that share sequences may attend to each other's tokens
             where keys are wider than values, of all ways in ``context_parallel``.
         layer_facts: What its layers and ends may have beyond those of GPT and Llama.
+        pads_rows: torchtitan's experts fill rows up to whole lines of a grouped product, behind a
+            router in the layers' format (0.2); else rows are as many as there are, and the router
+            is in fp32 (0.3).
+        nests_experts: Experts of which other ranks hold others are a unit of fully_shard within
+            that of their layer; else parameters of it on a mesh of their own, which are gathered
+            and reduced beside its others (PyTorch 2.14).
         splits_sequences: Sequence parallelism goes with tensor parallelism unless told otherwise.
         launched_by: Frameworks whose files start its plans: a search is over what the first of them
             that trains the job can be told.
@@ -199,6 +205,8 @@ class StackTraits(StackSwitches):
     tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
     tp_in_pieces: Flag = Field(default=False, exclude_if=operator.not_)
     latent_context_parallel: tuple[ContextParallel, ...] = Field((), exclude_if=operator.not_)
+    pads_rows: Flag = Field(default=True, exclude_if=bool)
+    nests_experts: Flag = Field(default=True, exclude_if=bool)
     splits_sequences: Flag = Field(default=False, exclude_if=operator.not_)
     launched_by: tuple[Name, ...] = Field(default=(), exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)

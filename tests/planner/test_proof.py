@@ -165,6 +165,23 @@ MIXED = PART_ROUTED.model_copy(
         ),
     }
 )
+# As torchtitan has Llama 4: experts in every other layer, positions in two of three.
+IN_TURN = ROUTED.model_copy(
+    update={
+        "window": ROUTED.seq_len,
+        "chunked_window": True,
+        "layer_pattern": "FWW",
+        "rotary_layers": "windowed",
+        "experts": ROUTED.experts.model_copy(
+            update={
+                "experts_per_token": 1,
+                "scores": "sigmoid",
+                "weighs_inputs": True,
+                "layer_step": 2,
+            }
+        ),
+    }
+)
 WIDE = spec("wide", num_layers=4, hidden_size=4096, num_heads=32, vocab_size=250_000)
 
 SMALL = spec("small", num_layers=4, hidden_size=512, num_heads=8, tied_embeddings=False)
@@ -592,7 +609,7 @@ CASES = {
         ),
     ),
     "experts in sharded units": Case(
-        ROUTED,
+        PART_ROUTED,
         "dgx-h100",
         "torchtitan",
         4,
@@ -617,6 +634,23 @@ CASES = {
         4,
         8,
         limits=SpaceLimits(max_tp=1, max_pp=1, max_microbatch_size=1),
+    ),
+    "experts on a mesh of their own": Case(
+        LATENT,
+        "dgx-h100",
+        "torchtitan-2026-08",
+        4,
+        16,
+        limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=1),
+    ),
+    "layers of four kinds in sharded units": Case(
+        IN_TURN,
+        "dgx-h100",
+        "torchtitan",
+        4,
+        32,
+        limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=1),
+        changes=(("casts_shards_alone", False),),
     ),
     "experts cut along their widths": Case(
         ROUTED,

@@ -37,6 +37,8 @@ READ = [
     ('flavor = "70B"', "", "llama3-70b"),
     ('name = "qwen3"\nflavor = "0.6B"', "", "qwen3-0.6B"),
     ('name = "llama3"\nflavor = "8B_flex"', "--attention flash", "llama3-8b"),
+    ('name = "deepseek_v3"\nflavor = "debugmodel"', "", "deepseek_v3-debugmodel"),
+    ('name = "llama4"\nflavor = "17bx128e"', "", "llama4-17bx128e"),
 ]
 REFUSED = [
     ('name = "llama3"\nflavor = "8B_flex"', "", "has FlexAttention, masked by documents"),
@@ -48,8 +50,6 @@ REFUSED = [
         "says the vocabulary of such a flavor up to 0.1",
     ),
     ('name = "gpt_oss"\nflavor = "20b"', "", "weights of its layers are bf16"),
-    ('name = "llama4"\nflavor = "17bx16e"', "", "is not offered by stack torchtitan"),
-    ('name = "deepseek_v3"\nflavor = "debugmodel"', "", "stack torchtitan@0.2 is not known to run"),
     (
         'name = "qwen3"\nflavor = "14B"\n[parallelism]\npipeline_parallel_degree = 2',
         "",

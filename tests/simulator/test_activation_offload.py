@@ -304,7 +304,7 @@ def test_megatron_cores_own_rules_refuse(fields: dict[str, object], says: str) -
 
 def test_other_stacks_and_clusters_without_hosts_have_none() -> None:
     plan = replace(PLAN, offload_layers=2)
-    for stack in ("megatron-core", "fsdp"):
+    for stack in ("megatron-core@0.12", "fsdp"):
         with pytest.raises(PlanError, match="offload_layers=2 is not offered by stack"):
             simulate(job_of(), plan, CLUSTER, stack)
     silent = CLUSTER.model_copy(update={"host_link": None})

@@ -103,7 +103,7 @@ def test_the_pool_of_graphs_is_beside_what_ends_of_the_model_need() -> None:
     """In one pool a layer's 30 take the place of a head's 50; in two both are there."""
 
     def block(saved: int, forward: int, backward: int) -> BlockBytes[int]:
-        return BlockBytes(saved, 0, 0, forward, backward, 0, backward, 0, 0, 0)
+        return BlockBytes(saved, 0, 0, forward, backward, 0, backward, 0, 0, 0, 0, 0)
 
     blocks = {
         EMBEDDING: block(0, 1, 45),

@@ -328,7 +328,6 @@ def test_an_all_to_all_takes_what_was_published(
             "tp=2 is not offered",
         ),
         ("mixtral-8x7b", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
-        ("deepseek-v3", "torchtitan@0.2", {}, "deepseek-v3 has layers without experts beside"),
         ("deepseek-v3", "ddp", {}, "experts of deepseek-v3 is not offered by stack ddp@2.13; "),
         (
             "deepseek-v3",

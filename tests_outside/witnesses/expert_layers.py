@@ -124,6 +124,7 @@ LLAMA4 = SPEC.model_copy(
         ),
     }
 )
+WEIGHING = SPEC.model_copy(update={"experts": LLAMA4.experts})
 # The same in several chunks, of which the last is filled up or not.
 CHUNKED = LLAMA4.model_copy(update={"window": TOKENS // 4, "qk_norm": "unweighted"})
 FILLED = LLAMA4.model_copy(update={"window": 384})

@@ -1,7 +1,7 @@
 """Models of transformers, dense or with experts, one rank, under Accelerate or by itself.
 
-Accelerate has DDP and FSDP2. With experts transformers shards the model itself, as its
-`DistributedConfig` says.
+Accelerate has DDP and FSDP2, which reduces gradients in the format of parameters. transformers
+shards models with experts itself, too, as its `DistributedConfig` says, and reduces in fp32.
 """
 
 import os
@@ -40,13 +40,15 @@ from meshwright.validate.programs.pytorch.optimizer import trained_tensors
 from meshwright.validate.ranks import ByteKind
 from witnesses.boundary import addresses_answered
 from witnesses.groups import groups_of
-from witnesses.torchtitan_job import counts, rows_answered
+from witnesses.torchtitan_job import counts
+from witnesses.torchtitan_parts import rows_answered
 
 BLOCKS = {
     GPT2LMHeadModel: "GPT2Block",
     LlamaForCausalLM: "LlamaDecoderLayer",
     MixtralForCausalLM: "MixtralDecoderLayer",
     Qwen3MoeForCausalLM: "Qwen3MoeDecoderLayer",
+    DeepseekV3ForCausalLM: "DeepseekV3DecoderLayer",
 }
 
 
@@ -73,8 +75,19 @@ def answers() -> Iterator[None]:
 
 def job(saved: SavedPlan) -> "HuggingFaceJob | DistributedJob":
     """Return a rank of the job."""
-    kind = HuggingFaceJob if saved.job.transformer.experts is None else DistributedJob
-    return kind(saved)
+    by_itself = saved.job.transformer.experts and saved.plan.reduce_precision is Precision.FP32
+    return DistributedJob(saved) if by_itself else HuggingFaceJob(saved)
+
+
+@contextmanager
+def experts_answered(saved: SavedPlan) -> Iterator[None]:
+    """Let the experts of a job, if it has any, have rows as on a GPU, as many of each."""
+    job, plan = saved.job, saved.plan
+    experts = job.transformer.experts
+    chosen = 0 if experts is None else experts.experts_per_token
+    rows = plan.microbatch_size * job.seq_len * chosen // plan.ep
+    with rows_answered(rows), patch.object(torch, "histc", counts):
+        yield
 
 
 class HuggingFaceJob:
@@ -111,7 +124,7 @@ class HuggingFaceJob:
         job, plan = self._saved.job, self._saved.plan
         for _ in range(plan.num_microbatches(job)):
             ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
-            with self._accelerator.accumulate(self._model):
+            with self._accelerator.accumulate(self._model), experts_answered(self._saved):
                 loss = self._model(input_ids=ids, labels=ids, use_cache=False).loss
                 self._accelerator.backward(loss)
                 if self._accelerator.sync_gradients:
@@ -171,11 +184,9 @@ class DistributedJob:
     def run_step(self, _step: int) -> list[Tensor]:
         """Run one whole training step."""
         job, plan = self._saved.job, self._saved.plan
-        experts = job.transformer.experts
-        rows = plan.microbatch_size * job.seq_len * experts.experts_per_token // plan.ep
         for _ in range(plan.num_microbatches(job)):
             ids = torch.zeros((plan.microbatch_size, job.seq_len), dtype=torch.long)
-            with rows_answered(rows):
+            with experts_answered(self._saved):
                 self._model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         self._accelerator._clip_grad_norm_dtensor_aware([*self._model.parameters()], 1.0)
         self._optimizer.step()

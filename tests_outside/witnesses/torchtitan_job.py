@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_impls import op_implementations_dict
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor.experimental._attention import set_rotate_method
-from torch.nn import functional
 
 from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
@@ -20,9 +19,11 @@ from witnesses import torchtitan_parts
 from witnesses.torchtitan_parts import (
     PARAMETERS,
     SCHEDULES,
+    FlashFunctions,
     QuietMetrics,
     TrainerJob,
     local_batch_size,
+    rows_answered,
     stage_modules,
     stages_with_shapes,
 )
@@ -32,12 +33,13 @@ with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
     from torchtitan import train
     from torchtitan.config import JobConfig
     from torchtitan.distributed import activation_checkpoint, pipeline_parallel
-    from torchtitan.models import attention, deepseek_v3, llama3, qwen3
+    from torchtitan.models import attention, deepseek_v3, llama3, llama4, qwen3
     from torchtitan.models.deepseek_v3.model import args as latent_arguments
     from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.models.llama4.model import args as llama4_arguments
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.moe import utils as moe_utils
-    from torchtitan.protocols import train_spec
+    from torchtitan.protocols import BaseModelArgs, train_spec
 
 NAME = "meshwright"
 # What flash attention is called on tensors of a CPU; the list has its names on GPUs.
@@ -60,6 +62,7 @@ def answers() -> Iterator[None]:
         patch.object(moe_utils, "generate_permute_indices", places),
         patch.object(torch, "histc", counts),
         patch.object(latent_arguments, "has_cuda_capability", lambda *_: True),
+        patch.object(llama4_arguments, "has_cuda_capability", lambda *_: True),
     ):
         yield
 
@@ -73,41 +76,6 @@ def places(_: object, experts: int, _ranks: int, most: int, _align: int) -> tupl
 def counts(x: Tensor, bins: int, **_: object) -> Tensor:
     """Return how many elements are in each bin: a histogram of whole numbers, as on a GPU."""
     return x.new_empty(bins)
-
-
-def rows_answered(rows: int) -> AbstractContextManager[object]:
-    """Tell how many *rows* go to each rank of experts, and come from it: as many to all."""
-
-    def answer(_mode: object, _operator: object, tensor: Tensor) -> float | int | bool:
-        if tensor.dtype is torch.bool:
-            return False
-        return 1.0 if tensor.is_floating_point() else rows
-
-    return patch.dict(op_implementations_dict, {torch.ops.aten._local_scalar_dense.default: answer})
-
-
-class FlashFunctions:
-    """PyTorch's functions, with the flash attention of a GPU: a ring knows that of a CPU not."""
-
-    def __getattr__(self, name: str) -> object:
-        """Return any other function."""
-        return getattr(functional, name)
-
-    def scaled_dot_product_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, **said: float | bool | None
-    ) -> Tensor:
-        """Return attention over as many key heads as there are of queries.
-
-        Keys and values of different widths are known to cuDNN's alone.
-        """
-        how = {name: said[name] for name in ("is_causal", "scale")}
-        if query.shape[-1] == value.shape[-1]:
-            found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
-        else:
-            kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
-            found = kernel(query, key, value, None, compute_log_sumexp=True, **how)
-        out: Tensor = found[0]
-        return out
 
 
 def flash_attention(*, asked: bool) -> AbstractContextManager[object]:
@@ -129,10 +97,8 @@ class TorchtitanJob(TrainerJob):
 
     def __init__(self, saved: SavedPlan) -> None:
         job, plan = saved.job, saved.plan
-        family = llama3 if job.transformer.experts is None else qwen3
-        family = family if job.transformer.latent is None else deepseek_v3
         spec = replace(
-            family.get_train_spec(),
+            family_of(job.transformer).get_train_spec(),
             model_args={NAME: model_args(job)},
             pipelining_fn=pipeline_parallel.pipeline_llm,  # that of its models which have one
             build_tokenizer_fn=None,
@@ -156,7 +122,7 @@ class TorchtitanJob(TrainerJob):
         # torchtitan 0.2.2 reads context_parallel_rotate_method (components/validate.py).
         set_rotate_method(ROTATIONS[plan.cp_type or ContextParallel.ALL_GATHER])
         of_gpus = plan.cp > 1 or self.saved.job.transformer.latent is not None
-        with rows_answered(self._rows()), flash_attention(asked=of_gpus):
+        with rows_answered(self.num_rows), flash_attention(asked=of_gpus):
             return super().run_step(step)
 
     @property
@@ -170,16 +136,13 @@ class TorchtitanJob(TrainerJob):
         if experts is None:
             return 0
         filling = 8 * experts.num_experts // plan.ep * 3 * experts.hidden_size
+        is_summed = not experts.weighs_inputs
         chosen = plan.microbatch_size * job.seq_len // plan.cp * experts.experts_per_token
-        passes = 3 + (plan.recompute is Recompute.FULL)
-        layers = plan.stages[dist.get_rank() // (plan.world_size // plan.pp) :: plan.pp]
-        return 2 * (filling + chosen) * width * passes * sum(layers) * plan.num_microbatches(job)
-
-    def _rows(self) -> int:
-        """Return the rows that a rank sends to each rank of experts in a pass."""
-        job, plan = self.saved.job, self.saved.plan
-        experts, tokens = job.transformer.experts, plan.microbatch_size * job.seq_len // plan.cp
-        return 1 if experts is None else tokens * experts.experts_per_token // plan.ep
+        layers = [layer for part in self._trainer.model_parts for layer in part.layers.values()]
+        passes = sum(
+            3 + isinstance(layer, CheckpointWrapper) for layer in layers if layer.moe_enabled
+        )
+        return 2 * (filling + chosen * is_summed) * width * passes * plan.num_microbatches(job)
 
     def batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Yield what a rank is fed: in a pipeline, all microbatches of a step at once."""
@@ -190,10 +153,17 @@ class TorchtitanJob(TrainerJob):
             yield {"input": ids}, labels
 
 
-def model_args(
-    job: TrainingJob,
-) -> llama3.TransformerModelArgs | qwen3.Qwen3ModelArgs | deepseek_v3.DeepSeekV3ModelArgs:
-    """Return the arguments of torchtitan's Llama, or Qwen3 or DeepSeek-V3 with experts."""
+def family_of(model: ModelSpec) -> ModuleType:
+    """Return the family of torchtitan's models that a model is of."""
+    if model.latent is not None:
+        return deepseek_v3
+    if model.experts is None:
+        return llama3
+    return llama4 if model.experts.weighs_inputs else qwen3
+
+
+def model_args(job: TrainingJob) -> BaseModelArgs:
+    """Return the arguments of torchtitan's Llama, or of its models with experts."""
     model = job.transformer
     if model.latent is not None:
         return latent_args(model)
@@ -204,6 +174,14 @@ def model_args(
         "n_kv_heads": model.num_kv_heads,
         "vocab_size": model.vocab_size,
     }
+    if model.experts is not None and model.experts.weighs_inputs:
+        return llama4.TransformerModelArgs(
+            **sizes,
+            multiple_of=model.experts.hidden_size,  # to which it rounds all widths up
+            every_n_layers_nope=None if model.rotary_layers == "all" else len(model.layer_pattern),
+            interleave_moe_layer_step=model.experts.layer_step,
+            moe_args=moe_args(model.experts),
+        )
     if model.experts is not None:
         return qwen3.Qwen3ModelArgs(
             **sizes,
@@ -221,12 +199,13 @@ def model_args(
 
 
 def latent_args(model: ModelSpec) -> deepseek_v3.DeepSeekV3ModelArgs:
-    """Return the arguments of torchtitan's DeepSeek-V3, experts in each layer."""
+    """Return the arguments of torchtitan's DeepSeek-V3."""
     latent, experts = model.latent, model.experts
     return deepseek_v3.DeepSeekV3ModelArgs(
         dim=model.hidden_size,
         n_layers=model.num_layers,
-        n_dense_layers=0,
+        n_dense_layers=experts.first_dense_layers,
+        inter_dim=model.ffn_hidden_size,
         n_heads=model.num_heads,
         vocab_size=model.vocab_size,
         q_lora_rank=latent.query_rank,
@@ -245,10 +224,12 @@ def moe_args(experts: Experts) -> MoEArgs:
         num_experts=experts.num_experts,
         num_shared_experts=experts.shared_hidden_size // experts.hidden_size,
         score_func=experts.scores,
-        route_norm=True,
-        score_before_experts=False,
+        route_norm=not experts.weighs_inputs,
+        score_before_experts=experts.weighs_inputs,
         top_k=experts.experts_per_token,
-        load_balance_coeff=None,
+        load_balance_coeff=1e-3 if experts.routing_bias else None,
+        num_expert_groups=experts.num_groups if experts.num_groups > 1 else None,
+        num_limited_groups=experts.groups_per_token if experts.num_groups > 1 else None,
         _debug_force_load_balance=True,
     )
 

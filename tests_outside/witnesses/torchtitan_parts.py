@@ -10,7 +10,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional
 
 from meshwright.hwprofiles import Precision
 from meshwright.planner.reports import SavedPlan
@@ -43,6 +45,41 @@ def answers() -> AbstractContextManager[object]:
     return patch.dict(os.environ, LOCAL_RANK="0")
 
 
+def rows_answered(rows: int) -> AbstractContextManager[object]:
+    """Tell how many *rows* go to each rank of experts, and come from it: as many to all."""
+
+    def answer(_mode: object, _operator: object, tensor: Tensor) -> float | int | bool:
+        if tensor.dtype is torch.bool:
+            return False
+        return 1.0 if tensor.is_floating_point() else rows
+
+    return patch.dict(op_implementations_dict, {torch.ops.aten._local_scalar_dense.default: answer})
+
+
+class FlashFunctions:
+    """PyTorch's functions, with the flash attention of a GPU: a ring knows that of a CPU not."""
+
+    def __getattr__(self, name: str) -> object:
+        """Return any other function."""
+        return getattr(functional, name)
+
+    def scaled_dot_product_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, **said: float | bool | None
+    ) -> Tensor:
+        """Return attention over as many key heads as there are of queries.
+
+        Keys and values of different widths are known to cuDNN's alone.
+        """
+        how = {name: said[name] for name in ("is_causal", "scale")}
+        if query.shape[-1] == value.shape[-1]:
+            found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
+        else:
+            kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+            found = kernel(query, key, value, None, compute_log_sumexp=True, **how)
+        out: Tensor = found[0]
+        return out
+
+
 class TrainerJob:
     """A rank of a job; it must be made on a fake cluster.
 
@@ -65,6 +102,13 @@ class TrainerJob:
         self._trainer.step = step + 2  # the first one logs
         self._trainer.train_step(self.batches())
         return []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a rank sends to each rank of experts in a pass."""
+        job, plan = self.saved.job, self.saved.plan
+        experts, tokens = job.transformer.experts, plan.microbatch_size * job.seq_len // plan.cp
+        return 1 if experts is None else tokens * experts.experts_per_token // plan.ep
 
     def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
         """Yield weights, gradients, states, and the buffers of the model."""

@@ -312,7 +312,7 @@ def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: B
     def core(*given: Tensor) -> Tensor:
         return _attended(block, given, shape, dims, kind)
 
-    turns = LatentCore(core, latent_rotary(model))
+    turns = LatentCore(core, latent_rotary(shape))
     return latent_attention(block, x, model.latent, model.num_heads, dims.outside, turns)
 
 

@@ -201,6 +201,7 @@ def lowering_of(shape: BlockShape) -> Lowering:
         copies_operands=stack.transformer_engine,
         eight_bits=_eight_bits(shape),
         groups_experts=stack.grouped_experts and stack.kernels is not Kernels.EAGER,
+        pads_rows=stack.pads_rows,
     )
 
 

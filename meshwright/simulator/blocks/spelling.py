@@ -92,7 +92,9 @@ def spelling_of(shape: BlockShape) -> Spelling:
     is_eager = stack.kernels is Kernels.EAGER
     if not stack.transformers_layers:
         if fuses_qkv(shape) and not stack.megatron_layers:
-            return Spelling(rotary=RotaryFormula.LOOKED_UP, packing=Packing.CONTIGUOUS)
+            halves = model.qk_norm == "head"  # Qwen3
+            turned = RotaryFormula.LOOKED_UP_HALVES if halves else RotaryFormula.LOOKED_UP
+            return Spelling(rotary=turned, packing=Packing.CONTIGUOUS)
         is_qwen3 = model.qk_norm == "head" and not fuses_qkv(shape)
         has_table = is_qwen3 and stack.kernels is not Kernels.FUSED
         turned = RotaryFormula.TABLE if has_table else RotaryFormula.LLAMA
@@ -106,11 +108,14 @@ def spelling_of(shape: BlockShape) -> Spelling:
     return Spelling(packing=packing, fuses_mlp=found.fuses_mlp)
 
 
-def latent_rotary(model: ModelSpec) -> RotaryFormula:
-    """Return how transformers turns heads of latent attention: DeepSeek-V2's by complex numbers.
+def latent_rotary(shape: BlockShape) -> RotaryFormula:
+    """Return how heads of latent attention turn; of transformers DeepSeek-V2's by complex numbers.
 
     Of both families this one alone has scores by a softmax.
     """
+    model = shape.model
+    if not shape.stack.transformers_layers:
+        return spelling_of(shape).rotary
     is_second = model.experts is not None and model.experts.scores == "softmax"
     return RotaryFormula.CAST_COMPLEX if is_second else RotaryFormula.NEIGHBOURS
 
@@ -118,13 +123,15 @@ def latent_rotary(model: ModelSpec) -> RotaryFormula:
 def layer_table_bytes(shape: BlockShape) -> int:
     """Return the bytes of the table of angles that a layer has of its own, if it has one.
 
-    A complex number in fp32 for each token and each pair of a head (`RoPE` of torchtitan 0.3,
-    models/common/rope.py).
+    A complex number in fp32 for each token and each pair of a head, or a cosine and a sine of each
+    half (`RoPE` of torchtitan 0.3, models/common/rope.py).
     """
     if not isinstance(shape.trained, ModelSpec) or shape.model.positions != "rotary":
         return 0
-    is_own = spelling_of(shape).rotary is RotaryFormula.LOOKED_UP
-    return shape.seq_len * shape.model.head_dim * ANGLE_BYTES if is_own else 0
+    formula, latent = spelling_of(shape).rotary, shape.model.latent
+    width = shape.model.head_dim if latent is None else latent.rotary_head_dim
+    repeats = {RotaryFormula.LOOKED_UP: 1, RotaryFormula.LOOKED_UP_HALVES: 2}.get(formula, 0)
+    return shape.seq_len * width * ANGLE_BYTES * repeats
 
 
 def angle_table_bytes(shape: BlockShape) -> int:
@@ -149,7 +156,7 @@ def angle_table_bytes(shape: BlockShape) -> int:
         repeats = 2 if latent is None and model.qk_norm == "head" else 1
         return shape.seq_len * width * ANGLE_BYTES * repeats
     if latent is not None:
-        formula = latent_rotary(model)
+        formula = latent_rotary(shape)
     if formula in {RotaryFormula.COMPLEX, RotaryFormula.CAST_COMPLEX}:
         return shape.seq_len * width * ANGLE_BYTES
     number = width if formula is RotaryFormula.HALVES else 2 * width

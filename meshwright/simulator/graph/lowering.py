@@ -60,6 +60,8 @@ class Lowering:
         copies_operands: Attention copies keys and values that do not lie as it knows.
         eight_bits: How linear layers multiply in 8 bits, if they do.
         groups_experts: One kernel runs the products of all experts of a rank.
+        pads_rows: Rows of experts are filled up to whole lines of a grouped product, behind a
+            router in the layers' format.
     """
 
     kernels: Kernels = Kernels.FUSED
@@ -78,6 +80,7 @@ class Lowering:
     copies_operands: bool = False
     eight_bits: EightBits | None = None
     groups_experts: bool = True
+    pads_rows: bool = True
 
     @property
     def scaled(self) -> int:

@@ -24,7 +24,8 @@ class RotaryFormula(StrEnum):
     turns neighbours, not halves.  What is put together has its heads before its tokens.  TABLE is
     torchtitan's for Qwen3: whole, with cosines and sines that are cast from a table in fp32.
     HALVES is of gpt-oss, which makes both halves of a head by themselves and joins them, COMPLEX of
-    Llama 4 and torchtitan; LOOKED_UP of torchtitan 0.3, whose layers look angles up by document.
+    Llama 4 and torchtitan; LOOKED_UP of torchtitan 0.3, whose layers look angles up by document,
+    and LOOKED_UP_HALVES of its Qwen3: by halves in fp32.
     NEIGHBOURS is as HALVES, of neighbours (DeepSeek-V3); CAST_COMPLEX as COMPLEX, each tensor cast
     back at once (DeepSeek-V2).
     """
@@ -37,6 +38,7 @@ class RotaryFormula(StrEnum):
     HALVES = "halves"
     COMPLEX = "complex"
     LOOKED_UP = "looked up"
+    LOOKED_UP_HALVES = "looked up halves"
     NEIGHBOURS = "neighbours"
     CAST_COMPLEX = "cast complex"
 
@@ -69,6 +71,8 @@ def rotary(block: Block, *given: Tensor, how: Rotary = WHOLE_HEADS) -> list[Tens
         turned = [_half_by_half(block, x, by_slices=True) for x in given]
     elif formula is RotaryFormula.CAST_COMPLEX:
         turned = _cast_one_by_one(block, given)
+    elif formula is RotaryFormula.LOOKED_UP_HALVES:
+        turned = _by_looked_up_halves(block, given)
     elif formula is RotaryFormula.TABLE or (formula is RotaryFormula.LLAMA and lowering.spells_out):
         turned = [_by_halves(block, x, *angles) for x in given]
     elif formula in {RotaryFormula.LLAMA, RotaryFormula.COMPLEX, RotaryFormula.LOOKED_UP}:
@@ -116,6 +120,24 @@ def _by_complex_numbers(
         turned.append(block.add([x, *kept], [out], [slope], Traffic(2 * x.nbytes), scratch=scratch))
     narrow = [cast(block, x, f"rotated {x.name}", block.width) for x in turned]
     block.hold(*kept, *wide, *turned)
+    return narrow
+
+
+def _by_looked_up_halves(block: Block, given: Sequence[Tensor]) -> list[Tensor]:
+    """Return heads turned by halves in fp32.
+
+    Cosines and sines are one tensor; all lives until both are cast back (`CosSinRoPE` of torchtitan
+    0.3, models/common/rope.py).
+    """
+    both = Dim("cosines and sines", 2 * given[0].dims[-1].grain)
+    dims = (*given[0].dims[:-1], both)
+    cos = given[0].like("cos", dims=dims, at={}, width=STATISTIC_BYTES)
+    sin = cos.like("sin", base=cos.storage)
+    block.add(given[:1], [cos, sin], [], Traffic(cos.nbytes))
+    wide = [cast(block, x, f"{x.name} in fp32", STATISTIC_BYTES) for x in given]
+    turned = [_by_halves(block, x, cos, sin) for x in wide]
+    narrow = [cast(block, x, f"rotated {x.name}", block.width) for x in turned]
+    block.hold(cos, *wide, *turned)
     return narrow
 
 

@@ -192,14 +192,14 @@ def expert_tokens(shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh) -> l
 def _expert_norms(
     nbytes: int, mesh: Mesh, replication: Replication, stack: StackProfile
 ) -> list[tuple[MeshAxis, int, GroupSpan]]:
-    """Return the sums of the norms of experts that other ranks hold, so many bytes of them.
+    """Return the sums of the norms of experts that other ranks hold, so many bytes of them, if any.
 
     One goes over both axes of a set of shards where these ranks are a mesh of their own, as they
     are for a sum of tokens if all replicas share one set (`_flatten` of torchtitan 0.2.2,
     distributed/parallel_dims.py).
     """
     experts = replication.experts
-    if experts is None:
+    if experts is None or not nbytes:
         return []
     if replication.replica_span is None and stack.sums_tokens:
         return [(Axis.DP, nbytes, replication.span)]

@@ -3,10 +3,11 @@
 Sizes are whole numbers, or columns of them over layouts that are alike in structure.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.hwprofiles import LossKernel, Units
+from meshwright.hwprofiles import LossKernel, StackProfile, Units
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
 from meshwright.simulator.graph import NestedMemory, Size, several
 from meshwright.simulator.layout import Stage
@@ -16,13 +17,7 @@ from meshwright.simulator.replication import (
     is_tied,
     keeps_last_layer,
 )
-from meshwright.simulator.units.layers import (
-    ByFamily,
-    alike,
-    experts_by_place,
-    families,
-    member,
-)
+from meshwright.simulator.units.layers import Alike, ByFamily, Kinds, alike, families
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.weights import LayerWeights, StageWeights, UnitWeights
 
@@ -104,19 +99,6 @@ class PassBytes(NamedTuple):
             table=embedding.backward,
             products=(alone - logits, alone + inputs + matrix * shape.element_bytes),
         )
-
-    def layer(self, stage: Stage, place: int) -> LayerBytes:
-        """Return what passes through the layer at a *place* of *stage* need."""
-        here = member(self.layers, has_experts=experts_by_place(stage)[place])
-        return here[-1 if stage.checkpoints.keeps(place) else 0]
-
-    def saved_layers(self, stage: Stage, first: int = 0) -> Size:
-        """Return what the layers of *stage* from the place *first* on keep."""
-        total: Size = 0
-        for each in alike(stage, first):
-            of_family = member(self.layers, has_experts=each.has_experts)
-            total = total + each.num_layers * of_family[-1 if each.is_kept else 0].saved
-        return total
 
     def messages(self, stage: Stage) -> tuple[Size, Size]:
         """Return what *stage* sends in a microbatch, forward and backward."""
@@ -213,13 +195,13 @@ class LayerUnit(NamedTuple):
     ahead: Size
 
     @classmethod
-    def of(cls, weights: LayerWeights, sharding: Sharding, *, prefetches: bool) -> "LayerUnit":
-        """Return the bytes of a layer; *prefetches* says that all of it is gathered ahead."""
+    def of(cls, weights: LayerWeights, sharding: Sharding, stack: StackProfile) -> "LayerUnit":
+        """Return the bytes of a layer, all of which *stack* may gather ahead."""
         experts = Unit.of(weights.experts, sharding.of_experts)
         dense = Unit.of(weights.most, sharding)
         dense_buffer = dense.weights * several(sharding.num_ranks)
         expert_buffer = experts.weights * several(sharding.num_expert_ranks)
-        ahead = dense_buffer + expert_buffer if prefetches else dense_buffer
+        ahead = dense_buffer + expert_buffer if stack.prefetches_units else dense_buffer
         return cls(dense.beside(experts), experts, dense_buffer, expert_buffer, ahead)
 
     @property
@@ -238,15 +220,9 @@ class LayerUnit(NamedTuple):
         return self.dense_buffer + self.expert_buffer
 
 
-def _kept_bytes(
-    weights: StageWeights, layers: ByFamily[LayerUnit], stage: Stage, sharding: Sharding
-) -> Size:
-    """Return what is kept of the gradients of all layers of *stage*, and of its ends."""
-    total = sharding.kept_bytes(weights.total, weights.padding.most)
-    for each in alike(stage):
-        experts = member(layers, has_experts=each.has_experts).experts
-        total = total + each.num_layers * experts.kept
-    return total
+def _kept_experts(layers: ByFamily[LayerUnit], groups: Iterable[Alike]) -> Size:
+    """Return what is kept of the gradients of experts of *groups* of layers."""
+    return sum(each.num_layers * layers[each.family].experts.kept for each in groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,12 +230,14 @@ class UnitBytes:
     """Bytes of a stage's units.
 
     Args:
+        kinds: A kind of layers of each family.
         layers: Of a layer.
         roots: Gathered before all, one after the other, and reduced last.
         table: Gathered for the embedding and again for its backward, reduced after the roots.
         head: Gathered for the head, and reduced after its backward.
         last: Roots and table, as far as they are there: reduced when all layers are.
         prefetches: Whether a layer that begins has all of the next gathered, not its unit alone.
+        nests: Whether experts of which other ranks hold others are a unit within the layer's.
         has_head: Whether the head is a unit.
         keeps_last: Whether the last layer stays until its backward.
         gathers: 1 where weights are gathered in buffers before they are copied out, else 0. Alone,
@@ -283,12 +261,14 @@ class UnitBytes:
         shard: What is kept of all gradients once they are reduced.
     """
 
+    kinds: Kinds
     layers: ByFamily[LayerUnit]
     roots: tuple[Unit, ...]
     table: Unit
     head: Unit
     last: tuple[Unit, ...]
     prefetches: bool
+    nests: bool
     has_head: bool
     keeps_last: bool
     gathers: Size
@@ -316,34 +296,35 @@ class UnitBytes:
         stays_whole = sharding.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
         others = (weights.tp - 1) * weights.matrix * stays_whole  # rows of the other tensor ranks
         one_table: Size = weights.matrix * shape.element_bytes
-        rest: Size = others * shape.element_bytes
         # Positions follow the table: their first copy in the other format is made later.
         positions: Size = weights.positions * stage.has_embedding * state.gathered_parameter
-        made_later: Size = positions * (shape.stack.units is Units.ROOT)
-        ends = stage.has_embedding or (stage.has_head and not has_head)
+        copied: Size = one_table * (stage.has_embedding or (stage.has_head and not has_head))
+        copied = copied + others * shape.element_bytes
+        copied = copied - positions * (shape.stack.units is Units.ROOT)
         is_copied = reduce_bytes != state.gathered_parameter
-        prefetches = shape.stack.prefetches_units
-        layers = tuple(
-            LayerUnit.of(each, sharding, prefetches=prefetches) for each in weights.layers
-        )
+        layers = tuple(LayerUnit.of(each, sharding, shape.stack) for each in weights.layers)
+        kinds = families(shape)
+        kept = sharding.kept_bytes(weights.total, weights.padding.most)
         return cls(
+            kinds=kinds,
             layers=layers,
             roots=roots,
             table=table,
             head=head,
             last=(*roots, table) if weights.table else roots,
-            prefetches=prefetches,
+            prefetches=shape.stack.prefetches_units,
+            nests=shape.stack.nests_experts,
             has_head=has_head,
             keeps_last=keeps_last_layer(shape, stage),
             gathers=several(sharding.num_ranks),
             cuts_experts=weights.cuts_experts,
             casts_shares=reduce_bytes != state.sharded_parameter,
             is_copied=is_copied,
-            end_gradient=is_copied * (one_table * ends + rest - made_later),
+            end_gradient=is_copied * copied,
             positions=positions,
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
-            gradients=_kept_bytes(weights, layers, stage, sharding),
+            gradients=kept + _kept_experts(layers, alike(stage, kinds)),
             surplus=others * reduce_bytes,  # it stays whole
             shares=sharding.shares(*weights.filled),
             shard=sharding.shard_bytes(*weights.filled),

@@ -1,11 +1,12 @@
 """The memory of a rank whose states are units of FSDP (`meshwright.simulator.units.passes`)."""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.graph import Size, largest, several
+from meshwright.simulator.graph import Size, larger, largest, several
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
     KeptUnits,
@@ -20,7 +21,7 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.replication import Replication, held_parameters
 from meshwright.simulator.units.bytes import PassBytes, UnitBytes
-from meshwright.simulator.units.passes import StagePass, fuller, reduction
+from meshwright.simulator.units.passes import StagePass, fuller
 from meshwright.simulator.units.sharding import ParameterBytes, Sharding
 from meshwright.simulator.units.sums import SumBytes, SummingPeaks
 from meshwright.simulator.units.weights import Padding, StageWeights
@@ -93,7 +94,7 @@ class StageUnits(NamedTuple):
             surplus=units.surplus,
             copied=0,
             buffers=message_buffer_bytes(shape, sent),
-            saved=passes.saved_layers(stage) + ends + kept_output_bytes(shape, sent),
+            saved=stage_pass.saved_layers() + ends + kept_output_bytes(shape, sent),
             late=stage_pass.late_bytes,
             after_forward=stays if sharding.reshards else gathered,
             after_backward=gathered if sharding.keeps_units else 0,
@@ -180,6 +181,37 @@ class StageUnits(NamedTuple):
 
 def _whole(peaks: Iterable[PassPeak[Size]]) -> list[PassPeak[int]]:
     return [PassPeak(*map(int, peak)) for peak in peaks]
+
+
+def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
+    """Return what the reduction after the last backward pass needs, and the gradients it takes.
+
+    Units are freed and reduced one by one, the roots first and the head last: of several layers the
+    first needs most.  The wire's buffer lies beside all sums of a unit, its shard beside the last
+    of them alone, which the loop that filled the buffer still has (`foreach_reduce` of PyTorch
+    2.13).  The runtimes of ranks with one virtual stage hold the last output still.
+    """
+    passes, stage, sharding, units = stage_pass
+    scale = sharding.parameter[1] // sharding.parameter[0].gathered_parameter
+    output = passes.saved_head - passes.freed_head if stage.has_head and is_alone else 0
+    experts, own, held = sharding.of_experts, sharding, stage_pass.held
+    runs = [(unit, own, 1) for unit in units.last]
+    for family, layers in groupby(held.families):
+        layer, count = units.layers[family], len([*layers])
+        if sharding.divides_experts:
+            runs += [(layer.dense, own, 1), (layer.experts, experts, 1)]
+            runs += [(layer.dense, own, count - 1), (layer.experts, experts, count - 1)]
+        else:
+            runs.append((layer.whole, own, count))
+    most, gone = -output, 0 * output
+    for unit, shared, count in (*runs, (units.head, own, 1)):
+        shard = unit.wire // shared.num_ranks
+        if count:
+            divided = unit.divided if shared is experts else 0
+            beside = largest((unit.kept, unit.last * scale + shard, shard + divided))
+            most = larger(most, beside + unit.wire - unit.kept - unit.weights - gone)
+        gone = gone + count * (unit.weights + unit.kept - shard)
+    return PassPeak(output + most, stage_pass.late_bytes - units.shard)
 
 
 class RankStates(NamedTuple):

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from meshwright.simulator.graph import Size, chosen, larger, largest
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import PassPeak, PassPeaks
-from meshwright.simulator.units.bytes import PassBytes, UnitBytes
-from meshwright.simulator.units.layers import experts_by_place, extreme_places
-from meshwright.simulator.units.nested import NestedUnit, is_apart
+from meshwright.simulator.units.bytes import LayerBytes, PassBytes, UnitBytes
+from meshwright.simulator.units.layers import alike
+from meshwright.simulator.units.nested import NestedUnit, is_apart, reduced
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.stage_layers import StageLayers, kept_of, weights_of
 
@@ -52,6 +52,18 @@ class StagePass(NamedTuple):
     def held(self) -> StageLayers:
         """What the units of its layers hold."""
         return StageLayers(self.stage, self.sharding, self.units)
+
+    def layer(self, place: int) -> LayerBytes:
+        """Return what passes through the layer at a *place* need."""
+        of_family = self.passes.layers[self.held.families[place]]
+        return of_family[-1 if self.stage.checkpoints.keeps(place) else 0]
+
+    def saved_layers(self, first: int = 0) -> Size:
+        """Return what the layers from the place *first* on keep."""
+        total: Size = 0
+        for family, is_kept, count in alike(self.stage, self.units.kinds, first):
+            total = total + count * self.passes.layers[family][-1 if is_kept else 0].saved
+        return total
 
     @property
     def gathered_bytes(self) -> Size:
@@ -100,14 +112,14 @@ class StagePass(NamedTuple):
             stay = self.stays(whole=whole)
             here = passes.head[1] + units.root + units.head.weights + stay
             moments += [PassPeak(here, late), *_after_head(self, late, first=first, whole=whole)]
-        for place in extreme_places(stage):
+        for place in self.held.extreme_places:
             there = absent - first * self.held.total(kept_of, place + 1)
             here = self._layer_backward(place, first=first, whole=whole)
             moments.append(PassPeak(here, there))
             if not sharding.keeps_units:
-                here = _layer_reduction(self, place, first=first)
+                here = largest(_layer_reduction(self, place, first=first))
                 moments.append(PassPeak(here, there))
-        freed = passes.saved_layers(stage) + self.freed_head
+        freed = self.saved_layers() + self.freed_head
         last = self._root_bytes(first=first, whole=whole) - freed
         moments.append(PassPeak(last, absent - first * self.held.total(kept_of)))
         if first and sharding.keeps_units:
@@ -124,9 +136,9 @@ class StagePass(NamedTuple):
     def _layer_backward(self, place: int, *, first: bool, whole: bool) -> Size:
         """Return the fullest moment of the backward of the layer at a *place*."""
         passes, stage, sharding, units = self
-        done, own = stage.num_layers - 1 - place, self.held.at(place)
+        done = stage.num_layers - 1 - place
         others: Size = units.root + units.head_gradient - self.freed_head
-        others = others - passes.saved_layers(stage, place + 1)
+        others = others - self.saved_layers(place + 1)
         if self.held.is_nested(place) and not whole:
             return others + _nested_backward(self, place, first=first)
         if sharding.keeps_units:
@@ -136,7 +148,7 @@ class StagePass(NamedTuple):
             # until the next reduction wants its own (FSDPParamGroup, `post_backward`).
             others = others + self.held.left(place) + self.held.replica_bytes(done, first=first)
         arrives = self.sends_output and not done
-        layer = passes.layer(stage, place)
+        layer = self.layer(place)
         work = layer.sent if arrives else layer.work[1]
         here: Size = work + self.held.gathered(place, whole=whole)
         if not sharding.reshards or whole:
@@ -146,7 +158,7 @@ class StagePass(NamedTuple):
         gradient = 0 if arrives else passes.message
         if units.keeps_last and not done:
             return others + here
-        return others + larger(here, gradient + resident + own.weights + own.buffer)
+        return others + larger(here, gradient + resident + self.held.fetched_again(place))
 
     def _root_bytes(self, *, first: bool, whole: bool) -> Size:
         """Return the fullest moment after the layers: the table's gradient, the last reductions.
@@ -161,7 +173,7 @@ class StagePass(NamedTuple):
             return larger(table, fetch) + self.gathered_bytes
         table = largest((table, fetch, units.cut_table + units.positions))
         here = table + units.root + units.table.weights + units.head_gradient
-        moments = [here + self.held.at(0).dense.wire]
+        moments = [here + self.held.wire(0)]
         weights = sum(unit.weights for unit in units.last)
         gradients = sum(unit.made for unit in units.last)
         kept: Size = 0
@@ -175,21 +187,28 @@ class StagePass(NamedTuple):
         return largest(moments) + self.held.replica_bytes(stage.num_layers, first=first)
 
 
-def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool) -> Size:
-    """Return the fullest moment of the reduction of a layer's gradients, when it has run.
+def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool) -> Iterator[Size]:
+    """Yield what lives in the reduction of a layer's gradients, when it has run.
 
-    Its weights are freed before that.
+    Its weights are freed before that; of two sets those that were gathered last come first, and
+    leave the input of their reduction.
     """
     passes, stage, _, units = stage_pass
     layer, done = stage_pass.held.at(place), stage.num_layers - 1 - place
     # Experts that are a unit of their own are reduced by then.
-    kept = first * layer.experts.kept * stage_pass.held.is_nested(place)
+    is_double = stage_pass.held.is_double(place)
+    is_apart_from = stage_pass.held.is_nested(place) or is_double
+    kept = first * layer.experts.kept * is_apart_from
     unit = layer.dense
-    others = kept + units.root + units.head_gradient - stage_pass.freed_head + passes.message
-    others = others - passes.saved_layers(stage, place)
+    others = units.root + units.head_gradient - stage_pass.freed_head + passes.message
+    others = others - stage_pass.saved_layers(place)
     others = others + stage_pass.held.stay(place) + stage_pass.held.on_the_way(place)
     others = others + stage_pass.held.replica_bytes(done, first=first)
-    return others + unit.wire + larger(unit.made, unit.share)
+    if is_double:
+        here = others + unit.weights + layer.weights
+        yield from reduced(here, layer.experts, cuts=units.cuts_experts)
+        kept = kept + layer.experts.wire + is_apart(units, first=first) * layer.experts.replicas
+    yield others + kept + unit.wire + larger(unit.made, unit.share)
 
 
 def nested_unit(stage_pass: StagePass, place: int, *, adds: bool = False) -> NestedUnit:
@@ -200,8 +219,7 @@ def nested_unit(stage_pass: StagePass, place: int, *, adds: bool = False) -> Nes
         place: Of the layer.
         adds: Whether gradients are added to sums as they are made.
     """
-    passes, stage, sharding, units = stage_pass
-    layer = passes.layer(stage, place)
+    layer, sharding, units = stage_pass.layer(place), stage_pass.sharding, stage_pass.units
     nested = layer.nested_adding if adds else layer.nested
     return NestedUnit(nested, stage_pass.held.at(place), units, not sharding.reshards)
 
@@ -243,7 +261,7 @@ def _fullest_forward(stage_pass: StagePass, *, whole: bool) -> list[int]:
     if stage.checkpoints.keeps_layers:
         return [*range(layers)]
     if len(units.layers) > 1:
-        return [*reversed(extreme_places(stage))]
+        return [*reversed(stage_pass.held.extreme_places)]
     if whole:
         ends.add(0)
     elif sharding.divides_experts:
@@ -257,7 +275,7 @@ def _layer_forward(stage_pass: StagePass, place: int, *, whole: bool) -> Iterato
     behind = stage.num_layers - 1 - place
     # The output counts as kept, and is what the last layer makes.
     counted: Size = passes.saved_head * stage.has_head + passes.message * stage_pass.sends_output
-    others = units.root - counted - passes.saved_layers(stage, place + 1)
+    others = units.root - counted - stage_pass.saved_layers(place + 1)
     if place and not whole:
         yield _before_layer(stage_pass, place) + others
     if stage_pass.held.is_nested(place) and not whole:
@@ -267,7 +285,7 @@ def _layer_forward(stage_pass: StagePass, place: int, *, whole: bool) -> Iterato
         others, nested = others + stage_pass.held.stay(place), nested_unit(stage_pass, place)
         yield from (others + each for each in nested.forward(ahead, is_first=not place))
         return
-    here = others + passes.layer(stage, place).work[0] + whole * units.head.weights
+    here = others + stage_pass.layer(place).work[0] + whole * units.head.weights
     first, end = (place if sharding.reshards else 0), (None if whole else place + 1)
     here = here + stage_pass.held.total(weights_of, first, end)
     if not sharding.reshards:
@@ -283,31 +301,28 @@ def _before_layer(stage_pass: StagePass, place: int) -> Size:
 
     The buffer that was gathered before theirs is there until then (`wait_for_unshard`).
     """
-    passes, stage, _, units = stage_pass
-    own, before = stage_pass.held.at(place), stage_pass.held.at(place - 1)
-    unit, buffer = own.whole, own.buffer
-    if stage_pass.held.is_nested(place):
-        unit, buffer = own.dense, own.buffer if units.prefetches else own.dense_buffer
-    left = before.expert_buffer if stage_pass.held.is_nested(place - 1) else before.buffer
-    here = passes.message - passes.layer(stage, place).saved + stage_pass.held.stay(place)
-    return here + left + buffer + unit.weights
+    passes, _, _, units = stage_pass
+    own, left = stage_pass.held.at(place), stage_pass.held.last_buffer(place - 1)
+    here = passes.message - stage_pass.layer(place).saved + stage_pass.held.stay(place)
+    if not stage_pass.held.is_nested(place):
+        return here + stage_pass.held.fetched(place, left)
+    return here + left + (own.buffer if units.prefetches else own.dense_buffer) + own.dense.weights
 
 
 def _with_buffers(stage_pass: StagePass, here: Size, place: int) -> Iterator[Size]:
     """Yield what is live while a layer runs forward, *here* without buffers of what is gathered.
 
-    Where experts are units of their own, torchtitan has the next layer gathered ahead: beside its
-    buffers, or the head's, that of the experts that run is still there (`apply_fsdp` of 0.2.2,
+    Where ranks divide experts, torchtitan has the next layer, or the head, gathered ahead: beside
+    its buffers the last one of the layer that runs is still there (`apply_fsdp` of 0.2.2,
     models/llama4/infra/parallelize.py).
     """
     _, stage, sharding, units = stage_pass
-    own = stage_pass.held.at(place)
-    if not (sharding.divides_experts and experts_by_place(stage)[place]):
-        yield here + own.buffer
-    elif place + 1 == stage.num_layers:
-        yield here + own.expert_buffer + units.head.weights * units.gathers
-    else:
-        yield here + own.expert_buffer + stage_pass.held.at(place + 1).buffer
+    ahead: Size = 0
+    if sharding.divides_experts and units.prefetches:
+        is_last = place + 1 == stage.num_layers
+        gathered = units.head.weights * units.gathers
+        ahead = gathered if is_last else stage_pass.held.at(place + 1).buffer
+    yield here + stage_pass.held.last_buffer(place) + ahead
 
 
 def _gathering(stage_pass: StagePass) -> Iterator[Size]:
@@ -317,7 +332,7 @@ def _gathering(stage_pass: StagePass) -> Iterator[Size]:
     """
     passes, stage, sharding, units = stage_pass
     layers, frees, copies = stage.num_layers, sharding.reshards, 1 + units.gathers
-    saved = passes.saved_layers(stage) + passes.saved_head * stage.has_head
+    saved = stage_pass.saved_layers() + passes.saved_head * stage.has_head
     ahead = saved + passes.saved_embedding * stage.has_embedding
     held: Size = 0
     buffer: Size = 0
@@ -327,11 +342,12 @@ def _gathering(stage_pass: StagePass) -> Iterator[Size]:
     yield held + buffer + passes.message - saved
     held = held - frees * units.table.weights
     if layers:
-        first, last = stage_pass.held.at(0), stage_pass.held.at(-1)
-        own = first.dense if stage_pass.held.is_nested(0) else first.whole
-        yield held + buffer + copies * own.weights + passes.message - saved
+        fetched = stage_pass.held.fetched(0, buffer)
+        if stage_pass.held.is_nested(0):
+            fetched = buffer + copies * stage_pass.held.at(0).dense.weights
+        yield held + fetched + passes.message - saved
         held = held + (not frees) * stage_pass.held.total(weights_of)
-        buffer = last.expert_buffer if stage_pass.held.is_nested(-1) else last.buffer
+        buffer = stage_pass.held.last_buffer(-1)
     if units.has_head:
         held = held + copies * units.head.weights
         yield held + buffer + passes.message - passes.saved_head
@@ -349,9 +365,7 @@ def _after_head(
     """
     passes, _, sharding, units = stage_pass
     head = units.head
-    # Experts, a unit of their own, are not gathered ahead of the last layer's backward.
-    ahead = stage_pass.held.at(-1).dense_buffer
-    here = units.root + stage_pass.stays(whole=whole, otherwise=ahead)
+    here = units.root + stage_pass.stays(whole=whole, otherwise=stage_pass.held.ahead_of_last)
     yield PassPeak(here + head.weights + passes.products[1], late)
     here = here + passes.message - stage_pass.freed_head
     if sharding.keeps_units:
@@ -360,32 +374,3 @@ def _after_head(
         return
     yield PassPeak(here + head.made + head.wire, late)
     yield PassPeak(here + head.last + head.wire + head.share, late)
-
-
-def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
-    """Return what the reduction after the last backward pass needs, and the gradients it takes.
-
-    Units are freed and reduced one by one, the roots first and the head last: of several layers the
-    first needs most.  The wire's buffer lies beside all sums of a unit, its shard beside the last
-    of them alone, which the loop that filled the buffer still has (`foreach_reduce` of PyTorch
-    2.13).  The runtimes of ranks with one virtual stage hold the last output still.
-    """
-    passes, stage, sharding, units = stage_pass
-    scale = sharding.parameter[1] // sharding.parameter[0].gathered_parameter
-    output = passes.saved_head - passes.freed_head if stage.has_head and is_alone else 0
-    experts, layers, own = sharding.of_experts, stage.num_layers, sharding
-    runs, layer = [(unit, own, 1) for unit in units.last], stage_pass.held.at(0)
-    if sharding.divides_experts:
-        runs += [(layer.dense, own, min(1, layers)), (layer.experts, experts, min(1, layers))]
-        runs += [(layer.dense, own, layers - 1), (layer.experts, experts, layers - 1)]
-    else:
-        runs.append((layer.whole, own, layers))
-    most, gone = -output, 0 * output
-    for unit, shared, count in (*runs, (units.head, own, 1)):
-        shard = unit.wire // shared.num_ranks
-        if count:
-            divided = unit.divided if unit is layer.experts else 0
-            beside = largest((unit.kept, unit.last * scale + shard, shard + divided))
-            most = larger(most, beside + unit.wire - unit.kept - unit.weights - gone)
-        gone = gone + count * (unit.weights + unit.kept - shard)
-    return PassPeak(output + most, stage_pass.late_bytes - units.shard)

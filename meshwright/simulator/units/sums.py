@@ -14,13 +14,7 @@ from meshwright.simulator.graph import Size, larger, largest
 from meshwright.simulator.memory import PassPeak
 from meshwright.simulator.replication import is_tied
 from meshwright.simulator.units.bytes import Unit
-from meshwright.simulator.units.layers import (
-    ByFamily,
-    alike,
-    experts_by_place,
-    extreme_places,
-    member,
-)
+from meshwright.simulator.units.layers import ByFamily, alike
 from meshwright.simulator.units.nested import is_apart
 from meshwright.simulator.units.passes import StagePass, fullest, nested_unit
 from meshwright.simulator.units.stage_layers import kept_of
@@ -149,10 +143,8 @@ class _SummingPass(NamedTuple):
             return 0
         # Once a unit is reduced its whole sum has gone, but for this rank's shard.
         gone: Size = units.head.kept - sums.head_shard
-        for has_experts, _, count in alike(stage, first):
-            layer = member(units.layers, has_experts=has_experts)
-            shard = member(sums.layer_shards, has_experts=has_experts)
-            gone = gone + count * (layer.whole.kept - shard)
+        for family, _, count in alike(stage, units.kinds, first):
+            gone = gone + count * (units.layers[family].whole.kept - sums.layer_shards[family])
         return gone
 
     @property
@@ -168,7 +160,7 @@ class _SummingPass(NamedTuple):
             return
         yield PassPeak(passes.head[1] + units.root + head.weights + stay, self._late)
         here = units.root + self.stage_pass.stays(
-            whole=False, otherwise=self.stage_pass.held.at(-1).dense_buffer
+            whole=False, otherwise=self.stage_pass.held.ahead_of_last
         )
         yield PassPeak(here + head.weights + passes.products[1], self._late)
         here = here + passes.message - self.stage_pass.freed_head
@@ -180,11 +172,11 @@ class _SummingPass(NamedTuple):
             yield PassPeak(here + head.weights, self._absent(stage.num_layers))
 
     def _layer_moments(self) -> Iterator[PassPeak[Size]]:
-        passes, stage, _, units = self.stage_pass
+        _, stage, _, units = self.stage_pass
         others = units.root + (self.sums.waits if self.adds else units.head_gradient)
         others = others - self.stage_pass.freed_head
-        for place in extreme_places(stage):
-            here = others - passes.saved_layers(stage, place + 1)
+        for place in self.stage_pass.held.extreme_places:
+            here = others - self.stage_pass.saved_layers(place + 1)
             here = here + self._replicas(stage.num_layers - 1 - place)
             for each in self._in_layer(place):
                 yield PassPeak(here + each, self._absent(place + 1))
@@ -196,7 +188,7 @@ class _SummingPass(NamedTuple):
         if held.is_nested(place):
             yield from self._in_nested(place)
             return
-        unit, layer, left = held.at(place), passes.layer(stage, place), self._left(place)
+        unit, layer, left = held.at(place), self.stage_pass.layer(place), self._left(place)
         work = layer.adding if self.adds else layer.work[1]
         behind = held.on_the_way(place)
         here: Size = work + unit.weights + held.stay(place) + behind
@@ -222,8 +214,7 @@ class _SummingPass(NamedTuple):
         if not self.is_last:
             yield nested.nested.back_before + layer.dense.weights + behind + stay
             return
-        have = experts_by_place(stage)[place]
-        shard = member(self.sums.expert_shards, has_experts=have)
+        shard = self.sums.expert_shards[held.families[place]]
         shard = shard + is_apart(units, first=True) * layer.experts.replicas
         made = 0 if self.adds else layer.experts.made
         last = nested.reducing_sums(behind, shard=shard, made=made, scale=self.sums.scale)
@@ -239,8 +230,8 @@ class _SummingPass(NamedTuple):
 
     def _reduced(self, place: int, unit: Unit) -> Size:
         """Return what lives as a *unit* of the layer at a *place* is reduced, its weights freed."""
-        passes, stage, _, _ = self.stage_pass
-        held, layer = self.stage_pass.held, passes.layer(stage, place)
+        passes = self.stage_pass.passes
+        held, layer = self.stage_pass.held, self.stage_pass.layer(place)
         here = passes.message - layer.saved
         here = here + held.stay(place) + held.on_the_way(place)
         return here + unit.wire + larger(0, unit.share - unit.kept)
@@ -253,10 +244,10 @@ class _SummingPass(NamedTuple):
         """
         passes, stage, _, units = self.stage_pass
         sums, absent = self.sums, self._absent(0)
-        freed: Size = passes.saved_layers(stage) + self.stage_pass.freed_head
+        freed: Size = self.stage_pass.saved_layers() + self.stage_pass.freed_head
         freed = freed - self._replicas(stage.num_layers)
         made: Size = sums.waits if self.adds else units.head_gradient + sums.positions
-        wire = self.stage_pass.held.at(0).dense.wire if self.is_last else 0
+        wire = self.stage_pass.held.wire(0) if self.is_last else 0
         weights: Size = units.root + units.table.weights
         table = larger(passes.table * stage.has_embedding, sums.cut_table)
         yield PassPeak(table + made + wire + weights - freed, absent)

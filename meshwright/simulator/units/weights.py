@@ -16,7 +16,7 @@ from meshwright.simulator.replication import (
     shard_padding,
     stage_parameters,
 )
-from meshwright.simulator.units.layers import ByFamily, alike, families, member
+from meshwright.simulator.units.layers import ByFamily, alike, families
 
 
 class UnitWeights(NamedTuple):
@@ -97,6 +97,7 @@ class StageWeights(NamedTuple):
         cls, shape: BlockShape, stage: Stage, num_ranks: int = 1, num_expert_ranks: int = 1
     ) -> "StageWeights":
         """Return the parameters of *stage*, of which so many ranks have shards."""
+        ranks = num_ranks, num_expert_ranks
         ends, matrix = EndUnits.of(shape, stage), shape.local_vocab_size * shape.model.hidden_size
         last = matrix
         if shape.stack.units is Units.ROOT:
@@ -109,17 +110,15 @@ class StageWeights(NamedTuple):
             filling = padding(rows, num_ranks) if fills_rows(shape) else 0
             return UnitWeights(_size(rows), last, filling)
 
-        layers = tuple(
-            LayerWeights.of(shape, kind, (num_ranks, num_expert_ranks)) for kind in families(shape)
-        )
+        kinds = families(shape)
+        layers = tuple(LayerWeights.of(shape, kind, ranks) for kind in kinds)
         experts = sum(
-            each.num_layers * member(layers, has_experts=each.has_experts).experts.size
-            for each in alike(stage)
+            each.num_layers * layers[each.family].experts.size for each in alike(stage, kinds)
         )
         return cls(
             total=stage_parameters(shape, stage) - experts,
             experts=experts,
-            padding=_paddings(shape, stage, (num_ranks, num_expert_ranks)),
+            padding=_paddings(shape, stage, ranks),
             layers=layers,
             cuts_experts=int(
                 shape.stack.splits_experts and num_expert_ranks > num_own_experts(shape)

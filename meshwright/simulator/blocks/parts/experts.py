@@ -35,4 +35,4 @@ def routed(
         x = place(block, x, replicated(x.at, Axis.TP))
         if block.lowering.spells_out:
             return place(block, transformers(block, x, dims, experts, shared), outside)
-        return torchtitan(block, x, dims, outside, shared)
+        return torchtitan(block, x, experts, dims, outside, shared)

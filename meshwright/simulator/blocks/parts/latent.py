@@ -35,7 +35,7 @@ class LatentCore(NamedTuple):
 
     Args:
         attend: Writes attention of queries, keys and values, of this rank's tokens or of all.
-        turned: How transformers turns heads by their positions.
+        turned: How heads turn by their positions.
     """
 
     attend: Attend
@@ -102,6 +102,8 @@ def latent_attention(
     with block.module(x):
         if spells_out:
             query, key, value, held = _spelled_out(block, x, latent, dims, core.turned)
+        elif core.turned is RotaryFormula.LOOKED_UP:
+            query, key, value, held = _turned_together(block, x, latent, dims)
         else:
             with block.part(OffloadModule.QKV_LINEAR):
                 query, key, value, held = _projected(block, x, latent, dims)
@@ -166,6 +168,27 @@ def _spelled_out(
     (pairs,) = columns(block, narrow, dims.pairs)
     plain, value = cut(block, pairs, dims.plain_keys, dims.values)
     return query, _filled(block, plain, shared, dims), value, held
+
+
+def _turned_together(
+    block: Block, x: Tensor, latent: LatentAttention, dims: LatentDims
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return the same as torchtitan 0.3 writes it, whose layers look angles up for both at once.
+
+    `Attention` of torchtitan/models/deepseek_v3/model.py.
+    """
+    width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
+    (given,) = columns(block, _query_latent(block, x, latent), dims.queries)
+    plain, query = cut(block, given, dims.plain_queries, dims.rotary_queries)
+    narrow, shared = cut(
+        block, whole_product(block, x, width, "kv down", PLAIN), dims.latent, dims.shared_key
+    )
+    query, shared = rotary(block, query, shared, how=Rotary(formula=RotaryFormula.LOOKED_UP))
+    held = given, query, shared
+    query = _joined(block, plain, query, dims.queries)
+    (pairs,) = columns(block, norm(block, narrow, "kv latent norm", centers=False), dims.pairs)
+    plain, value = cut(block, pairs, dims.plain_keys, dims.values)
+    return query, _joined(block, plain, shared, dims.queries), value, held
 
 
 def _filled(block: Block, plain: Tensor, shared: Tensor, dims: LatentDims) -> Tensor:

@@ -190,6 +190,16 @@ def logits_of(block: Block, flat: Tensor, dims: RoutedDims, *, bias: bool = Fals
     return product(block, "router", operands, dims.tokens, dims.experts, linear=linear)
 
 
+def wide_logits(block: Block, flat: Tensor, dims: RoutedDims) -> Tensor:
+    """Return the product of a router that casts both of its operands to fp32."""
+    weight = block.weight("router.weight", dims.experts, flat.dims[-1])
+    operands = (
+        cast(block, flat, "tokens in fp32", STATISTIC_BYTES),
+        cast(block, weight, "router weight in fp32", STATISTIC_BYTES),
+    )
+    return product(block, "router", operands, dims.tokens, dims.experts, linear=Linear(wide=True))
+
+
 def taken(
     block: Block, x: Tensor, name: str, dims: tuple[Dim, ...], at: Placement | None = None
 ) -> Taken:
@@ -365,6 +375,23 @@ def grouped(
         eight_bits=bits is not None,
         scratch=scratch,
     )
+
+
+def rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
+    """Return *rows* times a weight each, in its format; its gradient is a sum over its row."""
+    spread = weights.like("weights by column", dims=rows.dims, base=weights.storage)
+    block.add([weights], [spread], [Gradient(weights)])
+    wide = rows.like("weighted rows", width=weights.width)
+    traffic = block.traffic(rows, wide)
+    # Where it is cast, that comes before the other gradient is summed over columns.
+    is_cast = wide.width > rows.width
+    made = wide.like("gradient in fp32") if is_cast else None
+    last = () if is_cast else (weights.like("sum of gradient"),)
+    gradients = [
+        Gradient(rows, (weights, rows), (traffic, traffic), makes=made),
+        Gradient(spread, (weights, rows)),
+    ]
+    return block.add([rows, spread], [wide], gradients, traffic, scratch=((), last))
 
 
 def starts(x: Tensor, dims: RoutedDims, width: int = INT32_BYTES) -> Tensor:

@@ -5,16 +5,19 @@ from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
     RoutedDims,
+    Taken,
     exchanged,
     grouped,
     logits_of,
     moved,
     normalised,
     numbers,
+    rows_weighted,
     score,
     starts,
     taken,
     told,
+    wide_logits,
 )
 from meshwright.simulator.blocks.parts.shared import Shared
 from meshwright.simulator.graph import (
@@ -37,37 +40,148 @@ from meshwright.simulator.graph import (
     rounded_up,
     view,
 )
+from meshwright.simulator.model import Experts
 
+MASK_BYTES = 1
 ALIGNED_ROWS = 8  # of torch._grouped_mm in 16 bits (TOKEN_GROUP_ALIGN_SIZE_M of torchtitan 0.2.2)
 
 
 def torchtitan(
+    block: Block,
+    x: Tensor,
+    experts: Experts,
+    dims: RoutedDims,
+    outside: Placement,
+    shared: Shared | None,
+) -> Tensor:
+    """Return what routed experts make of tokens, and shared ones beside them."""
+    if block.lowering.pads_rows:
+        return _padded(block, x, experts, dims, outside, shared)
+    return _unpadded(block, x, dims, outside, shared)
+
+
+def _unpadded(
     block: Block, x: Tensor, dims: RoutedDims, outside: Placement, shared: Shared | None
+) -> Tensor:
+    """Return what `MoE` makes of tokens (torchtitan/models/common/moe.py of 0.3).
+
+    The router is in fp32; tokens of an expert are counted by a map of tokens and experts.
+    """
+    flat, hidden = dims.flat(block, x), x.dims[-1]
+    scores = pointwise(block, "scores", wide_logits(block, flat, dims), reads=Reads.OUTPUT)
+    chosen = taken(block, scores, "shares", (dims.tokens, dims.chosen))
+    shares = pointwise(block, "scaled", normalised(block, chosen.values), reads=Reads.NOTHING)
+    mask, counts = scores.like("routing map", width=MASK_BYTES), starts(x, dims, NUMBER_BYTES)
+    block.add([scores], [mask, counts], [])
+    with block.part(EXPERTS):
+        rows, tokens = taken(block, flat, "rows", (dims.rows, hidden))
+        order = numbers(rows, "order of rows")
+        by_row = view(block, shares, dims.rows)
+        weights = moved(block, by_row, "weights", (dims.rows,), Numbers(made=(order,)))
+        made = _sorted_experts(block, rows, x, dims)
+    result = _scattered(block, made, Taken(weights, tokens), dims)
+    block.hold(rows, made, weights)
+    result = place(block, view(block, result, *x.dims), outside)
+    if shared is not None:
+        out = shared.write(block, x)
+        made = out.like("all experts out")
+        result = handed_on(block, [result, out], made, block.traffic(out, out))
+    block.hold(scores, chosen.numbers, shares, mask, counts)
+    return result
+
+
+def _sorted_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> Tensor:
+    """Return what `GroupedExperts` makes of *rows* in the order of experts, as many as there are.
+
+    Of other ranks' rows each expert's are put together (`AllToAllTokenDispatcher` of torchtitan
+    0.3, models/common/token_dispatcher.py).
+    """
+    begin = x.like("starts", dims=(Dim("own", dims.num_local),), at={}, width=INT32_BYTES)
+    if not dims.mesh.is_divided:
+        block.add([rows], [begin], [])
+        return _computed(block, rows, dims, begin)
+    names = _counts(block, rows, x, dims)
+    given = exchanged(block, rows, dims)
+    places = numbers(given, "places of rows")
+    lines = moved(block, given, "rows by expert", given.dims, Numbers(made=(places,)))
+    block.add([lines], [begin], [])
+    made = _computed(block, lines, dims, begin)
+    back = moved(block, made, "rows in order", given.dims, Numbers((places,)))
+    block.hold(*names, lines)
+    return exchanged(block, back, dims, back=True)
+
+
+def _scattered(block: Block, rows: Tensor, weights: Taken, dims: RoutedDims) -> Tensor:
+    """Return the sums of tokens' *rows* times their *weights* in fp32, added by tokens' numbers."""
+    zeros = rows.like("zeros", dims=(dims.tokens, rows.dims[-1]))
+    block.add([rows], [zeros], [])
+    wide = cast(block, rows, "rows in fp32", STATISTIC_BYTES)
+    narrow = cast(block, rows_weighted(block, wide, weights.values), "weighted rows", block.width)
+    result = moved(block, narrow, "experts out", zeros.dims, Numbers((weights.numbers,)))
+    block.hold(zeros, narrow)
+    return result
+
+
+def _padded(
+    block: Block,
+    x: Tensor,
+    experts: Experts,
+    dims: RoutedDims,
+    outside: Placement,
+    shared: Shared | None,
 ) -> Tensor:
     """Return what `MoE` makes of tokens (torchtitan/models/moe/moe.py of 0.2.2).
 
     Rows are copied once more, behind each other in whole lines of the grouped product; scores weigh
-    what the experts made.
+    what the experts made, or what Llama 4's read.
     """
     flat, hidden = dims.flat(block, x), x.dims[-1]
     scores = score(block, logits_of(block, flat, dims))
     shares = taken(block, scores, "shares", (dims.tokens, dims.chosen)).values
-    shares = pointwise(block, "scaled shares", normalised(block, shares), reads=Reads.NOTHING)
-    # Nobody reads its sorted shares, but they and the rows of each expert have names.
-    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
-    names = numbers(rows, "sorted shares", STATISTIC_BYTES), starts(x, dims, NUMBER_BYTES)
-    block.add([rows], [*names], [])
+    if not experts.weighs_inputs:
+        shares = normalised(block, shares)
+    shares = pointwise(block, "scaled shares", shares, reads=Reads.NOTHING)
+    rows, names, order = _sorted_rows(block, x, flat, shares, experts, dims)
     with block.part(EXPERTS):
         back = _grouped_experts(block, rows, x, dims)
     out = None if shared is None else shared.write(block, x)
-    order = numbers(rows, "order of rows")
-    unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), Numbers(made=(order,)))
-    result = _weighted(block, shares, unsorted, dims)
-    block.hold(rows, back, unsorted, *names)
+    known = Numbers((order,)) if experts.weighs_inputs else Numbers(made=(order,))
+    unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), known)
+    if experts.weighs_inputs:
+        result = unsorted.like("sums of one row", dims=(dims.tokens, hidden))
+        result = handed_on(block, [unsorted], result, block.traffic(unsorted, result))
+    else:
+        result = _weighted(block, shares, unsorted, dims)
     result = place(block, view(block, result, *x.dims), outside)
-    if out is None:
-        return result
-    return handed_on(block, [out, result], out.like("all experts out"), block.traffic(out, out))
+    if out is not None:
+        made = out.like("all experts out")
+        result = handed_on(block, [out, result], made, block.traffic(out, out))
+    block.hold(shares, rows, back, unsorted, *names)
+    return result
+
+
+def _sorted_rows(
+    block: Block, x: Tensor, flat: Tensor, shares: Tensor, experts: Experts, dims: RoutedDims
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """Return rows of *flat* tokens by expert, what has a name beside them, and their order.
+
+    Where nothing reads sorted shares, they and the rows of each expert have names.
+    """
+    whole = dims.rows, flat.dims[-1]
+    order = numbers(flat.like("rows", dims=whole), "order of rows")
+    if not experts.weighs_inputs:
+        rows = taken(block, flat, "rows", whole).values
+        names = numbers(rows, "sorted shares", STATISTIC_BYTES), starts(x, dims, NUMBER_BYTES)
+        block.add([rows], [*names], [])
+        return rows, names, order
+    by_row, counts = view(block, shares, dims.rows), starts(x, dims, NUMBER_BYTES)
+    weights = moved(block, by_row, "sorted shares", (dims.rows,), Numbers(made=(order,)))
+    block.add([weights], [counts], [])
+    given = taken(block, flat, "rows", whole).values
+    wide = cast(block, given, "rows in fp32", STATISTIC_BYTES)
+    rows = cast(block, rows_weighted(block, wide, weights), "weighted rows", block.width)
+    block.hold(given)
+    return rows, (weights, counts), order
 
 
 def _grouped_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> Tensor:

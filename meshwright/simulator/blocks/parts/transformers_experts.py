@@ -18,19 +18,19 @@ from meshwright.simulator.blocks.parts.routing import (
     moved,
     normalised,
     numbers,
+    rows_weighted,
     score,
     starts,
     taken,
     told,
+    wide_logits,
 )
 from meshwright.simulator.blocks.parts.shared import Shared, gated
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
-    STATISTIC_BYTES,
     Block,
     Dim,
     Gradient,
-    Linear,
     Placement,
     Reads,
     Tensor,
@@ -38,7 +38,6 @@ from meshwright.simulator.graph import (
     cast,
     handed_on,
     pointwise,
-    product,
     view,
 )
 from meshwright.simulator.layout import ExpertAxis
@@ -58,7 +57,7 @@ def transformers(
     flat, is_gated = dims.flat(block, x), shared is not None and shared.has_gate
     beside = shared.write(block, flat) if shared is not None and is_gated else None
     if experts.routed_in_full:
-        logits = _wide_logits(block, flat, dims)
+        logits = wide_logits(block, flat, dims)
         shares = _scaled_shares(block, logits, experts, dims)
     else:
         logits = logits_of(block, flat, dims, bias=experts.bias)
@@ -93,7 +92,7 @@ def _sorted(
     weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers(made=(order,)))
     names, begin = _counted(block, rows, dims)
     made = _run(block, rows, experts, dims, Known(begin, names[0]))
-    wide = _rows_weighted(block, made, weights)
+    wide = rows_weighted(block, made, weights)
     inverse = _inverse(block, rows)
     wide = moved(block, wide, "rows of tokens", (dims.rows, hidden), Numbers(read=(inverse,)))
     total = _summed(block, wide, dims, copies_back=True)
@@ -125,7 +124,7 @@ def _exchanged(
     made = _own(block, given, ones, dims, experts)
     back = exchanged(block, made, dims, back=True)
     unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), Numbers(read=(order,)))
-    wide = _rows_weighted(block, unsorted, view(block, shares, dims.rows))
+    wide = rows_weighted(block, unsorted, view(block, shares, dims.rows))
     total = _summed(block, wide, dims, copies_back=False)
     block.hold(order, *names, made, back, unsorted)
     return cast(block, total, "experts out", block.width)
@@ -181,16 +180,6 @@ def _counted(block: Block, rows: Tensor, dims: RoutedDims) -> tuple[tuple[Tensor
     names = numbers(rows, "sorted"), numbers(rows, "counted", INT32_BYTES), each
     block.add([rows], [*names, begin], [])
     return names, begin
-
-
-def _wide_logits(block: Block, flat: Tensor, dims: RoutedDims) -> Tensor:
-    """Return the product of DeepSeek's router, which casts both of its operands to fp32."""
-    weight = block.weight("router.weight", dims.experts, flat.dims[-1])
-    operands = (
-        cast(block, flat, "tokens in fp32", STATISTIC_BYTES),
-        cast(block, weight, "router weight in fp32", STATISTIC_BYTES),
-    )
-    return product(block, "router", operands, dims.tokens, dims.experts, linear=Linear(wide=True))
 
 
 def _scaled_shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
@@ -283,20 +272,3 @@ def _added(block: Block, x: Tensor, *biases: Tensor) -> Tensor:
         out = x.like(f"{x.name} biased", base=x.storage)
         x = handed_on(block, [x, each], out, block.traffic(x, x, each))
     return x
-
-
-def _rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
-    """Return *rows* times a weight each, in its format; its gradient is a sum over its row."""
-    spread = weights.like("weights by column", dims=rows.dims, base=weights.storage)
-    block.add([weights], [spread], [Gradient(weights)])
-    wide = rows.like("weighted rows", width=weights.width)
-    traffic = block.traffic(rows, wide)
-    # Where it is cast, that comes before the other gradient is summed over columns.
-    is_cast = wide.width > rows.width
-    made = wide.like("gradient in fp32") if is_cast else None
-    last = () if is_cast else (weights.like("sum of gradient"),)
-    gradients = [
-        Gradient(rows, (weights, rows), (traffic, traffic), makes=made),
-        Gradient(spread, (weights, rows)),
-    ]
-    return block.add([rows, spread], [wide], gradients, traffic, scratch=((), last))
