@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from meshwright.planner.space import Column, Pipeline, Space
 from meshwright.simulator.memory import Fragmentation, PeakBytes
 
-
 MOST_LIVE_BYTES = 2**46
 """More than any device has; parts of more would not fit into 64 bits."""
 
