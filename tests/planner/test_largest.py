@@ -9,6 +9,7 @@ import pytest
 from meshwright import main
 from meshwright.hwprofiles import GIBI, Attention, StageSplit, load_cluster, load_stack
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
+from meshwright.planner.footprint.groups import FullestRanks
 from meshwright.planner.largest import Quantity, find_largest, find_largest_of_plan
 from meshwright.planner.largest.quantity import deeper_job, stretches
 from meshwright.planner.search import search
@@ -311,3 +312,17 @@ def test_the_largest_value_is_a_line_of_the_report(capsys: pytest.CaptureFixture
         assert main([*words, *more]) == 0
         said = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert [line[1] for line in said if line[:1] == ["largest"]] == lines
+
+
+def test_what_needs_more_than_any_device_has_never_comes_out_small() -> None:
+    """Reserved bytes are counted in ten-thousandths, which 64 bits must hold."""
+    space = enumerate_space(
+        TrainingJob(model=load_model("gpt2"), global_batch_size=8, seq_len=1024),
+        load_stack("megatron-core"),
+        1,
+        SpaceLimits(),
+    )
+    ranks = FullestRanks.of(space, 2**62)
+    indices = np.arange(len(space))
+    ranks.add(indices, np.full(len(space), 2**60, np.int64), np.zeros(len(space), np.int64))
+    assert (device_bytes_column(space, CLUSTER, ranks.peaks) > 2**45).all()

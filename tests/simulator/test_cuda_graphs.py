@@ -163,7 +163,7 @@ def test_what_megatron_core_refuses_with_graphs_is_refused(
 
 
 def test_a_stack_captures_no_more_than_it_offers() -> None:
-    facts = load_stack("torchtitan").model_dump() | {"cuda_graphs": LAYERS}
+    facts = load_stack("torchtitan@0.2").model_dump() | {"cuda_graphs": LAYERS}
     with pytest.raises(ValueError, match="cuda_graphs: layers is not in cuda_graph_modes"):
         StackProfile.model_validate(facts)
     facts = CORE.model_dump() | {"cuda_graph_impl": "local"}

@@ -7,7 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster, CudaGraphs, counted
-from meshwright.planner.footprint.groups import FullestRanks, PipelineGroup, pipeline_groups
+from meshwright.planner.footprint.groups import (
+    MOST_LIVE_BYTES,
+    FullestRanks,
+    PipelineGroup,
+    pipeline_groups,
+)
 from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
 from meshwright.planner.footprint.passes import Layouts, RolePasses, Sizes
 from meshwright.planner.footprint.replicas import Kind, kinds_of
@@ -50,7 +55,7 @@ def peak_bytes(
     """
     asked = np.arange(len(space)) if indices is None else indices
     live = least_bytes(space, table, blocks, asked)
-    peaks = PeakBytes(live, live * PARTS)
+    peaks = PeakBytes(live, np.minimum(live, MOST_LIVE_BYTES) * PARTS)
     left = live <= most_bytes
     if left.any():
         own = asked[left]

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 from meshwright.planner.space import Column, Pipeline, Space
 from meshwright.simulator.memory import Fragmentation, PeakBytes
 
+MOST_LIVE_BYTES = 2**46
+"""More than any device has; parts of more would not fit into 64 bits."""
+
 
 class PipelineGroup(NamedTuple):
     """Layouts with the same pipeline."""
@@ -46,12 +49,14 @@ class FullestRanks(NamedTuple):
 
     def add(self, indices: Column, live: Column, states: Column) -> None:
         """Add a rank of each of *indices*, with so much live, of which so much are states."""
-        found = live, self.fragmentation.reserved_parts(live, states)
+        counted = np.minimum(live, MOST_LIVE_BYTES), np.minimum(states, MOST_LIVE_BYTES)
+        found = live, self.fragmentation.reserved_parts(*counted)
         for column, own in zip(self.peaks, found, strict=True):
             column[indices] = np.maximum(column[indices], own)
 
     def may_grow(self, indices: Column, most: Column, states: Column) -> NDArray[np.bool_]:
         """Return where a rank with at most so much live may be a fullest one of *indices*."""
         live, reserved = (column[indices] for column in self.peaks)
-        parts = self.fragmentation.reserved_parts(most, states)
+        counted = np.minimum(most, MOST_LIVE_BYTES), np.minimum(states, MOST_LIVE_BYTES)
+        parts = self.fragmentation.reserved_parts(*counted)
         return np.asarray(((most > live) | (parts > reserved)) & self.left(indices))

@@ -251,10 +251,8 @@ class UnitPeaks:
         pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
         moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
         updating = held.update_temporary + copied * (1 - sharding.on_host) - passes[REDUCED]
-        buffers = microbatches * buffers + self._beside.angle_tables(
-            states.shapes[own], role.stages
-        )
-        live = lasting + gradients + buffers + np.maximum(moving, updating)
+        tables = self._beside.angle_tables(states.shapes[own], role.stages)
+        live = lasting + gradients + tables + microbatches * buffers + np.maximum(moving, updating)
         kept = Fragmentation.of(self._space.stack).state_bytes(lasting, gradients)
         return np.asarray(live, np.int64), np.asarray(kept, np.int64)
 
