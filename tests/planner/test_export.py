@@ -64,6 +64,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*MIXTRAL, "--gpus", "64", "--ep", "8", "--prediction-layers", "2"], MIXED),
         ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
         ([*LLAMA, "--gpus", "16", "--zero", "3", "--tp", "2", "--cp", "2"], CORE),
+        ([*LLAMA, "--gpus", "32", "--tp", "2", "--cp", "2", "--dp-shard", "4"], CORE),
         (
             [*LLAMA, "--gpus", "16", "--gradient-precision", "bf16", "--moment-precision", "bf16"],
             CORE,
@@ -96,6 +97,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "16", "--cp", "2", "--cp-type", "all-gather"], ["--gpus", "16"]),
         ([*LLAMA, "--gpus", "16", "--cp", "8", *NESTED], ["--gpus", "16"]),
         ([*ROUTED, "--gpus", "16", *SPLIT, "--dispatcher", "hybridep"], ["--gpus", "16"]),
+        ([*LLAMA, "--gpus", "32", "--tp", "2", "--dp-shard", "4"], ["--gpus", "32"]),
     ],
     "deepspeed": [
         ([*SPEED, "--zero", "0", "--precision", "fp16"], [*SPED, *ONCE]),

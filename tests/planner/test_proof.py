@@ -264,6 +264,21 @@ CASES = {
         ),
         frees_switches=True,
     ),
+    "instances of the distributed optimizer": Case(
+        PART_ROUTED,
+        "dgx-h100",
+        "megatron-core",
+        16,
+        16,
+        limits=SpaceLimits(
+            dp_shard=(None, 1, 2, 4),
+            recompute=(Recompute.NONE,),
+            max_microbatch_size=1,
+            max_tp=2,
+            max_pp=2,
+        ),
+        frees_switches=True,
+    ),
     "a layer that predicts further": Case(
         PART_ROUTED.model_copy(update={"prediction_layers": 1}),
         "dgx-h100",

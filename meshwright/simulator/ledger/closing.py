@@ -144,6 +144,10 @@ def gradient_norm(
     hold apart (`clip_grad_norm_` of torchtitan 0.2.2, distributed/utils.py).
     """
     world = strided_span(0, 1, mesh.world_size, mesh.node_size)
+    if shape.stack.optimizer_instances and replication.replica_span is not None:
+        # Gradients are the same in each instance (intra_dist_opt_group of
+        # megatron/core/optimizer/__init__.py, core 0.16).
+        world = mesh.span_of_instances(replication.replica_span.num_ranks)
     # Experts that other ranks hold have an optimizer, and a norm, of their own
     # (ChainedOptimizer.get_grad_norm of Megatron-Core 0.16).
     sums: list[tuple[MeshAxis, int, GroupSpan]]

@@ -265,9 +265,9 @@ def norm_axis(plan: ResolvedPlan) -> str:
     axes = [axis for axis, degree in degrees.items() if degree > 1]
     if len(axes) == 1:  # replicas' ranks: all of them, or one set of shards
         return group_name(axes[0], plan)
-    if norm_ranks(plan) != plan.world_size:
-        return "parts"
-    return _experts_name(plan, plan.world_size) or "world"
+    ranks = norm_ranks(plan)
+    usual = "world" if ranks == plan.world_size else "parts"
+    return usual if plan.pp > 1 else _experts_name(plan, ranks) or usual
 
 
 def stage_name(plan: ResolvedPlan) -> str:
