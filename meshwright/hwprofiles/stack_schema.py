@@ -109,7 +109,6 @@ class StackProfile(StackTraits):
     parallelism, ``sharded_parameter_bytes`` what a rank keeps of a parameter between its uses
     (``parameter_bytes`` where parameters are whole), ``hybrid_sharding`` whether states may be
     sharded over a part of the data-parallel ranks and replicated over the rest,
-    ``optimizer_instances`` the same of the states of stage 1 alone,
     ``parameter_gather`` whether the owner of a layer broadcasts it to the others, who reduce its
     gradient to the owner.
 
@@ -184,7 +183,6 @@ class StackProfile(StackTraits):
     optional_microbatch_sync: Flag = False
     finds_unused: Flag = False
     hybrid_sharding: Flag = False
-    optimizer_instances: Flag = False
     prefetches_units: Flag = True
     parameter_gather: ParameterGather = ParameterGather.ALL_GATHER
     pipeline_zero_stages: tuple[ZeroStage, ...] = (0, 1)

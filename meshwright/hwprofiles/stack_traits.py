@@ -68,6 +68,8 @@ class StackTraits(Profile):
             multiple of this; 1 pads nothing.
         transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
             that do not lie as it knows are copied, and its products have a workspace of their own.
+        optimizer_instances: The optimizer's states of stage 1 may be sharded over a part of the
+            data-parallel ranks and replicated over the rest.
         keeps_stand_ins: Where products add gradients to their sums, a tensor of each shape of a
             linear layer's weight, which autograd is given for them, lives throughout.
         moment_precisions: Formats that Adam's moments may have, in an optimizer that is told so.
@@ -117,6 +119,7 @@ class StackTraits(Profile):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+    optimizer_instances: Flag = Field(default=False, exclude_if=operator.not_)
     keeps_stand_ins: Flag = Field(default=False, exclude_if=operator.not_)
     moment_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
     expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)

@@ -248,6 +248,20 @@ CASES = {
             max_tp=1,
         ),
     ),
+    "outputs run again in 8 bits": Case(
+        LATENT,
+        "dgx-b200",
+        "megatron-core-2026",
+        8,
+        16,
+        precision=Precision.MXFP8,
+        limits=SpaceLimits(
+            recompute=(Recompute.SELECTIVE,),
+            recompute_modules=((), (RecomputeModule.MOE_ACT, RecomputeModule.LAYERNORM)),
+            max_microbatch_size=1,
+            max_pp=2,
+        ),
+    ),
     "moments in every format": Case(
         UNEVEN,
         "dgx-a100",

@@ -186,8 +186,9 @@ class Tape:
         self.storages.touch(whole.like(f"{whole.name} copied", dims=dims))
 
     def save(self, node: Node) -> None:
-        """Hold what backward reads; what the node can place anew it does not keep."""
+        """Hold what backward reads; what the node can place, or cast, anew it does not keep."""
         made = {op.outputs[0]: op.inputs[0] for op in placed_again(node)}
-        read = dict.fromkeys(made.get(each, each).storage for op in node for each in op.reads)
+        placed = (made.get(each, each).storage for op in node for each in op.reads)
+        read = dict.fromkeys(made.get(each, each).storage for each in placed)
         self.saved[node[0].node] = list(read)
         self.storages.hold(*read)
