@@ -56,6 +56,8 @@ class StackTraits(Profile):
             buffer it is gathered into, and its gradients into that of their reduction (FSDP2).
         norm_by_axis: The gradient norm is summed axis by axis, a number for each weight that a rank
             holds a part of (DTensor's), then as one over a pipeline; else one over all ranks.
+        joint_gradient_norm: Optimizers of experts and of all else sum one norm where they have the
+            same ranks, else each its own (ChainedOptimizer of Megatron-Core).
         sums_tokens: A step first sums the tokens of its batch over the data-parallel ranks.
         gathers_tokens: It first gathers a number of each rank's tokens (transformers' Trainer).
         broadcasts_buffers: The first rank's buffers, which are no weights, go to all before the
@@ -111,6 +113,7 @@ class StackTraits(Profile):
     reshards_in_pipelines: Flag = True
     copies_units: Flag = False
     norm_by_axis: Flag = False
+    joint_gradient_norm: Flag = Field(default=False, exclude_if=operator.not_)
     sums_tokens: Flag = False
     gathers_tokens: Flag = False
     broadcasts_buffers: Flag = False
