@@ -75,6 +75,9 @@ class StackTraits(Profile):
         keeps_stand_ins: Where products add gradients to their sums, a tensor of each shape of a
             linear layer's weight, which autograd is given for them, lives throughout.
         moment_precisions: Formats that Adam's moments may have, in an optimizer that is told so.
+        parameter_remainders: Of the fp32 copy of a bf16 weight it then keeps the 16 bits that the
+            weight has not.
+        main_precision: Format of the copies of weights in such an optimizer (main_params_dtype).
         expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
         ep_overlap_fraction: The part that hides of what then could.
         host_issue_pass_s: Time in which the host starts a pass through a layer with experts; the
@@ -125,6 +128,10 @@ class StackTraits(Profile):
     optimizer_instances: Flag = Field(default=False, exclude_if=operator.not_)
     keeps_stand_ins: Flag = Field(default=False, exclude_if=operator.not_)
     moment_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
+    parameter_remainders: Flag = Field(default=False, exclude_if=operator.not_)
+    main_precision: Literal[Precision.FP32, Precision.FP16] = Field(
+        default=Precision.FP32, exclude_if=lambda value: value is Precision.FP32
+    )
     expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)
     ep_overlap_fraction: Fraction = Field(
         default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_
