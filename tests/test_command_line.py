@@ -441,5 +441,7 @@ def test_hybrid_sharding_is_printed_and_refused_where_it_cannot_be(
     assert meshwright.main([*step, "--dp-shard", "5"]) == 2
     assert capsys.readouterr().err == "error: dp_shard=5 does not divide dp=32\n"
     core = [*step[:-1], "megatron-core", "--dp-shard", "8"]
-    assert meshwright.main(core) == 2
+    assert meshwright.main(core) == 0
+    assert "4 replicas of 8 shards" in capsys.readouterr().out
+    assert meshwright.main([*core, "--zero", "0"]) == 2
     assert "dp_shard=8 is not offered by stack megatron-core" in capsys.readouterr().err

@@ -36,7 +36,9 @@ class FusedAdam:
         """Take what it takes."""
 
 
-def config_of(training: Precision, moments: torch.dtype) -> optimizer_config.OptimizerConfig:
+def config_of(
+    training: Precision, moments: torch.dtype, **said: object
+) -> optimizer_config.OptimizerConfig:
     """Return Megatron-Core's own configuration, checked as it does."""
     module = ModuleType("transformer_engine.pytorch.optimizers")
     module.FusedAdam = FusedAdam  # type: ignore[attr-defined]
@@ -55,6 +57,7 @@ def config_of(training: Precision, moments: torch.dtype) -> optimizer_config.Opt
             use_precision_aware_optimizer=True,
             exp_avg_dtype=moments,
             exp_avg_sq_dtype=moments,
+            **said,
         )
 
 
@@ -96,6 +99,24 @@ def test_states_take_what_megatron_core_allocates(training: Precision, moments: 
         found += torch.float32.itemsize
     ours, _ = optimizer_bytes(load_stack("megatron-core"), training, moments)
     assert ours == found
+
+
+@pytest.mark.parametrize("training", [Precision.FP16, Precision.MXFP8])
+def test_copies_of_weights_in_fp16_take_what_megatron_core_allocates(training: Precision) -> None:
+    told = {"main_params_dtype": torch.float16, "store_param_remainders": False}
+    config = config_of(training, torch.bfloat16, **told)
+    assert config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    stack = load_stack("megatron-core").model_copy(update={"main_precision": Precision.FP16})
+    ours, scratch = optimizer_bytes(stack, training, Precision.BF16)
+    assert ours == allocated_bytes(config) // NUMEL
+    assert scratch == torch.float32.itemsize
+
+
+def test_whole_copies_of_weights_take_what_megatron_core_allocates() -> None:
+    config = config_of(Precision.BF16, torch.bfloat16, store_param_remainders=False)
+    stack = load_stack("megatron-core").model_copy(update={"parameter_remainders": False})
+    ours, _ = optimizer_bytes(stack, Precision.BF16, Precision.BF16)
+    assert ours == allocated_bytes(config) // NUMEL
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,19 +1,26 @@
 """Layers of a stage that Megatron-Core's own TransformerBlock recomputes: bytes and FLOPs."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from block_witness import Given, Measured, count_pass
 from witnesses import megatron_job
 
-from meshwright.hwprofiles import Recompute, RecomputeMethod
+from meshwright.hwprofiles import Precision, Recompute, RecomputeMethod, RecomputeModule, load_stack
 from meshwright.planner.reports import SavedPlan
+from meshwright.simulator import ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.account.counts import counted_flops
 from meshwright.simulator.blocks import BlockShape, BlockTable
-from meshwright.simulator.layout import rank_stages
+from meshwright.simulator.layout import rank_stages, stack_refusal
 from meshwright.simulator.memory import block_bytes, virtual_stage_memory
 from meshwright.validate.counting import RankOracle
 from meshwright.validate.outside import load_outside_plans
+
+from megatron.core.extensions import transformer_engine_spec_provider  # isort: skip  (after Apex's)
+from megatron.core.models.gpt import gpt_layer_specs  # isort: skip
+from megatron.core.transformer import transformer_config  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 
 PLANS = {plan.name: plan for plan in load_outside_plans()}
 SCALE_BYTES = 4  # of the softmax, of each layer: a GPU has it on the host
@@ -102,3 +109,48 @@ def test_layers_that_run_again_are_byte_exact(
     assert all(each in range(0, SCALE_BYTES * NUM_LAYERS + 1, SCALE_BYTES) for each in beside)
     flops = sum(counted_flops(table.operators(shape, kind)) * count for kind, count in stage.passes)
     assert flops == witness.forward_flops + witness.backward_flops
+
+
+@pytest.mark.parametrize("module", [RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT])
+@pytest.mark.parametrize(
+    ("precision", "recipe"), [(Precision.FP8, "delayed"), (Precision.MXFP8, "mxfp8")]
+)
+def test_outputs_run_again_in_8_bits_where_megatron_core_lets_them(
+    precision: Precision, recipe: str, module: RecomputeModule
+) -> None:
+    model = load_model("mixtral-8x7b")
+    job = TrainingJob(model=model, global_batch_size=8, seq_len=4096, precision=precision)
+    selection = {"recompute": Recompute.SELECTIVE, "recompute_modules": (module,)}
+    plan = ResolvedPlan(dp=8, ep=8, zero_stage=1, **selection)
+    ours = stack_refusal(job, plan, load_stack("megatron-core-2026"))
+    told = {"fp8": "hybrid", "fp8_recipe": recipe, "bf16": True, "moe_grouped_gemm": True}
+    told |= {"recompute_granularity": "selective", "recompute_modules": [str(module)]}
+    theirs = ""
+    with patch.object(transformer_config, "is_te_min_version", lambda *_, **__: True):
+        try:
+            transformer_config.TransformerConfig(
+                num_layers=2, hidden_size=64, num_attention_heads=4, num_moe_experts=8, **told
+            )
+        except ValueError as error:
+            theirs = str(error)
+    assert (ours is None) == (not theirs)
+    if ours is not None:
+        assert "elayed scaling" in ours
+        assert "Delayed scaling" in theirs
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("experts", [None, 8])
+def test_norms_are_modules_where_several_products_read_them(
+    experts: int | None, *, latent: bool
+) -> None:
+    provider = transformer_engine_spec_provider
+    with (
+        patch.object(provider, "is_te_min_version", lambda *_, **__: True),
+        patch.object(gpt_layer_specs, "TESpecProvider", provider.TESpecProvider, create=True),
+    ):
+        parts = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=True, multi_latent_attention=latent
+        ).submodules
+    assert (parts.input_layernorm is not IdentityOp) == latent
+    assert (parts.pre_mlp_layernorm is not IdentityOp) == (experts is not None)

@@ -115,6 +115,8 @@ class StackTraits(StackSwitches):
             experts, each is cut along its widths; else ranks share whole ones.
         norm_by_axis: The gradient norm is summed axis by axis, a number for each weight that a rank
             holds a part of (DTensor's), then as one over a pipeline; else one over all ranks.
+        joint_gradient_norm: Optimizers of experts and of all else sum one norm where they have the
+            same ranks, else each its own (ChainedOptimizer of Megatron-Core).
         sums_tokens: A step first sums the tokens of its batch over the data-parallel ranks.
         gathers_tokens: It first gathers a number of each rank's tokens (transformers' Trainer).
         broadcasts_buffers: The first rank's buffers, which are no weights, go to all before the
@@ -127,11 +129,16 @@ class StackTraits(StackSwitches):
             multiple of this; 1 pads nothing.
         transformer_engine: Attention and linear layers are Transformer Engine's: keys and values
             that do not lie as it knows are copied, and its products have a workspace of their own.
+        optimizer_instances: The optimizer's states of stage 1 may be sharded over a part of the
+            data-parallel ranks and replicated over the rest.
         keeps_stand_ins: Where products add gradients to their sums, a tensor of each shape of a
             linear layer's weight, which autograd is given for them, lives throughout.
         moment_precisions: Formats that Adam's moments may have, in an optimizer that is told so.
         offloads_layers: Layers may leave their saved tensors on the host from forward to backward.
         offload_modules: Parts of layers that may, whichever layers have them.
+        parameter_remainders: Of the fp32 copy of a bf16 weight it then keeps the 16 bits that the
+            weight has not.
+        main_precision: Format of the copies of weights in such an optimizer (main_params_dtype).
         expert_overlaps: How exchanges with ranks of experts may run beside another microbatch.
         ep_overlap_fraction: The part that hides of what then could.
         host_issue_pass_s: Time in which the host starts a pass through a layer with experts; the
@@ -177,6 +184,7 @@ class StackTraits(StackSwitches):
     copies_units: Flag = False
     splits_experts: Flag = Field(default=False, exclude_if=operator.not_)
     norm_by_axis: Flag = False
+    joint_gradient_norm: Flag = Field(default=False, exclude_if=operator.not_)
     sums_tokens: Flag = False
     gathers_tokens: Flag = False
     broadcasts_buffers: Flag = False
@@ -185,10 +193,15 @@ class StackTraits(StackSwitches):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
+    optimizer_instances: Flag = Field(default=False, exclude_if=operator.not_)
     keeps_stand_ins: Flag = Field(default=False, exclude_if=operator.not_)
     moment_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
     offloads_layers: Flag = Field(default=False, exclude_if=operator.not_)
     offload_modules: tuple[OffloadModule, ...] = Field(default=(), exclude_if=operator.not_)
+    parameter_remainders: Flag = Field(default=False, exclude_if=operator.not_)
+    main_precision: Literal[Precision.FP32, Precision.FP16] = Field(
+        default=Precision.FP32, exclude_if=lambda value: value is Precision.FP32
+    )
     expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)
     ep_overlap_fraction: Fraction = Field(
         default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_

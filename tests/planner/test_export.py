@@ -49,6 +49,8 @@ EACH = ["--sync-each-microbatch", *SINGLE, *UNFUSED]
 SPED = ["--model", "gpt2", "--seq-len", "1024", "--global-batch", "64"]
 FLASH = ["--attention", "flash"]
 SHARDED = [*CORE, "--seq-len", "4096", "--global-batch", "64"]
+NARROW_MASTERS = ["--set", "main_precision=fp16"]
+WHOLE_MASTERS = ["--set", "parameter_remainders=false"]
 NESTED = ["--cp-type", "ring+all-to-all", "--cp-inner", "4"]
 PREDICTING = ["--stages", "Et*9|(t*9|)*2t*5mL", "--prediction-layers", "1"]
 IN_GRAPHS = ["--set", "cuda_graphs=layers", "--set", "allocator=expandable"]
@@ -77,11 +79,13 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*MIXTRAL, "--gpus", "64", "--ep", "8", "--prediction-layers", "2"], MIXED),
         ([*LLAMA, "--gpus", "16", "--zero", "0", "--gradient-precision", "bf16"], CORE),
         ([*LLAMA, "--gpus", "16", "--zero", "3", "--tp", "2", "--cp", "2"], CORE),
+        ([*LLAMA, "--gpus", "32", "--tp", "2", "--cp", "2", "--dp-shard", "4"], CORE),
         (
             [*LLAMA, "--gpus", "16", "--gradient-precision", "bf16", "--moment-precision", "bf16"],
             CORE,
         ),
         ([*LLAMA, "--gpus", "16", "--moment-precision", "fp8"], CORE),
+        ([*LLAMA, "--gpus", "16", "--moment-precision", "fp8", *NARROW_MASTERS], CORE),
         ([*MIXTRAL, "--gpus", "64", "--pp", "4", "--ep", "8"], MIXED),
         ([*MIXTRAL, "--gpus", "16", *SPLIT, "--dispatcher", "deepep"], MIXED),
         ([*ROUTED, "--gpus", "16", "--ep", "8", "--dispatcher", "hybridep", *BESIDE], QWEN_CORE),
@@ -116,6 +120,9 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "16", "--cp", "2", "--cp-type", "all-gather"], ["--gpus", "16"]),
         ([*LLAMA, "--gpus", "16", "--cp", "8", *NESTED], ["--gpus", "16"]),
         ([*ROUTED, "--gpus", "16", *SPLIT, "--dispatcher", "hybridep"], ["--gpus", "16"]),
+        ([*LLAMA, "--gpus", "32", "--tp", "2", "--dp-shard", "4"], ["--gpus", "32"]),
+        ([*LLAMA, "--gpus", "8", "--moment-precision", "bf16", *NARROW_MASTERS], ["--gpus", "8"]),
+        ([*LLAMA, "--gpus", "8", "--moment-precision", "bf16", *WHOLE_MASTERS], ["--gpus", "8"]),
     ],
     "deepspeed": [
         ([*SPEED, "--zero", "0", "--precision", "fp16"], [*SPED, *ONCE]),

@@ -39,6 +39,7 @@ LLAMA = (
 EXPERTS = f"{LLAMA} --num-experts 8 --moe-grouped-gemm --moe-permute-fusion"
 
 MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype"
+INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
 RINGS = "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes"
 
 
@@ -150,6 +151,8 @@ REFUSED = [
     (f"{GPT} --quick-geglu", "with num-experts"),
     (f"{GPT} --fp8-format hybrid --fp8-recipe blockwise", "fp8-recipe=blockwise of megatron-lm"),
     (f"{GPT} --expert-model-parallel-size 2", "allowed: 1"),
+    (f"{GPT} {INSTANCES} 3", "allowed: a divisor of the 8 ranks of --dp"),
+    (f"{GPT} --context-parallel-size 8 {INSTANCES} 2", "a divisor of the 1 ranks of --dp"),
     (f"{GPT} --deepspeed", "DeepSpeed's engine trains"),
     (f"{GPT} --tensor-model-parallel-size 3", "no multiple of the 3"),
     (f"{GPT} --num-layers-per-virtual-pipeline-stage 5", "does not divide 24 layers"),

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.hwprofiles import Attention, Precision, Recompute, RecomputeModule, load_stack
+from meshwright.hwprofiles import (
+    Attention,
+    Precision,
+    Recompute,
+    RecomputeModule,
+    StackProfile,
+    load_stack,
+)
 from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, walk
 from meshwright.simulator.graph import Memory, Phase, Product
@@ -31,8 +38,8 @@ def plan_of(*modules: RecomputeModule) -> ResolvedPlan:
     )
 
 
-def saved_bytes(*modules: RecomputeModule) -> int:
-    shape = BlockShape.of(job_of(), plan_of(*modules), STACK)
+def saved_bytes(*modules: RecomputeModule, stack: StackProfile = STACK) -> int:
+    shape = BlockShape.of(job_of(), plan_of(*modules), stack)
     return int(Memory.of(walk(shape, TRANSFORMER_LAYER)).saved)
 
 
@@ -43,7 +50,42 @@ def test_an_mlp_that_runs_again_keeps_its_input_alone() -> None:
 
 def test_norms_that_are_made_again_keep_neither_output_nor_deviation() -> None:
     each = 2 * TOKENS * LLAMA.hidden_size + 4 * TOKENS
-    assert saved_bytes() - saved_bytes(NORMS) == 2 * each
+    apart = STACK.model_copy(update={"transformer_engine": False})
+    assert saved_bytes(stack=apart) - saved_bytes(NORMS, stack=apart) == 2 * each
+
+
+def test_norms_inside_of_products_do_not_run_again() -> None:
+    """Those that queries, keys and values, or an MLP, alone read: see tests_outside."""
+    assert saved_bytes() == saved_bytes(NORMS)
+    saved = []
+    for modules in ((), (NORMS,)):
+        shape = BlockShape.of(job_of(MIXTRAL), plan_of(*modules), STACK)
+        saved.append(Memory.of(walk(shape, EXPERT_LAYER)).saved)
+    # Routing weights read the norm's output in 16 bits, and it keeps a deviation of each token.
+    each = 2 * MIXTRAL.hidden_size + 4
+    assert saved[0] - saved[1] == MIXTRAL.seq_len * each
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_outputs_that_are_made_again_leave_no_copies_in_8_bits(tp: int) -> None:
+    """Each product keeps one of its input along columns, 33 bytes for 32 elements."""
+    model, stack = load_model("deepseek-v3"), load_stack("megatron-core-2026")
+    assert isinstance(model, ModelSpec)
+    assert model.experts is not None
+    job = job_of(model, Precision.MXFP8)
+
+    def saved(*modules: RecomputeModule) -> int:
+        plan = replace(plan_of(*modules), tp=tp, sequence_parallel=tp > 1, dp=8, ep=8, etp=1)
+        return int(Memory.of(walk(BlockShape.of(job, plan, stack), EXPERT_LAYER)).saved)
+
+    tokens, wide = job.seq_len // tp, model.hidden_size
+    # Both down projections and shared experts; routing weights read 16 bits.
+    norms = tokens * (3 * wide * 33 // 32 + 2 * wide + 2 * 4)
+    assert saved() - saved(NORMS) == norms
+    rows = tokens * model.experts.experts_per_token
+    copies = rows * model.experts.hidden_size * 33 // 32
+    assert saved() - saved(RecomputeModule.MOE_ACT) == copies
+    assert saved() - saved(RecomputeModule.MOE_ACT, NORMS) == norms + copies
 
 
 def test_an_activation_of_experts_that_is_made_again_is_not_kept() -> None:
@@ -102,7 +144,8 @@ def test_up_projections_of_latents_that_are_made_again_keep_latents_alone() -> N
             "llama3-8b, which has no latent attention",
         ),
         (job_of(load_model("gpt2")), MLP, "megatron-core", "gpt2, which has biases in its MLP"),
-        (job_of(precision=Precision.FP8), NORMS, "megatron-core", "with precision=fp8"),
+        (job_of(precision=Precision.MXFP8), NORMS, "megatron-core@0.12", "with precision=mxfp8"),
+        (job_of(precision=Precision.FP8), NORMS, "megatron-core-2026", "delayed scaling"),
     ],
 )
 def test_parts_that_cannot_run_again_are_refused_by_name(

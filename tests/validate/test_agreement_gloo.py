@@ -208,6 +208,7 @@ CASES = {
     "biases": saved(OSS, "megatron-core", tp=2, dp=2, ep=2, etp=1, recompute=FULL, **SP),
     "weighed inputs": saved(WEIGHED, "megatron-core", tp=2, dp=2, ep=4, etp=1, **SP),
     "gelu experts": saved(GELU, "megatron-core", tp=2, dp=2, ep=2, **SP),
+    "instances of the optimizer": saved(MIXTRAL, "megatron-core", dp=4, dp_shard=2, ep=2),
     "squared experts": saved(UNGATED, "megatron-core", dp=2, ep=2),
     "groups of experts": saved(LIMITED_GROUPS, "megatron-core", dp=2, ep=2),
     "titan groups": saved(LIMITED_GROUPS, "torchtitan@0.2", dp=2, ep=2, pp=2),

@@ -15,6 +15,7 @@ from meshwright.planner.reports import SavedPlan
 from meshwright.simulator.model import padded_vocab_size
 from meshwright.simulator.schedules import Phase
 from meshwright.validate.counting import fake_cluster
+from meshwright.validate.counting.accelerator import IdleStream
 from meshwright.validate.ranks import ByteKind
 from witnesses import apex
 from witnesses.boundary import gpu_answers, modules_converted, objects_shared, values_answered
@@ -90,6 +91,17 @@ def fused_adam(*args: object, adam_w_mode: bool, **kwargs: object) -> torch.opti
     return torch.optim.AdamW(*args, fused=True, **kwargs)
 
 
+def streams() -> AbstractContextManager[object]:
+    """Let instances of the distributed optimizer reduce on a stream: there is one, and it waits."""
+    stream = IdleStream()
+    return patch.multiple(
+        torch.cuda,
+        Stream=lambda **_: stream,
+        default_stream=lambda: stream,
+        stream=lambda _: nullcontext(),
+    )
+
+
 def sizes_answered(rank: "MegatronJob") -> AbstractContextManager[object]:
     """Answer what sizes are told ahead of messages that are not all alike: they have no data.
 
@@ -130,7 +142,7 @@ def answers() -> Iterator[None]:
     Whoever asks Megatron-Core for an RMSNorm changes the norm of all models after it.
     """
     norm = patch.object(backends, "LNImpl", backends.LNImpl)
-    with gpu_answers(), random_numbers(), norm, ExitStack() as stack:
+    with gpu_answers(), random_numbers(), streams(), norm, ExitStack() as stack:
         for kernel in (*fused_kernels(), *without_engine(), *megatron_fsdp.answers()):
             stack.enter_context(kernel)
         yield
@@ -161,6 +173,7 @@ class MegatronJob:
             plan.pp,
             virtual if virtual > 1 else None,
             context_parallel_size=plan.cp,
+            num_distributed_optimizer_instances=plan.dp_cp // plan.num_shards,
             create_gloo_process_groups=False,
             get_embedding_ranks=partial(embedding_ranks, config=self._config, tied=tied),
         )
@@ -276,6 +289,7 @@ class MegatronJob:
                 overlap_grad_reduce=True,
                 overlap_param_gather=shards,
                 use_distributed_optimizer=shards,
+                num_distributed_optimizer_instances=plan.dp_cp // plan.num_shards,
             ),
             gpt,
             disable_bucketing=index > 0,

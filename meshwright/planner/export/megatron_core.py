@@ -78,6 +78,30 @@ def expert_fields(model: ModelSpec) -> Keys:
     }
 
 
+def _write_instances(roles: Roles, facts: Facts) -> Keys:
+    """Return in how many sets of ranks the distributed optimizer's states are whole."""
+    shards = cast("int | None", facts.get("dp_shard")) or facts.number("dp")
+    instances = facts.number("dp") // shards
+    return {roles["instances"]: instances} if instances > 1 else {}
+
+
+def _read_instances(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    """Return the ranks of an instance, which has whole sequences.
+
+    Raises:
+        PlanError: If sequences would lie across instances, which no plan has.
+    """
+    key = roles["instances"]
+    instances = words.whole(keys, key, 1)
+    if instances == 1:
+        return {"dp_shard": facts.get("dp")}
+    others = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
+    dp = facts.world_size // others
+    if dp % instances:
+        raise words.unknown(key, instances, (f"a divisor of the {dp} ranks of --dp",))
+    return {"dp_shard": dp // instances}
+
+
 def _write_sizes(roles: Roles, facts: Facts) -> Keys:
     """Return sizes of both groups of a ring of swaps, first of the one that swaps."""
     inner = cast("int | None", facts.get("cp_inner"))
@@ -310,6 +334,7 @@ def _read_segments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys
 CODECS: Mapping[str, Codec] = {
     "zero of Megatron": Codec(read=_read_zero),
     "recompute of Megatron": Codec(_write_recompute, _read_recompute),
+    "instances of Megatron": Codec(_write_instances, _read_instances),
     "sizes of a ring of swaps": Codec(_write_sizes, _read_sizes),
     "layout of Megatron": Codec(_write_stages, _read_stages),
     "activations of Megatron": Codec(_write_offload, _read_offload),

@@ -246,9 +246,12 @@ def _overlaps(
 
 
 def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield the ranks that share a set of shards."""
-    others = divisors(place.dp)[-2::-1] if stack.hybrid_sharding and place.zero_stage else []
-    return _chosen("dp_shard", place.dp, others, wanted)
+    """Yield the ranks that share a set of shards: of optimizer's states all unless asked for."""
+    name = "dp_shard"
+    in_instances = stack.optimizer_instances and place.zero_stage == 1 and name in wanted
+    is_offered = in_instances or (stack.hybrid_sharding and place.zero_stage > 0)
+    others = divisors(place.dp)[-2::-1] if is_offered else []
+    return _chosen(name, place.dp, others, wanted)
 
 
 def _resharding(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:

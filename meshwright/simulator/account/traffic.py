@@ -123,6 +123,23 @@ def norm_ranks(plan: ResolvedPlan) -> int:
     return plan.tp * plan.pp * shards
 
 
+def norm_calls(plan: ResolvedPlan, stack: StackProfile) -> Counter[int]:
+    """Return over how many ranks a gradient norm is summed, and how often: one number each.
+
+    Experts that other ranks hold have an optimizer of their own, which with whole states sums over
+    the ranks of all experts (ChainedOptimizer.get_grad_norm of Megatron-Core 0.16).
+    """
+    calls = Counter({norm_ranks(plan): 1})
+    if plan.ep > 1 and not (stack.joint_gradient_norm and plan.zero_stage):
+        calls[norm_ranks(plan) if plan.zero_stage else expert_norm_ranks(plan)] += 1
+    return calls
+
+
+def expert_norm_ranks(plan: ResolvedPlan) -> int:
+    """Return the ranks that hold all experts once between them, with whole states."""
+    return plan.expert_tp * plan.ep * plan.pp
+
+
 def sent_bytes(traffic: tuple[Traffic, ...], axis: MeshAxis) -> Fraction:
     """Return what a rank sends over *axis* in a step."""
     return sum((each.sent_bytes for each in traffic if each.axis is axis), start=Fraction(0))

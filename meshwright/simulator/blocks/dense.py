@@ -50,13 +50,11 @@ from meshwright.simulator.model import EXPERT_LAYERS, TRANSFORMER_LAYER, BlockKi
 
 # Widths of the queries that unfused attention moves in transposing and adding biases.
 LAYOUT_WIDTHS = (8, 14)
+# The part of a norm that is inside of the product that alone reads it, and does not run again
+# (LayerNormLinear, in megatron/core/models/gpt/gpt_layer_specs.py, core 0.12 to 0.19).
+INSIDE = "norm of a product"
 
-PUT_TOGETHER = {
-    RotaryFormula.NEOX,
-    RotaryFormula.PHI3,
-    RotaryFormula.GLM4,
-    RotaryFormula.HALVES,
-}
+PUT_TOGETHER = {RotaryFormula.NEOX, RotaryFormula.PHI3, RotaryFormula.GLM4, RotaryFormula.HALVES}
 
 
 class Columns(NamedTuple):
@@ -174,31 +172,35 @@ def layer(
     if model.parallel_mlp != "no":
         return _side_by_side(block, x, shape, dims, kind)
     module = RecomputeModule.MOE if kind in EXPERT_LAYERS else RecomputeModule.MLP
+    ahead = [
+        INSIDE if block.lowering.fuses_norms and has_one_reader else RecomputeModule.LAYERNORM
+        for has_one_reader in (model.latent is None, kind not in EXPERT_LAYERS)
+    ]
     with block.part("layer"):
         with block.part(norm_part(shape, kind, OffloadModule.ATTN_NORM)):
-            attended = _normed(block, x, "attention norm", shape, "before")
+            attended = _normed(block, x, "attention norm", shape, ahead[0])
         y = first(block, attended, shape, dims, kind)
-        block.give_up(RecomputeModule.LAYERNORM, attended)
-        y = _normed(block, y, "attention output norm", shape, "after")
+        block.give_up(ahead[0], attended)
+        y = _normed(block, y, "attention output norm", shape)
         held = (y,) if spelling_of(shape).names_attention else ()
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
         with block.part(norm_part(shape, kind, OffloadModule.MLP_NORM)):
-            given = _normed(block, x, "mlp norm", shape, "before")
+            given = _normed(block, x, "mlp norm", shape, ahead[1])
         with block.part(module):
             y = last(block, given, shape, dims)
-        block.give_up(RecomputeModule.LAYERNORM, given)
-        y = _normed(block, y, "mlp out norm", shape, "after")
+        block.give_up(ahead[1], given)
+        y = _normed(block, y, "mlp out norm", shape)
         out = residual(block, y, x, bias=model.mlp_bias, drops=model.dropout)
         block.hold(entered, x, *held)
         return out
 
 
-def _normed(block: Block, x: Tensor, name: str, shape: BlockShape, place: str) -> Tensor:
-    """Return *x* normalised, where the model has a norm in that *place*."""
-    if shape.model.norm_places not in {place, "both"}:
+def _normed(block: Block, x: Tensor, name: str, shape: BlockShape, part: str = "") -> Tensor:
+    """Return *x* normalised, where the model has a norm: ahead of a *part*, or behind one."""
+    if shape.model.norm_places not in {"before" if part else "after", "both"}:
         return x
-    if place == "before":
-        with block.part(f"{RecomputeModule.LAYERNORM}:{name}"):
+    if part:
+        with block.part(f"{part}:{name}"):
             return normed(block, x, name, shape)
     with block.module(x):
         return normed(block, x, name, shape)

@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from meshwright.hwprofiles import Precision, WeightCast
+from meshwright.hwprofiles import Precision, RecomputeModule, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
 from meshwright.simulator.blocks.shape import BlockShape, narrows_head
 from meshwright.simulator.blocks.spelling import layer_table_bytes
+from meshwright.simulator.layout import repeated_modules
 from meshwright.simulator.model import (
     ENDS,
     HEAD,
@@ -64,12 +65,24 @@ def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator
     cast = _without_fused(shape, linears, 0)
     gradients = sum(linear.m * linear.n * linear.batch for linear in cast)
     is_twice = shape.recipe.weight_casts is WeightCast.FORWARD_BACKWARD
-    return _casts(shape, "backward", cast, gradients, linears if is_twice else ())
+    operators = _casts(shape, "backward", cast, gradients, linears if is_twice else ())
+    if RecomputeModule.MOE_ACT not in repeated_modules(shape.recompute, shape.modules):
+        return operators
+    # An activation that is made again is cast once more, by a kernel for each expert.
+    again = [linear.batch for linear in linears if linear.rows][1:2]
+    kernels = sum(again) * max(shape.recipe.expert_cast_kernels, 1)
+    return (*operators, KernelLaunches("fp8 casts again", kernels))
 
 
-def expert_casts(shape: BlockShape) -> int:
-    """Return the kernels of a pass that cast rows of one expert by themselves."""
-    return CASTS_OF_PASS * shape.recipe.expert_cast_kernels if shape.recipe else 0
+def expert_casts(shape: BlockShape, backward: int) -> int:
+    """Return the kernels of a pass that cast rows of one expert by themselves.
+
+    An activation that is made again is cast in backward, too.
+    """
+    if shape.recipe is None:
+        return 0
+    again = backward and RecomputeModule.MOE_ACT in repeated_modules(shape.recompute, shape.modules)
+    return (CASTS_OF_PASS + again) * shape.recipe.expert_cast_kernels
 
 
 def _without_fused(shape: BlockShape, linears: Sequence[Gemm], number: int) -> list[Gemm]:

@@ -56,6 +56,7 @@ from meshwright.simulator.model import (
 
 # Parts of blocks that full recomputation runs again: a layer, or several in one checkpoint.
 LAYER, GROUP = "layer", "group"
+GIVEN_UP = {RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT}
 NOT_HELD = {RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM}
 # Ways of recomputation that run whole layers again; others run the parts that a plan names.
 OF_LAYERS = {Recompute.FULL, Recompute.SELECTIVE_OP}
@@ -192,6 +193,7 @@ def lowering_of(shape: BlockShape) -> Lowering:
         fuses_gate=stack.megatron_layers,
         fuses_places=stack.megatron_layers,
         places_apart=stack.tp_plan and shape.tp > 1,
+        fuses_norms=stack.transformer_engine and stack.kernels is Kernels.FUSED,
         fuses_residual=stack.megatron_layers,
         saves_first=not stack.megatron_layers,
         weight_gradients=WeightGradients.FUSED if fuses_gradients else WeightGradients.ADDED,
@@ -233,7 +235,15 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         and shape.dispatcher is not Dispatcher.HYBRIDEP
         and shape.stack.expert_capacity is None,
         opens_experts=recipe.fuses_experts,
+        given_up=outputs_again(shape),
     )
+
+
+def outputs_again(shape: BlockShape) -> frozenset[str]:
+    """Return the parts whose outputs are given up and made again, in 8 bits."""
+    if shape.recipe is None:
+        return frozenset()
+    return frozenset(GIVEN_UP.intersection(repeated_modules(shape.recompute, shape.modules)))
 
 
 def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) -> Written:

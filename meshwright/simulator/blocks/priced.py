@@ -218,8 +218,8 @@ def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses
     layers = _num_layers(block)
     if experts is None:
         return HostPasses(name, (1 + backward) * layers)
-    own = _number(experts.num_experts // block.sizes.ep)
-    return HostPasses(name, (1 + backward) * layers, own, own * layers * expert_casts(shape))
+    own, casts = _number(experts.num_experts // block.sizes.ep), expert_casts(shape, backward)
+    return HostPasses(name, (1 + backward) * layers, own, own * layers * casts)
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:

@@ -15,6 +15,7 @@ from meshwright.simulator.blocks.kinds import (
     Written,
     keeps_output,
     lowering_of,
+    outputs_again,
     saved_offload,
     walk,
     written,
@@ -321,7 +322,10 @@ def _columns(shape: BlockShape, kind: BlockKind) -> Columns:
 
 
 def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
-    """Return what decides how a block is written: all but its sizes, and what of it runs again."""
+    """Return what decides how a block is written: all but its sizes, and what of it runs again.
+
+    In 8 bits what linear layers keep depends on that, too.
+    """
     common = (
         shape.tp > 1,
         shape.sequence_parallel,
@@ -334,7 +338,7 @@ def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
     layers: tuple[object, ...] = (*common, shape.attention, shape.cp_type, shape.cp_inner)
     if not isinstance(shape.trained, ModelSpec):
         return layers
-    layers += (shape.local_kv_width < shape.local_width, shape.has_groups)
+    layers += (shape.local_kv_width < shape.local_width, shape.has_groups, outputs_again(shape))
     if not _has_experts(kind):
         return layers
     splits = not shape.splits_experts_alike and shape.expert_tp > 1

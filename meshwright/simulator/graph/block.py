@@ -1,7 +1,7 @@
 """A block as it is written down: operators, weights, and until when forward holds on to tensors."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -32,9 +32,15 @@ class _Nodes:
         self._numbers = count()
         self._open: int | None = None
 
-    def open(self, *, fused: bool) -> None:
-        """Begin a node of several operators, or end it."""
+    @contextmanager
+    def one(self, *, fused: bool) -> Iterator[None]:
+        """Make one node of the operators inside, if they are *fused*; inside of one they are it."""
+        if self._open is not None:
+            yield
+            return
         self._open = next(self._numbers) if fused else None
+        yield
+        self._open = None
 
     def number(self) -> int:
         """Return the node of the next operator."""
@@ -139,19 +145,13 @@ class Block:
         """Give *output* of a part up here, where the part runs again in backward."""
         self.given_up.append(GivenUp(part, output.storage, self.operators[-1]))
 
-    @contextmanager
-    def one_node(self, *, fused: bool) -> Iterator[None]:
+    def one_node(self, *, fused: bool) -> AbstractContextManager[None]:
         """Make one autograd node of the operators inside, where they are *fused*."""
-        self._nodes.open(fused=fused)
-        yield
-        self._nodes.open(fused=False)
+        return self._nodes.one(fused=fused)
 
-    @contextmanager
-    def one_price(self) -> Iterator[None]:
+    def one_price(self) -> AbstractContextManager[None]:
         """Price the products inside, of one input, as if they were one."""
-        self._prices.open(fused=True)
-        yield
-        self._prices.open(fused=False)
+        return self._prices.one(fused=True)
 
     def add(
         self,

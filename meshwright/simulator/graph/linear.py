@@ -1,5 +1,7 @@
 """Matrix products with weights, what they cast, and changes of place around them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,6 +10,7 @@ from meshwright.simulator.graph.operators import (
     FP8_BYTES,
     Gradient,
     Kind,
+    Traffic,
     place_work,
     product_gradients,
     product_work,
@@ -177,17 +180,20 @@ def columns(
     """Return products of *x* whose outputs the tensor axis splits; a fused one may be *packed*."""
     lowering = block.lowering
     whole = replicated(x.at, Axis.TP)
-    x = kept_copy(block, x, linear)
-    with block.one_price(), block.one_node(fused=lowering.fuses_places):
+    with (
+        kept_copy(block, x, linear) as kept,
+        block.one_price(),
+        block.one_node(fused=lowering.fuses_places),
+    ):
         in_fp8 = _gathers_in_fp8(block, linear)
         if lowering.places_apart:
             return [
-                _column(block, place(block, x, whole), out, linear, again=False) for out in outs
+                _column(block, place(block, kept, whole), out, linear, again=False) for out in outs
             ]
-        gathered = place(block, x, whole, eight_bits=in_fp8, buffered=linear.buffered)
+        gathered = place(block, kept, whole, eight_bits=in_fp8, buffered=linear.buffered)
         if not lowering.fuses_places:
             block.argument(gathered)
-        again = in_fp8 and gathered.storage is not x.storage and lowering.fuses_places
+        again = in_fp8 and gathered.storage is not kept.storage and lowering.fuses_places
         fuses = linear.fuses or (lowering.fuses_gate if packed else lowering.fuses_products)
         if not fuses or len(outs) == 1:
             return [_column(block, gathered, out, linear, again=again) for out in outs]
@@ -227,24 +233,27 @@ def row(
     """Return the product of *x*, whose last dim the tensor axis splits, summed and placed."""
     if block.lowering.fuses_residual:
         linear = linear._replace(bias=False)  # `residual` adds it
-    x = kept_copy(block, x, linear)
     # Megatron-Core's own row layers scatter what they sum in a node of its own.
     fused = block.lowering.fuses_places and not block.lowering.is_local
-    with block.one_price(), block.one_node(fused=fused):
-        inputs = x.dims[-1]
+    with (
+        kept_copy(block, x, linear) as kept,
+        block.one_price(),
+        block.one_node(fused=fused),
+    ):
+        inputs = kept.dims[-1]
         weight = block.weight(f"{name}.weight", out, inputs, at={Axis.TP: inputs})
         in_fp8 = _gathers_in_fp8(block, linear)
         scratch = None
         bits = block.lowering.eight_bits
         if bits is not None:
-            made = x.like(name, dims=(*x.dims[:-1], out), at={})
+            made = kept.like(name, dims=(*kept.dims[:-1], out), at={})
             gathered = in_fp8 and bool(block.placed(at))
             again = 0 if bits.keeps_copy else 2
             scratch = narrow_scratch(
-                block, (x, weight), made, copies=1 if gathered else 2, again=again
+                block, (kept, weight), made, copies=1 if gathered else 2, again=again
             )
         partial = product(
-            block, name, (x, weight), *x.dims[:-1], out, linear=linear, scratch=scratch
+            block, name, (kept, weight), *kept.dims[:-1], out, linear=linear, scratch=scratch
         )
         return place(block, partial, at, eight_bits=in_fp8)
 
@@ -254,16 +263,31 @@ def _gathers_in_fp8(block: Block, linear: Linear) -> bool:
     return bits is not None and bits.gathers and linear.in_layer
 
 
-def kept_copy(block: Block, x: Tensor, linear: Linear = PLAIN) -> Tensor:
-    """Return what a linear layer keeps of its input: a narrow copy, if the stack does."""
+@contextmanager
+def kept_copy(block: Block, x: Tensor, linear: Linear = PLAIN) -> Iterator[Tensor]:
+    """Yield what a linear layer reads, and keeps, of its input: a narrow copy, if the stack does.
+
+    Where the input is given up, and made again, that is kept, and backward makes a copy along
+    columns of it where forward has made both (`save_original_input` of Transformer Engine 2.6 to
+    2.9, pytorch/module/linear.py and grouped_linear.py): it reads 2 bytes more of an element.
+    """
     bits = block.lowering.eight_bits
     if bits is None or not bits.keeps_copy or not linear.in_layer:
-        return x
-    return block.add(
-        [x],
-        [x.like(f"{x.name} in fp8", width=FP8_BYTES, scaled=bits.scaled)],
-        [Gradient(x, at=x.at, hands_on=True)],
-    )
+        yield x
+        return
+    narrow = x.like(f"{x.name} in fp8", width=FP8_BYTES, scaled=bits.scaled)
+    if not bits.given_up.intersection(_parts_of(block, x)):
+        yield block.add([x], [narrow], [Gradient(x, at=x.at, hands_on=True)])
+        return
+    with block.one_node(fused=True):
+        again = Gradient(x, (), (Traffic(2 * x.numel),), at=x.at, hands_on=True)
+        yield block.add([x], [narrow], [again], kind=Kind.NARROWED)
+
+
+def _parts_of(block: Block, x: Tensor) -> Iterator[str]:
+    """Yield the names of the parts that make *x*."""
+    makers = (op for op in block.operators if x.storage in op.outputs)
+    return (name.partition(":")[0] for op in makers for name in op.region)
 
 
 def narrow_scratch(
@@ -287,8 +311,10 @@ def narrow_scratch(
     scaled = bits.scaled
     weights = [] if bits.keeps_weights else [_narrow(weight, 2, scaled)]
     again_made = [_narrow(x, again, scaled)] if again else []
+    # Of an input that is kept as it is there is no other copy than the one along rows.
+    is_alone = block.operators[-1].kind is Kind.NARROWED
     return Scratch(
-        (_narrow(x, x.width, scaled), *weights),
+        (*([] if is_alone else [_narrow(x, x.width, scaled)]), *weights),
         (_narrow(made, copies, scaled), *again_made, *weights),
     )
 
@@ -299,11 +325,13 @@ def _narrow(x: Tensor, copies: int, scaled: int) -> Tensor:
 
 def whole_product(block: Block, x: Tensor, out: Dim, name: str, linear: Linear = OUTSIDE) -> Tensor:
     """Return a product with a weight that no axis splits."""
-    x = kept_copy(block, x, linear)
-    weight = block.weight(f"{name}.weight", out, x.dims[-1])
-    bits, scratch = block.lowering.eight_bits, None
-    if bits is not None and linear.in_layer:
-        made = x.like(name, dims=(*x.dims[:-1], out), width=block.width)
-        again = 0 if bits.keeps_copy else x.width
-        scratch = narrow_scratch(block, (x, weight), made, copies=2, again=again)
-    return product(block, name, (x, weight), *x.dims[:-1], out, linear=linear, scratch=scratch)
+    with kept_copy(block, x, linear) as kept:
+        weight = block.weight(f"{name}.weight", out, kept.dims[-1])
+        bits, scratch = block.lowering.eight_bits, None
+        if bits is not None and linear.in_layer:
+            made = kept.like(name, dims=(*kept.dims[:-1], out), width=block.width)
+            again = 0 if bits.keeps_copy else kept.width
+            scratch = narrow_scratch(block, (kept, weight), made, copies=2, again=again)
+        return product(
+            block, name, (kept, weight), *kept.dims[:-1], out, linear=linear, scratch=scratch
+        )

@@ -25,6 +25,8 @@ class EightBits:
         scaled: Elements that share a scale of one byte; 0 where a tensor has one.
         pads_experts: Rows of experts are copied ahead of their products, and back behind them.
         opens_experts: The products of experts open what they make by themselves.
+        given_up: Parts of a block whose outputs are given up and made again: linear layers keep
+            these as they are, in the place of narrow copies.
     """
 
     keeps_copy: bool
@@ -33,6 +35,7 @@ class EightBits:
     scaled: int = 0
     pads_experts: bool = False
     opens_experts: bool = False
+    given_up: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,7 @@ class Lowering:
             of its own (DTensor), where tokens are the second dim, so that their gather or
             scatter copies all of them.
         places_apart: Each product places its input itself, also where others read the same one.
+        fuses_norms: A norm whose output a single product reads is part of that product.
         fuses_residual: Bias, dropout and addition are one kernel.
         saves_first: Operators keep their inputs before they run (PyTorch's own operators).
         weight_gradients: What becomes of them.
@@ -71,6 +75,7 @@ class Lowering:
     fuses_gate: bool
     fuses_places: bool
     places_apart: bool = False
+    fuses_norms: bool = False
     fuses_residual: bool
     saves_first: bool
     weight_gradients: WeightGradients

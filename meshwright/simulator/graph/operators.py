@@ -29,6 +29,7 @@ class Kind(StrEnum):
     PRODUCT = "product"
     GROUPED = "grouped"
     ATTENTION = "attention"
+    NARROWED = "narrowed"
     OTHER = "other"
 
 

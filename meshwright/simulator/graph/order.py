@@ -93,10 +93,11 @@ def _deaths(block: Block, returned: tuple[Tensor, ...]) -> dict[Operator, list[T
 
 
 def placed_again(node: Node) -> list[Operator]:
-    """Return the changes of place in a fused node that backward repeats: it keeps their inputs."""
+    """Return what a fused node places, or casts, anew in backward: it keeps the inputs of these."""
     if len(node) == 1:
         return []
     read = {each for op in node for each in op.reads}
-    places = (op for op in node if op.kind is Kind.PLACE)
-    found = (op for op in places if op.outputs[0] in read)
-    return [op for op in found if op.outputs[0].storage is not op.inputs[0].storage]
+    places = (op for op in node if op.kind is Kind.PLACE and op.outputs[0] in read)
+    found = [op for op in places if op.outputs[0].storage is not op.inputs[0].storage]
+    sources = {each.storage for each in (*read, *(op.inputs[0] for op in found))}
+    return [op for op in node if op.kind is Kind.NARROWED and op.outputs[0] in sources] + found

@@ -193,6 +193,7 @@ class Tape:
 
     @staticmethod
     def reads(node: Node) -> list[Tensor]:
-        """Return what backward reads; what the node can place anew it does not keep."""
+        """Return what backward reads; what the node can place, or cast, anew it does not keep."""
         made = {op.outputs[0]: op.inputs[0] for op in placed_again(node)}
-        return list(dict.fromkeys(made.get(each, each) for op in node for each in op.reads))
+        placed = (made.get(each, each) for op in node for each in op.reads)
+        return list(dict.fromkeys(made.get(each.storage, each) for each in placed))

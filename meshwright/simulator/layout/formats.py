@@ -203,10 +203,10 @@ def optimizer_bytes(
     """Return the bytes a parameter's optimizer states take, and copies of them in the update.
 
     A precision-aware optimizer keeps both of Adam's moments in *moments*, and of a bf16 weight's
-    fp32 copy the 16 bits that the weight has not (store_param_remainders of FusedAdam,
-    transformer_engine/pytorch/optimizers/fused_adam.py of 2.x; Megatron-Core keeps the whole copy
-    of weights in 8 bits).  Moments in fp16 and fp8 have a scale for each tensor, and are copied to
-    fp32 for the update.
+    fp32 copy the 16 bits that the weight has not, if it is to (store_param_remainders of FusedAdam,
+    transformer_engine/pytorch/optimizers/fused_adam.py of 2.1 and later; Megatron-Core keeps the
+    whole copy of weights in 8 bits).  Moments in fp16 and fp8, and copies in fp16
+    (main_params_dtype), have a scale for each tensor, and are copied to fp32 for the update.
 
     >>> from meshwright.hwprofiles import load_stack
     >>> core, bf16 = load_stack("megatron-core"), Precision.BF16
@@ -216,9 +216,11 @@ def optimizer_bytes(
     if moments is None:
         return stack.optimizer_bytes, stack.optimizer_temporary_bytes
     width = 1 if moments.is_eight_bit else moments.num_bytes
-    master = HALF_BYTES if precision is Precision.BF16 else FULL_BYTES
-    is_scaled = moments not in (Precision.FP32, Precision.BF16)
-    return master + 2 * width, stack.optimizer_temporary_bytes + 2 * FULL_BYTES * is_scaled
+    is_narrow = stack.main_precision is Precision.FP16
+    is_split = stack.parameter_remainders and precision is Precision.BF16
+    master = HALF_BYTES if is_narrow or is_split else FULL_BYTES
+    num_scaled = 2 * (moments not in (Precision.FP32, Precision.BF16)) + is_narrow
+    return master + 2 * width, stack.optimizer_temporary_bytes + FULL_BYTES * num_scaled
 
 
 def main_gradient_bytes(
@@ -233,7 +235,7 @@ def main_gradient_bytes(
     nothing to copy where they are kept in fp32 (`_copy_model_grads_to_main_grads` of
     megatron/core/optimizer/optimizer.py, core r0.8). A stack that keeps no other gradients than
     these says in its profile what its update needs.  A precision-aware optimizer reads gradients as
-    they are kept, but for weights in 8 bits (`_copy_model_grads_to_main_grads` of
+    they are kept, but for weights in 8 bits with fp32 copies (`_copy_model_grads_to_main_grads` of
     distrib_optimizer.py, core 0.16).
 
     >>> from meshwright.hwprofiles import load_stack
@@ -241,7 +243,8 @@ def main_gradient_bytes(
     >>> [main_gradient_bytes(core, Precision.BF16, wanted) for wanted in (STACKS_OWN, half)]
     [0, 4]
     """
-    if moments is not None and not precision.is_eight_bit:
+    is_narrow = stack.main_precision is Precision.FP16
+    if moments is not None and (is_narrow or not precision.is_eight_bit):
         return 0
     kept, _ = gradient_bytes(stack, precision, wanted)
     usual, _ = gradient_bytes(stack, precision, STACKS_OWN)

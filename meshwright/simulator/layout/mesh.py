@@ -3,6 +3,7 @@
 Ranks are numbered in the order of `Axis`, and nodes are filled in rank order.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from math import gcd, prod
@@ -65,6 +66,10 @@ def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpa
     ]
     inner = [later - earlier for earlier, later in pairwise(before)]
     return GroupSpan(size, num_nodes, min(before[0], in_last, *inner))
+
+
+def _worse(span: GroupSpan) -> tuple[int, int]:
+    return span.num_nodes, -span.ranks_per_node
 
 
 class Mesh:
@@ -176,7 +181,22 @@ class Mesh:
             strided_span(first, stride, degree, self.node_size)
             for first in self._first_ranks(stride, degree)
         ]
-        return max(spans, key=lambda span: (span.num_nodes, -span.ranks_per_node))
+        return max(spans, key=_worse)
+
+    def span_of_instances(self, num_instances: int) -> GroupSpan:
+        """Return the worst span of the ranks of all stages that hold one set of shards.
+
+        >>> Mesh(dp=8, pp=2, node_size=2).span_of_instances(2)
+        GroupSpan(num_ranks=8, num_nodes=4, ranks_per_node=2)
+        """
+        stage = self.stride(Axis.PP)
+        size, spans = stage // num_instances, []
+        for first in range(0, stage, size):
+            starts = range(first, self.world_size, stage)
+            ranks = (rank for start in starts for rank in range(start, start + size))
+            nodes = Counter(rank // self.node_size for rank in ranks)
+            spans.append(GroupSpan(size * len(starts), len(nodes), min(nodes.values())))
+        return max(spans, key=_worse)
 
     def _first_ranks(self, stride: int, degree: int) -> list[int]:
         """Return first members of enough groups to show every alignment with the nodes."""

@@ -144,10 +144,15 @@ def gradient_norm(
     hold apart (`clip_grad_norm_` of torchtitan 0.2.2, distributed/utils.py).
     """
     world = strided_span(0, 1, mesh.world_size, mesh.node_size)
-    # Experts that other ranks hold have an optimizer, and a norm, of their own
-    # (ChainedOptimizer.get_grad_norm of Megatron-Core 0.16).
+    if shape.stack.optimizer_instances and replication.replica_span is not None:
+        # Gradients are the same in each instance (intra_dist_opt_group of
+        # megatron/core/optimizer/__init__.py, core 0.16).
+        world = mesh.span_of_instances(replication.replica_span.num_ranks)
+    # Experts that other ranks hold have an optimizer of their own; with sharded states it sums over
+    # the same ranks (ChainedOptimizer.get_grad_norm of Megatron-Core 0.16).
+    is_joint = shape.stack.joint_gradient_norm and replication.zero_stage > 0
     sums: list[tuple[MeshAxis, int, GroupSpan]]
-    sums = [(Axis.DP, NORM_BYTES, world)] * (2 if shape.expert_parameters else 1)
+    sums = [(Axis.DP, NORM_BYTES, world)] * (2 if shape.expert_parameters and not is_joint else 1)
     if shape.stack.norm_by_axis:
         norms, of_experts = (
             NORM_BYTES * sum(len(unit_shards(shape, each, 1, of_experts=own)) for each in stages)

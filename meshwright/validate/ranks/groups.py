@@ -31,7 +31,7 @@ def plan_groups(plan: ResolvedPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
     groups = {tuple(range(plan.world_size)): "world"}
     groups.setdefault(stage_ranks(plan, rank), "stage")
     groups.setdefault(different_parts(plan, rank), "parts")
-    groups |= {ranks: axis.value for axis, ranks in _expert_groups(plan, rank).items()}
+    groups |= {ranks: axis.value for axis, ranks in expert_groups(plan, rank).items()}
     groups[batch_ranks(plan, rank)] = "batch" if plan.cp == 1 else "dp"
     groups |= {_along(rank, shape, index): axis for index, axis in enumerate(_AXES)}
     groups[_along(rank, (plan.pp, plan.dp, plan.cp, plan.tp), 2)] = "cp"
@@ -53,8 +53,12 @@ def context_groups(plan: ResolvedPlan, rank: int) -> dict[ContextAxis, tuple[int
     return {axis: mesh.group(rank, axis) for axis in ContextAxis}
 
 
-def _expert_groups(plan: ResolvedPlan, rank: int) -> dict[ExpertAxis, tuple[int, ...]]:
-    """Return the ranks with other experts than *rank*, and those that share shards of its own."""
+def expert_groups(plan: ResolvedPlan, rank: int) -> dict[ExpertAxis, tuple[int, ...]]:
+    """Return the ranks with other experts than *rank*, and those that share shards of its own.
+
+    >>> expert_groups(ResolvedPlan(dp=8, dp_shard=4, ep=2, zero_stage=1, stages=(1,)), 5)
+    {<ExpertAxis.EP: 'ep'>: (4, 5), <ExpertAxis.EDP: 'edp'>: (5, 7)}
+    """
     if plan.ep == 1:
         return {}
     mesh = Mesh.of(plan)

@@ -14,6 +14,7 @@ from meshwright.simulator.account import (
     closing_traffic,
     host_traffic,
     message_traffic,
+    norm_calls,
     norm_ranks,
     norm_traffic,
     rank_flops,
@@ -222,11 +223,9 @@ def _collectives(saved: SavedPlan, rank: int) -> tuple[CollectiveCount, ...]:
             op, num_ranks = (message, 2) if is_message else (each.op.value, each.num_ranks)
             axis = group_name(each.axis, plan)
             counted[axis, str(op), num_ranks, each.size_bytes] += each.num_calls
-    norm = norm_ranks(plan)
-    if norm > 1 and not stack.norm_by_axis:
-        # Experts that other ranks hold have an optimizer, and a norm, of their own.
-        num_norms = 2 if plan.ep > 1 else 1
-        counted[norm_axis(plan), CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += num_norms
+    for norm, num_norms in () if stack.norm_by_axis else norm_calls(plan, stack).items():
+        axis = norm_axis(plan, norm)
+        counted[axis, CollectiveOp.ALL_REDUCE.value, norm, NORM_BYTES] += num_norms
     return tuple(
         sorted(
             CollectiveCount(*key, count) for key, count in counted.items() if count and key[2] > 1
@@ -258,16 +257,20 @@ def _usual_axis(axis: ExpertAxis, plan: ResolvedPlan) -> MeshAxis:
     return usual.get((mesh.stride(axis), num_ranks), axis)
 
 
-def norm_axis(plan: ResolvedPlan) -> str:
-    """Return the name of the group over which the gradient norm is summed."""
+def norm_axis(plan: ResolvedPlan, num_ranks: int) -> str:
+    """Return the name of the group, of so many ranks, over which a gradient norm is summed."""
+    if num_ranks != norm_ranks(plan):  # of all experts
+        every = ExpertAxis.EP if plan.expert_tp == 1 else ExpertAxis.ALL
+        several = "world" if num_ranks == plan.world_size else "expert parts"
+        return several if plan.pp > 1 else group_name(every, plan)
     shards = plan.num_shards if plan.zero_stage else 1
     degrees = {Axis.TP: plan.tp, Axis.DP: shards, Axis.PP: plan.pp}
     axes = [axis for axis, degree in degrees.items() if degree > 1]
     if len(axes) == 1:  # replicas' ranks: all of them, or one set of shards
         return group_name(axes[0], plan)
-    if norm_ranks(plan) != plan.world_size:
-        return "parts"
-    return _experts_name(plan, plan.world_size) or "world"
+    ranks = norm_ranks(plan)
+    usual = "world" if ranks == plan.world_size else "parts"
+    return usual if plan.pp > 1 else _experts_name(plan, ranks) or usual
 
 
 def stage_name(plan: ResolvedPlan) -> str:

@@ -346,35 +346,35 @@ def grouped(
         reads: Where each expert's rows begin, which backward reads, too.
     """
     experts, inputs, bits = dims.experts, x.dims[-1], block.lowering.eight_bits
-    x = kept_copy(block, x)
-    axis, ranks = dims.mesh.split_on, dims.mesh.ranks
-    at = {axis: split, ExpertAxis.EP: experts}
-    weight = block.weight(f"expert {out.name}.weight", experts, out, inputs, at=at)
-    made_at, back_at = (
-        block.placed({axis: PARTIAL if each is not split else split}) for each in (out, inputs)
-    )
-    made = x.like(out.name, dims=(x.dims[0], out), at=made_at, width=block.width)
-    rows, num = -(-dims.arrived.size * ranks // experts.size), experts.size // ranks
-    n, k = weight.sizes[out], weight.sizes[inputs]
-    gradients = [
-        Gradient(x, (weight, *reads), (Product(rows, k, n, num),), at=back_at),
-        Gradient(weight, (x, *reads), (Product(n, k, rows, num),), at=weight.at),
-    ]
-    scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
-    if bits is not None:
-        scratch = narrow_scratch(
-            block, (x, weight), made, copies=2, again=0 if bits.keeps_copy else 2
+    with kept_copy(block, x) as kept:
+        axis, ranks = dims.mesh.split_on, dims.mesh.ranks
+        at = {axis: split, ExpertAxis.EP: experts}
+        weight = block.weight(f"expert {out.name}.weight", experts, out, inputs, at=at)
+        made_at, back_at = (
+            block.placed({axis: PARTIAL if each is not split else split}) for each in (out, inputs)
         )
-    work = Product(rows, n, k, num)
-    return block.add(
-        [x, weight],
-        [made],
-        gradients,
-        work,
-        kind=Kind.GROUPED,
-        eight_bits=bits is not None,
-        scratch=scratch,
-    )
+        made = kept.like(out.name, dims=(kept.dims[0], out), at=made_at, width=block.width)
+        rows, num = -(-dims.arrived.size * ranks // experts.size), experts.size // ranks
+        n, k = weight.sizes[out], weight.sizes[inputs]
+        gradients = [
+            Gradient(kept, (weight, *reads), (Product(rows, k, n, num),), at=back_at),
+            Gradient(weight, (kept, *reads), (Product(n, k, rows, num),), at=weight.at),
+        ]
+        scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
+        if bits is not None:
+            scratch = narrow_scratch(
+                block, (kept, weight), made, copies=2, again=0 if bits.keeps_copy else 2
+            )
+        work = Product(rows, n, k, num)
+        return block.add(
+            [kept, weight],
+            [made],
+            gradients,
+            work,
+            kind=Kind.GROUPED,
+            eight_bits=bits is not None,
+            scratch=scratch,
+        )
 
 
 def rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:

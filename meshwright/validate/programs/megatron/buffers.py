@@ -27,22 +27,19 @@ class DataParallelGroup:
     """The ranks that hold the same weights; ``group`` is None where there is only one.
 
     Args:
-        group: These ranks.
-        rank: Which of them is this one.
-        size: How many they are.
-        num_batches: Parts of a batch over which gradients are averaged, if these ranks have not
-            one each: an expert sees tokens of ranks with other experts, too.
+        group: These ranks, or those of them that share one set of the optimizer's states.
+        rank: Which of all that hold the same weights is this one.
+        size: How many are in the group.
+        num_batches: Parts of a batch over which gradients are averaged: an expert sees tokens of
+            ranks with other experts, too.
+        replicas: The ranks with the same shard of the states; None where there is only one.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
-    num_batches: int | None = None
-
-    @property
-    def divisor(self) -> int:
-        """What the sum of their gradients is divided by."""
-        return self.size if self.num_batches is None else self.num_batches
+    num_batches: int
+    replicas: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,7 +64,8 @@ class ParameterBucket:
     def shard(self, dp: DataParallelGroup) -> slice:
         """Return the part of the bucket that this rank updates."""
         size = self.weights.numel() // dp.size
-        return slice(dp.rank * size, (dp.rank + 1) * size)
+        shard = dp.rank % dp.size
+        return slice(shard * size, (shard + 1) * size)
 
 
 class BucketRule(NamedTuple):
@@ -225,16 +223,16 @@ class StageBuffers:
 
     def _reduce(self, bucket: ParameterBucket) -> None:
         """Average a bucket over data-parallel ranks; with shards, the own part alone."""
-        if self.dp.divisor == 1:
+        if self.dp.num_batches == 1:
             return
-        gradients = bucket.gradients.mul_(1 / self.dp.divisor)
-        if self.dp.size == 1:
-            return
+        own = gradients = bucket.gradients.mul_(1 / self.dp.num_batches)
         if self.shards:
             own = gradients[bucket.shard(self.dp)]
             reduce_scatter(own, gradients, self.dp.group)
-        else:
+        elif self.dp.size > 1:
             dist.all_reduce(gradients, group=self.dp.group)
+        if self.dp.replicas is not None:
+            dist.all_reduce(own, group=self.dp.replicas)
 
 
 def _float_of(num_bytes: int, narrow: torch.dtype) -> torch.dtype:

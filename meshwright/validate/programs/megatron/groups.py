@@ -22,7 +22,15 @@ from meshwright.validate.programs.experts import ExpertGroup
 from meshwright.validate.programs.megatron.buffers import DataParallelGroup
 from meshwright.validate.programs.megatron.messages import Neighbours
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
-from meshwright.validate.ranks import batch_ranks, context_groups
+from meshwright.validate.ranks import (
+    MESH_DIMS,
+    batch_ranks,
+    context_groups,
+    different_parts,
+    expert_groups,
+    mesh_shape,
+    stage_ranks,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +40,8 @@ class MegatronGroups:
     Args:
         tp: Tensor-parallel ranks.
         cp: Context-parallel ranks.
-        dp: Ranks with the same parameters: data- times context-parallel ranks.
+        dp: Ranks with the same parameters, data- times context-parallel ranks, and the shards that
+            they have of the optimizer's states.
         experts: Ranks that share the experts of a layer.
         edp: Ranks with the same experts; None where these are those of *dp*.
         pipeline: Pipeline ranks.
@@ -58,10 +67,10 @@ class MegatronGroups:
 def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     """Return the groups of a rank; every rank must call this at the same time."""
     plan, rank, device = request.plan, request.rank, request.device
-    sizes = (plan.pp, plan.dp_cp, plan.tp)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
-    index, dp_rank, tp_rank = (int(mesh.get_local_rank(name)) for name in ("pp", "dp", "tp"))
+    mesh = init_device_mesh(device.type, mesh_shape(plan), mesh_dim_names=MESH_DIMS)
+    index, tp_rank = (int(mesh.get_local_rank(name)) for name in ("pp", "tp"))
     stride = plan.dp_cp * plan.tp
+    dp_rank = rank // plan.tp % plan.dp_cp
     columns = [tuple(range(first, plan.world_size, stride)) for first in range(stride)]
     own = columns[rank % stride]
     other, messages = table_rank(plan), {}
@@ -70,33 +79,46 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     if plan.pp > 1:
         returns = (False, True)[: 1 + (plan.num_virtual_stages > 1)]
         messages = {(way, back): _own_group(columns, own) for way in (1, -1) for back in returns}
-    groups = {name: mesh.get_group(name) for name in ("pp", "dp", "tp")}
+    groups = {"pp": mesh.get_group("pp")}
+    groups |= {"dp": mesh.get_group("dp_shard"), "tp": mesh.get_group("tp")}
     groups |= _context_groups(request)
-    expert_groups = _expert_groups(plan, rank)
-    norms = _norm_ranks(plan)
-    summed = next(ranks for ranks in norms if rank in ranks)
+    has_sets = plan.num_shards < plan.dp_cp
+    replicas = mesh.get_group("dp_replicate") if has_sets else None
+    divided = _expert_groups(plan, rank)
+    norms = list(dict.fromkeys(different_parts(plan, each) for each in range(plan.world_size)))
+    summed = different_parts(plan, rank)
     norm = _own_group(norms, summed) if len(summed) > 1 else None
     stages = [tuple(range(first, first + stride)) for first in range(0, plan.world_size, stride)]
-    names: dict[tuple[int, ...], str] = {stages[index]: "stage", summed: "parts"}
-    names[tuple(range(plan.world_size))] = "world"
-    names[own[0], own[other]] = "pp"
-    for name, group in (expert_groups | groups).items():
-        names[tuple(dist.get_process_group_ranks(group))] = name
-    if plan.cp > 1:  # replicas that share no sequences, and that only share them
-        names[batch_ranks(plan, rank)] = Axis.DP
-        names[Mesh.of(plan).group(rank, Axis.CP)] = Axis.CP
+    sets = {} if replicas is None else {"replica": replicas}
+    names = _names(plan, rank, sets | divided | groups)
+    names.setdefault((own[0], own[other]), "pp")
     return MegatronGroups(
         tp=TensorParallelGroup(groups["tp"], tp_rank, plan.tp, plan.sequence_parallel),
         cp=_context_group(request, groups, dp_rank % plan.cp),
-        dp=DataParallelGroup(groups["dp"], dp_rank, plan.dp_cp),
-        experts=_expert_group(plan, rank, expert_groups, groups["tp"]),
-        edp=_expert_replicas(plan, rank, expert_groups),
+        dp=DataParallelGroup(groups["dp"], dp_rank, plan.num_shards, plan.dp_cp, replicas),
+        experts=_expert_group(plan, rank, divided, groups["tp"]),
+        edp=_expert_replicas(plan, rank, divided, replicas),
         pipeline=Neighbours(ranks=own, index=index, groups=messages),
         ends=ends if index in (0, other) else None,
         stage=_own_group(stages, stages[index]) if stride > 1 else None,
         norm=norm,
         names=names,
     )
+
+
+def _names(
+    plan: ResolvedPlan, rank: int, groups: Mapping[str, dist.ProcessGroup]
+) -> dict[tuple[int, ...], str]:
+    """Return the axis of each group of a rank, by its ranks; of several axes the last one's."""
+    names = {stage_ranks(plan, rank): "stage", different_parts(plan, rank): "parts"}
+    names[tuple(range(plan.world_size))] = "world"
+    if plan.num_shards < plan.dp_cp:
+        names[batch_ranks(plan, rank)] = "batch"
+    names |= {tuple(dist.get_process_group_ranks(each)): name for name, each in groups.items()}
+    if plan.cp > 1:  # replicas that share no sequences, and that only share them
+        names[batch_ranks(plan, rank)] = Axis.DP
+        names[Mesh.of(plan).group(rank, Axis.CP)] = Axis.CP
+    return names
 
 
 def _context_group(
@@ -115,11 +137,16 @@ def _context_group(
 
 
 def _expert_groups(plan: ResolvedPlan, rank: int) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of ranks with other experts, other parts of them, or the same."""
+    """Return the groups of ranks with other experts, other parts of them, or shards of the same."""
     mesh = Mesh.of(plan)
-    known = ExpertAxis.ALL, ExpertAxis.ETP, ExpertAxis.EP, ExpertAxis.EDP  # the last name counts
+    known = ExpertAxis.ALL, ExpertAxis.ETP, ExpertAxis.EP  # the last name counts
     axes = [axis for axis in known if mesh.degree(axis) > 1] if plan.ep > 1 else []
-    return {axis: _mesh_group(mesh, axis, rank) for axis in axes}
+    groups: dict[str, dist.ProcessGroup] = {axis: _mesh_group(mesh, axis, rank) for axis in axes}
+    if plan.ep > 1 and plan.expert_shards > 1:
+        axis = ExpertAxis.EDP
+        ranks = [expert_groups(plan, each)[axis] for each in range(plan.world_size)]
+        groups[axis] = _own_group(list(dict.fromkeys(ranks)), ranks[rank])
+    return groups
 
 
 def _expert_group(
@@ -142,15 +169,17 @@ def _expert_group(
 
 
 def _expert_replicas(
-    plan: ResolvedPlan, rank: int, groups: Mapping[str, dist.ProcessGroup]
+    plan: ResolvedPlan,
+    rank: int,
+    groups: Mapping[str, dist.ProcessGroup],
+    replicas: dist.ProcessGroup | None,
 ) -> DataParallelGroup | None:
     """Return the ranks with the same experts, where these are others than with the same layers."""
     if plan.ep == 1:
         return None
-    mesh = Mesh.of(plan)
-    ranks = mesh.group(rank, ExpertAxis.EDP)
+    place = Mesh.of(plan).group(rank, ExpertAxis.EDP).index(rank)
     group = groups.get(ExpertAxis.EDP)
-    return DataParallelGroup(group, ranks.index(rank), len(ranks), plan.dp_cp)
+    return DataParallelGroup(group, place, plan.expert_shards, plan.dp_cp, replicas)
 
 
 def _context_groups(request: ProgramRequest) -> dict[str, dist.ProcessGroup]:
@@ -171,17 +200,6 @@ def _mesh_group(mesh: Mesh, axis: MeshAxis, rank: int) -> dist.ProcessGroup:
     """Return the group of *rank* along an axis; all ranks make those of all."""
     groups = dict.fromkeys(mesh.group(each, axis) for each in range(mesh.world_size))
     return _own_group(list(groups), mesh.group(rank, axis))
-
-
-def _norm_ranks(plan: ResolvedPlan) -> list[tuple[int, ...]]:
-    """Return the sets of ranks that hold all gradients once between them."""
-    everyone = tuple(range(plan.world_size))
-    if plan.zero_stage or plan.dp_cp == 1:
-        return [everyone]
-    return [
-        tuple(rank for rank in everyone if rank // plan.tp % plan.dp_cp == dp_rank)
-        for dp_rank in range(plan.dp_cp)
-    ]
 
 
 def _own_group(groups: list[tuple[int, ...]], own: tuple[int, ...]) -> dist.ProcessGroup:

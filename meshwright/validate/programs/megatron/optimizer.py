@@ -22,8 +22,9 @@ class ShardedAdam:
 
     Args:
         buffers: Of the rank's virtual stages; those of experts, if they have their own, apart.
-        norm: Ranks over which the norm of each is summed; None where there is one
-            (`ChainedOptimizer.get_grad_norm` of megatron/core/optimizer/optimizer.py, core 0.16).
+        norm: Ranks over which the norm is summed; None where there is one.
+        is_joint: It is summed once for all buffers, not of each apart (`ChainedOptimizer` of
+            megatron/core/optimizer/optimizer.py, core 0.12 to 0.19).
         device: Where the rank computes; it may have no weights.
     """
 
@@ -32,8 +33,11 @@ class ShardedAdam:
         buffers: Sequence[Sequence[StageBuffers]],
         norm: dist.ProcessGroup | None,
         device: torch.device,
+        *,
+        is_joint: bool,
     ) -> None:
         self.norm, self.parts, self.device = norm, buffers, device
+        self.is_joint = is_joint
         self.shards = [
             (each, bucket) for part in buffers for each in part for bucket in each.buckets
         ]
@@ -87,16 +91,18 @@ class ShardedAdam:
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of the whole model's gradients, each counted once."""
         totals = [self._square(gradients, part) for part in self.parts]
+        if self.is_joint and len(totals) > 1:
+            totals = [torch.stack(totals).sum()]
+        for total in totals if self.norm is not None else ():
+            dist.all_reduce(total, group=self.norm)
         return torch.stack(totals).sum().sqrt() if len(totals) > 1 else totals[0].sqrt()
 
     def _square(self, gradients: Sequence[Tensor], part: Sequence[StageBuffers]) -> Tensor:
-        """Return the sum over all ranks of the squares of the gradients of a *part*."""
+        """Return the sum of the squares of the rank's gradients of a *part*."""
         total = torch.zeros((), device=self.device)
         for gradient, (buffers, bucket) in zip(gradients, self.shards, strict=True):
             for own in _counted_once(bucket, _own(buffers, bucket)) if buffers in part else ():
                 total += torch.linalg.vector_norm(gradient[own]).square()
-        if self.norm is not None:
-            dist.all_reduce(total, group=self.norm)
         return total
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:

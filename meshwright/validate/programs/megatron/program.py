@@ -82,6 +82,7 @@ class MegatronProgram:
             [each for each in (self.buffers, self.of_experts) if each],
             self._groups.norm,
             request.device,
+            is_joint=stack.joint_gradient_norm,
         )
         index = self._groups.pipeline.index
         actions = plan.schedule_of(stack.pipeline_runtime).rank_actions(
