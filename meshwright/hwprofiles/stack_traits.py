@@ -52,6 +52,10 @@ class StackTraits(Profile):
         keeps_last_layer: Without a pipeline the last layer stays gathered from its forward pass to
             its backward, which follows soon.
         reshards_in_pipelines: Sharded units are freed after a forward pass also in a pipeline.
+        doubles_unit_buffers: Flat units share two buffers that are never freed
+            (``fsdp_double_buffer`` of Megatron-FSDP).
+        unit_gather_parameters: What gathers of flat units and reductions of their gradients work
+            in, if not twice a mean unit (its ``suggested_communication_unit_size``).
         copies_units: Shards are those of each parameter, so that a unit is copied out of the
             buffer it is gathered into, and its gradients into that of their reduction (FSDP2).
         norm_by_axis: The gradient norm is summed axis by axis, a number for each weight that a rank
@@ -132,6 +136,8 @@ class StackTraits(Profile):
     host_issue_cast_s: Latency = Field(
         default=0.0, alias="fitted.host_issue_cast", exclude_if=operator.not_
     )
+    doubles_unit_buffers: Flag = Field(default=False, exclude_if=operator.not_)
+    unit_gather_parameters: Count | None = Field(default=None, exclude_if=operator.not_)
     tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
     tp_in_pieces: Flag = Field(default=False, exclude_if=operator.not_)
     latent_context_parallel: tuple[ContextParallel, ...] = Field((), exclude_if=operator.not_)

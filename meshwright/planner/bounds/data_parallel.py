@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Offload, StackProfile, Units
 from meshwright.planner.space import Role
 from meshwright.simulator import CostModel, Mesh
-from meshwright.simulator.blocks import BlockShape, step_cast_bytes
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger import (
     Exchange,
@@ -19,6 +19,7 @@ from meshwright.simulator.ledger import (
     left_sums,
     parameter_gathers,
     price,
+    replica_sums,
     sums_first,
     tensor_sums,
 )
@@ -27,12 +28,12 @@ from meshwright.simulator.replication import (
     Replication,
     StagePart,
     WireBytes,
-    blocks_of,
     bucket_parts,
     buffer_copies,
     held_parameters,
     reduced_parts,
     stage_bucket_limit,
+    updated_cast_bytes,
 )
 from meshwright.simulator.step import HostSide, copy_back_ps, part_copies, rank_update_cost
 
@@ -131,7 +132,7 @@ class DataParallelCosts:
     def _without_sums(self, shape: BlockShape, role: Role, side: HostSide) -> DataParallelTimes:
         _, wire, _, replication = side
         parameters = self._parts.parameters(shape, role.stages)
-        cast_bytes = step_cast_bytes(shape, blocks_of(role.stages))
+        cast_bytes = updated_cast_bytes(shape, role.stages, replication)
         update = rank_update_cost(self._costs, parameters, wire, replication, cast_bytes).time_ps
         if not (replication.gathers_units or self._stack.overlap_parameter_gather):
             update += self._whole_ps(parameter_gathers, parameters, replication, wire)
@@ -183,6 +184,9 @@ class DataParallelCosts:
         port_gather -= once
         port_again = freed if replication.reshards else 0
         each = replication.reduces_each_microbatch
+        sums = []
+        if replication.sums_replicas_last:
+            sums = [self._times(replica_sums, own, replication, wire) for own in parts]
         times = DataParallelTimes(
             update=update,
             # All units are gathered for every forward pass, and those that it frees for backward;
@@ -194,7 +198,8 @@ class DataParallelCosts:
             port_last=once
             - added  # of the first microbatch, which adds to nothing
             + (port_gather if replication.keeps_units else 0)
-            + (0 if each else port_reduce),
+            + (0 if each else port_reduce)
+            + sum(map(sum, sums)),
         )
         # One by one, computation waits for all of them.
         if self._stack.prefetches_units:
@@ -217,12 +222,12 @@ class DataParallelCosts:
         wire: WireBytes,
     ) -> list[int]:
         """Return the time of the *exchange* of each of *parts*, in their order."""
-        alike = {(part.buckets, part.expert_buckets): part for part in parts}
+        alike = {_sizes(part): part for part in parts}
         known = {
             buckets: price(self._costs, bucket_exchanges(exchange, part, wire, replication)).time_ps
             for buckets, part in alike.items()
         }
-        return [known[part.buckets, part.expert_buckets] for part in parts]
+        return [known[_sizes(part)] for part in parts]
 
     def _whole_ps(
         self, exchange: Exchange, held: HeldParameters, replication: Replication, wire: WireBytes
@@ -247,6 +252,11 @@ class DataParallelCosts:
         ):
             return [0]
         return self._times(parameter_gathers, parts, replication, wire)
+
+
+def _sizes(part: StagePart) -> tuple[object, ...]:
+    """Return what the times of a part's exchanges follow from."""
+    return part.buckets, part.expert_buckets, part.gathers
 
 
 def _norm_ps(

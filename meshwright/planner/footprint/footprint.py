@@ -22,6 +22,7 @@ from meshwright.simulator.memory import (
     workspace_bytes,
 )
 from meshwright.simulator.model import shares_table
+from meshwright.simulator.replication import blocks_of, narrow_shard_bytes
 
 Progress = Callable[[str, int, int], None]
 
@@ -153,6 +154,7 @@ class _States:
         self._state = StateBytes(*known.T)
         moved = np.array([kind.moved for kind in kinds], np.int64)[self._sharing]
         self._optimizer_stays, self._gradients_stay = 1 - moved.T
+        self._num_shards = num_shards[first]
 
     def of_role(self, role: Role, sizes: Sizes) -> tuple[Column, Column]:
         """Return what lives throughout a step on a rank of a role, and what its end adds."""
@@ -172,9 +174,29 @@ class _States:
             + updated * state.optimizer
         )[self._member]
         static += sizes.counts.beside_bytes(self._shapes, role.stages)
+        static += self._narrow_bytes(role, sizes)[self._member]
         static += sizes.shared_buffers(role)[self._shapes]
         cast = _cast_last(self._kinds, self._sharing, parameters)
         return static, np.maximum(updated * state.update_temporary, cast)[self._member]
+
+    def _narrow_bytes(self, role: Role, sizes: Sizes) -> Column:
+        """Return what weights of flat units take in 8 bits beyond others."""
+        found = np.zeros(len(self._sharing), np.int64)
+        rows = zip(
+            self._sharing.tolist(),
+            self._degrees.tolist(),
+            self._num_shards.tolist(),
+            self._expert_shards.tolist(),
+            strict=True,
+        )
+        for row, (sharing, degrees, shards, expert_shards) in enumerate(rows):
+            replication = self._kinds[sharing].replication
+            if not replication.has_flat_units:
+                continue
+            apart = expert_shards if replication.experts else shards
+            shape = sizes.counts.shapes[degrees]
+            found[row] = narrow_shard_bytes(shape, blocks_of(role.stages), shards, apart)
+        return found
 
 
 def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:

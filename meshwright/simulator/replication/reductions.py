@@ -39,7 +39,7 @@ def _gathered_parts(
 ) -> tuple[StagePart, ...]:
     """Return the units of *stage*."""
     if replication.has_flat_units:
-        return flat_parts(shape, stage, replication.dp_cp)
+        return flat_parts(shape, stage, replication)
     return _owned(unit_parts(shape, stage, replication.span.num_ranks), replication)
 
 
