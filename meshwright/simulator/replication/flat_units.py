@@ -215,6 +215,7 @@ def flat_walk(
         num_parameters // len(units),
         shape.stack.unit_gather_parameters,
         is_pooled=shape.stack.doubles_unit_buffers,
+        ends_go_ahead=shape.stack.ends_gather_ahead,
     )
     return walk.walked(settings)
 

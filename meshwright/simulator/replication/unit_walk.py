@@ -9,8 +9,11 @@ reduction finds more than the whole size waiting (megatron/core/distributed/fsdp
 param_and_grad_buffer.py and megatron_fsdp.py, core 0.16.1).
 
 Weights in MXFP8 lie twice, along their rows and along their columns: backward gathers the latter.
-Both are freed behind a unit's backward pass (core 0.18; in 0.16.1 and 0.17.1 what a part that runs
-again gathers along rows stays to the end of the step).
+Modules of a unit ask for their own weights there.  Up to core 0.17.1 they do so in backward, too,
+and a module that has asked once in backward gathers nothing ahead in later forward passes; what a
+part that runs again gathers along rows stays until the next backward pass.  From core 0.18 on units
+ask in backward, which frees both copies behind it, and modules outside all units gather nothing
+ahead after a first backward pass (`_root_pre_backward` marks all modules), in any format.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,15 +84,29 @@ class Step(NamedTuple):
 
 
 class WalkSettings(NamedTuple):
-    """The size that gathers and reductions work in, and whether units share two buffers."""
+    """What gathers and reductions go by.
+
+    Args:
+        size: Elements that they work in.
+        is_pooled: Units share two buffers.
+        ends_go_ahead: Modules outside all units gather ahead, as up to core 0.17.1.
+    """
 
     size: int = LEAST_ELEMENTS
     is_pooled: bool = False
+    ends_go_ahead: bool = True
 
     @classmethod
-    def of(cls, mean_unit: int, size: int | None = None, *, is_pooled: bool) -> "WalkSettings":
+    def of(
+        cls,
+        mean_unit: int,
+        size: int = 0,
+        *,
+        is_pooled: bool = False,
+        ends_go_ahead: bool = True,
+    ) -> "WalkSettings":
         """Return those of a *mean_unit* of so many parameters, with a *size* that was asked for."""
-        return cls(size or max(LEAST_ELEMENTS, 2 * mean_unit), is_pooled)
+        return cls(size or max(LEAST_ELEMENTS, 2 * mean_unit), is_pooled, ends_go_ahead)
 
 
 class UnitWalk(NamedTuple):
@@ -161,6 +178,10 @@ class _Gathers:
 
     def __init__(self, walk: UnitWalk, settings: WalkSettings) -> None:
         self._walk, self._ahead = walk, settings.size // 2
+        # Whether modules of units ask one by one in backward, and then no more ahead in forward.
+        turned = any(each.has_columns for unit in walk.units for each in unit.buckets)
+        self._is_by_module = turned and settings.ends_go_ahead
+        self._ends_go_ahead = settings.ends_go_ahead and not turned
         self.pooled = walk.largest_alike() if settings.is_pooled else ()
         self._buckets: list[FlatBucket] = []
         self._unit_of: list[int | None] = []
@@ -192,11 +213,12 @@ class _Gathers:
         """Return what is gathered at each block of a forward pass."""
         levels = [0] * self._walk.num_blocks
         for block, ends, unit in self._walk.steps:
-            wanted = [[self._ends[each]] for each in ends]
+            for each in ends:
+                own = [self._ends[each]]
+                self._gather(own, 1, backward=False, prefetches=self._ends_go_ahead)
             if unit is not None:
-                wanted.append(self._places[unit])
-            for each in wanted:
-                self._gather(each, 1, backward=False)
+                own = self._places[unit]
+                self._gather(own, 1, backward=False, prefetches=not self._is_by_module)
             levels[block] = max(levels[block], self._level)
             if unit is not None:
                 self._live -= {(each, False) for each in self._places[unit]}
@@ -212,7 +234,8 @@ class _Gathers:
                 transposed = self._want_again(unit)
             levels[block] = max(levels[block], self._level + transposed)
             if unit is not None:
-                both = (False, True)
+                # Along rows, too, from core 0.18 on.
+                both = (True,) if self._is_by_module else (False, True)
                 self._live -= {self._key(each, way) for each in self._places[unit] for way in both}
         return levels
 
@@ -222,8 +245,19 @@ class _Gathers:
         again = [places[each] for each in own.repeated if own.buckets[each].has_columns]
         if again:
             self._gather(again, 1, backward=False, prefetches=False)
-        self._gather(places, -1, backward=True)
+            if len(again) == len(places):  # a whole layer's forward pass frees it later
+                self._may_go |= {(each, False) for each in again}
+        if not self._is_by_module:
+            self._gather(places, -1, backward=True)
+        else:
+            for each in sorted(places, key=self._backward_order):
+                self._gather([each], -1, backward=True)
         return sum(each.transposed for each in own.buckets)
+
+    def _backward_order(self, place: int) -> tuple[bool, bool]:
+        """Return what sorts buckets as backward comes to them: experts, products, norms."""
+        bucket = self._buckets[place]
+        return not bucket.is_expert, not bucket.has_columns
 
     def vain(self) -> tuple[tuple[int, ...], ...]:
         """Return how often each unit's buckets were gathered beyond once in each pass."""
