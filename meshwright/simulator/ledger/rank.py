@@ -30,6 +30,7 @@ from meshwright.simulator.ledger.replicas import (
     held_exchanges,
     parameter_gathers,
     replica_sums,
+    scale_maxima,
 )
 from meshwright.simulator.ledger.setting import StepSetting
 from meshwright.simulator.memory import block_bytes, stage_messages
@@ -146,7 +147,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         Moment.TIED_TABLE: [],
         Moment.TOKENS: expert_tokens(shape, stages, setting.mesh),
         Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication),
-        Moment.UPDATED: [],
+        Moment.UPDATED: scale_maxima(shape, stages, replication),
     }
     if not any(setting.parts[stage] for stage in stages):
         closing[Moment.PASSES_DONE] += held_exchanges(gradient_reductions, held, wire, replication)

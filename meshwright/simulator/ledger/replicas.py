@@ -1,12 +1,19 @@
 """What data-parallel replicas exchange: gradients, and the parameters made of them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger.collectives import StepCollective
-from meshwright.simulator.replication import HeldParameters, Replication, StagePart, WireBytes
+from meshwright.simulator.replication import (
+    HeldParameters,
+    Replication,
+    StagePart,
+    WireBytes,
+    scale_bytes,
+)
 
 Exchange = Callable[[int, WireBytes, Replication], list[StepCollective]]
 
@@ -54,6 +61,20 @@ def parameter_gathers(
     padding_bytes = _filled(num_parameters, replication) * wire.gather_bytes - size_bytes
     call = replication.gather_op, size_bytes, replication.span
     return [StepCollective(replication.axis, *call, padding_bytes=padding_bytes)]
+
+
+def scale_maxima(
+    shape: BlockShape, stages: Sequence[Stage], replication: Replication
+) -> list[StepCollective]:
+    """Return what finds the scales of updated weights that ranks hold in 8 bits as shards."""
+    if not replication.has_flat_units:
+        return []
+    both = replication, replication.experts or replication
+    return [
+        StepCollective(each.axis, CollectiveOp.ALL_REDUCE, size_bytes, each.span)
+        for each, size_bytes in zip(both, scale_bytes(shape, stages), strict=True)
+        if size_bytes
+    ]
 
 
 def held_exchanges(

@@ -27,6 +27,7 @@ from meshwright.simulator.replication.data_parallel import (
 from meshwright.simulator.replication.flat_memory import (
     flat_pass_bytes,
     narrow_shard_bytes,
+    scale_bytes,
     updated_cast_bytes,
 )
 from meshwright.simulator.replication.flat_units import shard_counts, shards_of
@@ -53,6 +54,7 @@ __all__ = [
     "part_gathers",
     "reduced_parts",
     "replication_of",
+    "scale_bytes",
     "shard_counts",
     "shards_of",
     "spread",

@@ -1,8 +1,10 @@
 """What passes hold of Megatron-FSDP's buckets, block by block, and shards of weights in 8 bits."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+from meshwright.hwprofiles import Precision
 from meshwright.simulator.blocks import (
     BlockShape,
     num_linear_weights,
@@ -94,3 +96,35 @@ def updated_cast_bytes(shape: BlockShape, stages: Sequence[Stage], replication: 
     if not replication.has_flat_units or shape.recipe is None or not shape.recipe.holds_parameters:
         return whole
     return -(-whole // replication.shards.parameters)
+
+
+def scale_bytes(shape: BlockShape, stages: Sequence[Stage]) -> tuple[int, int]:
+    """Return the bytes of largest values by which ranks find scales together: of most, of experts.
+
+    Of a tensor one number in fp32, in MXFP8 one in bf16 for each scale of both copies, which fill
+    tiles of 128 by 4 (`cast_master_weights_to_fp8` and `MXFP8Quantizer` of Transformer Engine 2.11,
+    pytorch/tensor/utils.py and mxfp8_tensor.py).
+    """
+    recipe, found = shape.recipe, [0, 0]
+    if recipe is None or not recipe.holds_parameters:
+        return 0, 0
+    counts: Counter[BlockKind] = Counter()
+    for kind, count in blocks_of(stages):
+        counts[kind] += count
+    for tensor in rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple):
+        if not is_linear(tensor):
+            continue
+        *experts, rows, width = shape.local_shape(tensor)
+        each = Precision.FP32.num_bytes
+        if recipe.scaled_elements:
+            tiles = [
+                _filled(outer, 128) * _filled(-(-inner // recipe.scaled_elements), 4)
+                for outer, inner in ((rows, width), (width, rows))
+            ]
+            each = Precision.BF16.num_bytes * sum(tiles)
+        found[is_expert(tensor)] += counts[tensor.block] * prod(experts) * each
+    return found[0], found[1]
+
+
+def _filled(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
