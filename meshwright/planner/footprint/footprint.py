@@ -150,6 +150,7 @@ class _States:
         self._degrees, self._expert_shards = degrees[first], expert_shards[first]
         is_split = np.array([kind.replication.shards for kind in kinds])[self._sharing] > 1
         self._shards = np.where(is_split, num_shards[first, None], 1).T
+        self._is_split = is_split.T
         known = np.array([astuple(kind.state) for kind in kinds], np.int64)[self._sharing]
         self._state = StateBytes(*known.T)
         moved = np.array([kind.moved for kind in kinds], np.int64)[self._sharing]
@@ -163,12 +164,13 @@ class _States:
         experts = sizes.counts.of_experts(self._degrees, role.stages)
         others, shards = parameters - experts, self._expert_shards
         of_weights, of_gradients, of_optimizer = self._shards
+        splits_weights, splits_gradients, _ = self._is_split
         weight = np.where(of_weights > 1, state.sharded_parameter, state.parameter)
         # The optimizer's share is what it updates, with what that needs for a moment.
         updated = (-(-others // of_optimizer) + -(-experts // shards)) * self._optimizer_stays
         static = (
-            (-(-others // of_weights) + -(-experts // np.where(of_weights > 1, shards, 1))) * weight
-            + (-(-others // of_gradients) + -(-experts // np.where(of_gradients > 1, shards, 1)))
+            (-(-others // of_weights) + -(-experts // np.where(splits_weights, shards, 1))) * weight
+            + (-(-others // of_gradients) + -(-experts // np.where(splits_gradients, shards, 1)))
             * (state.gradient + state.bucket)
             * self._gradients_stay
             + updated * state.optimizer

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import Offload, Units
 from meshwright.planner.space import Column, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
-from meshwright.simulator.layout import DP_CP, GroupSpan, Mesh, Stage
+from meshwright.simulator.layout import DP_CP, MAX_ZERO_STAGE, GroupSpan, Mesh, Stage
 from meshwright.simulator.memory import (
     FULLNESS,
     BlockBytes,
@@ -108,6 +108,9 @@ class Kind(NamedTuple):
 def kinds_of(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
     """Return the ways in which layouts share states, and which one each has."""
     has_replicas = space.column(DP_CP)[indices] > 1
+    if space.stack.units is Units.FLAT:  # of which those of experts alone may be divided
+        is_sharded = space.column("zero_stage")[indices] == MAX_ZERO_STAGE
+        has_replicas |= is_sharded & (space.column("ep") * space.expert_shards > 1)[indices]
     is_split = has_replicas | (space.column("offload")[indices] > 0)
     zero_stages = np.where(is_split, space.column("zero_stage")[indices], 0)
     divides = space.column("ep")[indices] > (1 if space.stack.is_fully_sharded else np.inf)
@@ -165,6 +168,8 @@ class ReplicaWorkspaces:
         shape, replication = self._table.shapes[index], kind.replication
         dp = devices // shape.tp
         if replication.has_flat_units:
+            if dp % kind.num_sets:  # of no layout
+                return forward, backward
             sharing = dp // kind.num_sets, dp
             return flat_pass_bytes(shape, stage, self._blocks[index], kind.state, sharing)
         key = (shape.tp, dp, replication, stage)

@@ -17,6 +17,7 @@ from meshwright.hwprofiles import (
     RecomputeModule,
     StackProfile,
     Strategy,
+    Units,
 )
 from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import (
@@ -244,9 +245,12 @@ def _overlaps(
 
 
 def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield the ranks that share a set of shards."""
-    others = divisors(place.dp)[-2::-1] if stack.hybrid_sharding and place.zero_stage else []
-    return _chosen("dp_shard", place.dp, others, wanted)
+    """Yield the ranks that share a set of shards; of flat units all unless asked for."""
+    name = "dp_shard"
+    in_sets = stack.units is Units.FLAT and place.zero_stage == MAX_ZERO_STAGE and name in wanted
+    is_offered = in_sets or (stack.hybrid_sharding and place.zero_stage > 0)
+    others = divisors(place.dp)[-2::-1] if is_offered else []
+    return _chosen(name, place.dp, others, wanted)
 
 
 def _resharding(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:

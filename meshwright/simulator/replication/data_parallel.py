@@ -102,8 +102,10 @@ class Replication(NamedTuple):
 
     @property
     def gathers_units(self) -> bool:
-        """Whether parameters are gathered unit by unit in every pass."""
-        return self.shards.parameters > 1 or self.offload is Offload.PARAMETERS
+        """Whether parameters are gathered unit by unit in every pass: of flat units some alone."""
+        holders = [self, *([self.experts] if self.is_flat and self.experts else [])]
+        is_split = any(each.shards.parameters > 1 for each in holders)
+        return is_split or self.offload is Offload.PARAMETERS
 
     @property
     def has_flat_units(self) -> bool:

@@ -290,8 +290,7 @@ def _unit(
     for of_experts, is_narrow in dict.fromkeys(each.format for each in ordered):
         own = [each for each in weights if each.format == (of_experts, is_narrow)]
         bucket = _bucket(shape, own, sharing[of_experts])
-        is_whole = of_experts and sharing[of_experts] == 1
-        found.append(bucket._replace(is_expert=of_experts, is_whole=is_whole))
+        found.append(bucket._replace(is_expert=of_experts))
     return FlatUnit(kind, tuple(found), _repeated(shape, found))
 
 
@@ -303,11 +302,15 @@ def _bucket(shape: BlockShape, weights: Sequence[Held], num_ranks: int) -> FlatB
     """
     size, recipe = bucket_size([each.shape for each in weights], num_ranks), shape.recipe
     if recipe is None or not weights[0].is_narrow:
-        return FlatBucket(size, width=shape.precision.num_bytes)
+        return FlatBucket(size, width=shape.precision.num_bytes, is_whole=num_ranks == 1)
     is_scaled = recipe.scaled_elements > 0
     transposed = sum(prod(each.shape) for each in weights) * (recipe.weight_copy_bytes - 1)
     return FlatBucket(
-        size, width=1, has_columns=is_scaled, transposed=0 if is_scaled else transposed
+        size,
+        is_whole=num_ranks == 1,
+        width=1,
+        has_columns=is_scaled,
+        transposed=0 if is_scaled else transposed,
     )
 
 
