@@ -184,9 +184,6 @@ class DataParallelCosts:
         port_gather -= once
         port_again = freed if replication.reshards else 0
         each = replication.reduces_each_microbatch
-        sums = []
-        if replication.sums_replicas_last:
-            sums = [self._times(replica_sums, own, replication, wire) for own in parts]
         times = DataParallelTimes(
             update=update,
             # All units are gathered for every forward pass, and those that it frees for backward;
@@ -199,7 +196,7 @@ class DataParallelCosts:
             - added  # of the first microbatch, which adds to nothing
             + (port_gather if replication.keeps_units else 0)
             + (0 if each else port_reduce)
-            + sum(map(sum, sums)),
+            + self._last_sums_ps(parts, replication, wire),
         )
         # One by one, computation waits for all of them.
         if self._stack.prefetches_units:
@@ -222,12 +219,19 @@ class DataParallelCosts:
         wire: WireBytes,
     ) -> list[int]:
         """Return the time of the *exchange* of each of *parts*, in their order."""
-        alike = {_sizes(part): part for part in parts}
+        alike = {part.sizes: part for part in parts}
         known = {
             buckets: price(self._costs, bucket_exchanges(exchange, part, wire, replication)).time_ps
             for buckets, part in alike.items()
         }
-        return [known[_sizes(part)] for part in parts]
+        return [known[part.sizes] for part in parts]
+
+    def _last_sums_ps(
+        self, parts: list[tuple[StagePart, ...]], replication: Replication, wire: WireBytes
+    ) -> int:
+        """Return the time of sums over replicas that the last microbatch alone makes."""
+        own = parts if replication.sums_replicas_last else []
+        return sum(sum(self._times(replica_sums, each, replication, wire)) for each in own)
 
     def _whole_ps(
         self, exchange: Exchange, held: HeldParameters, replication: Replication, wire: WireBytes
@@ -252,11 +256,6 @@ class DataParallelCosts:
         ):
             return [0]
         return self._times(parameter_gathers, parts, replication, wire)
-
-
-def _sizes(part: StagePart) -> tuple[object, ...]:
-    """Return what the times of a part's exchanges follow from."""
-    return part.buckets, part.expert_buckets, part.gathers
 
 
 def _norm_ps(

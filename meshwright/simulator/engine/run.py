@@ -207,8 +207,7 @@ class StepRun:
         """Run a pass whose parameters are gathered unit by unit, one ahead where it may."""
         state, prefetches = self.states[place.index], self.work.prefetches
         units = _units_now(state, instruction, self.freed[place.pp_rank])
-        is_last = microbatch == self.work.num_microbatches - 1
-        reduces = instruction.reduces_always or is_last
+        reduces = instruction.reduces_always or microbatch == self.work.num_microbatches - 1
         gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
         if units[0].gather_ps:
             state.queue.append(QueuedCollective(now, units[0].gather_ps, SpanKind.PARAMETER_GATHER))
@@ -221,8 +220,7 @@ class StepRun:
             now = _computed(state, unit.compute_ps, now)
             if reduces and unit.reduce_ps:
                 now = _copied(state, unit.pack_ps, now)
-                reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
-                reduce_ps += unit.last_ps if is_last else 0
+                reduce_ps = unit.reduction_ps(microbatch, self.work.num_microbatches)
                 state.queue.append(QueuedCollective(now, reduce_ps, SpanKind.GRADIENT_REDUCTION))
                 if not prefetches:
                     now = yield from self._wait_for(place, len(state.queue), now)

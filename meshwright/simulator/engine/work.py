@@ -41,6 +41,13 @@ class UnitWork:
     stays: bool = False
     is_once: bool = False
 
+    def reduction_ps(self, microbatch: int, num_microbatches: int) -> int:
+        """Return the time of the reduction of one of so many microbatches."""
+        again_ps = self.again_ps if microbatch else 0
+        return (
+            self.reduce_ps + again_ps + (self.last_ps if microbatch + 1 == num_microbatches else 0)
+        )
+
 
 def num_gathers(
     num_microbatches: int,

@@ -55,6 +55,11 @@ class StagePart(NamedTuple):
         return found
 
     @property
+    def sizes(self) -> tuple[object, ...]:
+        """What the times of its exchanges follow from."""
+        return self.buckets, self.expert_buckets, self.gathers
+
+    @property
     def all_buckets(self) -> tuple[int, ...]:
         """Buckets of all weights."""
         return self.buckets + self.expert_buckets
