@@ -81,6 +81,7 @@ GROUPED = spec(
     mlp_bias=False,
     dropout=False,
 )
+LONG = GROUPED.model_copy(update={"name": "long", "seq_len": 4096})
 CHAIN = parse_any_model(
     {
         "name": "chain",
@@ -607,7 +608,7 @@ CASES = {
         changes=(("casts_shards_alone", False),),
     ),
     "flat units that stay waiting": Case(
-        GROUPED,
+        LONG,
         "a100-4xhdr200",
         "megatron-core",
         8,
@@ -629,7 +630,7 @@ CASES = {
         ),
     ),
     "flat units in 8 bits": Case(
-        GROUPED,
+        LONG,
         "dgx-h100",
         "megatron-core",
         8,
@@ -659,10 +660,10 @@ CASES = {
         changes=(("ends_gather_ahead", False),),
     ),
     "sets of flat units with double buffers": Case(
-        GROUPED,
-        "a100-4xhdr200",
+        LONG,
+        "dgx-a100",
         "megatron-core",
-        16,
+        8,
         32,
         limits=SpaceLimits(
             zero_stage=(3,),

@@ -45,9 +45,7 @@ def calls(
 
 
 LAYER = 218_103_808  # elements of the weights of a layer's four products
-BUCKET = (
-    218_136_576  # filled up to cells of 4 ranks x 28,672, which rows of 4,096 and 14,336 divide
-)
+BUCKET = 218_136_576  # in cells of 4 ranks x 28,672, which rows of 4,096 and 14,336 divide
 NORMS = 8192  # of a layer
 
 

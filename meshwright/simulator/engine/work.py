@@ -44,9 +44,8 @@ class UnitWork:
     def reduction_ps(self, microbatch: int, num_microbatches: int) -> int:
         """Return the time of the reduction of one of so many microbatches."""
         again_ps = self.again_ps if microbatch else 0
-        return (
-            self.reduce_ps + again_ps + (self.last_ps if microbatch + 1 == num_microbatches else 0)
-        )
+        last_ps = self.last_ps if microbatch == num_microbatches - 1 else 0
+        return self.reduce_ps + again_ps + last_ps
 
 
 def num_gathers(
