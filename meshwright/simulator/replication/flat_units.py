@@ -325,7 +325,12 @@ def _repeated(shape: BlockShape, buckets: Sequence[FlatBucket]) -> tuple[int, ..
         True: is_full or RecomputeModule.MOE in modules,
         False: is_full or bool(modules & {*inner, RecomputeModule.MLA_UP_PROJ}),
     }
-    return tuple(place for place, each in enumerate(buckets) if wanted[each.is_expert])
+    # Of parts of a layer only modules that ask by themselves do so again: those of MXFP8.
+    return tuple(
+        place
+        for place, each in enumerate(buckets)
+        if wanted[each.is_expert] and (is_full or each.has_columns)
+    )
 
 
 def _end_buckets(

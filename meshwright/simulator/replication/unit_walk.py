@@ -242,7 +242,7 @@ class _Gathers:
     def _want_again(self, unit: int) -> int:
         """Gather a *unit* for backward; return the bytes of transposes of its weights."""
         places, own = self._places[unit], self._walk.units[unit]
-        again = [places[each] for each in own.repeated if own.buckets[each].has_columns]
+        again = [places[each] for each in own.repeated]
         if again:
             self._gather(again, 1, backward=False, prefetches=False)
             if len(again) == len(places):  # a whole layer's forward pass frees it later
