@@ -260,8 +260,8 @@ def test_megatron_fsdp_has_a_flat_bucket_for_the_experts_of_a_layer(
     sharing = ranks // tp, ranks // (ep * etp)
     assert counted == [
         (bucket.size, bucket.is_expert, sharing[bucket.is_expert])
-        for _, unit in flat_walk(shape, stage, ranks // tp).layers
-        for bucket in unit
+        for unit in flat_walk(shape, stage, ranks // tp).units
+        for bucket in unit.buckets
     ]
 
 

@@ -109,6 +109,12 @@ class StackTraits(StackSwitches):
         keeps_last_layer: Without a pipeline the last layer stays gathered from its forward pass to
             its backward, which follows soon.
         reshards_in_pipelines: Sharded units are freed after a forward pass also in a pipeline.
+        doubles_unit_buffers: Flat units share two buffers that are never freed
+            (``fsdp_double_buffer`` of Megatron-FSDP).
+        ends_gather_ahead: Embedding, final norm and head gather flat units ahead (Megatron-FSDP up
+            to core 0.17.1); from 0.18 on layers alone do.
+        unit_gather_parameters: What gathers of flat units and reductions of their gradients work
+            in; 0 is twice a mean unit, 1e9 at least (its ``suggested_communication_unit_size``).
         copies_units: Shards are those of each parameter, so that a unit is copied out of the
             buffer it is gathered into, and its gradients into that of their reduction (FSDP2).
         splits_experts: Where more ranks share experts that are a unit of their own than there are
@@ -214,6 +220,11 @@ class StackTraits(StackSwitches):
     )
     host_issue_cast_s: Latency = Field(
         default=0.0, alias="fitted.host_issue_cast", exclude_if=operator.not_
+    )
+    doubles_unit_buffers: Flag = Field(default=False, exclude_if=operator.not_)
+    ends_gather_ahead: Flag = Field(default=True, exclude_if=operator.truth)
+    unit_gather_parameters: int = Field(
+        default=0, strict=True, ge=0, le=10**12, exclude_if=operator.not_
     )
     tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
     tp_in_pieces: Flag = Field(default=False, exclude_if=operator.not_)

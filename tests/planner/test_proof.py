@@ -84,6 +84,7 @@ GROUPED = spec(
     mlp_bias=False,
     dropout=False,
 )
+LONG = GROUPED.model_copy(update={"name": "long", "seq_len": 4096})
 CHAIN = parse_any_model(
     {
         "name": "chain",
@@ -752,13 +753,12 @@ CASES = {
         changes=(("casts_shards_alone", False),),
     ),
     "flat units that stay waiting": Case(
-        GROUPED,
+        LONG,
         "a100-4xhdr200",
         "megatron-core",
         8,
         16,
-        limits=SpaceLimits(max_pp=2, max_microbatch_size=1),
-        changes=(("zero_stage", 3),),
+        limits=SpaceLimits(max_pp=1, max_microbatch_size=1, zero_stage=(3,)),
     ),
     "experts in flat units": Case(
         PART_ROUTED,
@@ -767,12 +767,58 @@ CASES = {
         8,
         16,
         limits=SpaceLimits(
+            zero_stage=(3,),
             max_microbatch_size=1,
             max_pp=1,
             sequence_parallel=(True,),
             recompute=(Recompute.NONE, Recompute.FULL),
         ),
-        changes=(("zero_stage", 3),),
+    ),
+    "flat units in 8 bits": Case(
+        LONG,
+        "dgx-h100",
+        "megatron-core",
+        8,
+        16,
+        precision=Precision.FP8,
+        limits=SpaceLimits(
+            zero_stage=(3,),
+            max_microbatch_size=1,
+            max_pp=1,
+            recompute=(Recompute.NONE, Recompute.FULL),
+        ),
+    ),
+    "flat units in 8 bits that predict further": Case(
+        PART_ROUTED.model_copy(update={"prediction_layers": 1}),
+        "dgx-b300",
+        "megatron-core",
+        8,
+        16,
+        precision=Precision.MXFP8,
+        limits=SpaceLimits(
+            zero_stage=(3,),
+            max_microbatch_size=1,
+            max_pp=1,
+            sequence_parallel=(True,),
+            recompute=(Recompute.NONE, Recompute.FULL),
+        ),
+        changes=(("ends_gather_ahead", False),),
+    ),
+    "sets of flat units with double buffers": Case(
+        LONG,
+        "dgx-a100",
+        "megatron-core",
+        8,
+        32,
+        limits=SpaceLimits(
+            zero_stage=(3,),
+            max_microbatch_size=1,
+            max_pp=1,
+            dp_shard=(None, 2, 4),
+            recompute=(Recompute.NONE,),
+        ),
+        changes=(("doubles_unit_buffers", True),),
+        frees_switches=True,
     ),
     "many microbatches": Case(
         UNEVEN,

@@ -178,7 +178,6 @@ def test_a_configuration_that_is_asked_for_them_warns_no_more() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"pp": 1, "zero_stage": 3, "stages": (92,)}, "zero_stage=3 is not offered"),
         ({"recompute": Recompute.FULL, "recompute_layers": 1}, "recompute_layers=1"),
         (
             {

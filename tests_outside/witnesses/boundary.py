@@ -91,7 +91,8 @@ class GpuIsHere(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if str(kwargs.get("device", "")).startswith("cuda"):
+        device = kwargs.get("device")
+        if str(device).startswith("cuda") or isinstance(device, int):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)  # of the host, which needs a GPU
         if func is torch.Tensor.type and len(args) == 1:

@@ -78,6 +78,7 @@ def answers() -> Iterator[AbstractContextManager[object]]:
     yield patch.multiple(
         mcore_fsdp_adapter,
         _get_dp_tp_mesh=with_data(mcore_fsdp_adapter._get_dp_tp_mesh),
+        _get_hsdp_tp_mesh=with_data(mcore_fsdp_adapter._get_hsdp_tp_mesh),
         TELinear=type("TELinear", (), {}),
     )
     yield patch.object(DeviceMesh, "from_group", mesh_of)
@@ -90,6 +91,7 @@ def wrap(
     config: TransformerConfig,
     module: torch.nn.Module,
     units: Sequence[type[torch.nn.Module]] | None = None,
+    **settings: Any,
 ) -> Wrapper:
     """Return *module* sharded as ``--data-parallel-sharding-strategy optim_grads_params`` does.
 
@@ -97,9 +99,10 @@ def wrap(
         config: Of Megatron-Core.
         module: The model.
         units: What is a unit; by default a transformer layer.
+        settings: Of DistributedDataParallelConfig, beside the usual ones.
     """
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    settings = DistributedDataParallelConfig(
+    config_of_shards = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
@@ -108,10 +111,11 @@ def wrap(
         data_parallel_sharding_strategy="optim_grads_params",
         # As get_model of Megatron-LM's megatron/training/training.py has it.
         bucket_size=max(40_000_000, 1_000_000 * ranks),
+        **settings,
     )
     # It asks whether the module is to lie on this device, by its number.
     with patch.object(torch.cuda, "current_device", lambda: 0):
-        return Wrapper(config, settings, module, units, device=torch.device("cpu"))
+        return Wrapper(config, config_of_shards, module, units, device=torch.device("cpu"))
 
 
 def persistent_tensors(wrapped: Wrapper) -> Iterator[tuple[Tensor, ByteKind]]:

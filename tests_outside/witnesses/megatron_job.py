@@ -281,7 +281,13 @@ class MegatronJob:
             gpt = Float16Module(self._config, gpt)
         shards = plan.zero_stage > 0
         if plan.zero_stage == 3:
-            return megatron_fsdp.wrap(self._config, gpt)
+            return megatron_fsdp.wrap(
+                self._config,
+                gpt,
+                num_distributed_optimizer_instances=plan.dp_cp // plan.num_shards,
+                fsdp_double_buffer=self._saved.stack.doubles_unit_buffers,
+                suggested_communication_unit_size=self._saved.stack.unit_gather_parameters or None,
+            )
         return DistributedDataParallel(
             self._config,
             DistributedDataParallelConfig(

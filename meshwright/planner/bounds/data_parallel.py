@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Offload, StackProfile, Units
 from meshwright.planner.space import Role
 from meshwright.simulator import CostModel, Mesh
-from meshwright.simulator.blocks import BlockShape, step_cast_bytes
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger import (
     Exchange,
@@ -19,6 +19,7 @@ from meshwright.simulator.ledger import (
     left_sums,
     parameter_gathers,
     price,
+    replica_sums,
     sums_first,
     tensor_sums,
 )
@@ -27,13 +28,13 @@ from meshwright.simulator.replication import (
     Replication,
     StagePart,
     WireBytes,
-    blocks_of,
     bucket_parts,
     buffer_copies,
     filled_parameters,
     held_parameters,
     reduced_parts,
     stage_bucket_limit,
+    updated_cast_bytes,
 )
 from meshwright.simulator.step import HostSide, copy_back_ps, part_copies, rank_update_cost
 
@@ -132,7 +133,7 @@ class DataParallelCosts:
     def _without_sums(self, shape: BlockShape, role: Role, side: HostSide) -> DataParallelTimes:
         _, wire, _, replication = side
         parameters = self._parts.parameters(shape, role.stages)
-        cast_bytes = step_cast_bytes(shape, blocks_of(role.stages))
+        cast_bytes = updated_cast_bytes(shape, role.stages, replication)
         updated = filled_parameters(shape, role.stages, replication)
         update = rank_update_cost(self._costs, updated, wire, replication, cast_bytes).time_ps
         if not (replication.gathers_units or self._stack.overlap_parameter_gather):
@@ -196,7 +197,8 @@ class DataParallelCosts:
             port_last=once
             - added  # of the first microbatch, which adds to nothing
             + (port_gather if replication.keeps_units else 0)
-            + (0 if each else port_reduce),
+            + (0 if each else port_reduce)
+            + self._last_sums_ps(parts, replication, wire),
         )
         # One by one, computation waits for all of them.
         if self._stack.prefetches_units:
@@ -219,12 +221,19 @@ class DataParallelCosts:
         wire: WireBytes,
     ) -> list[int]:
         """Return the time of the *exchange* of each of *parts*, in their order."""
-        alike = {(part.buckets, part.expert_buckets): part for part in parts}
+        alike = {part.sizes: part for part in parts}
         known = {
             buckets: price(self._costs, bucket_exchanges(exchange, part, wire, replication)).time_ps
             for buckets, part in alike.items()
         }
-        return [known[part.buckets, part.expert_buckets] for part in parts]
+        return [known[part.sizes] for part in parts]
+
+    def _last_sums_ps(
+        self, parts: list[tuple[StagePart, ...]], replication: Replication, wire: WireBytes
+    ) -> int:
+        """Return the time of sums over replicas that the last microbatch alone makes."""
+        own = parts if replication.sums_replicas_last else []
+        return sum(sum(self._times(replica_sums, each, replication, wire)) for each in own)
 
     def _whole_ps(
         self, exchange: Exchange, held: HeldParameters, replication: Replication, wire: WireBytes

@@ -29,6 +29,7 @@ from meshwright.simulator.memory import (
     num_communicators,
 )
 from meshwright.simulator.model import shares_table
+from meshwright.simulator.replication import blocks_of, narrow_shard_bytes
 
 Progress = Callable[[str, int, int], None]
 
@@ -155,12 +156,14 @@ class _States:
         self._degrees, self._expert_shards = degrees[first], expert_shards[first]
         is_split = np.array([kind.replication.shards for kind in kinds])[self._sharing] > 1
         self._shards = np.where(is_split, num_shards[first, None], 1).T
+        self._is_split = is_split.T
         known = np.array([astuple(kind.state) for kind in kinds], np.int64)[self._sharing]
         self._state = StateBytes(*known.T)
         moved = np.array([kind.moved for kind in kinds], np.int64)[self._sharing]
         self._optimizer_stays, self._gradients_stay = 1 - moved.T
         self._fragmentation = Fragmentation.of(space.stack)
         self._is_one_graph = space.stack.cuda_graphs == CudaGraphs.WHOLE_STEP
+        self._num_shards = num_shards[first]
 
     def of_role(self, role: Role, sizes: Sizes) -> tuple[Column, Column, Column]:
         """Return what lives from step to step on a rank of a role, throughout one, and at its end.
@@ -172,18 +175,20 @@ class _States:
         experts = sizes.counts.of_experts(self._degrees, role.stages)
         others, shards = parameters - experts, self._expert_shards
         of_weights, of_gradients, of_optimizer = self._shards
+        splits_weights, splits_gradients, _ = self._is_split
         weight = np.where(of_weights > 1, state.sharded_parameter, state.parameter)
         # The optimizer's share is what it updates, with what that needs for a moment.
         updated = (-(-others // of_optimizer) + -(-experts // shards)) * self._optimizer_stays
         weights = (
-            -(-others // of_weights) + -(-experts // np.where(of_weights > 1, shards, 1))
+            -(-others // of_weights) + -(-experts // np.where(splits_weights, shards, 1))
         ) * weight + updated * state.optimizer
         gradients = (
-            (-(-others // of_gradients) + -(-experts // np.where(of_gradients > 1, shards, 1)))
+            (-(-others // of_gradients) + -(-experts // np.where(splits_gradients, shards, 1)))
             * (state.gradient + state.bucket)
             * self._gradients_stay
         )[self._member]
         lasting = weights[self._member] + sizes.counts.beside_bytes(self._shapes, role.stages)
+        lasting = lasting + self._narrow_bytes(role, sizes)[self._member]
         buffers = sizes.counts.buffer_bytes(self._shapes, role.stages)
         buffers = buffers + sizes.shared_buffers(role)[self._shapes]
         cast = _cast_last(self._kinds, self._sharing, parameters)
@@ -193,6 +198,25 @@ class _States:
         at_end = np.maximum(at_end, cast)[self._member]
         kept = self._fragmentation.state_bytes(lasting, gradients)
         return kept, lasting + gradients + buffers, at_end
+
+    def _narrow_bytes(self, role: Role, sizes: Sizes) -> Column:
+        """Return what weights of flat units take in 8 bits beyond others."""
+        found = np.zeros(len(self._sharing), np.int64)
+        rows = zip(
+            self._sharing.tolist(),
+            self._degrees.tolist(),
+            self._num_shards.tolist(),
+            self._expert_shards.tolist(),
+            strict=True,
+        )
+        for row, (sharing, degrees, shards, expert_shards) in enumerate(rows):
+            replication = self._kinds[sharing].replication
+            if not replication.has_flat_units:
+                continue
+            apart = expert_shards if replication.experts else shards
+            shape = sizes.counts.shapes[degrees]
+            found[row] = narrow_shard_bytes(shape, blocks_of(role.stages), shards, apart)
+        return found
 
 
 def _cast_last(kinds: list[Kind], member: Column, parameters: Column) -> Column:

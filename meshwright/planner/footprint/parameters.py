@@ -16,7 +16,7 @@ from meshwright.simulator.replication import blocks_of
 class ParameterCounts:
     """Parameters of one rank's blocks for each choice of the degrees that divide them.
 
-    ``degrees`` are the numbers of these choices, one a shape.
+    ``degrees`` are the numbers of these choices, one a shape; ``shapes`` has one of each.
     """
 
     def __init__(self, table: ShapeTable) -> None:
@@ -34,7 +34,7 @@ class ParameterCounts:
             for shape in by_degrees.values()
         ]
         self._experts = np.array(experts, np.int64).reshape(-1, len(table.kinds))
-        self._shapes = [*by_degrees.values()]
+        self.shapes = [*by_degrees.values()]
         self._beside = BesideWeights(table)
         self._stand_ins: dict[tuple[BlockKind, ...], Column] = {}
         self._table = table
@@ -67,7 +67,7 @@ class ParameterCounts:
         kinds = tuple(dict.fromkeys(kind for kind, _ in blocks_of(stages)))
         if kinds not in self._stand_ins:
             blocks = [BlockRun(kind, 1) for kind in kinds]
-            each = [stand_in_bytes(shape, blocks) for shape in self._shapes]
+            each = [stand_in_bytes(shape, blocks) for shape in self.shapes]
             self._stand_ins[kinds] = np.array(each, np.int64)
         return self._stand_ins[kinds]
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.hwprofiles import Offload
+from meshwright.hwprofiles import Offload, Units
 from meshwright.planner.space import Column, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
-from meshwright.simulator.layout import DP_CP, GroupSpan, Mesh, Stage
+from meshwright.simulator.layout import DP_CP, MAX_ZERO_STAGE, GroupSpan, Mesh, Stage
 from meshwright.simulator.memory import (
     FULLNESS,
     BlockBytes,
@@ -50,6 +50,8 @@ class Kind(NamedTuple):
     """Whether gradients are reduced under the passes."""
     is_late: bool
     """Whether the only backward pass of a step makes the gradients."""
+    num_sets: int = 1
+    """Sets of shards of flat units."""
 
     @classmethod
     def of(cls, space: Space, index: int, *, has_replicas: bool) -> "Kind":
@@ -74,6 +76,7 @@ class Kind(NamedTuple):
             WireBytes.of(stack, precision, plan),
             stack.overlap_gradient_reduce,
             bool(makes_gradients_once(space, np.array([index]))[0]),
+            int(_flat_sets(space, np.array([index]))[0]),
         )
 
     @property
@@ -105,14 +108,25 @@ class Kind(NamedTuple):
 def kinds_of(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
     """Return the ways in which layouts share states, and which one each has."""
     has_replicas = space.column(DP_CP)[indices] > 1
+    if space.stack.units is Units.FLAT:  # of which those of experts alone may be divided
+        is_sharded = space.column("zero_stage")[indices] == MAX_ZERO_STAGE
+        has_replicas |= is_sharded & (space.column("ep") * space.expert_shards > 1)[indices]
     is_split = has_replicas | (space.column("offload")[indices] > 0)
     zero_stages = np.where(is_split, space.column("zero_stage")[indices], 0)
     divides = space.column("ep")[indices] > (1 if space.stack.is_fully_sharded else np.inf)
     flags = (has_replicas, space.column("pp")[indices] > 1, divides)
     columns = [*(flag.astype(np.int64) for flag in flags), zero_stages, space.sharing[indices]]
+    columns.append(_flat_sets(space, indices))
     first, member = distinct([*columns, makes_gradients_once(space, indices)])
     pairs = zip(indices[first].tolist(), has_replicas[first].tolist(), strict=True)
     return [Kind.of(space, index, has_replicas=several) for index, several in pairs], member
+
+
+def _flat_sets(space: Space, indices: Column) -> Column:
+    """Return how many sets of shards of flat units each layout has."""
+    if space.stack.units is not Units.FLAT:
+        return np.ones(len(indices), np.int64)
+    return np.asarray(space.column(DP_CP)[indices] // space.num_shards[indices], np.int64)
 
 
 class ReplicaWorkspaces:
@@ -154,7 +168,10 @@ class ReplicaWorkspaces:
         shape, replication = self._table.shapes[index], kind.replication
         dp = devices // shape.tp
         if replication.has_flat_units:
-            return flat_pass_bytes(shape, stage, self._blocks[index], kind.state, dp)
+            if dp % kind.num_sets:  # of no layout
+                return forward, backward
+            sharing = dp // kind.num_sets, dp
+            return flat_pass_bytes(shape, stage, self._blocks[index], kind.state, sharing)
         key = (shape.tp, dp, replication, stage)
         if key not in self._parts:
             spanned = replication._replace(span=GroupSpan(dp, 1, dp))

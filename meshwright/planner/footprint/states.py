@@ -6,6 +6,8 @@ from meshwright.simulator.layout import gradient_bytes
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import count_trained_parameters
 
+NARROW_BYTES = 1  # of a weight in 8 bits
+
 
 def least_state_bytes(
     job: TrainingJob, stack: StackProfile, plan: ResolvedPlan, num_gpus: int
@@ -31,7 +33,9 @@ def least_state_bytes(
         return 0
     formats = plan.gradient_formats
     state = StateBytes.of(stack, job.precision, formats, plan.moment_precision)
-    weight = min(state.parameter, state.sharded_parameter)
+    weight, recipe = min(state.parameter, state.sharded_parameter), stack.recipes.get(job.precision)
+    if recipe is not None and recipe.holds_parameters:
+        weight = min(weight, NARROW_BYTES)
     gradient = min(gradient_bytes(stack, job.precision, formats))
     each = weight + gradient + state.optimizer
     return count_trained_parameters(job.model) * each // num_gpus

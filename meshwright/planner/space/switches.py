@@ -17,6 +17,7 @@ from meshwright.hwprofiles import (
     RecomputeModule,
     StackProfile,
     Strategy,
+    Units,
 )
 from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import (
@@ -246,10 +247,12 @@ def _overlaps(
 
 
 def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield the ranks that share a set of shards: of optimizer's states all unless asked for."""
-    name = "dp_shard"
-    in_instances = stack.optimizer_instances and place.zero_stage == 1 and name in wanted
-    is_offered = in_instances or (stack.hybrid_sharding and place.zero_stage > 0)
+    """Yield the ranks that share a set of shards: of optimizers and flat units all unless asked."""
+    name, stage = "dp_shard", place.zero_stage
+    in_instances = stack.optimizer_instances and stage == 1
+    in_sets = stack.units is Units.FLAT and stage == MAX_ZERO_STAGE
+    is_asked = (in_instances or in_sets) and name in wanted
+    is_offered = is_asked or (stack.hybrid_sharding and stage > 0)
     others = divisors(place.dp)[-2::-1] if is_offered else []
     return _chosen(name, place.dp, others, wanted)
 

@@ -3,7 +3,9 @@
 from meshwright.simulator.blocks.ends import SHIFTED_BYTES
 from meshwright.simulator.blocks.fp8_casts import (
     beside_weights_bytes,
+    num_linear_weights,
     step_cast_bytes,
+    weight_copy_bytes,
 )
 from meshwright.simulator.blocks.kinds import ADDED, OUTPUT, Ending, makes_gradients, walk
 from meshwright.simulator.blocks.losses import LOGITS
@@ -63,9 +65,11 @@ __all__ = [
     "makes_gradients",
     "model_flops",
     "num_angle_tables",
+    "num_linear_weights",
     "plan_parameters",
     "spelling_of",
     "step_cast_bytes",
     "sum_flops",
     "walk",
+    "weight_copy_bytes",
 ]

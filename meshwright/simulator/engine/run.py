@@ -215,7 +215,7 @@ class StepRun:
             now = _computed(state, unit.compute_ps, now)
             if reduces and unit.reduce_ps:
                 now = _copied(state, unit.pack_ps, now)
-                reduce_ps = unit.reduce_ps + (unit.again_ps if microbatch else 0)
+                reduce_ps = unit.reduction_ps(microbatch, self.work.num_microbatches)
                 state.queue.append(QueuedCollective(now, reduce_ps, SpanKind.GRADIENT_REDUCTION))
                 if not prefetches:
                     now = yield from self.wait_for(place, len(state.queue), now)

@@ -25,20 +25,28 @@ class UnitWork:
     """A part of every pass whose parameters are sharded: gather, compute, reduce.
 
     The gather must end before the unit computes; the reduction may start when it has.  After the
-    first microbatch a reduction takes ``again_ps`` more, for what earlier ones left elsewhere.  A
-    unit that ``stays`` is not freed between a forward pass and its backward.  The rank itself
-    copies what was gathered out of the buffer (``unpack_ps``) before it computes, and gradients
-    into that of the reduction (``pack_ps``) after.
+    first microbatch a reduction takes ``again_ps`` more, for what earlier ones left elsewhere, and
+    in the last one ``last_ps``, for sums over replicas of the shards.  A unit that ``stays`` is not
+    freed between a forward pass and its backward.  The rank itself copies what was gathered out of
+    the buffer (``unpack_ps``) before it computes, and gradients into that of the reduction
+    (``pack_ps``) after.
     """
 
     compute_ps: int
     gather_ps: int = 0
     reduce_ps: int = 0
     again_ps: int = 0
+    last_ps: int = 0
     unpack_ps: int = 0
     pack_ps: int = 0
     stays: bool = False
     is_once: bool = False
+
+    def reduction_ps(self, microbatch: int, num_microbatches: int) -> int:
+        """Return the time of the reduction of one of so many microbatches."""
+        again_ps = self.again_ps if microbatch else 0
+        last_ps = self.last_ps if microbatch == num_microbatches - 1 else 0
+        return self.reduce_ps + again_ps + last_ps
 
 
 def num_gathers(

@@ -17,6 +17,7 @@ from meshwright.simulator.ledger.replicas import (
     gradient_reductions,
     held_exchanges,
     parameter_gathers,
+    replica_sums,
 )
 from meshwright.simulator.ledger.setting import StepSetting
 
@@ -37,6 +38,7 @@ __all__ = [
     "pass_entries",
     "price",
     "rank_ledger",
+    "replica_sums",
     "sums_first",
     "tensor_sums",
     "tied_table",

@@ -16,18 +16,20 @@ class Moment(StrEnum):
     In passes: ``OPERATORS`` of a block wait for what comes between them; ``GATHER`` comes before a
     part of a pass, which waits for it; ``AHEAD`` comes at the end of a forward pass, for parameters
     that are freed unused; ``REDUCE`` may start once a part's gradients are there, and what closes
-    the step waits for it; a ``MESSAGE`` follows a pass, and that of the next stage, or of the one
-    before, waits for it.  The rest closes the step, one after the other: what of the gradients is
-    reduced after the last pass, sums over tensor-parallel ranks (of some stacks before the
-    reductions end), a tied table between both ends of the pipeline, the tokens of experts that
-    routing biases move by, the norm for which all ranks meet; then the update, and what gathers
-    the updated parameters before the next step.
+    the step waits for it; ``REPLICAS`` follow that of the last microbatch where shards are summed
+    over their replicas then alone; a ``MESSAGE`` follows a pass, and that of the next stage, or of
+    the one before, waits for it.  The rest closes the step, one after the other: what of the
+    gradients is reduced after the last pass, sums over tensor-parallel ranks (of some stacks before
+    the reductions end), a tied table between both ends of the pipeline, the tokens of experts that
+    routing biases move by, the norm for which all ranks meet; then the update, and what gathers the
+    updated parameters before the next step.
     """
 
     OPERATORS = "operators"
     GATHER = "gather"
     AHEAD = "ahead"
     REDUCE = "reduce"
+    REPLICAS = "replicas"
     MESSAGE = "message"
     PASSES_DONE = "passes done"
     SUMS = "sums"

@@ -29,6 +29,8 @@ from meshwright.simulator.ledger.replicas import (
     gradient_reductions,
     held_exchanges,
     parameter_gathers,
+    replica_sums,
+    scale_maxima,
 )
 from meshwright.simulator.ledger.setting import StepSetting
 from meshwright.simulator.memory import block_bytes, stage_messages
@@ -111,12 +113,13 @@ def stage_entries(
         own = parts if is_cut else bucket_parts(shape, stage, replication.dp_cp)
         gathered = [(part, 1) for part in own]
     unused = [
-        (part._replace(buckets=part.unused[0], expert_buckets=part.unused[1]), count)
+        (part._replace(gathers=part.unused), count)
         for count in (setting.num_microbatches,)
         for part in parts
         if any(part.unused)
     ]
     reduced = [(part, setting.num_reductions) for part in parts]
+    summed = [(part, 1) for part in parts if replication.sums_replicas_last]
     return tuple(
         LedgerEntry(
             moment,
@@ -128,6 +131,7 @@ def stage_entries(
             (Moment.GATHER, parameter_gathers, gathered),
             (Moment.AHEAD, parameter_gathers, unused),
             (Moment.REDUCE, gradient_reductions, reduced),
+            (Moment.REPLICAS, replica_sums, summed),
         )
         for part, num_times in exchanged
     )
@@ -143,7 +147,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         Moment.TIED_TABLE: [],
         Moment.TOKENS: expert_tokens(shape, stages, setting.mesh),
         Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication),
-        Moment.UPDATED: [],
+        Moment.UPDATED: scale_maxima(shape, stages, replication),
     }
     if not any(setting.parts[stage] for stage in stages):
         closing[Moment.PASSES_DONE] += held_exchanges(gradient_reductions, held, wire, replication)

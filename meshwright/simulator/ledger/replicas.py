@@ -1,12 +1,19 @@
 """What data-parallel replicas exchange: gradients, and the parameters made of them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.layout import Axis
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger.collectives import StepCollective
-from meshwright.simulator.replication import HeldParameters, Replication, StagePart, WireBytes
+from meshwright.simulator.replication import (
+    HeldParameters,
+    Replication,
+    StagePart,
+    WireBytes,
+    scale_bytes,
+)
 
 Exchange = Callable[[int, WireBytes, Replication], list[StepCollective]]
 
@@ -26,11 +33,22 @@ def gradient_reductions(
         cast_bytes = wire.casts.traffic_bytes(num_parameters, replication.shards.gradients)
     padding_bytes = filled_bytes - size_bytes
     calls = [StepCollective(replication.axis, op, size_bytes, span, 1, padding_bytes, cast_bytes)]
-    if replication.replica_span is not None:
-        share, filled = (-(-each // span.num_ranks) for each in (size_bytes, filled_bytes))
-        over = CollectiveOp.ALL_REDUCE, share, replication.replica_span
-        calls.append(StepCollective(Axis.DP, *over, padding_bytes=filled - share))
-    return calls
+    if replication.sums_replicas_last:
+        return calls
+    return [*calls, *replica_sums(num_parameters, wire, replication)]
+
+
+def replica_sums(
+    num_parameters: int, wire: WireBytes, replication: Replication
+) -> list[StepCollective]:
+    """Return what sums a shard of the gradients of *num_parameters* over its replicas."""
+    if replication.replica_span is None:
+        return []
+    num_ranks = replication.span.num_ranks
+    whole = num_parameters, _filled(num_parameters, replication)
+    share, filled = (-(-each * wire.reduce_bytes // num_ranks) for each in whole)
+    over = CollectiveOp.ALL_REDUCE, share, replication.replica_span
+    return [StepCollective(Axis.DP, *over, padding_bytes=filled - share)]
 
 
 def parameter_gathers(
@@ -43,6 +61,20 @@ def parameter_gathers(
     padding_bytes = _filled(num_parameters, replication) * wire.gather_bytes - size_bytes
     call = replication.gather_op, size_bytes, replication.span
     return [StepCollective(replication.axis, *call, padding_bytes=padding_bytes)]
+
+
+def scale_maxima(
+    shape: BlockShape, stages: Sequence[Stage], replication: Replication
+) -> list[StepCollective]:
+    """Return what finds the scales of updated weights that ranks hold in 8 bits as shards."""
+    if not replication.has_flat_units:
+        return []
+    both = replication, replication.experts or replication
+    return [
+        StepCollective(each.axis, CollectiveOp.ALL_REDUCE, size_bytes, each.span)
+        for each, size_bytes in zip(both, scale_bytes(shape, stages), strict=True)
+        if size_bytes
+    ]
 
 
 def held_exchanges(
@@ -61,6 +93,9 @@ def bucket_exchanges(
     exchange: Exchange, part: StagePart, wire: WireBytes, replication: Replication
 ) -> tuple[StepCollective, ...]:
     """Return the *exchange* of each bucket of *part*, equal ones as calls of one."""
+    if exchange is parameter_gathers and part.gathers is not None:
+        wire = wire._replace(gather_bytes=1)
+        part = part._replace(buckets=part.gathers[0], expert_buckets=part.gathers[1])
     return tuple(
         each._replace(num_calls=num_calls)
         for buckets, holders in part.by_holders(replication)

@@ -206,12 +206,12 @@ def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counte
     """
     counts: Counter[BlockKind] = Counter()
     for tensor in parameter_tensors(model):
-        if _is_linear(tensor):
+        if is_linear(tensor):
             counts[tensor.block] += prod(local_shape(model, tensor, tp=tp, ep=ep, etp=etp))
     return counts
 
 
-def _is_linear(tensor: ParameterTensor) -> bool:
+def is_linear(tensor: ParameterTensor) -> bool:
     """Return whether a tensor is the weight of a linear layer within a layer, or of its experts."""
     chooses = tensor.name in {"router.weight", "shared_gate.weight"}
     is_inside = tensor.block in {*LAYERS, PREDICTIONS}
@@ -236,7 +236,7 @@ def linear_shapes(
     for tensor in rank_tensors(model, tp, multiple):
         makes_logits = tensor.name == f"{matrix}.weight"
         is_matrix = is_listed and len(tensor.shape) == 2
-        if makes_logits or is_matrix or _is_linear(tensor):
+        if makes_logits or is_matrix or is_linear(tensor):
             kind = HEAD if makes_logits else tensor.block
             found[kind].add(local_shape(model, tensor, tp=tp, ep=ep, etp=etp)[-2:])
     return {kind: frozenset(shapes) for kind, shapes in found.items()}

@@ -20,7 +20,13 @@ from meshwright.simulator.replication.data_parallel import (
     sum_parameters,
     update_cost,
 )
-from meshwright.simulator.replication.flat_memory import flat_pass_bytes
+from meshwright.simulator.replication.flat_memory import (
+    flat_pass_bytes,
+    narrow_shard_bytes,
+    scale_bytes,
+    updated_cast_bytes,
+)
+from meshwright.simulator.replication.flat_units import shard_counts, shards_of
 from meshwright.simulator.replication.parts import StagePart, buffer_copies, part_gathers
 from meshwright.simulator.replication.reductions import reduced_parts
 from meshwright.simulator.replication.unit_parts import (
@@ -54,16 +60,21 @@ __all__ = [
     "held_parameters",
     "is_tied",
     "keeps_last_layer",
+    "narrow_shard_bytes",
     "padding",
     "part_gathers",
     "reduced_parts",
     "replication_of",
+    "scale_bytes",
+    "shard_counts",
     "shard_padding",
+    "shards_of",
     "spread",
     "stage_bucket_limit",
     "stage_parameters",
     "sum_parameters",
     "unit_shards",
     "update_cost",
+    "updated_cast_bytes",
     "used_map_bytes",
 ]

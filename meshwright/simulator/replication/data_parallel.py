@@ -37,6 +37,7 @@ from meshwright.simulator.layout import (
 from meshwright.simulator.memory import Shards
 from meshwright.simulator.model import BlockRun
 
+MAX_STAGE = 3  # of ZeRO: parameters are shards, too
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
 # A gradient beside its bucket is copied there and back, each fp32 read once and written once, and
@@ -101,13 +102,20 @@ class Replication(NamedTuple):
 
     @property
     def gathers_units(self) -> bool:
-        """Whether parameters are gathered unit by unit in every pass."""
-        return self.shards.parameters > 1 or self.offload is Offload.PARAMETERS
+        """Whether parameters are gathered unit by unit in every pass: of flat units some alone."""
+        holders = [self, *([self.experts] if self.is_flat and self.experts else [])]
+        is_split = any(each.shards.parameters > 1 for each in holders)
+        return is_split or self.offload is Offload.PARAMETERS
 
     @property
     def has_flat_units(self) -> bool:
         """Whether these are flat buckets, of which the ends' stay gathered throughout a step."""
         return self.is_flat and self.gathers_units
+
+    @property
+    def sums_replicas_last(self) -> bool:
+        """Whether only the last microbatch sums shards of gradients over their replicas."""
+        return self.is_flat and self.zero_stage == MAX_STAGE and self.replica_span is not None
 
     @property
     def has_owners(self) -> bool:

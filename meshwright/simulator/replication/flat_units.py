@@ -1,24 +1,55 @@
 """The units of Megatron-FSDP: flat buckets of each layer, and of what lies outside all layers.
 
-A layer is a unit of one bucket, or of two where it has routed experts.  Embedding, final norm and
-head are one list of weights, cut where a bucket is full.  Weights of a bucket lie behind each other
-so that a shard ends where rows do: all is filled up (`build_data_parallel_buffer_index` and
-`_get_parameter_groups` of megatron/core/distributed/fsdp/src/megatron_fsdp/
-param_and_grad_buffer.py, core 0.16.1).
+A layer is a unit of one bucket of each format, or of one more where it has routed experts.  All
+else is a list of weights for each format, cut where a bucket is full.  Weights of a bucket lie
+behind each other so that a shard ends where rows do: all is filled up
+(`build_data_parallel_buffer_index` and `_get_parameter_groups` of
+megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py, core 0.16.1).
+
+With ``fp8_param_gather`` weights of linear layers are in 8 bits, and gathered so.  A scale for each
+tensor is found by all ranks together; of MXFP8, whose scales are not split, a copy along rows and
+one along columns are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from math import lcm, prod
+from typing import NamedTuple
 
+from meshwright.hwprofiles import Recompute, RecomputeModule
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, is_expert, rank_tensors
+from meshwright.simulator.layout import Stage, repeated_modules
+from meshwright.simulator.model import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    PREDICTIONS,
+    BlockKind,
+    ParameterTensor,
+    in_engine_order,
+    is_expert,
+    is_linear,
+    rank_tensors,
+)
 from meshwright.simulator.replication.buckets import bucket_limit
+from meshwright.simulator.replication.data_parallel import Replication
 from meshwright.simulator.replication.parts import StagePart
-from meshwright.simulator.replication.unit_walk import EndBuckets, FlatBucket, UnitWalk, Weights
+from meshwright.simulator.replication.unit_walk import (
+    EndBucket,
+    FlatBucket,
+    FlatUnit,
+    Step,
+    UnitWalk,
+    WalkSettings,
+)
 
 Shape = tuple[int, ...]
+Format = tuple[bool, bool]
+AROUND = (EMBEDDING, FINAL_NORM, PREDICTIONS, HEAD)
+"""Blocks with weights outside all units."""
+APART_NAMES = ("enorm.", "hnorm.", "eh_proj.", "prediction_norm.")
+"""Weights beside the layer that predicts further, which is the unit."""
 
 
 def bucket_size(shapes: Sequence[Shape], num_ranks: int) -> int:
@@ -58,95 +89,264 @@ def bucket_size(shapes: Sequence[Shape], num_ranks: int) -> int:
     return -(-(end + sum(short)) // multiple) * multiple
 
 
-def flat_parts(shape: BlockShape, stage: Stage, num_ranks: int) -> tuple[StagePart, ...]:
-    """Return the units of *stage*, a whole model that *num_ranks* share, in model order."""
-    walk, apart = flat_walk(shape, stage, num_ranks), bool(shape.expert_parameters)
+class Held(NamedTuple):
+    """A weight of a rank: the tensor it is of, its shape there, of experts one's, and its format.
+
+    ``is_apart`` says that it is outside all units.
+    """
+
+    tensor: ParameterTensor
+    shape: Shape
+    is_narrow: bool
+    is_apart: bool
+
+    @property
+    def format(self) -> Format:
+        """Whether it is of experts, and in 8 bits: what decides the bucket."""
+        return is_expert(self.tensor), self.is_narrow
+
+
+def flat_parts(shape: BlockShape, stage: Stage, replication: Replication) -> tuple[StagePart, ...]:
+    """Return the units of *stage*, a whole model, in model order."""
+    walk, apart = flat_walk(shape, stage, *shard_counts(replication)), bool(shape.expert_parameters)
     nothing = Stage((), has_embedding=False, has_head=False)
-    embedding, head = nothing._replace(has_embedding=True), nothing._replace(has_head=True)
-    parts = [StagePart(embedding, walk.ends.early, stays=True, is_once=True)]
-    for place, ((_, unit), vain) in enumerate(zip(walk.layers, walk.vain_gathers, strict=True), 1):
-        sizes, unused = (
-            _by_holders(unit, (1,) * len(unit), apart=apart),
-            _by_holders(unit, vain, apart=apart),
-        )
-        one = stage.part(place, place + 1)
-        parts.append(StagePart(one, sizes[0], expert_buckets=sizes[1], unused=unused))
-    return (*parts, StagePart(head, walk.ends.late, stays=True, is_once=True))
+    parts: list[StagePart] = []
+    for block, steps in groupby(walk.steps, key=lambda step: step.block):
+        units = [step.unit for step in steps if step.unit is not None]
+        one = stage.part(block, block + 1)
+        if units:
+            parts.append(_unit_part(walk, one, units, apart=apart))
+        ends = tuple(end.bucket for end in walk.ends if end.first == block)
+        if ends or not units:
+            gathered = [
+                each.size * each.width for each in ends for _ in range(1 + each.has_columns)
+            ]
+            sizes = tuple(each.size for each in ends)
+            held = nothing if units else one
+            gathers = (tuple(gathered), ())
+            parts.append(StagePart(held, sizes, stays=True, is_once=True, gathers=gathers))
+    return tuple(parts)
+
+
+def _unit_part(walk: UnitWalk, stage: Stage, units: Sequence[int], *, apart: bool) -> StagePart:
+    """Return the part of *units* that a block of *stage* has."""
+    every = [each for unit in units for each in walk.units[unit].buckets]
+    vain = [each for unit in units for each in walk.vain_gathers[unit]]
+    sizes = [each.size for each in every]
+    gathered = [each.size * each.width for each in every]
+    once = (1,) * len(every)
+    buckets, experts = _by_holders(every, sizes, once, apart=apart)
+    return StagePart(
+        stage,
+        buckets,
+        expert_buckets=experts,
+        gathers=_by_holders(every, gathered, once, apart=apart),
+        unused=_by_holders(every, gathered, vain, apart=apart),
+        transposed=sum(each.transposed for each in every),
+    )
 
 
 def _by_holders(
-    unit: Sequence[FlatBucket], times: Sequence[int], *, apart: bool
+    unit: Sequence[FlatBucket], sizes: Sequence[int], times: Sequence[int], *, apart: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return buckets so many times: those of a replica's ranks, and experts' of others."""
-    every = [(each, each.is_expert and apart) for each in unit]
+    """Return *sizes* so many times: those of a replica's ranks, and experts' of others."""
     of_most, of_experts = (
         tuple(
-            each.size
-            for (each, is_apart), count in zip(every, times, strict=True)
+            size
+            for each, size, count in zip(unit, sizes, times, strict=True)
             for _ in range(count)
-            if is_apart is others
+            if (each.is_expert and apart) is others
         )
         for others in (False, True)
     )
     return of_most, of_experts
 
 
+def shard_counts(replication: Replication) -> tuple[int, int]:
+    """Return the ranks that share a bucket, and all that reduce its gradients."""
+    return replication.span.num_ranks, replication.dp_cp
+
+
+def shards_of(replication: Replication) -> tuple[int, int]:
+    """Return the ranks that share weights, and routed experts."""
+    experts = replication.experts or replication
+    return replication.span.num_ranks, experts.span.num_ranks
+
+
 @lru_cache
-def flat_walk(shape: BlockShape, stage: Stage, num_ranks: int) -> UnitWalk:
+def flat_walk(
+    shape: BlockShape, stage: Stage, num_shards: int, num_ranks: int | None = None
+) -> UnitWalk:
     """Return how passes gather the buckets of *stage* and reduce their gradients.
 
     Args:
         shape: Of its blocks.
         stage: The whole model.
-        num_ranks: Data- times context-parallel ranks, which share all but routed experts.
+        num_shards: Data- times context-parallel ranks, which share all but routed experts.
+        num_ranks: All data- times context-parallel ranks, by default no others.
     """
-    shapes = dict(_weights(shape))
-    experts = num_ranks * shape.tp // (shape.expert_tp * shape.ep)
-    layers = []
-    for kind, count in stage.layers:
-        unit = tuple(_unit(shapes[kind], num_ranks, experts))
-        layers += [(kind, unit)] * count
-    num_parameters = sum(
-        sum(map(prod, (*shapes[kind].most, *shapes[kind].experts))) for kind, _ in layers
+    held = [*_held(shape)]
+    units, num_layers = _units(shape, stage, held, num_shards)
+    kinds = [kind for kind, count in stage.blocks for _ in range(count)]
+    places = {kind: place for place, kind in enumerate(kinds) if kind in AROUND}
+    limit = bucket_limit(shape.stack, num_ranks or num_shards)
+    wide, narrow = (
+        [*_end_buckets([each for each in own if each.is_narrow is is_narrow], limit, places)]
+        for own in [[each for each in held if each.is_apart]]
+        for is_narrow in (False, True)
     )
-    ends = _end_buckets(shapes, bucket_limit(shape.stack, num_ranks), num_ranks)
-    return UnitWalk.of(ends, tuple(layers), num_parameters // len(layers))
+    ends = [
+        EndBucket(_bucket(shape, own, num_shards), first, last)
+        for own, first, last in (*wide, *narrow)
+    ]
+    num_further = len(units) - num_layers
+    walk = UnitWalk(
+        ends=tuple(ends),
+        num_first=len(wide),
+        units=units,
+        num_layers=num_layers,
+        steps=tuple(_steps(ends, places, num_layers, num_further)),
+    )
+    own_of = {kind: [each for each in held if each.tensor.block == kind] for kind in {*kinds}}
+    num_parameters = sum(
+        prod(each.shape) for kind in kinds for each in own_of[kind] if not each.is_apart
+    )
+    settings = WalkSettings.of(
+        num_parameters // len(units),
+        shape.stack.unit_gather_parameters,
+        is_pooled=shape.stack.doubles_unit_buffers,
+        ends_go_ahead=shape.stack.ends_gather_ahead,
+    )
+    return walk.walked(settings)
 
 
-def _weights(shape: BlockShape) -> Iterator[tuple[BlockKind, Weights]]:
+def _units(
+    shape: BlockShape, stage: Stage, held: Sequence[Held], num_shards: int
+) -> tuple[tuple[FlatUnit, ...], int]:
+    """Return layers, those that predict further last, and how many others there are."""
+    num_further = shape.model.prediction_layers if stage.has_predictions else 0
+    sharing = num_shards, num_shards * shape.tp // (shape.expert_tp * shape.ep)
+    kinds = [kind for kind, count in stage.layers for _ in range(count)]
+    known: dict[BlockKind, FlatUnit] = {}
+    for kind in {*kinds, *([PREDICTIONS] * bool(num_further))}:
+        own = [each for each in held if each.tensor.block == kind and not each.is_apart]
+        if kind == PREDICTIONS:
+            own = own[: len(own) // num_further]
+        known[kind] = _unit(shape, kind, own, sharing)
+    every = [*kinds, *[PREDICTIONS] * num_further]
+    units = [
+        known[kind]._replace(repeated=() if stage.checkpoints.keeps_layers and place < len(kinds)
+                             and stage.checkpoints.keeps(place) else known[kind].repeated)
+        for place, kind in enumerate(every)
+    ]  # fmt: skip
+    return tuple(units), len(kinds)
+
+
+def _steps(
+    ends: Sequence[EndBucket], places: Mapping[BlockKind, int], num_layers: int, num_further: int
+) -> Iterator[Step]:
+    """Yield what a forward pass asks for, in order.
+
+    Layers that predict further look up tokens first; norms, their product and the head have hooks
+    of their own.
+    """
+    yield Step(0, tuple(place for place, end in enumerate(ends) if end.first == 0))
+    yield from (Step(1 + unit, unit=unit) for unit in range(num_layers))
+    for kind in (FINAL_NORM, PREDICTIONS, HEAD):
+        block = places.get(kind, -1)
+        own = [place for place, end in enumerate(ends) if end.first <= block <= end.last]
+        if kind == PREDICTIONS:
+            yield from (Step(block, (0, *own), num_layers + each) for each in range(num_further))
+        elif block > 0:
+            yield Step(block, tuple(own[-1:]))
+
+
+def _held(shape: BlockShape) -> Iterator[Held]:
     """Yield the weights of a block of each kind on one rank; each expert has its own."""
-    tensors = rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple)
-    for kind in shape.parameters:
-        most: list[Shape] = []
-        experts: list[Shape] = []
-        for tensor in tensors:
-            if tensor.block == kind and is_expert(tensor):
-                num, *rest = shape.local_shape(tensor)
-                experts += [tuple(rest)] * num
-            elif tensor.block == kind:
-                most.append(shape.local_shape(tensor))
-        yield kind, Weights(tuple(most), tuple(experts))
+    recipe = shape.recipe
+    narrows = recipe is not None and recipe.holds_parameters
+    for tensor in rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple):
+        is_apart = tensor.block in AROUND and (
+            tensor.block != PREDICTIONS or tensor.name.startswith(APART_NAMES)
+        )
+        own, number = shape.local_shape(tensor), 1
+        if is_expert(tensor):
+            number, own = own[0], own[1:]
+        is_narrow = narrows and is_linear(tensor)
+        yield from [Held(tensor, own, is_narrow, is_apart)] * number
 
 
-def _unit(weights: Weights, num_ranks: int, of_experts: int) -> Iterator[FlatBucket]:
-    """Yield the buckets of a layer: that of its experts if it has some, which fewer may share."""
-    yield FlatBucket(bucket_size(weights.most, num_ranks))
-    if weights.experts:
-        size = bucket_size(weights.experts, of_experts)
-        yield FlatBucket(size, is_expert=True, is_whole=of_experts == 1)
+def _unit(
+    shape: BlockShape, kind: BlockKind, weights: Sequence[Held], sharing: tuple[int, int]
+) -> FlatUnit:
+    """Return a layer: a bucket of each format of its weights, and of its experts'.
+
+    Of several formats they are in the order in which modules list weights (`named_parameters`).
+    """
+    ordered = list(weights)
+    if any(each.is_narrow for each in weights):
+        ordered = in_engine_order(weights, lambda each: each.tensor.name.partition(".")[0])
+    found = []
+    for of_experts, is_narrow in dict.fromkeys(each.format for each in ordered):
+        own = [each for each in weights if each.format == (of_experts, is_narrow)]
+        bucket = _bucket(shape, own, sharing[of_experts])
+        found.append(bucket._replace(is_expert=of_experts))
+    return FlatUnit(kind, tuple(found), _repeated(shape, found))
 
 
-def _end_buckets(shapes: dict[BlockKind, Weights], limit: int, num_ranks: int) -> EndBuckets:
-    """Return the buckets outside all layers: a tied matrix is a weight of the embedding."""
-    buckets: list[list[Shape]] = [[]]
-    num_early, num_shared = 0, 0
-    for kind in (EMBEDDING, HEAD):
-        num_early = len(buckets) if kind == HEAD else 0
-        num_shared = len(buckets[-1])
-        for weight in shapes[kind].most:
-            if sum(map(prod, buckets[-1])) >= limit:
-                buckets.append([])
-            buckets[-1].append(weight)
-    sizes = tuple(bucket_size(bucket, num_ranks) for bucket in buckets)
-    is_shared = len(buckets[num_early - 1]) > num_shared
-    return EndBuckets(sizes[:num_early], sizes[num_early:], is_shared)
+def _bucket(shape: BlockShape, weights: Sequence[Held], num_ranks: int) -> FlatBucket:
+    """Return the bucket of *weights* of one format.
+
+    Transposes are made for backward where products of 8 bits take operands one way round
+    (`post_all_gather_processing` of Transformer Engine 2.11, pytorch/tensor/utils.py).
+    """
+    size, recipe = bucket_size([each.shape for each in weights], num_ranks), shape.recipe
+    if recipe is None or not weights[0].is_narrow:
+        return FlatBucket(size, width=shape.precision.num_bytes, is_whole=num_ranks == 1)
+    is_scaled = recipe.scaled_elements > 0
+    transposed = sum(prod(each.shape) for each in weights) * (recipe.weight_copy_bytes - 1)
+    return FlatBucket(
+        size,
+        is_whole=num_ranks == 1,
+        width=1,
+        has_columns=is_scaled,
+        transposed=0 if is_scaled else transposed,
+    )
+
+
+def _repeated(shape: BlockShape, buckets: Sequence[FlatBucket]) -> tuple[int, ...]:
+    """Return the buckets of a layer whose weights recomputation reads."""
+    is_full, modules = (
+        shape.recompute is Recompute.FULL,
+        {*repeated_modules(shape.recompute, shape.modules)},
+    )
+    routes = any(each.is_expert for each in buckets)
+    inner = (
+        {RecomputeModule.MOE, RecomputeModule.SHARED_EXPERTS} if routes else {RecomputeModule.MLP}
+    )
+    wanted = {
+        True: is_full or RecomputeModule.MOE in modules,
+        False: is_full or bool(modules & {*inner, RecomputeModule.MLA_UP_PROJ}),
+    }
+    # Of parts of a layer only modules that ask by themselves do so again: those of MXFP8.
+    return tuple(
+        place
+        for place, each in enumerate(buckets)
+        if wanted[each.is_expert] and (is_full or each.has_columns)
+    )
+
+
+def _end_buckets(
+    weights: Iterable[Held], limit: int, places: Mapping[BlockKind, int]
+) -> Iterator[tuple[list[Held], int, int]]:
+    """Yield the weights of each bucket outside all units, with its first and its last block.
+
+    A tied matrix is a weight of the embedding.
+    """
+    buckets: list[list[Held]] = []
+    for weight in weights:
+        if not buckets or sum(prod(each.shape) for each in buckets[-1]) >= limit:
+            buckets.append([])
+        buckets[-1].append(weight)
+    for bucket in buckets:
+        yield bucket, places[bucket[0].tensor.block], places[bucket[-1].tensor.block]

@@ -33,7 +33,9 @@ class StagePart(NamedTuple):
     forward pass it is the first one to need their parameters.  What ``stays`` is not freed between
     a forward pass and its backward.  ``expert_buckets`` are of experts that other ranks than those
     of a replica hold.  What is gathered ``is_once`` stays to the end of a step; ``unused`` are
-    buckets, and such experts', that each microbatch gathers once more, and frees again.
+    buckets, and such experts', that each microbatch gathers once more, and frees again, in bytes;
+    ``gathers`` is what is gathered otherwise than in the format of the wire, in bytes, too.
+    Backward makes transposes of ``transposed`` bytes of weights.
     """
 
     stage: Stage
@@ -42,6 +44,8 @@ class StagePart(NamedTuple):
     expert_buckets: tuple[int, ...] = ()
     is_once: bool = False
     unused: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    gathers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    transposed: int = 0
 
     def by_holders(self, replication: Replication) -> list[tuple[tuple[int, ...], Replication]]:
         """Return the buckets with the ranks that hold the same weights."""
@@ -49,6 +53,11 @@ class StagePart(NamedTuple):
         if replication.experts is not None:
             found.append((self.expert_buckets, replication.experts))
         return found
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """What the times of its exchanges follow from."""
+        return self.buckets, self.expert_buckets, self.gathers
 
     @property
     def all_buckets(self) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ def _gathered_parts(
 ) -> tuple[StagePart, ...]:
     """Return the units of *stage*."""
     if replication.has_flat_units:
-        return flat_parts(shape, stage, replication.dp_cp)
+        return flat_parts(shape, stage, replication)
     experts = replication.experts
     of_experts = 1 if experts is None else experts.span.num_ranks
     units = unit_parts(shape, stage, replication.span.num_ranks, of_experts)

@@ -38,6 +38,9 @@ from meshwright.simulator.replication import (
     bucket_cast_peak,
     flat_pass_bytes,
     held_parameters,
+    narrow_shard_bytes,
+    shard_counts,
+    shards_of,
 )
 from meshwright.simulator.schedules import get_schedule
 from meshwright.simulator.step.activations import activation_host_bytes
@@ -216,7 +219,7 @@ def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
     virtual_stage = virtual_stage_memory(shape, stage, context.blocks)
     if replication.has_flat_units:
         blocks, state = context.blocks, context.host.state
-        passes = flat_pass_bytes(shape, stage, blocks, state, replication.dp_cp)
+        passes = flat_pass_bytes(shape, stage, blocks, state, shard_counts(replication))
         virtual_stage = replace(
             virtual_stage, forward_workspace_bytes=passes[0], backward_workspace_bytes=passes[1]
         )
@@ -248,6 +251,8 @@ def _memory_of_stages(
     beside = stand_in_bytes(shape, own) + _angle_bytes(shape, stages)
     memory = replace(memory, buffers_bytes=memory.buffers_bytes + beside)
     memory = with_copies(memory, beside_weights_bytes(shape, own))
+    if replication.has_flat_units:
+        memory = with_copies(memory, narrow_shard_bytes(shape, own, *shards_of(replication)))
     if context.setting.plan.expert_overlap is not None:
         memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))
     if shape.stack.cuda_graphs == CudaGraphs.WHOLE_STEP:

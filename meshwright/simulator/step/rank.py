@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Source
-from meshwright.simulator.blocks import BlockShape, step_cast_bytes
+from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import (
     CopyPoint,
@@ -28,10 +28,11 @@ from meshwright.simulator.ledger import (
 from meshwright.simulator.memory import BlockBytes, LateGradients, stage_messages
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
-    blocks_of,
+    StagePart,
     buffer_copies,
     filled_parameters,
     held_parameters,
+    updated_cast_bytes,
 )
 from meshwright.simulator.step.activations import backward_points, copied_bytes, forward_points
 from meshwright.simulator.step.beside import hidden_exchanges
@@ -152,7 +153,7 @@ def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
         for stage, entries in dict(zip(stages, ledger.virtual_stages, strict=True)).items()
     }
     held = held_parameters(setting.shape, stages)
-    cast_bytes = step_cast_bytes(setting.shape, blocks_of(stages))
+    cast_bytes = updated_cast_bytes(setting.shape, stages, setting.replication)
     wire, replication = setting.wire, setting.replication
     updated = filled_parameters(setting.shape, stages, replication)
     update = rank_update_cost(costs, updated, wire, replication, cast_bytes)
@@ -176,12 +177,16 @@ def _virtual_stage_work(
 ) -> VirtualStageWork:
     replication, pass_cost = context.setting.replication, context.pass_cost(stage)
     messages = stage_messages(context.blocks, stage)
-    gathers, ahead, reductions = (
+    gathers, ahead, reductions, sums = (
         [entry for entry in entries if entry.moment is moment]
-        for moment in (Moment.GATHER, Moment.AHEAD, Moment.REDUCE)
+        for moment in (Moment.GATHER, Moment.AHEAD, Moment.REDUCE, Moment.REPLICAS)
     )
-    ahead_ps = sum(_entry_ps(context, entry) for entry in ahead)
-    units = _units(context, gathers, reductions, ahead_ps) if replication.in_units else ((), ())
+    ahead_ps, sums_ps = ([_entry_ps(context, entry) for entry in each] for each in (ahead, sums))
+    units: tuple[tuple[UnitWork, ...], ...] = (), ()
+    if replication.in_units:
+        units = _units(context, gathers, reductions, sum(ahead_ps))
+        last = zip(units[1], reversed(sums_ps or [0] * len(units[1])), strict=True)
+        units = units[0], tuple(replace(unit, last_ps=each) for unit, each in last)
     copies = _copies(context, stage)
     if replication.gathers_units:
         gathers = []
@@ -269,6 +274,7 @@ def _units(
                 compute_ps=pass_cost.backward.time_ps,
                 reduce_ps=_entry_ps(context, entry) + copies.out_ps,
                 again_ps=copies.again_ps,
+                unpack_ps=copied.unpack_ps + _transposes_ps(context, part),
                 pack_ps=copied.pack_ps,
             )
         )
@@ -276,6 +282,11 @@ def _units(
         last = max(place for place, unit in enumerate(backward) if not unit.stays)
         backward[last] = replace(backward[last], gather_ps=backward[last].gather_ps + ahead_ps)
     return tuple(forward) if replication.gathers_units else (), tuple(reversed(backward))
+
+
+def _transposes_ps(context: StepContext, part: StagePart) -> int:
+    """Return the time in which backward writes transposes of a part's weights, each read once."""
+    return context.costs.memory_traffic(2 * part.transposed).time_ps if part.transposed else 0
 
 
 def _entry_ps(context: StepContext, entry: LedgerEntry) -> int:
