@@ -1,6 +1,6 @@
 """Read profiles: the built-in ones by name, a user's by path."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TypeVar, cast
@@ -21,6 +21,7 @@ from meshwright.hwprofiles.kinds import LayerFact
 from meshwright.hwprofiles.reading import FileKind
 from meshwright.hwprofiles.schema import Cluster, Device, Link
 from meshwright.hwprofiles.stack_schema import StackProfile
+from meshwright.hwprofiles.stack_traits import half_weight_facts
 
 __all__ = [
     "DEFAULT_STACK",
@@ -253,6 +254,9 @@ def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
     except ProfileError as error:
         text = str(error)
         raise ProfileError(text if "base: " in text else f"{file}: base: {text}") from None
+    precision = data.get("parameter_precision")
+    if precision in cast("Collection[object]", usual.get("parameter_precisions", ())):
+        usual |= half_weight_facts({"autocast": False, **usual}, precision)
     return _merged(usual, data)
 
 

@@ -145,6 +145,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*TITAN, "--gpus", "8", "--pp", "4", "--schedule", "gpipe", "--micro-batch", "2"], []),
         ([*TITAN, "--gpus", "8", "--offload", "parameters", "--no-reshard-after-forward"], []),
         ([*TITAN, "--gpus", "8", "--precision", "fp8", "--set", "kernels=eager"], []),
+        ([*TITAN, "--gpus", "8", "--set", "parameter_precision=bf16"], []),
         ([*QWEN, "--gpus", "64", "--ep", "8"], []),
         ([*QWEN, "--gpus", "64", "--ep", "8", "--cp", "2"], []),
         ([*TITAN, "--gpus", "64", "--cp", "4", "--tp", "2", *SHARING, "--dp-shard", "4"], []),

@@ -23,6 +23,7 @@ from meshwright.hwprofiles import (
     StageSplit,
     load_cluster,
     load_stack,
+    with_facts,
 )
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.bounds.bounds import StepBounds
@@ -164,6 +165,9 @@ MIXED = PART_ROUTED.model_copy(
 )
 WIDE = spec("wide", num_layers=4, hidden_size=4096, num_heads=32, vocab_size=250_000)
 
+_, HALF = with_facts(
+    load_cluster("dgx-h100"), load_stack("torchtitan"), ["parameter_precision=bf16"]
+)
 SMALL = spec("small", num_layers=4, hidden_size=512, num_heads=8, tied_embeddings=False)
 FEW = SpaceLimits(
     recompute=(Recompute.NONE,), sequence_parallel=(False,), max_tp=2, max_microbatch_size=2
@@ -196,6 +200,15 @@ SWITCHED = {
 
 CASES = {
     **SWITCHED,
+    "weights of 16 bits": Case(
+        SMALL,
+        "dgx-h100",
+        "torchtitan",
+        4,
+        16,
+        limits=SpaceLimits(recompute=(Recompute.NONE,), max_tp=2, max_microbatch_size=2),
+        changes=tuple(dict(HALF).items()),
+    ),
     "some layers run again": Case(
         GROUPED,
         "dgx-h100",

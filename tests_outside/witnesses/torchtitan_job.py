@@ -12,9 +12,9 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn import functional
 
-from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod
+from meshwright.hwprofiles import ContextParallel, Precision, Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ResolvedPlan, TrainingJob
+from meshwright.simulator import TrainingJob
 from meshwright.simulator.model import Experts, ModelSpec
 from witnesses import torchtitan_parts
 from witnesses.torchtitan_parts import (
@@ -140,14 +140,15 @@ class TorchtitanJob(TrainerJob):
             build_metrics_processor_fn=QuietMetrics,
             state_dict_adapter=None,
         )
-        stage_type = torch.bfloat16 if plan.dp > 1 else torch.float32
+        is_half = saved.stack.parameter_precision is Precision.BF16
+        stage_type = torch.bfloat16 if plan.dp > 1 or is_half else torch.float32
         with (
             patch.dict(train_spec._extra_train_specs, {NAME: spec}),
             # It counts the layers of all jobs of a process.
             patch.object(activation_checkpoint, "_layer_sac_count", 0),
             stages_with_shapes(pipeline_parallel, saved, stage_type),
         ):
-            super().__init__(saved, train.Trainer(job_config(job, plan)))
+            super().__init__(saved, train.Trainer(job_config(saved)))
 
     def run_step(self, step: int) -> list[Tensor]:
         """Run one whole training step."""
@@ -252,9 +253,9 @@ def moe_args(experts: Experts) -> MoEArgs:
     )
 
 
-def job_config(job: TrainingJob, plan: ResolvedPlan) -> JobConfig:
+def job_config(saved: SavedPlan) -> JobConfig:
     """Return torchtitan's configuration of a plan."""
-    config = JobConfig()
+    config, job, plan = JobConfig(), saved.job, saved.plan
     config.model.name = config.model.flavor = NAME
     config.debug.seed = 0
     config.debug.moe_force_load_balance = True
@@ -262,6 +263,7 @@ def job_config(job: TrainingJob, plan: ResolvedPlan) -> JobConfig:
     config.training.local_batch_size = local_batch_size(job, plan)
     config.training.global_batch_size = job.global_batch_size
     config.training.mixed_precision_param = PARAMETERS[job.precision]
+    config.training.dtype = PARAMETERS[saved.stack.parameter_precision or Precision.FP32]
     parallelism = config.parallelism
     shards = plan.dp_shard or plan.dp
     parallelism.data_parallel_shard_degree = shards

@@ -98,10 +98,11 @@ def _tensor_sums(
     # A gradient that fully_shard does not reduce stays a part of its sum, which the gradient norm
     # makes, and the update again.
     times = 2 if shape.is_unwrapped else 1
+    each_bytes = shape.stack.gradient_bytes if shape.is_unwrapped else wire.reduce_bytes
     model, vectors = shape.model, times * (2 if shape.model.norm == "layernorm" else 1)
     num_layers = sum(stage.num_layers for stage in stages)
     if left is LeftSums.ALL:
-        size_bytes = model.hidden_size * wire.reduce_bytes
+        size_bytes = model.hidden_size * each_bytes
         norms = 2 * num_layers + sum(stage.has_head for stage in stages)
         yield size_bytes, norms * vectors
         # Scattered before a position is added, a rank sees its own tokens of the table, too.
@@ -109,7 +110,7 @@ def _tensor_sums(
         if has_positions and shape.stack.scatters_positions:
             yield model.max_positions * size_bytes, times
     if model.qk_norm == "head" and num_layers:
-        yield model.head_dim * wire.reduce_bytes, 2 * num_layers * vectors
+        yield model.head_dim * each_bytes, 2 * num_layers * vectors
 
 
 def tied_table(
@@ -149,15 +150,16 @@ def gradient_norm(
     sums: list[tuple[MeshAxis, int, GroupSpan]]
     sums = [(Axis.DP, NORM_BYTES, world)] * (2 if shape.expert_parameters else 1)
     if shape.stack.norm_by_axis:
+        norm_bytes = shape.stack.gradient_bytes  # get_total_norm keeps a gradient's format
         norms, of_experts = (
-            NORM_BYTES * sum(len(unit_shards(shape, each, 1, of_experts=own)) for each in stages)
+            norm_bytes * sum(len(unit_shards(shape, each, 1, of_experts=own)) for each in stages)
             for own in (False, True)
         )
         sums = [
             *_expert_norms(of_experts, mesh, replication, shape.stack),
             (Axis.DP, norms, replication.span),
             (Axis.TP, norms, mesh.span(Axis.TP)),
-            (Axis.PP, NORM_BYTES, mesh.span(Axis.PP)),
+            (Axis.PP, norm_bytes, mesh.span(Axis.PP)),
         ]
     if shape.stack.sums_tokens:
         sums.append((Axis.DP, TOKENS_BYTES, mesh.span(Axis.DP)))
