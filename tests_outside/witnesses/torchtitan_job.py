@@ -30,6 +30,7 @@ from witnesses.torchtitan_parts import (
 # Without a GPU torchtitan would speak to torch.cuda all the same.
 with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
     from torchtitan import train
+    from torchtitan.components.quantization import float8
     from torchtitan.config import JobConfig
     from torchtitan.distributed import activation_checkpoint, pipeline_parallel
     from torchtitan.models import attention, deepseek_v3, llama3, qwen3
@@ -60,6 +61,7 @@ def answers() -> Iterator[None]:
         patch.object(moe_utils, "generate_permute_indices", places),
         patch.object(torch, "histc", counts),
         patch.object(latent_arguments, "has_cuda_capability", lambda *_: True),
+        patch.object(float8, "has_cuda_capability", lambda *_: True),
     ):
         yield
 
@@ -253,6 +255,18 @@ def moe_args(experts: Experts) -> MoEArgs:
     )
 
 
+def say_float8(config: JobConfig, saved: SavedPlan) -> None:
+    """Say how linear layers multiply, but for the head's, where it is in 8 bits."""
+    recipe = saved.stack.fp8
+    if saved.job.precision is not Precision.FP8 or recipe is None:
+        return
+    config.model.converters = ["quantize.linear.float8"]
+    told = config.quantize.linear.float8
+    told.filter_fqns = ["output"]
+    told.enable_fsdp_float8_all_gather = recipe.gathers_parameters
+    told.precompute_float8_dynamic_scale_for_fsdp = recipe.precomputes_scales
+
+
 def job_config(saved: SavedPlan) -> JobConfig:
     """Return torchtitan's configuration of a plan."""
     config, job, plan = JobConfig(), saved.job, saved.plan
@@ -262,7 +276,8 @@ def job_config(saved: SavedPlan) -> JobConfig:
     config.training.seq_len = job.seq_len
     config.training.local_batch_size = local_batch_size(job, plan)
     config.training.global_batch_size = job.global_batch_size
-    config.training.mixed_precision_param = PARAMETERS[job.precision]
+    config.training.mixed_precision_param = PARAMETERS[job.precision.storage]
+    say_float8(config, saved)
     config.training.dtype = PARAMETERS[saved.stack.parameter_precision or Precision.FP32]
     parallelism = config.parallelism
     shards = plan.dp_shard or plan.dp

@@ -16,9 +16,11 @@ from meshwright.planner.space import Column, Role, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.layout import Axis, Mesh
 from meshwright.simulator.memory import (
+    SYMMETRIC,
     Overheads,
     StateBytes,
     num_communicators,
+    symmetric_bytes,
     workspace_bytes,
 )
 from meshwright.simulator.model import shares_table
@@ -212,7 +214,9 @@ def device_bytes_column(
     outside = np.array([overheads.outside_bytes for overheads in each], np.int64)
     allocated = live + workspace_bytes(cluster.device, space.stack, space.job.model)
     rounding = (allocated * space.stack.allocator_fraction).astype(np.int64)
-    return np.asarray(allocated + rounding + outside[member], np.int64)
+    columns = (space.column(name)[chosen] for name in SYMMETRIC)
+    outside = outside[member] + symmetric_bytes(space.job, space.stack, *columns)
+    return np.asarray(allocated + rounding + outside, np.int64)
 
 
 def _mesh(numbers: dict[str, int]) -> Mesh:

@@ -39,7 +39,12 @@ from meshwright.simulator.model import (
     is_expert,
     parameter_tensors,
 )
-from meshwright.simulator.replication import Replication, WireBytes, unit_shards
+from meshwright.simulator.replication import (
+    Replication,
+    WireBytes,
+    unit_matrices,
+    unit_shards,
+)
 
 HEAD_NORMS = "query_norm.", "key_norm."
 NORM_BYTES = 4
@@ -189,6 +194,30 @@ def expert_tokens(shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh) -> l
     ranks = mesh.span(Axis.TP, *REPLICATED)
     call = StepCollective(Axis.DP, CollectiveOp.ALL_REDUCE, size_bytes, ranks)
     return [call] if num_layers else []
+
+
+def weight_scales(
+    shape: BlockShape, stages: tuple[Stage, ...], span: GroupSpan
+) -> list[StepCollective]:
+    """Return what gives the scales of all weights that are gathered in 8 bits, stage by stage.
+
+    It is the largest element of each, in their format (torchao 0.18, float8/fsdp_utils.py:
+    `precompute_float8_dynamic_scale_for_fsdp`).
+    """
+    recipe = shape.recipe
+    if recipe is None or not recipe.precomputes_scales:
+        return []
+    counts = (len(unit_matrices(shape, _layers_of(stage), 1)) for stage in stages)
+    width = shape.stack.sharded_parameter_bytes
+    return [
+        StepCollective(Axis.DP, CollectiveOp.ALL_REDUCE, width * count, span)
+        for count in counts
+        if count
+    ]
+
+
+def _layers_of(stage: Stage) -> Stage:
+    return stage._replace(has_embedding=False, has_head=False)
 
 
 def _expert_norms(

@@ -16,8 +16,10 @@ from meshwright.simulator.memory.held_messages import (
 )
 from meshwright.simulator.memory.late_gradients import LateGradients
 from meshwright.simulator.memory.overheads import (
+    SYMMETRIC,
     Overheads,
     num_communicators,
+    symmetric_bytes,
     usable_bytes,
     workspace_bytes,
 )
@@ -58,6 +60,7 @@ from meshwright.simulator.memory.timeline import (
 
 __all__ = [
     "FULLNESS",
+    "SYMMETRIC",
     "BlockBytes",
     "HeldSpans",
     "KeptUnits",
@@ -94,6 +97,7 @@ __all__ = [
     "sharded_workspace_bytes",
     "stage_messages",
     "stand_in_bytes",
+    "symmetric_bytes",
     "usable_bytes",
     "virtual_stage_memory",
     "with_copies",

@@ -26,7 +26,7 @@ from meshwright.simulator.replication.data_parallel import (
 )
 from meshwright.simulator.replication.flat_memory import flat_pass_bytes
 from meshwright.simulator.replication.parts import StagePart, buffer_copies, part_gathers
-from meshwright.simulator.replication.reductions import reduced_parts
+from meshwright.simulator.replication.reductions import reduced_parts, unit_matrices, wire_bytes
 
 __all__ = [
     "FP32_UPDATE_TRAFFIC_BYTES",
@@ -51,7 +51,9 @@ __all__ = [
     "stage_bucket_limit",
     "stage_parameters",
     "sum_parameters",
+    "unit_matrices",
     "unit_shards",
     "update_cost",
     "used_map_bytes",
+    "wire_bytes",
 ]

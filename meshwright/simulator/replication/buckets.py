@@ -366,14 +366,14 @@ def unit_shards(
             in a layer they are a unit of their own.
     """
     sizes = []
-    for rows, width in _unit_weights(shape, unit, of_experts=of_experts):
+    for rows, width in unit_weights(shape, unit, of_experts=of_experts):
         most = -(-rows // num_shards)  # rows are never cut (fully_shard's Shard(0))
         num_rows = most if shard is None else min(most, max(0, rows - shard * most))
         sizes.append(num_rows * width)
     return sizes
 
 
-def _unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool) -> Iterator[tuple[int, int]]:
+def unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool) -> Iterator[tuple[int, int]]:
     """Yield rows and the elements of a row of each weight of *unit*."""
     blocks = unit.blocks
     for kind, weights in _module_weights(shape, of_experts=of_experts):

@@ -26,6 +26,7 @@ from meshwright.simulator.units.layers import (
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.weights import EndUnit, LayerWeights, StageWeights
 
+EIGHT_BIT_BYTES = 1
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
 ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, arriving_bytes=0))
@@ -140,7 +141,8 @@ class Unit(NamedTuple):
     """Bytes of weights that are gathered, and whose gradients are reduced, together.
 
     Args:
-        weights: Gathered; their whole gradients, as a backward pass makes them, are as large.
+        weights: Gathered.
+        made: Their whole gradients, as a backward pass makes them.
         wire: Gradients as they are reduced.
         share: What comes out of their reduction, also in the format in which it is kept.
         replicas: A reduced share as the all-reduce over replicas had it, which stays until backward
@@ -152,6 +154,7 @@ class Unit(NamedTuple):
     """
 
     weights: Size = 0
+    made: Size = 0
     wire: Size = 0
     share: Size = 0
     replicas: Size = 0
@@ -162,7 +165,7 @@ class Unit(NamedTuple):
     @classmethod
     def of(cls, unit: EndUnit, sharding: Sharding) -> "Unit":
         """Return the bytes of a unit of parameters."""
-        (size, last), (state, reduce_bytes) = unit, sharding.parameter
+        (size, last, narrow), (state, reduce_bytes) = unit, sharding.parameter
         is_cast = reduce_bytes != state.sharded_parameter
         share = -(-size // sharding.num_ranks)
         # What leaves for the host when it is reduced is not kept.
@@ -170,7 +173,9 @@ class Unit(NamedTuple):
         if sharding.is_plain:
             return cls(kept=sharding.kept_bytes(size))
         return cls(
-            weights=size * state.gathered_parameter,
+            weights=size * state.gathered_parameter
+            - narrow * (state.gathered_parameter - EIGHT_BIT_BYTES),
+            made=size * state.gathered_parameter,
             wire=size * reduce_bytes,
             share=share * (reduce_bytes + is_cast * state.sharded_parameter),
             replicas=share * reduce_bytes * several(sharding.num_replicas),
@@ -214,7 +219,7 @@ class LayerUnit(NamedTuple):
     def of(cls, weights: LayerWeights, sharding: Sharding, *, prefetches: bool) -> "LayerUnit":
         """Return the bytes of a layer; *prefetches* says that all of it is gathered ahead."""
         experts = Unit.of(weights.experts, sharding.of_experts)
-        dense = Unit.of(EndUnit(weights.most, 0), sharding)
+        dense = Unit.of(EndUnit(weights.most, 0, weights.narrow), sharding)
         dense_buffer = dense.weights * several(sharding.num_ranks)
         expert_buffer = experts.weights * several(sharding.num_expert_ranks)
         ahead = dense_buffer + expert_buffer if prefetches else dense_buffer

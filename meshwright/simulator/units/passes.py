@@ -188,7 +188,7 @@ def _layer_reduction(stage_pass: StagePass, place: int, *, first: bool) -> Size:
     others = others - passes.saved_layers(stage, place)
     others = others + stage_pass.held.stay(place) + stage_pass.held.on_the_way(place)
     others = others + stage_pass.held.replica_bytes(done, first=first)
-    return others + unit.wire + larger(unit.weights, unit.share)
+    return others + unit.wire + larger(unit.made, unit.share)
 
 
 def nested_unit(stage_pass: StagePass, place: int, *, adds: bool = False) -> NestedUnit:

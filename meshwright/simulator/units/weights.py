@@ -7,16 +7,17 @@ from meshwright.hwprofiles import Units
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import EMBEDDING, BlockKind, ModelSpec
-from meshwright.simulator.replication import EndUnits, is_tied, stage_parameters
+from meshwright.simulator.model import EMBEDDING, BlockKind, BlockRun, ModelSpec
+from meshwright.simulator.replication import EndUnits, is_tied, stage_parameters, unit_matrices
 from meshwright.simulator.units.layers import ByFamily, alike, families, member
 
 
 class EndUnit(NamedTuple):
-    """Parameters of a unit beside the layers, and those of the last of its weights."""
+    """Parameters of a unit, of the last of its weights, and of those gathered in 8 bits."""
 
     size: Size
     last: Size
+    narrow: Size = 0
 
 
 class LayerWeights(NamedTuple):
@@ -25,17 +26,23 @@ class LayerWeights(NamedTuple):
     Args:
         most: All but experts of which other ranks hold others.
         experts: Those, a unit of their own.
+        narrow: Weights that are gathered in 8 bits.
     """
 
     most: Size
     experts: EndUnit
+    narrow: Size
 
     @classmethod
     def of(cls, shape: BlockShape, kind: BlockKind) -> "LayerWeights":
         """Return those of a layer of a *kind*."""
         experts = shape.expert_parameters.get(kind, 0)
+        gathers_narrow = shape.recipe is not None and shape.recipe.gathers_parameters
+        layer = Stage((BlockRun(kind, 1),), has_embedding=False, has_head=False)
         return cls(
-            shape.parameters[kind] - experts, EndUnit(experts, _last_experts(shape, experts))
+            shape.parameters[kind] - experts,
+            EndUnit(experts, _last_experts(shape, experts)),
+            sum(unit_matrices(shape, layer, 1)) if gathers_narrow else 0,
         )
 
 
