@@ -128,17 +128,17 @@ def test_weights_of_16_bits_change_all_that_follows_from_their_format(tmp_path: 
     assert again == ddp
     # reduce_dtype of torchtitan's policy stays fp32, whatever the weights are.
     changes = ["parameter_precision=bf16", "optimizer_bytes=3"]
-    _, titan = with_facts(cluster, load_stack("torchtitan"), changes)
+    _, titan = with_facts(cluster, load_stack("torchtitan@0.2"), changes)
     assert (titan.gradient_bytes, titan.gradient_reduce_bytes, titan.optimizer_bytes) == (2, 4, 3)
     file = tmp_path / "mine.toml"
     file.write_text(
-        'name = "torchtitan"\nbase = "torchtitan"\nparameter_precision = "bf16"\n'
+        'name = "torchtitan@0.2"\nbase = "torchtitan@0.2"\nparameter_precision = "bf16"\n'
         "optimizer_bytes = 3\n"
     )
     assert load_stack(file) == titan
 
 
 def test_a_stack_that_keeps_masters_has_no_weights_of_16_bits_alone() -> None:
-    told = "parameter_precision: bf16 is not offered by stack megatron-core; allowed: leave it out"
+    told = "parameter_precision: bf16 is not offered by stack megatron-core@0.18; allowed: leave it out"
     with pytest.raises(ProfileError, match=told):
         changed("parameter_precision=bf16")

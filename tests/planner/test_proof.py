@@ -166,10 +166,10 @@ MIXED = PART_ROUTED.model_copy(
 WIDE = spec("wide", num_layers=4, hidden_size=4096, num_heads=32, vocab_size=250_000)
 
 _, HALF = with_facts(
-    load_cluster("dgx-h100"), load_stack("torchtitan"), ["parameter_precision=bf16"]
+    load_cluster("dgx-h100"), load_stack("torchtitan@0.2"), ["parameter_precision=bf16"]
 )
 _, NARROW = with_facts(
-    load_cluster("dgx-h100"), load_stack("torchtitan"), ["fp8.gathers_parameters=true"]
+    load_cluster("dgx-h100"), load_stack("torchtitan@0.2"), ["fp8.gathers_parameters=true"]
 )
 SMALL = spec("small", num_layers=4, hidden_size=512, num_heads=8, tied_embeddings=False)
 FEW = SpaceLimits(
