@@ -57,7 +57,9 @@ TITAN_PLANS = (
     f"{TITAN} 8 --pp 4 --schedule gpipe --micro-batch 2",
     f"{TITAN} 64 --ep 8".replace("llama3-8b", "qwen3-30b-a3b"),
     f"{TITAN} 8 --recompute-layers 2 --recompute-method every",
+    f"{TITAN} 8 --set parameter_precision=bf16",
 )
+FORMATS = "dtype", "mixed_precision_param", "mixed_precision_reduce"
 CORE_PLANS = (
     f"{LLAMA} --gpus 64 --tp 4 --pp 4",
     f"{LLAMA} --gpus 64 --tp 8 --sequence-parallel --recompute full",
@@ -119,7 +121,7 @@ def test_torchtitan_reads_the_plan(words: str, tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
     file.write_text(export_plan(saved, get_framework("torchtitan")).files["train.toml"])
     read = ConfigManager().parse_args(["--job.config_file", str(file)])
-    told = torchtitan_job.job_config(saved.job, saved.plan)
+    told = torchtitan_job.job_config(saved)
     if saved.plan.pp == 1:  # the witness says its default of it
         told.parallelism.pipeline_parallel_microbatch_size = 1
     assert read.parallelism == told.parallelism
@@ -128,7 +130,7 @@ def test_torchtitan_reads_the_plan(words: str, tmp_path: Path) -> None:
     assert read.activation_checkpoint == told.activation_checkpoint
     flavor = ("llama3", "8B") if saved.plan.ep == 1 else ("qwen3", "30B-A3B")
     assert (read.model.name, read.model.flavor) == flavor
-    for name in ("seq_len", "local_batch_size", "global_batch_size", "mixed_precision_param"):
+    for name in ("seq_len", "local_batch_size", "global_batch_size", *FORMATS):
         assert getattr(read.training, name) == getattr(told.training, name)
     assert read.training.enable_cpu_offload is read.compile.enable is False
 

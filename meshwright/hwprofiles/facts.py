@@ -23,6 +23,7 @@ from meshwright.hwprofiles.complaints import (
 from meshwright.hwprofiles.loader import list_clusters, load_cluster
 from meshwright.hwprofiles.schema import Cluster
 from meshwright.hwprofiles.stack_schema import StackProfile
+from meshwright.hwprofiles.stack_traits import half_weight_facts
 from meshwright.hwprofiles.stacks import is_stack, load_stack
 from meshwright.hwprofiles.units import (
     FROM_FILE,
@@ -86,11 +87,19 @@ def with_facts(
             if kind is Cluster:
                 cluster = _changed(cluster, kind, rest, text.strip())
             else:
-                stack = _changed(stack, kind, rest, text.strip())
+                stack = _in_format(_changed(stack, kind, rest, text.strip()), rest)
         except (ProfileError, ValidationError) as error:
             reason = one_line(error) if isinstance(error, ValidationError) else str(error)
             raise ProfileError(f"--set {change}: {reason}") from None
     return (_checked(cluster), _checked(stack)) if changes else (cluster, stack)
+
+
+def _in_format(stack: StackProfile, path: Sequence[str]) -> StackProfile:
+    """Return *stack* with all that follows from the format of its weights, if *path* is that."""
+    precision = stack.parameter_precision
+    if list(path) != ["parameter_precision"] or precision not in stack.parameter_precisions:
+        return stack
+    return stack.model_copy(update=half_weight_facts(dict(stack), precision))
 
 
 def changed_facts(profile: Cluster | StackProfile) -> tuple[ChangedFact, ...]:

@@ -45,20 +45,10 @@ SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
 
 # Lists of what a stack offers: nothing stands twice in one.
 LISTS = (
-    "precisions",
-    "schedules",
-    "attention_kernels",
-    "zero_stages",
-    "recompute_modes",
-    "recompute_modules",
-    "recompute_methods",
-    *("offload_modes", "offload_modules"),
-    "context_parallel",
-    "latent_context_parallel",
-    "cuda_graph_modes",
-    "dispatchers",
-    "expert_overlaps",
-    "moment_precisions",
+    *("precisions", "schedules", "attention_kernels", "zero_stages", "recompute_modes"),
+    *("recompute_modules", "recompute_methods", "context_parallel", "latent_context_parallel"),
+    *("offload_modes", "offload_modules", "cuda_graph_modes", "dispatchers", "expert_overlaps"),
+    *("moment_precisions", "parameter_precisions"),
 )
 
 
@@ -74,7 +64,9 @@ class EightBitRecipe(Profile):
     the rows of each expert are copied to fill up what a product takes, and what it makes is copied
     back; ``expert_cast_kernels`` how many kernels cast the rows of an expert, 0 where one casts
     those of all; ``fuses_experts`` whether the kernel of a grouped product opens what it makes, and
-    casts it for the product that reads it; ``multiplies_head`` whether the head is one of these.
+    casts it for the product that reads it; ``multiplies_head`` whether the head is one of these;
+    ``gathers_parameters`` whether fully_shard gathers weights cast, ``precomputes_scales`` whether
+    one all-reduce of a step gives the scales of these casts.
     """
 
     saved_input_bytes: SavedBytes
@@ -87,6 +79,8 @@ class EightBitRecipe(Profile):
     expert_cast_kernels: Size = Field(default=0, exclude_if=operator.not_)
     fuses_experts: Flag = Field(default=False, exclude_if=operator.not_)
     multiplies_head: Flag = Field(default=False, exclude_if=operator.not_)
+    gathers_parameters: Flag = Field(default=False, exclude_if=operator.not_)
+    precomputes_scales: Flag = Field(default=False, exclude_if=operator.not_)
     source: Text
 
     @model_validator(mode="after")

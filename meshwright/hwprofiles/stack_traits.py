@@ -1,9 +1,10 @@
 """What decides, in a stack, which tensors live and which collectives run; see `StackProfile`."""
 
 import operator
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.conditions import Refusal
@@ -31,6 +32,47 @@ from meshwright.hwprofiles.units import (
 )
 
 FusedQkv = Literal[True, False, "model"]
+
+# Elements of 16 bits: weight, gradient, and AdamW's moments, which have the weight's format
+# (torch/optim/adamw.py: zeros_like).  An update reads all four and writes all but the gradient; a
+# gradient is added to another: reads two, writes one.
+HALF_BYTES = 2
+OF_HALF_WEIGHTS: Mapping[str, object] = {
+    "parameter_bytes": HALF_BYTES,
+    "sharded_parameter_bytes": HALF_BYTES,
+    "gradient_bytes": HALF_BYTES,
+    "optimizer_bytes": 2 * HALF_BYTES,
+    "optimizer_traffic_bytes": 7 * HALF_BYTES,
+}
+OF_HALF_REPLICAS: Mapping[str, object] = {
+    "autocast": False,
+    "gradient_reduce_bytes": HALF_BYTES,
+    "accumulation_traffic_bytes": 3 * HALF_BYTES,
+}
+BUCKETS = "gradient_bucket_parameters", "first_gradient_bucket_parameters"
+
+
+def half_weight_facts(facts: Mapping[str, Any], precision: object) -> dict[str, object]:
+    """Return what of a PyTorch stack's *facts* is otherwise where weights are of 16 bits.
+
+    Of FSDP2 the format of reductions is that of its policy; DistributedDataParallel reduces
+    gradients as they are, in buckets of so many bytes.
+
+    >>> ddp = {"autocast": True, "gradient_bucket_parameters": 100, "gradient_precisions": ()}
+    >>> changed = half_weight_facts(ddp, "bf16")
+    >>> changed["gradient_bucket_parameters"], changed["optimizer_bytes"]
+    (200, 4)
+    """
+    found = dict(OF_HALF_WEIGHTS)
+    reduced: tuple[object, ...] = (precision,)
+    if facts["autocast"]:
+        sizes = {name: facts.get(name) for name in BUCKETS}
+        found |= {**OF_HALF_REPLICAS, **{name: 2 * each for name, each in sizes.items() if each}}
+    else:
+        reduced = tuple(
+            dict.fromkeys(wire for _, wire in facts["gradient_precisions"] if wire != "fp16")
+        )
+    return found | {"gradient_precisions": tuple((precision, wire) for wire in reduced)}
 
 
 class StackSwitches(Profile):
@@ -137,6 +179,9 @@ class StackTraits(StackSwitches):
             that do not lie as it knows are copied, and its products have a workspace of their own.
         optimizer_instances: The optimizer's states of stage 1 may be sharded over a part of the
             data-parallel ranks and replicated over the rest.
+        parameter_precisions: Formats of less than 32 bits that weights, gradients and Adam's
+            moments may all have, without a master copy.
+        parameter_precision: That of them that they have; None is fp32, or that of masters.
         keeps_stand_ins: Where products add gradients to their sums, a tensor of each shape of a
             linear layer's weight, which autograd is given for them, lives throughout.
         moment_precisions: Formats that Adam's moments may have, in an optimizer that is told so.
@@ -200,6 +245,8 @@ class StackTraits(StackSwitches):
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
     optimizer_instances: Flag = Field(default=False, exclude_if=operator.not_)
+    parameter_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
+    parameter_precision: Precision | None = Field(default=None, exclude_if=operator.not_)
     keeps_stand_ins: Flag = Field(default=False, exclude_if=operator.not_)
     moment_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
     offloads_layers: Flag = Field(default=False, exclude_if=operator.not_)
@@ -239,6 +286,16 @@ class StackTraits(StackSwitches):
     def __hash__(self) -> int:
         """Return a number of some facts: tables have none."""
         return hash((self.kernels, self.units, self.layer_facts, self.latent_context_parallel))
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Self:
+        said, offered = self.parameter_precision, self.parameter_precisions
+        if said is not None and said not in offered:
+            raise ProfileError(
+                f"parameter_precision: {said} is not offered by stack {getattr(self, 'name', '')}; "
+                f"allowed: {', '.join(offered) or 'leave it out'}"
+            )
+        return self
 
     def fuses_qkv(self, *, in_model: bool) -> bool:
         """Return whether queries, keys and values are one product, if they are *in_model*."""

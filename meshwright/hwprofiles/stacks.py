@@ -1,6 +1,6 @@
 """Software stacks: frameworks by release, those of published runs, and a user's own files."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -18,6 +18,7 @@ from meshwright.hwprofiles.loader import (
     reference,
 )
 from meshwright.hwprofiles.stack_schema import StackProfile
+from meshwright.hwprofiles.stack_traits import half_weight_facts
 
 DEFAULT_STACK = "megatron-core"
 
@@ -244,6 +245,9 @@ def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
     except ProfileError as error:
         text = str(error)
         raise ProfileError(text if "base: " in text else f"{file}: base: {text}") from None
+    precision = data.get("parameter_precision")
+    if precision in cast("Collection[object]", usual.get("parameter_precisions", ())):
+        usual |= half_weight_facts({"autocast": False, **usual}, precision)
     return _merged(usual, data)
 
 

@@ -115,3 +115,30 @@ def test_changed_facts_are_those_that_differ() -> None:
     ]
     assert [each.field for each in changed_facts(cluster)] == ["inter_node.latency_s"]
     assert changed_facts(stack.model_copy(update={"name": "mine"})) == ()
+
+
+def test_weights_of_16_bits_change_all_that_follows_from_their_format(tmp_path: Path) -> None:
+    cluster = load_cluster("dgx-h100")
+    _, ddp = with_facts(cluster, load_stack("ddp"), ["parameter_precision=bf16"])
+    # AdamW of PyTorch: weight 2, gradient 2, two moments 2 each; buckets stay 25 MiB.
+    assert (ddp.parameter_bytes, ddp.gradient_bytes, ddp.optimizer_bytes) == (2, 2, 4)
+    assert ddp.gradient_reduce_bytes * ddp.gradient_bucket_parameters == 25 * 2**20
+    assert not ddp.autocast
+    _, again = with_facts(cluster, ddp, ["parameter_precision=bf16"])
+    assert again == ddp
+    # reduce_dtype of torchtitan's policy stays fp32, whatever the weights are.
+    changes = ["parameter_precision=bf16", "optimizer_bytes=3"]
+    _, titan = with_facts(cluster, load_stack("torchtitan@0.2"), changes)
+    assert (titan.gradient_bytes, titan.gradient_reduce_bytes, titan.optimizer_bytes) == (2, 4, 3)
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "torchtitan@0.2"\nbase = "torchtitan@0.2"\nparameter_precision = "bf16"\n'
+        "optimizer_bytes = 3\n"
+    )
+    assert load_stack(file) == titan
+
+
+def test_a_stack_that_keeps_masters_has_no_weights_of_16_bits_alone() -> None:
+    told = "parameter_precision: bf16 is not offered by stack megatron-core@0.18; allowed: leave"
+    with pytest.raises(ProfileError, match=told):
+        changed("parameter_precision=bf16")

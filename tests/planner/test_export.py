@@ -20,6 +20,7 @@ WHERE = ["--cluster", "dgx-b200"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan@0.2"]
 EVERY_SECOND = ["--recompute-layers", "2", "--recompute-method", "every"]
+NARROW = ["--set", "fp8.gathers_parameters=true", "--set", "fp8.precomputes_scales=true"]
 QWEN = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096", "--stack", "torchtitan@0.2"]
 SHARING = ["--sequence-parallel"]
 GROUPED = ["--microbatch-group-size", "12"]
@@ -172,6 +173,9 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*TITAN, "--gpus", "8", "--pp", "4", "--schedule", "gpipe", "--micro-batch", "2"], []),
         ([*TITAN, "--gpus", "8", "--offload", "parameters", "--no-reshard-after-forward"], []),
         ([*TITAN, "--gpus", "8", "--precision", "fp8", "--set", "kernels=eager"], []),
+        ([*TITAN, "--gpus", "8", "--set", "parameter_precision=bf16"], []),
+        ([*TITAN, "--gpus", "8", "--precision", "fp8", *NARROW], []),
+        ([*TITAN, "--gpus", "16", "--tp", "2", "--set", "tp_in_pieces=true"], []),
         ([*QWEN, "--gpus", "64", "--ep", "8"], []),
         ([*QWEN, "--gpus", "64", "--ep", "8", "--cp", "2"], []),
         ([*TITAN, "--gpus", "64", "--cp", "4", "--tp", "2", *SHARING, "--dp-shard", "4"], []),
@@ -200,7 +204,7 @@ def stack_of(version: str | None, word: str) -> str:
 def is_offered(words: list[str], version: str | None) -> bool:
     """Return whether a version can express a plan that others can."""
     lacking = {
-        "0.3": ("fp8", "--ep", "--cp", "--recompute-layers"),
+        "0.3": ("fp8", "--ep", "--cp", "--recompute-layers", "tp_in_pieces=true"),
         "fsdp1": ("--dp-shard", "--tp"),
     }
     return not {*words}.intersection(lacking.get(version or "", ()))

@@ -27,7 +27,7 @@ def imported(name: str, text: str | None = None, **given: object) -> Imported:
 ZERO3 = {"zero_stage": 3, "reshard_after_forward": True, "sync_each_microbatch": True}
 FSDP = {"zero_stage": 3, "reduce_precision": "bf16", "sync_each_microbatch": False}
 DDP = {"zero_stage": 0, "reduce_precision": "fp32", "sync_each_microbatch": False}
-IN_16_BITS = {"stack.sharded_parameter_bytes": 2, "stack.optimizer_bytes": 4}
+IN_16_BITS = {"stack.parameter_precision": "bf16"}
 # By hand: the model, the stack, microbatch, sequences of a step, tokens of one, and what else.
 PLANS: Mapping[str, tuple[str, str, int, int, int, Mapping[str, object]]] = {
     FULL: (
@@ -150,7 +150,7 @@ def test_weights_that_a_script_loads_are_asked_for() -> None:
     with pytest.raises(PlanError, match="--gradient-precision"):
         imported("transformers-ddp.sh", text)
     in_16_bits = imported("transformers-ddp.sh", text, gradient_precision="bf16")
-    assert in_16_bits.values["stack.optimizer_bytes"] == 4
+    assert in_16_bits.values["stack.parameter_precision"] == "bf16"
     assert imported("transformers-ddp.sh", text, gradient_precision="fp32").values["precision"]
 
 

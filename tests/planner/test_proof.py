@@ -26,6 +26,7 @@ from meshwright.hwprofiles import (
     StageSplit,
     load_cluster,
     load_stack,
+    with_facts,
 )
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.bounds.bounds import StepBounds
@@ -185,6 +186,12 @@ IN_TURN = ROUTED.model_copy(
 )
 WIDE = spec("wide", num_layers=4, hidden_size=4096, num_heads=32, vocab_size=250_000)
 
+_, HALF = with_facts(
+    load_cluster("dgx-h100"), load_stack("torchtitan@0.2"), ["parameter_precision=bf16"]
+)
+_, NARROW = with_facts(
+    load_cluster("dgx-h100"), load_stack("torchtitan@0.2"), ["fp8.gathers_parameters=true"]
+)
 SMALL = spec("small", num_layers=4, hidden_size=512, num_heads=8, tied_embeddings=False)
 FEW = SpaceLimits(
     recompute=(Recompute.NONE,), sequence_parallel=(False,), max_tp=2, max_microbatch_size=2
@@ -217,6 +224,34 @@ SWITCHED = {
 
 CASES = {
     **SWITCHED,
+    "weights of 16 bits": Case(
+        SMALL,
+        "dgx-h100",
+        "torchtitan",
+        4,
+        16,
+        limits=SpaceLimits(recompute=(Recompute.NONE,), max_tp=2, max_microbatch_size=2),
+        changes=tuple(dict(HALF).items()),
+    ),
+    "weights gathered in 8 bits": Case(
+        GROUPED,
+        "dgx-h100",
+        "torchtitan",
+        4,
+        32,
+        precision=Precision.FP8,
+        limits=SpaceLimits(recompute=(Recompute.NONE,), max_tp=2, max_microbatch_size=4),
+        changes=tuple(dict(NARROW).items()),
+    ),
+    "tokens move in pieces": Case(
+        GROUPED,
+        "dgx-h100",
+        "torchtitan",
+        4,
+        32,
+        limits=SpaceLimits(recompute=(Recompute.NONE,), max_microbatch_size=4),
+        changes=(("tp_in_pieces", True),),
+    ),
     "some layers run again": Case(
         GROUPED,
         "dgx-h100",

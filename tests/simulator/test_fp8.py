@@ -29,6 +29,7 @@ from meshwright.simulator import (
     load_model,
     simulate,
 )
+from meshwright.simulator.account import rank_traffic
 from meshwright.simulator.blocks import (
     BlockShape,
     BlockTable,
@@ -520,3 +521,28 @@ def test_an_odd_width_is_warned_about() -> None:
         result = simulate(job, plan, load_cluster("dgx-h100"), load_stack("megatron-core"))
         warned.append([line for line in result.warnings if "multiple of 16" in line])
     assert [len(lines) for lines in warned] == [1, 0]
+
+
+def test_a_layer_is_gathered_in_8_bits_but_for_its_norms() -> None:
+    """Of Llama 3 8B a layer has 218,103,808 weights of seven matrices and 8,192 of norms.
+
+    torchao 0.18 under torchtitan 0.2.2 was counted to gather them so, each scale one all-reduce.
+    """
+    job = TrainingJob(
+        model=load_model("llama3-8b"), global_batch_size=8, seq_len=128, precision=Precision.FP8
+    )
+    titan = load_stack("torchtitan@0.2")
+    calls = {}
+    for precomputes in (False, True):
+        recipe = titan.fp8.model_copy(
+            update={"gathers_parameters": True, "precomputes_scales": precomputes}
+        )
+        stack = titan.model_copy(update={"fp8": recipe})
+        plan = ResolvedPlan(dp=8, zero_stage=3, attention=Attention.FLASH, stages=(32,))
+        calls[precomputes] = {
+            (each.op, each.size_bytes): each.num_calls for each in rank_traffic(job, plan, stack, 0)
+        }
+    gather = CollectiveOp.ALL_GATHER, 218_103_808 + 2 * 8_192
+    assert {each[gather] for each in calls.values()} == {64}
+    assert calls[False][CollectiveOp.ALL_REDUCE, 4] == 64 * 7
+    assert calls[True][CollectiveOp.ALL_REDUCE, 4 * 32 * 7] == 1

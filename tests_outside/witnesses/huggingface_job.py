@@ -36,6 +36,7 @@ from transformers.distributed import DistributedConfig
 from meshwright.hwprofiles import Precision, Recompute
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import ModelSpec, TrainingJob
+from meshwright.validate.programs.megatron import default_dtype
 from meshwright.validate.programs.pytorch.optimizer import trained_tensors
 from meshwright.validate.ranks import ByteKind
 from witnesses.boundary import addresses_answered
@@ -99,18 +100,19 @@ class HuggingFaceJob:
 
     def __init__(self, saved: SavedPlan) -> None:
         self._saved = saved
-        job, plan = saved.job, saved.plan
-        model = language_model(job)
+        job, plan, weights = saved.job, saved.plan, saved.stack.parameter_precision
+        with default_dtype(torch.float32 if weights is None else torch.bfloat16):
+            model = language_model(job)
         if plan.recompute is Recompute.FULL:
             model.gradient_checkpointing_enable()
         self._accelerator = Accelerator(
             cpu=True,
-            mixed_precision="bf16" if job.precision is Precision.BF16 else "no",
+            mixed_precision="bf16" if is_mixed(saved) else "no",
             gradient_accumulation_steps=plan.num_microbatches(job),
         )
         if plan.zero_stage == 3:  # with GPUs the argument fsdp_plugin does it
             self._accelerator.state.distributed_type = DistributedType.FSDP
-            self._accelerator.state.fsdp_plugin = sharding(model, job)
+            self._accelerator.state.fsdp_plugin = sharding(model, saved)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
 
@@ -200,7 +202,12 @@ class DistributedJob:
         yield from trained_tensors(self._model.parameters(), self._optimizer)
 
 
-def sharding(model: PreTrainedModel, job: TrainingJob) -> FullyShardedDataParallelPlugin:
+def is_mixed(saved: SavedPlan) -> bool:
+    """Return whether fp32 weights multiply in bf16."""
+    return saved.job.precision is Precision.BF16 and saved.stack.parameter_precision is None
+
+
+def sharding(model: PreTrainedModel, saved: SavedPlan) -> FullyShardedDataParallelPlugin:
     """Return Accelerate's FSDP2 with a unit a block."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -208,7 +215,7 @@ def sharding(model: PreTrainedModel, job: TrainingJob) -> FullyShardedDataParall
         transformer_cls_names_to_wrap=[BLOCKS[type(model)]],
         cpu_ram_efficient_loading=False,
     )
-    if job.precision is Precision.BF16:
+    if is_mixed(saved):
         plugin.set_mixed_precision("bf16")
     return plugin
 

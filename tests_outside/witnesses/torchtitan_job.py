@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-from meshwright.hwprofiles import ContextParallel, Recompute, RecomputeMethod
+from meshwright.hwprofiles import ContextParallel, Precision, Recompute, RecomputeMethod
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import ResolvedPlan, TrainingJob
+from meshwright.simulator import TrainingJob
 from meshwright.simulator.model import Experts, ModelSpec
 from witnesses import torchtitan_parts
 from witnesses.torchtitan_parts import (
@@ -31,6 +31,7 @@ from witnesses.torchtitan_parts import (
 # Without a GPU torchtitan would speak to torch.cuda all the same.
 with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
     from torchtitan import train
+    from torchtitan.components.quantization import float8
     from torchtitan.config import JobConfig
     from torchtitan.distributed import activation_checkpoint, pipeline_parallel
     from torchtitan.models import attention, deepseek_v3, llama3, llama4, qwen3
@@ -63,6 +64,7 @@ def answers() -> Iterator[None]:
         patch.object(torch, "histc", counts),
         patch.object(latent_arguments, "has_cuda_capability", lambda *_: True),
         patch.object(llama4_arguments, "has_cuda_capability", lambda *_: True),
+        patch.object(float8, "has_cuda_capability", lambda *_: True),
     ):
         yield
 
@@ -106,14 +108,15 @@ class TorchtitanJob(TrainerJob):
             build_metrics_processor_fn=QuietMetrics,
             state_dict_adapter=None,
         )
-        stage_type = torch.bfloat16 if plan.dp > 1 else torch.float32
+        is_half = saved.stack.parameter_precision is Precision.BF16
+        stage_type = torch.bfloat16 if plan.dp > 1 or is_half else torch.float32
         with (
             patch.dict(train_spec._extra_train_specs, {NAME: spec}),
             # It counts the layers of all jobs of a process.
             patch.object(activation_checkpoint, "_layer_sac_count", 0),
             stages_with_shapes(pipeline_parallel, saved, stage_type),
         ):
-            super().__init__(saved, train.Trainer(job_config(job, plan)))
+            super().__init__(saved, train.Trainer(job_config(saved)))
 
     def run_step(self, step: int) -> list[Tensor]:
         """Run one whole training step."""
@@ -234,16 +237,30 @@ def moe_args(experts: Experts) -> MoEArgs:
     )
 
 
-def job_config(job: TrainingJob, plan: ResolvedPlan) -> JobConfig:
+def say_float8(config: JobConfig, saved: SavedPlan) -> None:
+    """Say how linear layers multiply, but for the head's, where it is in 8 bits."""
+    recipe = saved.stack.fp8
+    if saved.job.precision is not Precision.FP8 or recipe is None:
+        return
+    config.model.converters = ["quantize.linear.float8"]
+    told = config.quantize.linear.float8
+    told.filter_fqns = ["output"]
+    told.enable_fsdp_float8_all_gather = recipe.gathers_parameters
+    told.precompute_float8_dynamic_scale_for_fsdp = recipe.precomputes_scales
+
+
+def job_config(saved: SavedPlan) -> JobConfig:
     """Return torchtitan's configuration of a plan."""
-    config = JobConfig()
+    config, job, plan = JobConfig(), saved.job, saved.plan
     config.model.name = config.model.flavor = NAME
     config.debug.seed = 0
     config.debug.moe_force_load_balance = True
     config.training.seq_len = job.seq_len
     config.training.local_batch_size = local_batch_size(job, plan)
     config.training.global_batch_size = job.global_batch_size
-    config.training.mixed_precision_param = PARAMETERS[job.precision]
+    config.training.mixed_precision_param = PARAMETERS[job.precision.storage]
+    say_float8(config, saved)
+    config.training.dtype = PARAMETERS[saved.stack.parameter_precision or Precision.FP32]
     parallelism = config.parallelism
     shards = plan.dp_shard or plan.dp
     parallelism.data_parallel_shard_degree = shards

@@ -13,7 +13,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Mesh
 from meshwright.simulator.ledger import price, tied_table
 from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.replication import WireBytes, replication_of
+from meshwright.simulator.replication import replication_of, wire_bytes
 from meshwright.simulator.step import HostSide
 
 
@@ -33,7 +33,7 @@ class Sharing(NamedTuple):
         """Return that of layout *index* of a space, which is *plan* but for its stages."""
         stack, precision, shape = space.stack, space.job.precision, table.shapes[table.index[index]]
         mesh = Mesh.of(plan, costs.cluster.devices_per_node)
-        wire = WireBytes.of(stack, precision, plan)
+        wire = wire_bytes(shape, plan)
         state = StateBytes.of(stack, precision, plan.gradient_formats, plan.moment_precision)
         return cls(
             int(space.pipeline_numbers[index]),

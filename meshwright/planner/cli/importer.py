@@ -192,7 +192,7 @@ def _facts(values: Mapping[str, object]) -> Iterable[str]:
     from meshwright.planner.tables import STACK_FACT
 
     for name, value in values.items():
-        if name.startswith(STACK_FACT):
+        if name.startswith(STACK_FACT) and value is not None:
             yield f"{name.removeprefix(STACK_FACT)}={str(value).lower()}"
 
 

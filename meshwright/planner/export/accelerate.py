@@ -2,6 +2,7 @@
 
 from typing import cast
 
+from meshwright.hwprofiles import Precision
 from meshwright.planner.configuration import yaml_text
 from meshwright.planner.tables import (
     Codec,
@@ -21,6 +22,13 @@ AUTO = "auto"
 # By their numbers, from 1 (FSDP_SHARDING_STRATEGY of utils/constants.py).
 STRATEGIES = "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"
 WHOLE, HYBRID = "NO_SHARD", "HYBRID_SHARD"
+
+
+def _write_mixed(roles: Roles, facts: Facts) -> Keys:
+    """Return the format of mixed precision, in which fp32 weights multiply."""
+    precision = facts.get("precision")
+    is_mixed = precision is not Precision.FP32 and facts.get("stack.parameter_precision") is None
+    return {roles["mixed"]: str(precision) if is_mixed else "no"}
 
 
 def _write_mesh(roles: Roles, facts: Facts) -> Keys:
@@ -98,6 +106,7 @@ PROGRAM = Program(
     command=lambda _: (f"--config_file {FILE}", '"${SCRIPT:?is not set: your script}"'),
     starter=Starter.ACCELERATE,
     codecs={
+        "mixed precision of Accelerate": Codec(_write_mixed),
         "mesh of Accelerate": Codec(_write_mesh, _read_mesh),
         "strategy of FSDP": Codec(read=_read_strategy),
         "steps of Accelerate": Codec(_write_steps, _read_steps),

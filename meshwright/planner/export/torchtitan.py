@@ -161,8 +161,6 @@ def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
         "param": ("bfloat16",),
         "filtered": (["output"],),
         "recipe": (None, "tensorwise"),
-        "gathers": (False,),
-        "scales": (False,),
         "emulates": (False,),
     }
     usual: Keys = {roles["param"]: "bfloat16", roles["filtered"]: []}

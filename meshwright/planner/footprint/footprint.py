@@ -22,11 +22,13 @@ from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.layout import Axis, Mesh
 from meshwright.simulator.memory import (
     PARTS,
+    SYMMETRIC,
     Fragmentation,
     Overheads,
     PeakBytes,
     StateBytes,
     num_communicators,
+    symmetric_bytes,
 )
 from meshwright.simulator.model import shares_table
 from meshwright.simulator.replication import blocks_of, narrow_shard_bytes
@@ -257,7 +259,9 @@ def device_bytes_column(
     outside = np.array([overheads.outside_bytes for overheads in each], np.int64)
     overheads = Overheads.of(cluster.device, space.stack, space.job.model)
     reserved = (peaks.reserved_parts + overheads.workspace_parts) // PARTS
-    return np.asarray(reserved + outside[member], np.int64)
+    columns = (space.column(name)[chosen] for name in SYMMETRIC)
+    outside = outside[member] + symmetric_bytes(space.job, space.stack, *columns)
+    return np.asarray(reserved + outside, np.int64)
 
 
 def _mesh(numbers: dict[str, int]) -> Mesh:

@@ -9,18 +9,8 @@ from meshwright.simulator import PlanError
 
 SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 AUTO = "auto"
-# Of AdamW on weights, gradients and moments of 16 bits: reads four of them and writes three.
-IN_16_BITS: Mapping[str, object] = {
-    "stack.parameter_bytes": 2,
-    "stack.sharded_parameter_bytes": 2,
-    "stack.gradient_bytes": 2,
-    "stack.gradient_reduce_bytes": 2,
-    "stack.gradient_precisions": '[["bf16", "bf16"]]',
-    "stack.optimizer_bytes": 4,
-    "stack.optimizer_traffic_bytes": 14,
-}
-# Without casts of DDP's autocast; a gradient is added to another: reads two, writes one.
-DDP_IN_16_BITS = {"stack.autocast": False, "stack.accumulation_traffic_bytes": 6}
+# Weights, gradients and moments of 16 bits.
+IN_16_BITS: Mapping[str, object] = {"stack.parameter_precision": Precision.BF16}
 
 
 class Dialect(NamedTuple):
@@ -99,7 +89,7 @@ def plain_precision(dialect: Dialect) -> Codec:
     def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         mixed, weights = mixed_format(dialect, roles, keys, words), _loaded(roles, keys, words)
         if mixed is None:
-            return _unmixed(weights, facts, roles, DDP_IN_16_BITS)
+            return _unmixed(weights, facts, roles)
         given = weights or facts.get("gradient_precision")
         if given is None:
             why = "that of the weights: fp32 where the script loads them with dtype float32"
@@ -115,7 +105,7 @@ def sharded_precision(dialect: Dialect) -> Codec:
     def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         mixed, weights = mixed_format(dialect, roles, keys, words), _loaded(roles, keys, words)
         if mixed is None:
-            return _unmixed(weights, facts, roles, {})
+            return _unmixed(weights, facts, roles)
         return {"precision": mixed, "gradient_precision": Precision.FP32}
 
     return Codec(read=read)
@@ -131,15 +121,13 @@ def _loaded(roles: Roles, keys: Keys, words: FileWords) -> Precision | None:
     return known[str(said)]
 
 
-def _unmixed(
-    weights: Precision | None, facts: Facts, roles: Roles, beside: Mapping[str, object]
-) -> Keys:
+def _unmixed(weights: Precision | None, facts: Facts, roles: Roles) -> Keys:
     given = weights or facts.get("precision")
     if given is None:
         why = f"neither {roles['bf16']} nor {roles['fp16']}: that in which the script loads weights"
         raise MissingError("precision", why)
     weights = Precision(str(given))
-    low = {} if weights is Precision.FP32 else {**IN_16_BITS, **beside}
+    low = {} if weights is Precision.FP32 else IN_16_BITS
     return {"precision": weights, "gradient_precision": weights, **low}
 
 
@@ -148,8 +136,7 @@ def _ddp_formats(mixed: Precision, weights: Precision, words: FileWords) -> Keys
         return {"precision": mixed, "gradient_precision": weights}
     if weights is not Precision.BF16 or mixed is not Precision.BF16:
         raise PlanError(f"weights in {weights} of {words.framework} do not train in {mixed}")
-    low = {**IN_16_BITS, **DDP_IN_16_BITS}
-    return {"precision": mixed, "gradient_precision": weights, **low}
+    return {"precision": mixed, "gradient_precision": weights, **IN_16_BITS}
 
 
 def master_precision(dialect: Dialect) -> Codec:

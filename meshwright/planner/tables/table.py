@@ -69,7 +69,9 @@ def _plainly_written(name: str, entry: FieldEntry, facts: Facts) -> Keys:
     if entry.values:
         # A field without effect may have a value that the framework lacks: then any goes.
         told = entry.values.get(spelled(value), next(iter(entry.values.values())))
-        return dict(told) if isinstance(told, dict) else {entry.key: told}
+        if isinstance(told, dict):
+            return dict(told)
+        return {} if entry.leaves_out and told == entry.absent else {entry.key: told}
     usual = facts.get(entry.absent_as) if entry.absent_as else entry.absent
     return {} if not entry.key or (entry.leaves_out and value == usual) else {entry.key: value}
 

@@ -129,8 +129,8 @@ def _autocast_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile
 
     torchtitan up to 0.2 runs it under autocast (`maybe_enable_amp` of distributed/utils.py, 0.2.2).
     """
-    casts = job.precision is not Precision.FP32 and is_unwrapped(stack, plan.dp_cp)
-    if not casts or plan.world_size > 1:
+    is_cast = job.precision is not Precision.FP32 and stack.parameter_precision is None
+    if not (is_cast and is_unwrapped(stack, plan.dp_cp)) or plan.world_size > 1:
         return []
     said = f"{stack.name} runs {job.precision} on one device under autocast, with weights in fp32"
     return [f"{said}; predicted is fully_shard on one rank"]

@@ -49,8 +49,9 @@ def forward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator,
     # A grouped product that opens what it makes hands it on cast.
     cast = _without_fused(shape, linears, 1)
     inputs = sum(linear.m * linear.k * linear.batch for linear in cast)
-    is_step = shape.recipe.weight_casts is WeightCast.STEP
-    return _casts(shape, "forward", cast, inputs, () if is_step else linears)
+    recipe = shape.recipe
+    are_cast = recipe.weight_casts is WeightCast.STEP or recipe.gathers_parameters
+    return _casts(shape, "forward", cast, inputs, () if are_cast else linears)
 
 
 def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator, ...]:
@@ -64,13 +65,14 @@ def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator
         return ()
     cast = _without_fused(shape, linears, 0)
     gradients = sum(linear.m * linear.n * linear.batch for linear in cast)
-    is_twice = shape.recipe.weight_casts is WeightCast.FORWARD_BACKWARD
+    recipe = shape.recipe
+    is_twice = recipe.weight_casts is WeightCast.FORWARD_BACKWARD and not recipe.gathers_parameters
     operators = _casts(shape, "backward", cast, gradients, linears if is_twice else ())
     if RecomputeModule.MOE_ACT not in repeated_modules(shape.recompute, shape.modules):
         return operators
     # An activation that is made again is cast once more, by a kernel for each expert.
     again = [linear.batch for linear in linears if linear.rows][1:2]
-    kernels = sum(again) * max(shape.recipe.expert_cast_kernels, 1)
+    kernels = sum(again) * max(recipe.expert_cast_kernels, 1)
     return (*operators, KernelLaunches("fp8 casts again", kernels))
 
 

@@ -225,7 +225,7 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         return None
     return EightBits(
         keeps_copy=shape.keeps_narrow_inputs,
-        keeps_weights=recipe.weight_copy_bytes > 0,
+        keeps_weights=recipe.weight_copy_bytes > 0 or recipe.gathers_parameters,
         gathers=recipe.tp_gathers_fp8,
         scaled=recipe.scaled_elements,
         # HybridEP fills rows up as it dispatches, so that nothing is left to be filled up

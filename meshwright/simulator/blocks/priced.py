@@ -394,7 +394,7 @@ def _collectives(
         is_backward = phase is Phase.BACKWARD
         number = int(is_backward and work.op is not CollectiveOp.ALL_GATHER)
         cover = products.get((op.price, number)) if op.kind is Kind.PLACE else None
-        is_column = is_backward and first[op.price] is Kind.PLACE
-        if cover and not (is_column or moves_in_pieces(block.shape, block.kind, op.region)):
+        again = is_backward and block.shape.stack.megatron_layers and first[op.price] is Kind.PLACE
+        if cover and not (again or moves_in_pieces(block.shape, block.kind, op.region)):
             cover = None
         yield Collective(work.axis.value, work.op, _number(work.nbytes), work.axis, cover)

@@ -39,7 +39,12 @@ from meshwright.simulator.model import (
     is_expert,
     parameter_tensors,
 )
-from meshwright.simulator.replication import Replication, WireBytes, unit_shards
+from meshwright.simulator.replication import (
+    Replication,
+    WireBytes,
+    unit_matrices,
+    unit_shards,
+)
 
 HEAD_NORMS = "query_norm.", "key_norm."
 NORM_BYTES = 4
@@ -98,10 +103,11 @@ def _tensor_sums(
     # A gradient that fully_shard does not reduce stays a part of its sum, which the gradient norm
     # makes, and the update again.
     times = 2 if shape.is_unwrapped else 1
+    each_bytes = shape.stack.gradient_bytes if shape.is_unwrapped else wire.reduce_bytes
     model, vectors = shape.model, times * (2 if shape.model.norm == "layernorm" else 1)
     num_layers = sum(stage.num_layers for stage in stages)
     if left is LeftSums.ALL:
-        size_bytes = model.hidden_size * wire.reduce_bytes
+        size_bytes = model.hidden_size * each_bytes
         norms = 2 * num_layers + sum(stage.has_head for stage in stages)
         yield size_bytes, norms * vectors
         # Scattered before a position is added, a rank sees its own tokens of the table, too.
@@ -109,7 +115,7 @@ def _tensor_sums(
         if has_positions and shape.stack.scatters_positions:
             yield model.max_positions * size_bytes, times
     if model.qk_norm == "head" and num_layers:
-        yield model.head_dim * wire.reduce_bytes, 2 * num_layers * vectors
+        yield model.head_dim * each_bytes, 2 * num_layers * vectors
 
 
 def tied_table(
@@ -154,15 +160,16 @@ def gradient_norm(
     sums: list[tuple[MeshAxis, int, GroupSpan]]
     sums = [(Axis.DP, NORM_BYTES, world)] * (2 if shape.expert_parameters and not is_joint else 1)
     if shape.stack.norm_by_axis:
+        norm_bytes = shape.stack.gradient_bytes  # get_total_norm keeps a gradient's format
         norms, of_experts = (
-            NORM_BYTES * sum(len(unit_shards(shape, each, 1, of_experts=own)) for each in stages)
+            norm_bytes * sum(len(unit_shards(shape, each, 1, of_experts=own)) for each in stages)
             for own in (False, True)
         )
         sums = [
             *_expert_norms(of_experts, mesh, replication, shape.stack),
             (Axis.DP, norms, replication.span),
             (Axis.TP, norms, mesh.span(Axis.TP)),
-            (Axis.PP, NORM_BYTES, mesh.span(Axis.PP)),
+            (Axis.PP, norm_bytes, mesh.span(Axis.PP)),
         ]
     if shape.stack.sums_tokens:
         sums.append((Axis.DP, TOKENS_BYTES, mesh.span(Axis.DP)))
@@ -192,6 +199,30 @@ def expert_tokens(shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh) -> l
     ranks = mesh.span(Axis.TP, *REPLICATED)
     call = StepCollective(Axis.DP, CollectiveOp.ALL_REDUCE, size_bytes, ranks)
     return [call] if num_layers else []
+
+
+def weight_scales(
+    shape: BlockShape, stages: tuple[Stage, ...], span: GroupSpan
+) -> list[StepCollective]:
+    """Return what gives the scales of all weights that are gathered in 8 bits, stage by stage.
+
+    It is the largest element of each, in their format (torchao 0.18, float8/fsdp_utils.py:
+    `precompute_float8_dynamic_scale_for_fsdp`).
+    """
+    recipe = shape.recipe
+    if recipe is None or not recipe.precomputes_scales:
+        return []
+    counts = (len(unit_matrices(shape, _layers_of(stage), 1)) for stage in stages)
+    width = shape.stack.sharded_parameter_bytes
+    return [
+        StepCollective(Axis.DP, CollectiveOp.ALL_REDUCE, width * count, span)
+        for count in counts
+        if count
+    ]
+
+
+def _layers_of(stage: Stage) -> Stage:
+    return stage._replace(has_embedding=False, has_head=False)
 
 
 def _expert_norms(

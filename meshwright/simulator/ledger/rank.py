@@ -21,6 +21,7 @@ from meshwright.simulator.ledger.closing import (
     gradient_norm,
     tensor_sums,
     tied_table,
+    weight_scales,
 )
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
 from meshwright.simulator.ledger.messages import message_collectives
@@ -159,6 +160,7 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         closing[Moment.TIED_TABLE] = tied_table(shape, wire, setting.mesh, setting.plan)
     if not (shape.stack.overlap_parameter_gather or replication.gathers_units):
         closing[Moment.UPDATED] = held_exchanges(parameter_gathers, held, wire, replication)
+    closing[Moment.UPDATED] += weight_scales(shape, stages, replication.span)
     part = StagePart(join_stages(stages), (sum(held),))
     for moment, collectives in closing.items():
         yield LedgerEntry(moment, part, tuple(collectives))

@@ -57,10 +57,15 @@ def parameter_gathers(
     """Return what gives *num_parameters* to all replicas; nothing where all update all."""
     if replication.gather_op is None:
         return []
-    size_bytes = num_parameters * wire.gather_bytes
-    padding_bytes = _filled(num_parameters, replication) * wire.gather_bytes - size_bytes
+    size_bytes = wire.gathered_bytes(num_parameters)
+    filled = _filled(num_parameters, replication) - num_parameters
     call = replication.gather_op, size_bytes, replication.span
-    return [StepCollective(replication.axis, *call, padding_bytes=padding_bytes)]
+    gather = StepCollective(replication.axis, *call, padding_bytes=filled * wire.gather_bytes)
+    narrow = wire.narrow
+    if narrow is None or num_parameters != narrow.num_parameters or not narrow.num_scales:
+        return [gather]
+    largest = CollectiveOp.ALL_REDUCE, narrow.scale_bytes, replication.span, narrow.num_scales
+    return [StepCollective(replication.axis, *largest), gather]
 
 
 def scale_maxima(
@@ -97,7 +102,7 @@ def bucket_exchanges(
         wire = wire._replace(gather_bytes=1)
         part = part._replace(buckets=part.gathers[0], expert_buckets=part.gathers[1])
     return tuple(
-        each._replace(num_calls=num_calls)
+        each._replace(num_calls=each.num_calls * num_calls)
         for buckets, holders in part.by_holders(replication)
         for num_parameters, num_calls in Counter(buckets).items()
         for each in exchange(num_parameters, wire, holders)

@@ -13,6 +13,7 @@ from meshwright.simulator.replication import (
     WireBytes,
     reduced_parts,
     replication_of,
+    wire_bytes,
 )
 from meshwright.simulator.schedules import MOST_GATHERED, NO_REFETCHES, Refetches, count_refetches
 
@@ -48,7 +49,7 @@ class StepSetting:
             stages=stages,
             shape=shape,
             mesh=mesh,
-            wire=WireBytes.of(stack, job.precision, plan),
+            wire=wire_bytes(shape, plan),
             state=StateBytes.of(stack, job.precision, plan.gradient_formats, plan.moment_precision),
             replication=replication,
             parts={

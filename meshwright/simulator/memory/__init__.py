@@ -19,10 +19,12 @@ from meshwright.simulator.memory.held_messages import (
 from meshwright.simulator.memory.late_gradients import LateGradients
 from meshwright.simulator.memory.overheads import (
     PARTS,
+    SYMMETRIC,
     Fragmentation,
     Overheads,
     PeakBytes,
     num_communicators,
+    symmetric_bytes,
     usable_bytes,
     workspace_bytes,
 )
@@ -64,6 +66,7 @@ from meshwright.simulator.memory.timeline import (
 __all__ = [
     "FULLNESS",
     "PARTS",
+    "SYMMETRIC",
     "BlockBytes",
     "Fragmentation",
     "HeldSpans",
@@ -104,6 +107,7 @@ __all__ = [
     "sharded_workspace_bytes",
     "stage_messages",
     "stand_in_bytes",
+    "symmetric_bytes",
     "usable_bytes",
     "virtual_stage_memory",
     "with_copies",

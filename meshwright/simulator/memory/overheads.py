@@ -3,7 +3,7 @@
 from math import prod
 from typing import Generic, NamedTuple, Self
 
-from meshwright.hwprofiles import Allocator, Cluster, Device, StackProfile, format_bytes
+from meshwright.hwprofiles import Allocator, Cluster, Device, Number, StackProfile, format_bytes
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import (
     REPLICATED,
@@ -18,6 +18,8 @@ from meshwright.simulator.layout import (
 from meshwright.simulator.memory.block_bytes import Size
 from meshwright.simulator.model import AnyModel, ModelSpec, shares_table
 
+# What symmetric memory follows from.
+SYMMETRIC = "tp", "cp", "microbatch_size"
 NUM_PRODUCT_THREADS = 2
 """Host threads that multiply matrices: the program's own in forward, autograd's in backward."""
 
@@ -106,7 +108,9 @@ class Overheads(NamedTuple):
         """Return those of a rank of *plan*."""
         is_tied = shares_table(job.model) and table_rank(plan) > 0
         count = num_communicators(Mesh.of(plan), is_tied=is_tied)
-        return cls.of(cluster.device, stack, job.model, count)
+        found = cls.of(cluster.device, stack, job.model, count)
+        symmetric = int(symmetric_bytes(job, stack, *map(plan.number, SYMMETRIC)))
+        return found._replace(outside_bytes=found.outside_bytes + symmetric)
 
     @property
     def workspace_parts(self) -> int:
@@ -128,6 +132,28 @@ class Overheads(NamedTuple):
         1571
         """
         return self.reserved_bytes(parts) + self.outside_bytes
+
+
+def symmetric_bytes(
+    job: TrainingJob, stack: StackProfile, tp: Number, cp: Number, microbatch_size: Number
+) -> Number:
+    """Return the symmetric memory in which PyTorch's asynchronous tensor parallelism moves tokens.
+
+    Two pieces of a product whose sum is scattered; a gather puts one there
+    (`_pipelined_produce_and_all2all` and `_pipelined_multi_all_gather_and_consume` of PyTorch 2.13,
+    torch/distributed/_symmetric_memory).  It is outside of the allocator.
+
+    Args:
+        job: Whose tokens.
+        stack: With what software.
+        tp: Ranks that share a product, or a column of them, as of the others.
+        cp: Ranks that share a sequence.
+        microbatch_size: Sequences of a pass.
+    """
+    if not stack.tp_in_pieces or stack.megatron_layers or not isinstance(job.model, ModelSpec):
+        return 0 * tp
+    piece = microbatch_size * job.seq_len // cp // tp * job.model.hidden_size
+    return 2 * piece * job.precision.num_bytes * (tp > 1)
 
 
 def workspace_bytes(device: Device, stack: StackProfile, model: AnyModel) -> int:

@@ -28,7 +28,7 @@ from meshwright.simulator.replication.flat_memory import (
 )
 from meshwright.simulator.replication.flat_units import shard_counts, shards_of
 from meshwright.simulator.replication.parts import StagePart, buffer_copies, part_gathers
-from meshwright.simulator.replication.reductions import reduced_parts
+from meshwright.simulator.replication.reductions import reduced_parts, unit_matrices, wire_bytes
 from meshwright.simulator.replication.unit_parts import (
     EndUnits,
     Rows,
@@ -73,8 +73,10 @@ __all__ = [
     "stage_bucket_limit",
     "stage_parameters",
     "sum_parameters",
+    "unit_matrices",
     "unit_shards",
     "update_cost",
     "updated_cast_bytes",
     "used_map_bytes",
+    "wire_bytes",
 ]

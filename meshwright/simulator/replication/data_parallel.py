@@ -40,6 +40,7 @@ from meshwright.simulator.model import BlockRun
 MAX_STAGE = 3  # of ZeRO: parameters are shards, too
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
+EIGHT_BIT_BYTES = 1
 # A gradient beside its bucket is copied there and back, each fp32 read once and written once, and
 # the first pass of a step adds it to nothing: two reads and a write less.
 BUCKET_COPY_TRAFFIC_BYTES = 16 - 12
@@ -198,6 +199,22 @@ def replication_of(plan: ResolvedPlan, stack: StackProfile, mesh: Mesh) -> Repli
     return found._replace(experts=found._replace(span=span, shards=shards, axis=ExpertAxis.EDP))
 
 
+class NarrowUnit(NamedTuple):
+    """A unit of which fully_shard gathers the weights of linear layers in 8 bits: a layer.
+
+    Args:
+        num_parameters: Of the unit, as it is gathered.
+        num_narrow: Of these, those that are gathered in 8 bits.
+        num_scales: All-reduces of the largest element of a weight before that.
+        scale_bytes: Of each.
+    """
+
+    num_parameters: int
+    num_narrow: int
+    num_scales: int
+    scale_bytes: int
+
+
 class WireBytes(NamedTuple):
     """Bytes a parameter costs in each collective and in the update, and casts around the wire."""
 
@@ -205,6 +222,14 @@ class WireBytes(NamedTuple):
     gather_bytes: int
     update_traffic_bytes: int
     casts: Casts | None = None
+    narrow: NarrowUnit | None = None
+
+    def gathered_bytes(self, num_parameters: int) -> int:
+        """Return the bytes in which a unit, or a bucket, of so many parameters is gathered."""
+        size_bytes = num_parameters * self.gather_bytes
+        if self.narrow is None or num_parameters != self.narrow.num_parameters:
+            return size_bytes
+        return size_bytes - self.narrow.num_narrow * (self.gather_bytes - EIGHT_BIT_BYTES)
 
     @classmethod
     def of(
@@ -288,7 +313,7 @@ def unit_copies(
         return BufferCopies(0, 0)
     kept_bytes = wire.reduce_bytes if adds_up else wire.gather_bytes
     # Each is read once and written once; into the reduction's buffer with a cast between.
-    out = costs.memory_traffic(2 * num_parameters * wire.gather_bytes)
+    out = costs.memory_traffic(2 * wire.gathered_bytes(num_parameters))
     into = costs.memory_traffic(num_parameters * (kept_bytes + wire.reduce_bytes))
     return BufferCopies(out.time_ps, into.time_ps)
 

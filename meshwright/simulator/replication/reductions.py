@@ -5,12 +5,47 @@ from itertools import pairwise
 
 from meshwright.hwprofiles import Offload
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Stage
+from meshwright.simulator.layout import ResolvedPlan, Stage
+from meshwright.simulator.model import BlockRun, layer_kinds
 from meshwright.simulator.replication.buckets import bucket_parts, listed_buckets
-from meshwright.simulator.replication.data_parallel import Replication, stage_parameters
+from meshwright.simulator.replication.data_parallel import (
+    NarrowUnit,
+    Replication,
+    WireBytes,
+    stage_parameters,
+)
 from meshwright.simulator.replication.flat_units import flat_parts
 from meshwright.simulator.replication.parts import StagePart, cut_at
-from meshwright.simulator.replication.unit_parts import unit_parts
+from meshwright.simulator.replication.unit_parts import unit_parts, unit_shards, unit_weights
+
+
+def wire_bytes(shape: BlockShape, plan: ResolvedPlan) -> WireBytes:
+    """Return the bytes of a parameter on the wire, and of units that are gathered in two formats.
+
+    `convert_to_float8_training` of torchao 0.18 (float8/float8_linear_utils.py) makes linear layers
+    of transformer blocks gather so; weights of one dim are none.
+    """
+    wire, recipe = WireBytes.of(shape.stack, shape.precision, plan), shape.recipe
+    if recipe is None or not recipe.gathers_parameters:
+        return wire
+    layer = Stage(
+        (BlockRun(layer_kinds(shape.trained)[0], 1),), has_embedding=False, has_head=False
+    )
+    shards = unit_shards(shape, layer, plan.num_shards)
+    matrices = unit_matrices(shape, layer, plan.num_shards)
+    found = NarrowUnit(
+        num_parameters=plan.num_shards * sum(shards),
+        num_narrow=plan.num_shards * sum(matrices),
+        num_scales=0 if recipe.precomputes_scales else len(matrices),
+        scale_bytes=shape.stack.sharded_parameter_bytes,
+    )
+    return wire._replace(narrow=found)
+
+
+def unit_matrices(shape: BlockShape, unit: Stage, num_shards: int) -> list[int]:
+    """Return of `unit_shards` those of weights that have rows of more than one element."""
+    weights = unit_weights(shape, unit, of_experts=False)
+    return [-(-rows // num_shards) * width for rows, width, _ in weights if width > 1]
 
 
 def reduced_parts(

@@ -21,6 +21,7 @@ from meshwright.simulator.units.layers import Alike, ByFamily, Kinds, alike, fam
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.weights import LayerWeights, StageWeights, UnitWeights
 
+EIGHT_BIT_BYTES = 1
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
 ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, arriving_bytes=0))
@@ -146,14 +147,15 @@ class Unit(NamedTuple):
     @classmethod
     def of(cls, unit: UnitWeights, sharding: Sharding) -> "Unit":
         """Return the bytes of a unit of parameters."""
-        (size, last, padding), (state, reduce_bytes) = unit, sharding.parameter
+        (size, last, padding, narrow), (state, reduce_bytes) = unit, sharding.parameter
         is_cast = reduce_bytes != state.sharded_parameter
         filled = size + padding
         share = -(-filled // sharding.num_ranks)
         if sharding.is_plain:
             return cls(kept=sharding.kept_bytes(size))
         return cls(
-            weights=filled * state.gathered_parameter,
+            weights=filled * state.gathered_parameter
+            - narrow * (state.gathered_parameter - EIGHT_BIT_BYTES),
             made=size * state.gathered_parameter,
             wire=filled * reduce_bytes,
             share=share * (reduce_bytes + is_cast * state.sharded_parameter),

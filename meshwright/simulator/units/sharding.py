@@ -49,6 +49,8 @@ class Sharding(NamedTuple):
         on_host = replication.offload is Offload.PARAMETERS
         casts = parameter.state.gathered_parameter != parameter.state.sharded_parameter
         is_plain = replication.is_unwrapped and not casts
+        if is_plain:
+            parameter = parameter._replace(reduce_bytes=parameter.state.gradient)
         experts = replication.experts
         return cls(
             num_ranks=replication.span.num_ranks,

@@ -15,16 +15,21 @@ from meshwright.simulator.replication import (
     padding,
     shard_padding,
     stage_parameters,
+    unit_matrices,
 )
 from meshwright.simulator.units.layers import ByFamily, alike, families
 
 
 class UnitWeights(NamedTuple):
-    """Parameters of a unit, those of the last of its weights, and what fills up its shards."""
+    """Parameters of a unit, of the last of its weights, and of those gathered in 8 bits.
+
+    What fills up its shards is beside them.
+    """
 
     size: Size
     last: Size
     padding: Size
+    narrow: Size = 0
 
 
 class Padding(NamedTuple):
@@ -56,8 +61,10 @@ class LayerWeights(NamedTuple):
         experts = shape.expert_parameters.get(kind, 0)
         layer = Stage((BlockRun(kind, 1),), has_embedding=False, has_head=False)
         paddings = _paddings(shape, layer, num_ranks)
+        gathers_narrow = shape.recipe is not None and shape.recipe.gathers_parameters
+        narrow = sum(unit_matrices(shape, layer, 1)) if gathers_narrow else 0
         return cls(
-            UnitWeights(shape.parameters[kind] - experts, 0, paddings.most),
+            UnitWeights(shape.parameters[kind] - experts, 0, paddings.most, narrow),
             UnitWeights(experts, _last_experts(shape, experts), paddings.experts),
         )
 

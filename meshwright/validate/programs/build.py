@@ -120,6 +120,9 @@ def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None
         if value not in (None, ()):
             said = f"{name}={','.join(value) if isinstance(value, tuple) else value}"
             raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
+    if stack.parameter_precision is not None:
+        said = f"parameter_precision={stack.parameter_precision} has no PyTorch program"
+        raise PlanError(f"{said}; allowed: leave it out")
     wraps_alone = stack.is_fully_sharded and plan is not None and plan.dp_cp == 1
     if plan is not None and not wraps_alone and plan.zero_stage not in usual_zero_stages(stack):
         known = ", ".join(map(str, usual_zero_stages(stack)))
