@@ -11,6 +11,7 @@ from meshwright.hwprofiles import (
     Units,
     counted,
     filled,
+    in_parentheses,
     stacks_with,
 )
 from meshwright.simulator.errors import PlanError
@@ -174,13 +175,14 @@ def job_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
     for fact in facts:
         if fact not in stack.layer_facts:
             said, known = f"{fact} of {job.model.name}", ", ".join(stacks_with(facts)) or "none"
-            return f"{said} is not offered by stack {stack.name}; stacks with it: {known}"
+            why = in_parentheses(stack.rule("layer_facts"))
+            return f"{said} is not offered by stack {stack.name}; stacks with it: {known}{why}"
     for gap in job_gaps(stack, job):
         return _said(gap, ResolvedPlan())
     if job.precision not in stack.precisions:
         known = ", ".join(stack.precisions)
         said = f"precision={job.precision} is not offered by stack {stack.name}"
-        return f"{said}; allowed: {known}"
+        return f"{said}; allowed: {known}{in_parentheses(stack.rule('precisions'))}"
     return eight_bit_refusal(job, stack)
 
 
@@ -201,7 +203,7 @@ def _stages_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -
 
 def _said(gap: Gap, plan: ResolvedPlan) -> str:
     """Return the words that refuse *plan*, which lies in *gap*."""
-    stack, field, why = gap.facts.stack.name, gap.field, f" ({gap.why})" if gap.why else ""
+    stack, field, why = gap.facts.stack.name, gap.field, in_parentheses(gap.why)
     if field == "model":
         text = f"{gap.model} has {gap.reason}, which stack {stack} is not known to run{why}"
     else:
