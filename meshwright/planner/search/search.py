@@ -1,6 +1,7 @@
 """The search: enumerate, price, prune with reasons, simulate best first, prove."""
 
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from meshwright.planner.search.nearest import find_nearest, find_unlaunchable
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.strategies import strategy_field
 from meshwright.planner.search.varied import Varied
+from meshwright.planner.search.ways import Question, find_verdict
 from meshwright.planner.space import (
     Candidates,
     Column,
@@ -65,6 +67,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     memory_limit_bytes: int | None = None,
     top: int = 10,
     progress: Progress | None = None,
+    explains: bool = True,
 ) -> SearchResult:
     """Return the fastest layouts of *job* on *num_gpus*, the first of them proven.
 
@@ -80,6 +83,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         memory_limit_bytes: What a device may use; by default all that processes can have.
         top: Layouts to report.
         progress: Called with what is being done, how much is done, and of how much.
+        explains: Whether to say, where nothing fits, why, and to look for ways out.
 
     Raises:
         PlanError: If *num_gpus* or *top* is out of range, or cluster or stack cannot run the job.
@@ -102,7 +106,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     frontier = find_frontier(
         finalists, proof.proven, max_passes=runs.num_passes + FRONTIER_PASSES, tell=tell
     )
-    return SearchResult(
+    result = SearchResult(
         job=job,
         cluster=cluster,
         stack=stack,
@@ -119,11 +123,40 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         evaluated=runs.evaluated(limit_bytes),
         frontier=frontier,
         density=density,
-        nearest=find_nearest(candidates, field, limit_bytes, tell) if not ranking else None,
+        nearest=None,
         launcher="" if space.launcher is None else space.launcher.title,
         not_launched=launcher_of(job, stack, asked)[1],
         unlaunchable=find_unlaunchable(candidates, field, finalists, tell),
     )
+    if result.plans:
+        return result
+    nearest = find_nearest(candidates, field, limit_bytes, tell if explains else None)
+    result = replace(result, nearest=nearest)
+    return _explained(result, space, asked, memory_limit_bytes, tell) if explains else result
+
+
+def _explained(
+    result: SearchResult, space: Space, asked: SpaceLimits, limit: int | None, tell: Progress
+) -> SearchResult:
+    """Return a search that found nothing with the reason, and with ways out."""
+    job, cluster = result.job, result.cluster
+
+    def again(stack: StackProfile, limits: SpaceLimits, num_gpus: int) -> SearchResult:
+        found = {"limits": limits, "memory_limit_bytes": limit, "top": 1, "explains": False}
+        return search(job, cluster, stack, num_gpus, **cast("Any", found))
+
+    question = Question(
+        job=job,
+        cluster=cluster,
+        stack=result.stack,
+        num_gpus=result.num_gpus,
+        limits=asked,
+        memory_limit_bytes=limit,
+        again=again,
+        progress=tell,
+    )
+    verdict = find_verdict(question, space, result.nearest, result.unlaunchable)
+    return replace(result, verdict=verdict)
 
 
 def _alike(space: Space, ranking: dict[int, list[int]]) -> tuple[tuple[ResolvedPlan, ...], ...]:

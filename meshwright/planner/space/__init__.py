@@ -31,6 +31,7 @@ from meshwright.planner.space.pipelines import (
 from meshwright.planner.space.rules import (
     RULES,
     Candidates,
+    Mask,
     apply_rules,
     cannot_be_told,
     lacks,
@@ -46,7 +47,7 @@ from meshwright.planner.space.switches import (
     askable_values,
     divisors,
 )
-from meshwright.planner.space.waste import waste_hints
+from meshwright.planner.space.waste import undivided_splits, waste_hints
 
 __all__ = [
     "BESIDE",
@@ -59,6 +60,7 @@ __all__ = [
     "Candidates",
     "Column",
     "Launcher",
+    "Mask",
     "MessageColumns",
     "Pipeline",
     "Role",
@@ -82,5 +84,6 @@ __all__ = [
     "launcher_of",
     "lays_out_unequal",
     "representative_microbatches",
+    "undivided_splits",
     "waste_hints",
 ]
