@@ -9,12 +9,12 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, reduce
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from meshwright.hwprofiles.base import Flag, Name, Profile, Title
-from meshwright.hwprofiles.complaints import ProfileError, shown
+from meshwright.hwprofiles.complaints import ProfileError, shown, suggestion
 
 # A number, or a NumPy column of numbers: both compare, and what they compare to combines with "&".
 # This package does without NumPy, so the type is open.
@@ -273,3 +273,32 @@ class Refusal(Rule):
     allowed: tuple[Flag | Title | int, ...] = ()
     reason: Title | Literal[""] = ""
     conflict: Title | Literal[""] = ""
+
+
+class Ruled(Profile):
+    """What a stack does not offer, and by whose rule.
+
+    Args:
+        ruled_by: Framework and releases whose code its lists were held to.
+        rules: Why lists and switches offer no more, by the name of each; of others the framework
+            has no more.
+        refused: Plans that it does not run, by a name that a stack based on it may say anew.
+    """
+
+    ruled_by: Title | Literal[""] = Field(default="", exclude_if=operator.not_)
+    rules: dict[Name, Rule] = Field(default={}, exclude_if=operator.not_)
+    refused: dict[Name, Refusal] = Field(default={}, exclude_if=operator.not_)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        known = list(type(self).model_fields)
+        for name in self.rules:
+            if name not in known:
+                raise ProfileError(f"rules: {name} is no trait; {suggestion(name, known)}")
+        return self
+
+    def rule(self, trait: str) -> str:
+        """Return why a list or a switch offers no more, in words; empty where nothing says it."""
+        if trait in self.rules:
+            return self.rules[trait].words(self.ruled_by)
+        return f"{self.ruled_by} has no other" if self.ruled_by else ""

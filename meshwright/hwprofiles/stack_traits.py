@@ -1,13 +1,12 @@
 """What decides, in a stack, which tensors live and which collectives run; see `StackProfile`."""
 
 import operator
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from meshwright.hwprofiles.base import Count, Flag, Fraction, Latency, Name, Profile, Title
-from meshwright.hwprofiles.complaints import ProfileError, suggestion
-from meshwright.hwprofiles.conditions import Refusal, Rule
+from meshwright.hwprofiles.base import Count, Flag, Fraction, Latency, Name
+from meshwright.hwprofiles.conditions import Ruled
 from meshwright.hwprofiles.kinds import (
     ContextParallel,
     ExpertOverlap,
@@ -21,7 +20,7 @@ from meshwright.hwprofiles.kinds import (
 FusedQkv = Literal[True, False, "model"]
 
 
-class StackTraits(Profile):
+class StackTraits(Ruled):
     """Habits of a stack's programs.
 
     Args:
@@ -90,10 +89,6 @@ class StackTraits(Profile):
         launched_by: Frameworks whose files start its plans: a search is over what the first of them
             that trains the job can be told.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
-        ruled_by: Framework and releases whose code its lists were held to.
-        rules: Why lists and switches offer no more, by the name of each; of others the framework
-            has no more.
-        refused: Plans that it does not run, by a name that a stack based on it may say anew.
     """
 
     kernels: Kernels = Kernels.FUSED
@@ -142,9 +137,6 @@ class StackTraits(Profile):
     splits_sequences: Flag = Field(default=False, exclude_if=operator.not_)
     launched_by: tuple[Name, ...] = Field(default=(), exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
-    ruled_by: Title | Literal[""] = Field(default="", exclude_if=operator.not_)
-    rules: dict[Name, Rule] = Field(default={}, exclude_if=operator.not_)
-    refused: dict[Name, Refusal] = Field(default={}, exclude_if=operator.not_)
 
     def __hash__(self) -> int:
         """Return a number of some facts: tables have none."""
@@ -153,20 +145,6 @@ class StackTraits(Profile):
     def fuses_qkv(self, *, in_model: bool) -> bool:
         """Return whether queries, keys and values are one product, if they are *in_model*."""
         return in_model if self.fused_qkv == "model" else self.fused_qkv
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        known = list(type(self).model_fields)
-        for name in self.rules:
-            if name not in known:
-                raise ProfileError(f"rules: {name} is no trait; {suggestion(name, known)}")
-        return self
-
-    def rule(self, trait: str) -> str:
-        """Return why a list or a switch offers no more, in words; empty where nothing says it."""
-        if trait in self.rules:
-            return self.rules[trait].words(self.ruled_by)
-        return f"{self.ruled_by} has no other" if self.ruled_by else ""
 
     @property
     def is_fully_sharded(self) -> bool:

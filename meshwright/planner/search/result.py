@@ -126,7 +126,7 @@ class SearchResult(Shown):
     evaluated: tuple[SimulatedPlan, ...]
     frontier: tuple[FrontierPoint, ...]
     density: Density | None
-    nearest: Nearest | None
+    nearest: Nearest | None = None
     launcher: str = ""
     not_launched: str = ""
     unlaunchable: Unlaunchable | None = None

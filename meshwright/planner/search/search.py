@@ -50,6 +50,7 @@ from meshwright.simulator.memory import usable_bytes
 from meshwright.simulator.step import host_refusal
 
 MAX_GPUS = 10_000_000
+MOST_PLANS = 1000
 # How much may be simulated, in forward and backward passes: for the proof of the best layout
 # (beyond it the gap is reported), for the runners-up, and for the frontier.
 PROOF_PASSES = 20_000_000
@@ -89,10 +90,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         PlanError: If *num_gpus* or *top* is out of range, or cluster or stack cannot run the job.
     """
     cluster, stack = load_cluster(cluster), load_stack(stack)
-    _check_request(cluster, num_gpus, limits, top)
-    refusal = job_refusal(job, stack)
-    if refusal is not None:
-        raise PlanError(refusal)
+    _check_request(job, cluster, stack, num_gpus, limits, top)
     asked, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
     limits = with_kernels(job, asked, cluster, stack)
     limit_bytes = usable_bytes(cluster, memory_limit_bytes)
@@ -123,23 +121,30 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         evaluated=runs.evaluated(limit_bytes),
         frontier=frontier,
         density=density,
-        nearest=None,
         launcher="" if space.launcher is None else space.launcher.title,
         not_launched=launcher_of(job, stack, asked)[1],
         unlaunchable=find_unlaunchable(candidates, field, finalists, tell),
     )
-    if result.plans:
-        return result
-    nearest = find_nearest(candidates, field, limit_bytes, tell if explains else None)
-    result = replace(result, nearest=nearest)
-    return _explained(result, space, asked, memory_limit_bytes, tell) if explains else result
+    seeks = tell if explains else None
+    return result if ranking else _explained(result, candidates, field, asked, seeks)
 
 
 def _explained(
-    result: SearchResult, space: Space, asked: SpaceLimits, limit: int | None, tell: Progress
+    result: SearchResult,
+    candidates: Candidates,
+    field: Field,
+    asked: SpaceLimits,
+    tell: Progress | None,
 ) -> SearchResult:
-    """Return a search that found nothing with the reason, and with ways out."""
-    job, cluster = result.job, result.cluster
+    """Return a search that found nothing with the layout that is nearest, why, and ways out.
+
+    Without *tell* with the first of these alone.
+    """
+    job, cluster, limit = result.job, result.cluster, candidates.memory_limit_bytes
+    nearest = find_nearest(candidates, field, usable_bytes(cluster, limit), tell)
+    result = replace(result, nearest=nearest)
+    if tell is None:
+        return result
 
     def again(stack: StackProfile, limits: SpaceLimits, num_gpus: int) -> SearchResult:
         found = {"limits": limits, "memory_limit_bytes": limit, "top": 1, "explains": False}
@@ -155,7 +160,7 @@ def _explained(
         again=again,
         progress=tell,
     )
-    verdict = find_verdict(question, space, result.nearest, result.unlaunchable)
+    verdict = find_verdict(question, candidates.space, nearest, result.unlaunchable)
     return replace(result, verdict=verdict)
 
 
@@ -224,19 +229,29 @@ def _field(  # noqa: PLR0913 -- what a search is of
     return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps, needed_bytes, hosts)
 
 
-def _check_request(cluster: Cluster, num_gpus: int, limits: SpaceLimits | None, top: int) -> None:
+def _check_request(
+    job: TrainingJob,
+    cluster: Cluster,
+    stack: StackProfile,
+    num_gpus: int,
+    limits: SpaceLimits | None,
+    top: int,
+) -> None:
     wanted = limits.values("offload") if limits else None
     for offload in cast("tuple[Offload | None, ...]", wanted or ()):
         if (refusal := host_refusal(offload or Offload.NONE, cluster)) is not None:
             raise PlanError(refusal)
     if not 1 <= num_gpus <= MAX_GPUS:
         raise PlanError(f"gpus={num_gpus} is out of range; allowed 1 to {MAX_GPUS}")
-    if not 1 <= top <= 1000:
-        raise PlanError(f"top={top} is out of range; allowed 1 to 1000")
+    if not 1 <= top <= MOST_PLANS:
+        raise PlanError(f"top={top} is out of range; allowed 1 to {MOST_PLANS}")
     if cluster.num_nodes is not None:
         most = cluster.num_nodes * cluster.devices_per_node
         if num_gpus > most:
             raise PlanError(f"gpus={num_gpus} is more than the {most} of {cluster.name}")
+    refusal = job_refusal(job, stack)
+    if refusal is not None:
+        raise PlanError(refusal)
 
 
 def _rank(finalists: Finalists, top: int, tell: Progress) -> tuple[Proof, dict[int, list[int]]]:

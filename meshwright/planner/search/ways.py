@@ -38,8 +38,9 @@ from meshwright.simulator import (
 from meshwright.simulator.layout import PLAN_FIELDS, other_stacks
 from meshwright.simulator.memory import usable_bytes
 
-OTHERS = ("--gpus", "--cluster", "--seq-len")  # options by which devices or job are others
-MOST_STACKS = 2  # searched for a way out
+SAME = ""
+# Options that name something else than a plan, and how many ways of each, and of plans, are told.
+OTHERS = {"--stack": 2, "--gpus": 1, "--cluster": 1, "--seq-len": 1, SAME: MOST_CHANGES}
 LEAST_TOKENS = 512  # of a sequence that is worth naming
 # Expandable segments leave no fragments where memory is short (stack megatron-core-blackwell).
 ALLOCATOR = "allocator_fraction=0.0"
@@ -155,18 +156,21 @@ def find_verdict(
 def _cheapest(ways: Sequence[Way]) -> Iterator[Way]:
     """Yield the cheapest of each kind: with the fewest options, then on the same devices, by time.
 
-    On the same devices a kind has as many as changes of a plan have.
+    Of other stacks there are two, of other devices, clusters and sequences one each.
     """
-    kept = dict.fromkeys(range(1 + len(OTHERS)), 0)
-    for way in sorted(ways, key=lambda each: (each.options.count("--"), _kind(each), each.step_ps)):
-        kept[_kind(way)] += 1
-        if kept[_kind(way)] <= (1 if _kind(way) else MOST_CHANGES):
+    kept = dict.fromkeys(OTHERS, 0)
+    for way in sorted(ways, key=_price):
+        other = next((name for name in OTHERS if name in way.options), SAME)
+        kept[other] += 1
+        if kept[other] <= OTHERS[other]:
             yield way
 
 
-def _kind(way: Way) -> int:
-    """Return 0 for the same job on the same devices, else the place of what is another."""
-    return next((1 + place for place, name in enumerate(OTHERS) if name in way.options), 0)
+def _price(way: Way) -> tuple[int, int, int]:
+    """Return what ways are ordered by: options, whether devices or job are others, time."""
+    others = ("--gpus", "--cluster", "--seq-len")
+    place = next((1 + each for each, name in enumerate(others) if name in way.options), 0)
+    return way.options.count("--"), place, way.step_ps
 
 
 def _without_pins(question: Question, names: Container[str]) -> Iterator[Way]:
@@ -215,7 +219,7 @@ def _of_refusal(question: Question, layouts: Layouts) -> Iterator[Way]:
 def _of_stacks(question: Question, names: Sequence[str]) -> Iterator[Way]:
     """Yield searches with other stacks."""
     limits = question.limits.launched_by()
-    for name in names[:MOST_STACKS]:
+    for name in names:
         yield from question.way(f"--stack {name}", stack=load_stack(name), limits=limits)
 
 

@@ -395,11 +395,6 @@ def _ways(facts: Facts, model: ModelSpec) -> Iterator[Gap]:
 
 def _gap(facts: Facts, field: str, when: str, allowed: tuple[object, ...], reason: str = "") -> Gap:
     trait = PLAN_FIELDS[field].declaration.offered_by or LISTS.get(field, "")
-    return Gap(
-        field=field,
-        reason=reason or when,
-        parts=parsed(when).parts,
-        facts=facts,
-        allowed=allowed,
-        why=facts.stack.rule(trait),
-    )
+    parts, why = parsed(when).parts, facts.stack.rule(trait)
+    gap = Gap(field=field, reason=reason or when, parts=parts, facts=facts, allowed=allowed)
+    return replace(gap, why=why)
