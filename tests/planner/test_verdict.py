@@ -91,6 +91,11 @@ def test_ways_are_in_the_order_of_what_they_change() -> None:
     assert len({each.options for each in found.ways}) == len(found.ways)
 
 
+def test_what_an_option_widens_is_no_way_out() -> None:
+    found = verdict_of(LLAMA, "ddp", 16, recompute=("none", "full"), max_tp=1)
+    assert not [each for each in found.ways if each.options == "without --recompute"]
+
+
 def test_fragments_alone_are_a_matter_of_the_allocator() -> None:
     stack = load_stack("ddp")
     _, loose = with_facts(CLUSTER, stack, ["allocator_fraction=0.5"])

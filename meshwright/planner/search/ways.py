@@ -36,7 +36,6 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.layout import PLAN_FIELDS, other_stacks
-from meshwright.simulator.memory import usable_bytes
 
 SAME = ""
 # Options that name something else than a plan, and how many ways of each, and of plans, are told.
@@ -175,12 +174,12 @@ def _price(way: Way) -> tuple[int, int, int]:
 
 def _without_pins(question: Question, names: Container[str]) -> Iterator[Way]:
     """Yield searches without one of the options that pin a field of *names*."""
-    for name in COLUMNS:
-        if name in names and question.limits.asks_for(name):
-            field, limits = PLAN_FIELDS[name], question.limits.without(name)
-            is_pinned = question.limits.values(name) is not None
+    limits = question.limits
+    for name in filter(names.__contains__, COLUMNS):
+        field, is_pinned = PLAN_FIELDS[name], len(limits.values(name) or ()) == 1
+        if is_pinned or limits.most(name) is not None:
             option = (field.option if is_pinned else field.limit).replace("_", "-")
-            yield from question.way(f"without --{option}", limits=limits)
+            yield from question.way(f"without --{option}", limits=limits.without(name))
 
 
 def _near_devices(question: Question) -> Iterator[Way]:
@@ -256,18 +255,16 @@ def _changed(change: Change) -> Way:
 
 
 def _of_hardware(question: Question, smallest: StepResult) -> Iterator[Way]:
-    """Yield a cluster with more memory, no limit, and an allocator without fragments."""
+    """Yield a device without the limit of a user, else a larger one, and no fragments on this."""
     plan, needed, cluster = smallest.plan, smallest.memory.device_bytes, question.cluster
-    if question.memory_limit_bytes is not None and usable_bytes(cluster, None) >= needed:
-        limit = usable_bytes(cluster, None)
-        yield from question.fitting("without --memory-limit", plan, memory_limit_bytes=limit)
-    larger = [
-        each for each in map(load_cluster, list_clusters()) if usable_bytes(each, None) >= needed
-    ]
+    known = [cluster] if question.memory_limit_bytes else map(load_cluster, list_clusters())
+    larger = [each for each in known if each.device.usable_bytes >= needed]
     alike = [each for each in larger if each.devices_per_node == cluster.devices_per_node]
-    for other in sorted(alike or larger, key=lambda each: usable_bytes(each, None)):
-        note = f"{other.device.name} has {format_bytes(usable_bytes(other, None))}"
-        found = [*question.fitting(f"--cluster {other.name}", plan, cluster=other, note=note)]
+    for other in sorted(alike or larger, key=lambda each: each.device.usable_bytes):
+        note = f"{other.device.name} has {format_bytes(other.device.usable_bytes)}"
+        options = "without --memory-limit" if other is cluster else f"--cluster {other.name}"
+        ways = question.fitting(options, plan, note=note, cluster=other, memory_limit_bytes=None)
+        found = [*ways]
         yield from found
         if found:
             break
