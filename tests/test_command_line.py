@@ -434,7 +434,7 @@ def test_hybrid_sharding_is_printed_and_refused_where_it_cannot_be(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     step = ["simulate", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "32"]
-    step += ["--global-batch", "64", "--stack", "torchtitan"]
+    step += ["--global-batch", "64", "--stack", "torchtitan@0.2"]
     assert meshwright.main([*step, "--dp-shard", "8"]) == 0
     assert "4 replicas of 8 shards" in capsys.readouterr().out
     assert meshwright.main([*step, "--dp-shard", "5"]) == 2

@@ -18,7 +18,7 @@ from meshwright.validate.cli.options import ValidateOptions
 BASE = ["llama3-8b", "--cluster", "dgx-h100", "--gpus", "16", "--global-batch", "64"]
 # An option of simulate beside a base command: what to add, and to what.
 STEP = ["simulate", *BASE, "--tp", "2", "--pp", "2"]
-SHARDED = ["simulate", *BASE, "--stack", "torchtitan"]
+SHARDED = ["simulate", *BASE, "--stack", "torchtitan@0.2"]
 DDP = ["simulate", "gpt2", *BASE[1:], "--stack", "ddp"]
 SERVED = ["simulate", "gpt2", *BASE[1:], "--stack", "parameter-server"]
 SEARCH = ["search", *BASE, "--max-tp", "2", "--max-pp", "2", "--max-micro-batch", "2"]
@@ -133,7 +133,7 @@ RECOMPUTED = {
     **dict.fromkeys(("recompute_layers", "max_recompute_layers", "recompute_method"), "full"),
 }
 # Of switches that another stack has.
-SWITCHED = ["search", *BASE, "--stack", "torchtitan", "--max-tp", "1", "--max-pp", "1"]
+SWITCHED = ["search", *BASE, "--stack", "torchtitan@0.2", "--max-tp", "1", "--max-pp", "1"]
 SWITCHED += ["--max-micro-batch", "2", "--recompute", "none"]
 SWITCH_CHANGES: dict[str, list[str]] = {
     "dp_shard": ["--dp-shard", "4"],

@@ -99,7 +99,7 @@ def test_gradient_options_are_kept_and_overridden(tmp_path: Path) -> None:
 
 
 def test_offloading_is_kept_and_can_be_taken_back(tmp_path: Path) -> None:
-    words = [*STEP, "--stack", "torchtitan", "--offload", "parameters"]
+    words = [*STEP, "--stack", "torchtitan@0.2", "--offload", "parameters"]
     expected = document(*words, "--out", str(tmp_path / "out"))
     saved = str(tmp_path / "out" / "plan.json")
     assert document("simulate", "--plan", saved) == expected

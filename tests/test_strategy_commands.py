@@ -70,7 +70,7 @@ def test_each_option_changes_the_result_and_is_refused_elsewhere(
     said = f"error: {names[words[0]]}="
     error = capsys.readouterr().err
     assert error.startswith(said)
-    assert " is not offered by stack dataparallel; allowed: with a stack of strategy" in error
+    assert " is not offered by stack dataparallel@1.6; allowed: with a stack of strategy" in error
 
 
 REFUSED = {

@@ -91,7 +91,7 @@ def counted(way: ContextParallel, cp: int, key_heads: int, width: int) -> list[t
 def predicted(way: ContextParallel, cp: int, key_heads: int, width: int) -> list[tuple[int, Calls]]:
     plan = ResolvedPlan(cp=cp, cp_type=way, zero_stage=3)
     job = TrainingJob(model=load_model("gpt2"), global_batch_size=1, seq_len=1024)
-    block = Block({}, lowering_of(BlockShape.of(job, plan, load_stack("torchtitan"))))
+    block = Block({}, lowering_of(BlockShape.of(job, plan, load_stack("torchtitan@0.2"))))
     tokens, batch = Dim("tokens", TOKENS // cp), Dim("batch", 1)
     given = [
         block.tensor(name, tokens, batch, Dim(name, heads * each, each))

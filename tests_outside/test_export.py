@@ -46,7 +46,7 @@ from torchtitan.config import ConfigManager  # isort: skip  (after its witness)
 
 RECORDED = Path(__file__).parent / "data"
 LLAMA = "llama3-8b --global-batch 64 --seq-len 4096"
-TITAN = f"{LLAMA} --stack torchtitan --set kernels=eager --gpus"
+TITAN = f"{LLAMA} --stack torchtitan@0.2 --set kernels=eager --gpus"
 TITAN_PLANS = (
     f"{TITAN} 8",
     f"{TITAN} 16 --dp-shard 8 --recompute full",

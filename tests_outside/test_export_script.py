@@ -213,7 +213,7 @@ def test_torchtitan_in_two_dimensions_counts_as_its_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = "--gpus 8 --tp 2 --pp 2 --sequence-parallel --global-batch 4 --seq-len 1024"
-    saved = plan("", f"llama3-8b {layout} --stack torchtitan --set kernels=eager")
+    saved = plan("", f"llama3-8b {layout} --stack torchtitan@0.2 --set kernels=eager")
     files = export_plan(saved, get_framework("torchtitan")).files
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.toml").write_text(files["train.toml"])

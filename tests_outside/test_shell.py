@@ -21,7 +21,7 @@ PLANS = {
     "megatron-lm": (f"{LLAMA} 16 --tp 2 --pp 2 --stages 15,17", f"{LLAMA} 8 --tp 8"),
     "megatron-bridge": (f"{LLAMA} 16 --pp 2 --stages 15,17", f"{LLAMA} 8 --tp 8"),
     "torchtitan": (
-        f"{LLAMA} 16 --stack torchtitan --pp 2",
+        f"{LLAMA} 16 --stack torchtitan@0.2 --pp 2",
         f"{LLAMA} 16 --stack torchtitan-2026-08 --pp 2",
     ),
     "deepspeed": (f"{GPT} 16 --stack deepspeed", f"{GPT} 8 --stack deepspeed"),

@@ -519,7 +519,11 @@ def test_fp8_needs_bf16_beside_it(tmp_path: Path) -> None:
         ("megatron-core", '"selective", "full"', '"selective", "selective-op", "full"'),
         ("ddp", "recompute_modes = [", 'recompute_modes = ["selective-op", '),
         ("parameter-server", "recompute_modes = [", 'recompute_modes = ["selective-op", '),
-        ("torchtitan", 'attention_kernels = ["flash"', 'attention_kernels = ["unfused", "flash"'),
+        (
+            "torchtitan@0.2",
+            'attention_kernels = ["flash"',
+            'attention_kernels = ["unfused", "flash"',
+        ),
     ],
 )
 def test_operators_are_chosen_in_pytorchs_own_layers_alone(

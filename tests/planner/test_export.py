@@ -18,9 +18,9 @@ from meshwright.validate.cli import plan_of_words
 
 WHERE = ["--cluster", "dgx-b200"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
-TITAN = [*LLAMA, "--stack", "torchtitan"]
+TITAN = [*LLAMA, "--stack", "torchtitan@0.2"]
 EVERY_SECOND = ["--recompute-layers", "2", "--recompute-method", "every"]
-QWEN = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096", "--stack", "torchtitan"]
+QWEN = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096", "--stack", "torchtitan@0.2"]
 SHARING = ["--sequence-parallel"]
 GROUPED = ["--microbatch-group-size", "12"]
 ROUTED = ["qwen3-30b-a3b", "--global-batch", "64", "--seq-len", "4096"]
@@ -226,7 +226,7 @@ REFUSED = [
     ("megatron-lm", [*LLAMA, "--gpus", "8", "--pp", "2", "--schedule", "gpipe"], "schedule=gpipe"),
     ("megatron-lm", [*TITAN, "--gpus", "8"], "stack.loss=eager"),
     ("torchtitan", [*LLAMA, "--gpus", "8"], "zero_stage=1"),
-    ("torchtitan", [*GPT, "--stack", "torchtitan", "--gpus", "8"], "model=gpt2"),
+    ("torchtitan", [*GPT, "--stack", "torchtitan@0.2", "--gpus", "8"], "model=gpt2"),
     ("torchtitan", [*TITAN, "--gpus", "8", "--recompute", "selective"], "recompute=selective"),
     ("torchtitan", [*QWEN, "--gpus", "64", "--pp", "2"], "pp=2"),
     ("torchtitan", [*TITAN, "--gpus", "8", "--cp", "2", "--cp-type", "ring"], "cp_type=ring"),

@@ -173,7 +173,7 @@ def test_a_narrow_terminal_cuts_nothing_off(found: SearchResult, width: int) -> 
 
 
 def test_what_a_search_holds_is_listed_by_reason() -> None:
-    one = search(JOB, CLUSTER, load_stack("torchtitan"), 8, limits=SpaceLimits(tp=(2,)), top=1)
+    one = search(JOB, CLUSTER, load_stack("torchtitan@0.2"), 8, limits=SpaceLimits(tp=(2,)), top=1)
     said = {line.strip() for line in text_of(search_report(one)).splitlines()}
     assert said >= {
         "held      tp=2 (asked for)",

@@ -128,7 +128,7 @@ def with_rule(when: str, **words: object) -> StackProfile:
 )
 def test_a_condition_names_declared_fields_alone(when: str, said: str) -> None:
     job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=8, seq_len=8)
-    with pytest.raises(ProfileError, match=r"^stack ddp: refused\.rule: ") as caught:
+    with pytest.raises(ProfileError, match=r"^stack ddp@2.13: refused\.rule: ") as caught:
         stack_gaps(with_rule(when), job)
     assert said in str(caught.value)
 

@@ -49,7 +49,7 @@ REFUSED = [
     ),
     ('name = "gpt_oss"\nflavor = "20b"', "", "weights of its layers are bf16"),
     ('name = "llama4"\nflavor = "17bx16e"', "", "is not offered by stack torchtitan"),
-    ('name = "deepseek_v3"\nflavor = "debugmodel"', "", "stack torchtitan is not known to run"),
+    ('name = "deepseek_v3"\nflavor = "debugmodel"', "", "stack torchtitan@0.2 is not known to run"),
     (
         'name = "qwen3"\nflavor = "14B"\n[parallelism]\npipeline_parallel_degree = 2',
         "",

@@ -48,7 +48,7 @@ def shapes_of(stack_name: str, *, seq_len: int, recompute: Recompute) -> list[Bl
     ]
 
 
-@pytest.mark.parametrize("stack", ["megatron-core", "megatron-lm-2022", "torchtitan", "ddp"])
+@pytest.mark.parametrize("stack", ["megatron-core", "megatron-lm-2022", "torchtitan@0.2", "ddp"])
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
 def test_a_column_says_what_each_shape_alone_says(stack: str, recompute: Recompute) -> None:
     shapes = shapes_of(stack, seq_len=512, recompute=recompute)
@@ -86,7 +86,7 @@ def test_columns_do_not_wrap_at_a_million_tokens_of_a_trillion_parameters(
     [
         ("megatron-core", Precision.FP8, 1.0),
         ("megatron-core", Precision.BF16, 1.5),
-        ("torchtitan", Precision.BF16, 1.0),
+        ("torchtitan@0.2", Precision.BF16, 1.0),
         ("fsdp", Precision.BF16, 1.0),
     ],
 )

@@ -36,7 +36,7 @@ from meshwright.simulator.layout import Axis, GroupSpan, Mesh
 from meshwright.simulator.model import EMBEDDING, EXPERT_LAYER, HEAD, TRANSFORMER_LAYER
 from meshwright.simulator.step import build_step
 
-CORE, TITAN = load_stack("megatron-core"), load_stack("torchtitan")
+CORE, TITAN = load_stack("megatron-core"), load_stack("torchtitan@0.2")
 LLAMA, DEEPSEEK = load_model("llama3-8b"), load_model("deepseek-v3")
 RING, GATHER, SWAP, NESTED = ContextParallel
 TOKENS = 32_768
@@ -322,9 +322,9 @@ def test_every_rank_runs_like_its_representative(cp_type: ContextParallel) -> No
         ("llama3-8b", "megatron-core", {"cp": 3}, "seq_len=32768 is not divisible by 2 x cp=3"),
         ("bert-large", "megatron-core", {}, "bert-large, which is not causal; allowed: 1"),
         ("resnet50", "megatron-core", {}, "resnet50, which has no attention; allowed: 1"),
-        ("llama3-8b", "ddp", {}, "cp=2 is not offered by stack ddp; allowed: 1"),
-        ("llama3-8b", "torchtitan", {"cp_type": SWAP}, "allowed: all-gather, ring"),
-        ("llama3-8b", "torchtitan", NESTED_BY_TWO, "allowed: all-gather, ring"),
+        ("llama3-8b", "ddp", {}, "cp=2 is not offered by stack ddp@2.13; allowed: 1"),
+        ("llama3-8b", "torchtitan@0.2", {"cp_type": SWAP}, "allowed: all-gather, ring"),
+        ("llama3-8b", "torchtitan@0.2", NESTED_BY_TWO, "allowed: all-gather, ring"),
         (
             "mistral-7b",
             "megatron-core",
@@ -335,7 +335,7 @@ def test_every_rank_runs_like_its_representative(cp_type: ContextParallel) -> No
             "llama3-8b",
             "megatron-core",
             {"cp": 16, "cp_type": NESTED, "cp_inner": 16},
-            "cp_inner=16 is not offered by stack megatron-core for llama3-8b; allowed: a divisor",
+            "cp_inner=16 is not offered by stack megatron-core@0.18 for llama3-8b; allowed: a divi",
         ),
         ("llama3-8b", "megatron-core", {"attention": Attention.UNFUSED}, "allowed: flash"),
         ("deepseek-v3", "megatron-core-2024", {}, "2024 for deepseek-v3; allowed: 1"),

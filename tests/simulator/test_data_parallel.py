@@ -141,7 +141,7 @@ def test_the_norm_is_one_number_reduced_over_all_ranks() -> None:
 def test_dtensor_sums_a_norm_a_weight_over_one_axis_after_the_other() -> None:
     """Three layers of Llama with nine weights each, and the table; then the tokens, 8 bytes."""
     plan = ResolvedPlan(tp=2, dp=12, dp_shard=4, pp=4, zero_stage=3, stages=(8,) * 4)
-    norm = norm_of(load_stack("torchtitan"), plan, Mesh.of(plan, 8))
+    norm = norm_of(load_stack("torchtitan@0.2"), plan, Mesh.of(plan, 8))
     assert [(each.axis, each.size_bytes, each.span.num_ranks) for each in norm] == [
         (Axis.DP, 4 * 28, 4),
         (Axis.TP, 4 * 28, 2),

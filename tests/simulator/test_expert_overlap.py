@@ -212,7 +212,7 @@ def test_what_megatron_core_does_not_run_is_refused() -> None:
     eager = STACK.model_copy(update={"kernels": Kernels.EAGER})
     with pytest.raises(PlanError, match="does not go with kernels=eager"):
         simulate(JOB, plan, CLUSTER, eager)
-    other = load_stack("torchtitan")
+    other = load_stack("torchtitan@0.2")
     with pytest.raises(PlanError, match="expert_overlap=microbatches is not offered"):
         simulate(JOB, replace(plan, zero_stage=3), CLUSTER, other)
 

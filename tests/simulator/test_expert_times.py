@@ -191,7 +191,7 @@ def test_a_dispatcher_is_the_stack_s_or_a_plan_s() -> None:
     assert habit.dispatcher is Dispatcher.ALL_TO_ALL
     assert times[Dispatcher.ALL_TO_ALL] > times[Dispatcher.DEEPEP] == times[Dispatcher.HYBRIDEP]
     asked = ResolvedPlan(dp=8, dispatcher=Dispatcher.HYBRIDEP, stages=(32,))
-    refusal = stack_refusal(JOB, asked, load_stack("torchtitan"))
+    refusal = stack_refusal(JOB, asked, load_stack("torchtitan@0.2"))
     assert refusal is not None
     assert refusal.startswith("dispatcher=hybridep is not offered by stack torchtitan")
 

@@ -84,7 +84,9 @@ def traffic(found: Backward) -> int:
 
 
 # Beside the router torchtitan sums a token's one row, times its share.
-@pytest.mark.parametrize(("stack", "sums"), [("megatron-core", 0), ("fsdp", 0), ("torchtitan", 1)])
+@pytest.mark.parametrize(
+    ("stack", "sums"), [("megatron-core", 0), ("fsdp", 0), ("torchtitan@0.2", 1)]
+)
 def test_one_expert_is_the_dense_layer_a_router_and_copies(stack: str, sums: int) -> None:
     dense, one = walked(DENSE, stack), walked(ONE, stack)
     layers = parameters_by_kind(DENSE)[TRANSFORMER_LAYER], parameters_by_kind(ONE)[EXPERT_LAYER]
@@ -112,7 +114,7 @@ def test_one_expert_without_a_gate_is_the_mlp_without_one_and_a_router(kind: str
     own = rows + places + shares + row_map + weight + 2 * WIDTH
     assert Memory.of(one).saved == Memory.of(dense).saved + TOKENS * own
     job = job_of(routed)
-    for stack in ("torchtitan", "fsdp"):
+    for stack in ("torchtitan@0.2", "fsdp"):
         profile = load_stack(stack)
         refusal = stack_refusal(job, replace(PLAN, zero_stage=3), profile)
         assert refusal is not None
@@ -285,18 +287,28 @@ def test_an_all_to_all_takes_what_was_published(
 @pytest.mark.parametrize(
     ("name", "stack", "changes", "message"),
     [
-        ("mixtral-8x7b", "ddp", {}, "experts of mixtral-8x7b is not offered by stack ddp; "),
+        ("mixtral-8x7b", "ddp", {}, "experts of mixtral-8x7b is not offered by stack ddp@2.13; "),
         (
             "mixtral-8x7b",
-            "torchtitan",
+            "torchtitan@0.2",
             {"tp": 2, "dp": 2, "sequence_parallel": True},
             "tp=2 is not offered",
         ),
-        ("mixtral-8x7b", "torchtitan", {"dp": 16}, "dp=16 is not offered by stack torchtitan for"),
+        (
+            "mixtral-8x7b",
+            "torchtitan@0.2",
+            {"dp": 16},
+            "dp=16 is not offered by stack torchtitan@0.2 for",
+        ),
         ("mixtral-8x7b", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
-        ("deepseek-v3", "torchtitan", {}, "deepseek-v3 has layers without experts beside"),
-        ("deepseek-v3", "ddp", {}, "experts of deepseek-v3 is not offered by stack ddp; "),
-        ("deepseek-v3", "fsdp", {"tp": 2}, "tp=2 is not offered by stack fsdp for deepseek-v3"),
+        ("deepseek-v3", "torchtitan@0.2", {}, "deepseek-v3 has layers without experts beside"),
+        ("deepseek-v3", "ddp", {}, "experts of deepseek-v3 is not offered by stack ddp@2.13; "),
+        (
+            "deepseek-v3",
+            "fsdp",
+            {"tp": 2},
+            "tp=2 is not offered by stack fsdp@2.13 for deepseek-v3",
+        ),
         ("kimi-k2", "megatron-core", {"tp": 2}, "sequence_parallel=False is not offered"),
         (
             "llama3-8b",
@@ -304,24 +316,29 @@ def test_an_all_to_all_takes_what_was_published(
             {"ep": 8, "dp": 8},
             "ep=8 does not go with llama3-8b, which",
         ),
-        ("mixtral-8x7b", "fsdp", {"ep": 2, "dp": 16}, "dp=16 is not offered by stack fsdp for"),
         (
             "mixtral-8x7b",
-            "torchtitan",
+            "fsdp",
+            {"ep": 2, "dp": 16},
+            "dp=16 is not offered by stack fsdp@2.13 for",
+        ),
+        (
+            "mixtral-8x7b",
+            "torchtitan@0.2",
             {"ep": 2, "etp": 2, "dp": 8},
-            "etp=2 is not offered by stack torchtitan for mixtral-8x7b; allowed: 1, or that of tp",
+            "etp=2 is not offered by stack torchtitan@0.2 for mixtral-8x7b; allowed: 1, or that of",
         ),
         (
             "mixtral-8x7b",
-            "torchtitan",
+            "torchtitan@0.2",
             {"ep": 2, "dp": 12, "dp_shard": 6},
-            "dp=12 is not offered by stack torchtitan for mixtral-8x7b; allowed: a divisor of",
+            "dp=12 is not offered by stack torchtitan@0.2 for mixtral-8x7b; allowed: a divisor of",
         ),
         (
             "mixtral-8x7b",
-            "torchtitan",
+            "torchtitan@0.2",
             {"ep": 2, "dp": 48},
-            "dp=48 is not offered by stack torchtitan for mixtral-8x7b; allowed: a divisor of 1433",
+            "dp=48 is not offered by stack torchtitan@0.2 for mixtral-8x7b; allowed: a divisor of ",
         ),
     ],
 )
@@ -343,7 +360,7 @@ def test_experts_of_several_ranks_are_slices_of_a_set_of_shards() -> None:
     with pytest.raises(PlanError, match="ep=8 x etp=1 does not divide the 4 ranks that have a set"):
         ResolvedPlan(dp=8, dp_shard=4, ep=8, zero_stage=3)
     plan = ResolvedPlan(dp=16, dp_shard=8, ep=4, zero_stage=3, attention=Attention.FLASH)
-    found = replication_of(plan, load_stack("torchtitan"), Mesh.of(plan, 8))
+    found = replication_of(plan, load_stack("torchtitan@0.2"), Mesh.of(plan, 8))
     assert found.experts is not None
     of_all, of_experts = (
         (each.span.num_ranks, each.replica_span and each.replica_span.num_ranks)

@@ -53,7 +53,7 @@ from meshwright.simulator.step.build import build_step
 FP8, BF16 = Precision.FP8, Precision.BF16
 DEVICE = load_device("h100-sxm5-80gb")
 MODEL = load_model("llama3-8b")
-STACKS = ("fsdp", "megatron-core", "torchtitan", "torchtitan-2024-12")
+STACKS = ("fsdp", "megatron-core", "torchtitan@0.2", "torchtitan-2024-12")
 DATED = (
     "llm-foundry-2023",
     "megatron-core-2024",
@@ -195,7 +195,7 @@ LAYERS = (BlockRun(TRANSFORMER_LAYER, 32),)
     [
         ("megatron-core", INPUTS, OUTPUTS, (4, 4)),
         ("fsdp", INPUTS + WEIGHTS, OUTPUTS, (8, 4)),
-        ("torchtitan", INPUTS + WEIGHTS, OUTPUTS + WEIGHTS, (8, 8)),
+        ("torchtitan@0.2", INPUTS + WEIGHTS, OUTPUTS + WEIGHTS, (8, 8)),
     ],
 )
 def test_a_cast_reads_two_bytes_and_writes_two(
@@ -294,7 +294,7 @@ def test_weights_that_are_kept_are_cast_once_a_step() -> None:
     shape = block_shape(tp=4)
     assert num_linear_weights(shape) == {TRANSFORMER_LAYER: WEIGHTS // 4}
     assert step_cast_bytes(shape, LAYERS) == 4 * 32 * WEIGHTS // 4
-    assert step_cast_bytes(block_shape("torchtitan"), LAYERS) == 0
+    assert step_cast_bytes(block_shape("torchtitan@0.2"), LAYERS) == 0
     cast_s = 4 * 32 * WEIGHTS / memory_rate_bytes_per_s(DEVICE)
     longer_ps = [step(each, "megatron-core").breakdown_ps for each in (FP8, BF16)]
     update_ps = longer_ps[0][Category.OPTIMIZER] - longer_ps[1][Category.OPTIMIZER]
@@ -307,7 +307,7 @@ def test_gathers_of_linear_operands_are_halved_and_nothing_else() -> None:
         both = (*operators.forward, *operators.backward)
         return [(item.op, item.size_bytes) for item in both if isinstance(item, Collective)]
 
-    for stack in ("megatron-core", "torchtitan"):
+    for stack in ("megatron-core", "torchtitan@0.2"):
         for block in ("head", "embedding"):
             assert sizes(block, FP8, stack) == sizes(block, BF16, stack)
         halved = [
@@ -340,7 +340,9 @@ def test_selective_recompute_drops_the_bf16_output_of_the_attention_core() -> No
 
 
 def test_torchtitan_keeps_the_bf16_input() -> None:
-    assert kept(block_shape("torchtitan")) == kept(block_shape("torchtitan", precision=BF16))
+    assert kept(block_shape("torchtitan@0.2")) == kept(
+        block_shape("torchtitan@0.2", precision=BF16)
+    )
 
 
 @pytest.mark.parametrize("attention", list(Attention))
@@ -365,10 +367,10 @@ GRADIENT, AGAIN = 2 * TOKENS * F, 2 * H * (TOKENS + F)
     [
         ("megatron-core", 1, "mlp gate, mlp in", 2 * GRADIENT),  # one product
         ("fsdp", 1, "mlp gate", GRADIENT),
-        ("torchtitan", 1, "mlp gate", GRADIENT + AGAIN),
+        ("torchtitan@0.2", 1, "mlp gate", GRADIENT + AGAIN),
         # A gradient that is gathered in fp8 is one of its copies.
         ("megatron-core", 4, "mlp out", TOKENS * H),
-        ("torchtitan", 4, "mlp out", TOKENS * H + F // 4 * 2 * (TOKENS + H)),
+        ("torchtitan@0.2", 4, "mlp out", TOKENS * H + F // 4 * 2 * (TOKENS + H)),
     ],
 )
 def test_backward_holds_both_copies_of_an_operand(
@@ -390,13 +392,13 @@ def test_passes_need_copies_beside_what_outweighs_them_in_bf16() -> None:
     assert {each.backward for each in bf16.values()} == {backward}
     assert {fp8[each].backward for each in ("megatron-core", "fsdp")} == {backward + TOKENS * F}
     # The last product: gradients of output, input and weight, and two copies of each operand.
-    assert fp8["torchtitan"].backward == (2 + 2) * (TOKENS * H + TOKENS * F + H * F)
+    assert fp8["torchtitan@0.2"].backward == (2 + 2) * (TOKENS * H + TOKENS * F + H * F)
     # Forward: the product's output and its sum with the residual stream; before the sum the bf16
     # inputs of the MLP and of the product, and the other copy; or both copies of both operands.
     forward = 2 * 2 * TOKENS * H
     assert {each.forward for each in bf16.values()} == {forward}
     assert fp8["megatron-core"].forward == forward + 3 * TOKENS * F
-    assert fp8["torchtitan"].forward == 2 * TOKENS * H + 2 * F * (TOKENS + H)
+    assert fp8["torchtitan@0.2"].forward == 2 * TOKENS * H + 2 * F * (TOKENS + H)
 
 
 def test_offloaded_weights_leave_their_fp8_copies() -> None:
@@ -440,7 +442,7 @@ def test_offloaded_states_leave_the_cast_of_a_step_on_the_device() -> None:
 @pytest.mark.parametrize("reduce", [None, BF16])
 def test_gradients_of_fp8_training_are_those_of_bf16(reduce: Precision | None) -> None:
     found = []
-    stack = load_stack("torchtitan")
+    stack = load_stack("torchtitan@0.2")
     costs = CostModel(load_cluster("dgx-h100"), stack, 8)
     for precision in (FP8, BF16):
         job = TrainingJob(model=MODEL, global_batch_size=8, seq_len=2048, precision=precision)

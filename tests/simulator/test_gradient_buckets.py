@@ -52,7 +52,7 @@ from meshwright.simulator.step.build import build_step
 
 RELAXED = settings(deadline=None, max_examples=80)
 CLUSTER = load_cluster("dgx-a100")
-DDP, CORE, TITAN = (load_stack(name) for name in ("ddp", "megatron-core", "torchtitan"))
+DDP, CORE, TITAN = (load_stack(name) for name in ("ddp", "megatron-core", "torchtitan@0.2"))
 FIXED = CORE.model_copy(update={"gradient_bucket_parameters_per_replica": 0})
 IN_EACH_STAGE = FIXED.model_copy(update={"buckets_first_stage_only": False})
 GPT2, LLAMA = load_model("gpt2"), load_model("llama2-7b")
@@ -539,7 +539,7 @@ def test_a_sharded_gradient_is_cast_as_backward_makes_it() -> None:
         (
             "megatron-core",
             {"reduce_precision": BF16},
-            "is not offered by stack megatron-core with gradients kept in fp32; allowed: fp32",
+            "is not offered by stack megatron-core@0.18 with gradients kept in fp32; allowed: fp32",
         ),
         (
             "megatron-core",
@@ -567,14 +567,14 @@ def test_a_sharded_gradient_is_cast_as_backward_makes_it() -> None:
             "allowed: True (at zero_stage=2 it keeps",
         ),
         (
-            "torchtitan",
+            "torchtitan@0.2",
             {"sync_each_microbatch": True, "zero_stage": 3, "pp": 2, "stages": (6, 6)},
             "sync_each_microbatch=True does not go with pp=2; allowed: False",
         ),
         (
             "parameter-server",
             {"sync_each_microbatch": False, "attention": Attention.UNFUSED},
-            "not offered by stack parameter-server; allowed: with a stack of strategy mesh",
+            "not offered by stack parameter-server@2014; allowed: with a stack of strategy mesh",
         ),
     ],
 )

@@ -155,9 +155,9 @@ def test_a_chain_splits_over_tensor_ranks_with_one_sum_a_pair_of_layers() -> Non
     [
         ("megatron-core", {"tp": 2}, "tp=2 does not go with resnet50: convolutions are whole"),
         (
-            "torchtitan",
+            "torchtitan@0.2",
             {},
-            "resnet50 has layers of its own, which stack torchtitan is not known to",
+            "resnet50 has layers of its own, which stack torchtitan@0.2 is not known to",
         ),
         ("deepspeed", {"pp": 17}, "17 stages are more than the model's 16 layers"),
         ("ddp", {"recompute": Recompute.SELECTIVE}, "no attention; allowed: none, full"),

@@ -53,8 +53,8 @@ def test_a_window_is_all_that_a_windowed_layer_costs(seq_len: int, seen: int) ->
         (QWEN, "megatron-lm-2022", "qk_norm=head of qwen3-8b is not offered by stack megatron-lm"),
         (QWEN, "torchtitan-2024-12", "qk_norm=head of qwen3-8b is not offered by stack torchtitan"),
         (changed(QWEN, head_dim=64), "ddp", None),
-        (changed(QWEN, window=64), "torchtitan", "window of qwen3-8b is not offered by stack"),
-        (changed(QWEN, window=4096), "torchtitan", None),
+        (changed(QWEN, window=64), "torchtitan@0.2", "window of qwen3-8b is not offered by stack"),
+        (changed(QWEN, window=4096), "torchtitan@0.2", None),
         (changed(QWEN, attention_softcap=50.0), "fsdp", None),
     ],
 )

@@ -20,20 +20,20 @@ PLANS = {
     "in passes": ("megatron-core", ResolvedPlan(tp=2, pp=2, dp=8, zero_stage=1)),
     "at the end": ("megatron-lm-2022", ResolvedPlan(tp=2, pp=2, dp=4, sequence_parallel=True)),
     "sharded gradients": ("deepspeed", ResolvedPlan(dp=8, zero_stage=2)),
-    "units": ("torchtitan", ResolvedPlan(dp=8, zero_stage=3)),
-    "units of a pipeline": ("torchtitan", ResolvedPlan(pp=2, dp=8, zero_stage=3)),
-    "replicas of shards": ("torchtitan", ResolvedPlan(dp=8, dp_shard=2, zero_stage=3)),
+    "units": ("torchtitan@0.2", ResolvedPlan(dp=8, zero_stage=3)),
+    "units of a pipeline": ("torchtitan@0.2", ResolvedPlan(pp=2, dp=8, zero_stage=3)),
+    "replicas of shards": ("torchtitan@0.2", ResolvedPlan(dp=8, dp_shard=2, zero_stage=3)),
     "owners": ("zero-broadcast", ResolvedPlan(dp=8, zero_stage=3)),
     "interleaved units": (
-        "torchtitan",
+        "torchtitan@0.2",
         ResolvedPlan(pp=2, dp=4, zero_stage=3, num_virtual_stages=3, schedule="interleaved"),
     ),
     "refetches": (  # of more virtual stages a rank than stay gathered
-        "torchtitan",
+        "torchtitan@0.2",
         ResolvedPlan(pp=2, dp=4, zero_stage=3, num_virtual_stages=5, schedule="interleaved"),
     ),
     "refetches of what goes after forward": (
-        "torchtitan",
+        "torchtitan@0.2",
         ResolvedPlan(
             pp=2,
             dp=4,

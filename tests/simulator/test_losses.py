@@ -94,7 +94,7 @@ def test_every_loss_has_a_result_or_is_refused(name: str) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_loss_of_one_kernel_needs_its_logits_alone(tp: int, num_sequences: int) -> None:
     """The gradient takes the place of 16-bit logits; the numbers of tokens lie flat, uncopied."""
-    stack = load_stack("torchtitan").model_copy(update={"loss": LossKernel.FUSED})
+    stack = load_stack("torchtitan@0.2").model_copy(update={"loss": LossKernel.FUSED})
     plan = plan_of(stack, tp=tp, microbatch_size=num_sequences)
     shape = BlockShape.of(job_of(DENSE, num_sequences), plan, stack)
     ops = [each.op for each in TABLE.operators(shape, "head").forward if hasattr(each, "op")]

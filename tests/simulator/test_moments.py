@@ -96,7 +96,7 @@ def test_what_no_such_optimizer_does_is_refused() -> None:
     with pytest.raises(PlanError, match="allowed: fp32, fp16, bf16, fp8"):
         ran(replace(plan, moment_precision=MXFP8))
     with pytest.raises(PlanError, match="moment_precision=bf16 is not offered by stack torchtitan"):
-        ran(replace(plan, tp=1, dp=8, zero_stage=3), stack=load_stack("torchtitan"))
+        ran(replace(plan, tp=1, dp=8, zero_stage=3), stack=load_stack("torchtitan@0.2"))
     offloads = STACK.model_copy(update={"offload_modes": (Offload.NONE, Offload.OPTIMIZER)})
     with pytest.raises(PlanError, match="offload=optimizer; allowed: none"):
         ran(replace(plan, offload=Offload.OPTIMIZER), stack=offloads)

@@ -57,7 +57,7 @@ from meshwright.simulator.step.offload import (
 RELAXED = settings(deadline=None, max_examples=60)
 GOLDEN = Path(__file__).parents[1] / "golden" / "zero_offload.csv"
 DGX, DGX2 = load_cluster("dgx-a100"), load_cluster("dgx-2")
-DEEPSPEED, TITAN, FSDP = (load_stack(name) for name in ("deepspeed", "torchtitan", "fsdp"))
+DEEPSPEED, TITAN, FSDP = (load_stack(name) for name in ("deepspeed", "torchtitan@0.2", "fsdp"))
 MODEL = ModelSpec(
     name="small", num_layers=6, hidden_size=512, num_heads=8, vocab_size=2048, seq_len=128
 )
@@ -368,12 +368,12 @@ def test_a_plan_that_overflows_its_host_does_not_fit() -> None:
         (
             Offload.PARAMETERS,
             {"stack": DEEPSPEED},
-            "offload=parameters is not offered by stack deepspeed; allowed: none, optimizer",
+            "offload=parameters is not offered by stack deepspeed@0.6; allowed: none, optimizer",
         ),
         (
             Offload.OPTIMIZER,
             {"stack": load_stack("ddp"), "zero_stage": 0},
-            "offload=optimizer is not offered by stack ddp; allowed: none",
+            "offload=optimizer is not offered by stack ddp@2.13; allowed: none",
         ),
         (
             Offload.OPTIMIZER,
@@ -388,7 +388,7 @@ def test_a_plan_that_overflows_its_host_does_not_fit() -> None:
         (
             Offload.PARAMETERS,
             {"batch": 16, "stack": FSDP},
-            "offload=parameters of stack fsdp does not go with 2 microbatches; allowed: 1; raise ",
+            "offload=parameters of stack fsdp@2.13 does not go with 2 microbatches; allowed: 1; ra",
         ),
         (
             Offload.OPTIMIZER,

@@ -65,7 +65,7 @@ def test_a_column_gives_back_the_values_of_its_field(field: PlanField) -> None:
         assert number == (code if field.choices or value is None else value)
 
 
-@pytest.mark.parametrize("name", ["megatron-lm-2021", "ddp", "torchtitan", "deepspeed"])
+@pytest.mark.parametrize("name", ["megatron-lm-2021", "ddp", "torchtitan@0.2", "deepspeed"])
 def test_what_a_stack_lacks_is_the_same_for_a_plan_and_for_columns(name: str) -> None:
     stack = load_stack(name)
     limits = SpaceLimits(recompute=tuple(Recompute), max_microbatch_size=2, max_virtual_stages=2)
@@ -89,12 +89,15 @@ def test_what_a_stack_lacks_is_said_by_its_values() -> None:
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
 def test_torchtitan_casts_nothing_without_shards(degrees: dict[str, int]) -> None:
     """``maybe_enable_amp``: "only supported when FSDP/HSDP/CP is enabled"."""
-    stack, alone = load_stack("torchtitan"), ResolvedPlan(attention=Attention.FLASH, zero_stage=3)
+    stack, alone = (
+        load_stack("torchtitan@0.2"),
+        ResolvedPlan(attention=Attention.FLASH, zero_stage=3),
+    )
     job = replace(JOB, precision=Precision.BF16)
     plan = replace(alone, sequence_parallel="tp" in degrees, **degrees)
     refusal = stack_refusal(job, plan, stack)
     assert refusal == (
-        "dp=1 is not offered by stack torchtitan; "
+        "dp=1 is not offered by stack torchtitan@0.2; "
         "allowed: more than 1 in bf16, 1 in fp32, as it computes then "
         "(maybe_enable_amp of torchtitan 0.2.2)"
     )

@@ -238,7 +238,7 @@ def test_one_of_them_in_a_pipeline_is_beside_another_microbatch(
     """So Megatron-Core's TransformerConfig has it."""
     beside = replace(PLAN, tp=1, sequence_parallel=False, expert_overlap=OVERLAP, etp=1)
     plan = replace(beside, **changes)  # type: ignore[arg-type]  # fields of a plan
-    said = "expert_overlap=microbatches is not offered by stack megatron-core for glm4.5"
+    said = "expert_overlap=microbatches is not offered by stack megatron-core@0.18 for glm4.5"
     assert said in (stack_refusal(predicting(number), plan, STACK) or "")
     in_pipeline = replace(
         beside, num_virtual_stages=2, schedule="interleaved", stages=(23, 23, 23, 23)
@@ -252,7 +252,7 @@ def test_one_of_them_in_a_pipeline_is_beside_another_microbatch(
     assert taken[0] < taken[1]
 
 
-@pytest.mark.parametrize("name", ["torchtitan", "fsdp", "ddp", "megatron-lm-2022"])
+@pytest.mark.parametrize("name", ["torchtitan@0.2", "fsdp", "ddp", "megatron-lm-2022"])
 def test_other_stacks_refuse_them_by_name(name: str) -> None:
     llama = with_predictions(load_model("llama3-8b"), 1)
     job = TrainingJob(model=llama, global_batch_size=8, seq_len=4096)

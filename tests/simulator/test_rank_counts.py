@@ -46,7 +46,7 @@ from meshwright.simulator.layout.mesh import Axis, GroupSpan
 from meshwright.simulator.model.parameters import padded_vocab_size
 from meshwright.simulator.step.build import build_step
 
-CORE, TITAN, FSDP = (load_stack(name) for name in ("megatron-core", "torchtitan", "fsdp"))
+CORE, TITAN, FSDP = (load_stack(name) for name in ("megatron-core", "torchtitan@0.2", "fsdp"))
 LM_2022 = load_stack("megatron-lm-2022")
 RELAXED = settings(deadline=None, max_examples=30)
 ALL_REDUCE, ALL_GATHER = CollectiveOp.ALL_REDUCE, CollectiveOp.ALL_GATHER

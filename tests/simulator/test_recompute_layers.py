@@ -87,7 +87,7 @@ def test_every_second_layer_is_counted_through_the_virtual_stages_of_a_rank() ->
 
 def test_torchtitan_runs_every_second_layer_again() -> None:
     """Half of what all layers recompute and save, where another layer beside is no matter."""
-    stack, none = load_stack("torchtitan"), replace(NONE, zero_stage=3)
+    stack, none = load_stack("torchtitan@0.2"), replace(NONE, zero_stage=3)
     plans = [
         none,
         *(
@@ -156,7 +156,7 @@ def test_time_and_memory_lie_between_none_and_all() -> None:
     [
         (again(4, UNIFORM), "megatron-core", "does not divide a stage of 6 layers"),
         (again(2), "megatron-lm-2022", "recompute_method=block is not offered by stack"),
-        (again(1, UNIFORM), "torchtitan", "recompute_method=uniform is not offered by stack"),
+        (again(1, UNIFORM), "torchtitan@0.2", "recompute_method=uniform is not offered by stack"),
         (again(2, EVERY), "megatron-core", "recompute_method=every is not offered by stack"),
         (again(2, EVERY), "torchtitan-2026-08", "allowed: leave recompute_layers out"),
     ],

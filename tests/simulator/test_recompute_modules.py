@@ -88,7 +88,12 @@ def test_up_projections_of_latents_that_are_made_again_keep_latents_alone() -> N
 @pytest.mark.parametrize(
     ("job", "module", "stack", "said"),
     [
-        (job_of(), MLP, "torchtitan", "not offered by stack torchtitan; allowed: leave it out"),
+        (
+            job_of(),
+            MLP,
+            "torchtitan@0.2",
+            "not offered by stack torchtitan@0.2; allowed: leave it out",
+        ),
         (job_of(), RecomputeModule.MOE, "megatron-core", "llama3-8b, which has no experts"),
         (
             job_of(),

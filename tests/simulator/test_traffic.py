@@ -168,7 +168,7 @@ def test_hybrid_sharding_sums_a_shard_over_its_replicas(dp_shard: int) -> None:
     """Gathers stay inside a set of shards; a shard's gradient is all-reduced over the sets."""
     plan = ResolvedPlan(dp=8, dp_shard=dp_shard, zero_stage=3, stages=(4,))
     job = job_of(8, Precision.BF16)
-    stack = load_stack("torchtitan")
+    stack = load_stack("torchtitan@0.2")
     traffic = rank_traffic(job, plan, stack, 0)
     shape = BlockShape.of(job, plan, stack)
     count = stage_parameters(

@@ -36,8 +36,8 @@ from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sharding import ParameterBytes, Sharding
 from meshwright.simulator.units.sums import SumBytes, _SummingPass
 
-TITAN, DEEPSPEED = load_stack("torchtitan"), load_stack("deepspeed")
-ROOT, ENDS = "torchtitan-2024-12", "torchtitan"
+TITAN, DEEPSPEED = load_stack("torchtitan@0.2"), load_stack("deepspeed")
+ROOT, ENDS = "torchtitan-2024-12", "torchtitan@0.2"
 LLAMA = load_model("llama2-7b")
 # Counted by hand: four h x h, three h x f and two norms a layer; table, output matrix, norm.
 H, F, TABLE = 4096, 11_008, 32_000 * 4096

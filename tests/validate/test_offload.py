@@ -77,12 +77,12 @@ def saved_plan(stack: str, precision: Precision = BF16, batch: int = 8, **fields
 PLAIN = saved_plan("fsdp", microbatch_size=2)
 CASES = {
     "titan accumulates, reduces once": (
-        saved_plan("torchtitan", sync_each_microbatch=False, recompute=Recompute.FULL),
+        saved_plan("torchtitan@0.2", sync_each_microbatch=False, recompute=Recompute.FULL),
         0,
     ),
-    "short shards": (saved_plan("torchtitan", FP32, 14, dp=7), 6),
+    "short shards": (saved_plan("torchtitan@0.2", FP32, 14, dp=7), 6),
     "hsdp": (saved_plan("fsdp", dp_shard=2, microbatch_size=2), 3),
-    "titan in a pipeline": (saved_plan("torchtitan", dp=2, pp=2, stages=(1, 1)), 3),
+    "titan in a pipeline": (saved_plan("torchtitan@0.2", dp=2, pp=2, stages=(1, 1)), 3),
 }
 
 

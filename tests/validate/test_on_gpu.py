@@ -76,7 +76,7 @@ STEPS = {
     "ddp": saved_plan("ddp"),
     "ddp fp32": saved_plan("ddp", LLAMA, FP32),
     "fsdp": saved_plan("fsdp", LLAMA, zero_stage=3),
-    "titan": saved_plan("torchtitan", LLAMA, zero_stage=3),
+    "titan": saved_plan("torchtitan@0.2", LLAMA, zero_stage=3),
 }
 PROBES = {
     "megatron": (
@@ -85,7 +85,10 @@ PROBES = {
     ),
     "ddp": (saved_plan("ddp", dp=64), 17),
     "fsdp": (saved_plan("fsdp", LLAMA, dp=64, zero_stage=3), 3),
-    "titan pipeline": (saved_plan("torchtitan", LLAMA, tp=2, dp=4, zero_stage=3, **PIPELINE), 0),
+    "titan pipeline": (
+        saved_plan("torchtitan@0.2", LLAMA, tp=2, dp=4, zero_stage=3, **PIPELINE),
+        0,
+    ),
 }
 SHAPES = {"many heads": (4, 4, 64, 64), "groups, odd sizes": (4, 2, 100, 36)}
 

@@ -44,7 +44,7 @@ def simulated(saved: SavedPlan) -> StepResult:
     return simulate(saved.job, saved.plan, saved.cluster, saved.stack)
 
 
-@pytest.mark.parametrize("stack", ["fsdp", "torchtitan"])
+@pytest.mark.parametrize("stack", ["fsdp", "torchtitan@0.2"])
 @pytest.mark.parametrize("each", [None, True, False])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_one_rank_needs_what_fully_shard_needs(

@@ -168,9 +168,9 @@ def ends() -> Iterator[str]:
             ("llama3-8b", "megatron-core", 1),
             ("llama3-8b", "megatron-core", 2),
             ("gpt3-125m", "megatron-lm-2022", 2),
-            ("llama3-8b", "torchtitan", 1),
-            ("llama3-8b", "torchtitan", 2),
-            ("gpt2", "torchtitan", 2),
+            ("llama3-8b", "torchtitan@0.2", 1),
+            ("llama3-8b", "torchtitan@0.2", 2),
+            ("gpt2", "torchtitan@0.2", 2),
         ):
             for tp in ("1", "4", "4sp"):
                 yield f"{end} {name} {stack} {tp} {batch} 256 none {attention_of(stack)}"

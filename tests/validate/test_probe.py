@@ -52,9 +52,9 @@ CASES = {
     "megatron interleaved": (saved_plan("megatron-core", dp=4, zero_stage=1, **INTERLEAVED), 0),
     "ddp": (saved_plan("ddp", dp=64), 17),
     "fsdp": (saved_plan("fsdp", dp=64, zero_stage=3), 3),
-    "titan pipeline": (saved_plan("torchtitan", dp=4, zero_stage=3, **PIPELINE), 0),
+    "titan pipeline": (saved_plan("torchtitan@0.2", dp=4, zero_stage=3, **PIPELINE), 0),
     "titan tensor parallel": (
-        saved_plan("torchtitan", tp=2, dp=4, zero_stage=3, sequence_parallel=True),
+        saved_plan("torchtitan@0.2", tp=2, dp=4, zero_stage=3, sequence_parallel=True),
         7,
     ),
 }
@@ -157,7 +157,7 @@ def test_what_cannot_be_probed_is_refused() -> None:
     with pytest.raises(PlanError, match=r"^device=tpu is not here; allowed: cpu"):
         run_probe(saved, rank, device="tpu", steps=1)
     module = replace(saved, stack=load_stack("dataparallel"))
-    with pytest.raises(PlanError, match=r"^stack dataparallel has no stages to probe; allowed"):
+    with pytest.raises(PlanError, match=r"^stack dataparallel@1.6 has no stages to probe; allowed"):
         run_probe(module, rank, device="cpu", steps=1)
     huge = replace(
         saved,

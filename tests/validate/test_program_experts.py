@@ -137,11 +137,11 @@ CASES = {
     ),
     "ep with etp, full": saved(MIXTRAL, count=2, dp=4, ep=2, **SPLIT, **FULL),
     "titan ep of all ranks, pp": saved(
-        SHARING.model_copy(update={"qk_norm": "none"}), "torchtitan", pp=2, dp=4, ep=4
+        SHARING.model_copy(update={"qk_norm": "none"}), "torchtitan@0.2", pp=2, dp=4, ep=4
     ),
-    "titan, experts cut": saved(WIDE, "torchtitan", count=2, dp=16, ep=2),
+    "titan, experts cut": saved(WIDE, "torchtitan@0.2", count=2, dp=16, ep=2),
     "titan, experts over cp, hsdp, full": saved(
-        WIDE, "torchtitan", dp=4, dp_shard=2, cp=2, ep=2, **FULL
+        WIDE, "torchtitan@0.2", dp=4, dp_shard=2, cp=2, ep=2, **FULL
     ),
     "fsdp, ep of all ranks, full": saved(WIDE, "fsdp", count=2, dp=4, ep=4, **FULL),
     "biases in small buckets, split tokens, full": in_small_buckets(
@@ -163,7 +163,7 @@ CASES = {
     "gelu, etp": saved(PLAIN, dp=2, ep=2, **SPLIT),
     "squared relu, pp": saved(NEMOTRON, pp=2, dp=2, ep=2),
     "groups, etp": saved(GROUPED, dp=2, ep=2, **SPLIT),
-    "titan groups, pp": saved(GROUPED, "torchtitan", pp=2, dp=4, ep=4),
+    "titan groups, pp": saved(GROUPED, "torchtitan@0.2", pp=2, dp=4, ep=4),
     "fsdp groups, full": saved(
         having(FOUR | {"num_groups": 4, "groups_per_token": 2}), "fsdp", dp=4, ep=2, **FULL
     ),
@@ -196,7 +196,7 @@ def test_unequal_rows_go_to_their_experts_and_back_in_order() -> None:
     assert [sizes[index] for index in order] == found.sizes
 
 
-@pytest.mark.parametrize("stack", ["megatron-core-2024", "torchtitan"])
+@pytest.mark.parametrize("stack", ["megatron-core-2024", "torchtitan@0.2"])
 def test_biases_of_experts_are_refused_where_no_program_writes_them(stack: str) -> None:
     refuses(saved(OSS, stack), "experts.bias of small-mixtral has no PyTorch program")
 
@@ -215,7 +215,7 @@ def test_plans_of_experts_that_no_program_writes_are_refused_by_name() -> None:
     refuses(replace(usual, stack=one_by_one), "grouped_experts=false has no PyTorch program")
     few = replace(usual, job=replace(usual.job, seq_len=6))
     refuses(few, r"a rank's 6 tokens go to 12 experts in all, which num_experts=8 does not divide")
-    split = saved(SHARING.model_copy(update={"experts": None}), "torchtitan", **SPLIT)
+    split = saved(SHARING.model_copy(update={"experts": None}), "torchtitan@0.2", **SPLIT)
     refuses(split, "no PyTorch program with qk_norm=head and tp=2; allowed: 1")
     biased = MIXTRAL.model_copy(
         update={"experts": EXPERTS.model_copy(update={"routing_bias": True})}

@@ -78,13 +78,13 @@ CASES = {
         "fsdp", zero_stage=3, dp_shard=2, recompute=Recompute.FULL, **AT_LAST
     ),
     "titan at last": saved_plan(
-        "torchtitan", batch=4, dp=2, tp=2, zero_stage=3, sequence_parallel=True, **AT_LAST
+        "torchtitan@0.2", batch=4, dp=2, tp=2, zero_stage=3, sequence_parallel=True, **AT_LAST
     ),
     # Of so few tokens that weights decide the peak: that of the update, or of a reduction.
     "short fsdp at last": saved_plan("fsdp", batch=12, tokens=16, zero_stage=3, **AT_LAST),
     "megatron copies bf16": saved_plan("megatron-core", tokens=128, gradient_precision=BF16),
     "titan reduces a pipeline in bf16": saved_plan(
-        "torchtitan", model=LLAMA, tokens=256, pp=2, stages=(1, 1), zero_stage=3, **IN_BF16
+        "torchtitan@0.2", model=LLAMA, tokens=256, pp=2, stages=(1, 1), zero_stage=3, **IN_BF16
     ),
     "ddp in bf16": saved_plan("ddp", reduce_precision=BF16),
     "short ddp of fp32 in bf16": saved_plan("ddp", FP32, tokens=16, reduce_precision=BF16),
@@ -110,14 +110,14 @@ def test_ranks_do_what_is_predicted(name: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "offload", "allowed"),
     [
-        ("torchtitan", Offload.OPTIMIZER, "none, parameters"),
+        ("torchtitan@0.2", Offload.OPTIMIZER, "none, parameters"),
         ("megatron-core", Offload.PARAMETERS, "none"),
     ],
 )
 def test_what_no_program_expresses_is_refused_by_name(
     stack: str, offload: Offload, allowed: str
 ) -> None:
-    zero_stage = 3 if stack == "torchtitan" else 1
+    zero_stage = 3 if stack == "torchtitan@0.2" else 1
     saved = saved_plan(stack, zero_stage=zero_stage, offload=offload)
     with fake_cluster(0, saved.plan.world_size), pytest.raises(PlanError) as refused:
         build_program(request_of(saved))

@@ -92,8 +92,8 @@ CASES = {
         DEEPSEEK, "megatron-core", ep=2, etp=2, recompute=Recompute.SELECTIVE, **SP
     ),
     "deepseek, 2024": latent(DEEPSEEK, "megatron-core-2024", ep=2),
-    "titan latents": latent(STRAIGHT, "torchtitan", cp=2, dp=4, dp_shard=2, microbatch_size=1),
-    "titan deepseek": latent(BALANCED, "torchtitan", ep=2, microbatch_size=1),
+    "titan latents": latent(STRAIGHT, "torchtitan@0.2", cp=2, dp=4, dp_shard=2, microbatch_size=1),
+    "titan deepseek": latent(BALANCED, "torchtitan@0.2", ep=2, microbatch_size=1),
     "predictions and loss alone on a stage": wide(
         PREDICTING, "megatron-core", pp=2, stages=(4, 0), zero_stage=1, **FULL
     ),

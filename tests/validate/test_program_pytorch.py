@@ -74,24 +74,24 @@ CASES = {
     "fsdp kept, microbatch of two": Case(
         GPT, "fsdp", plan(dp=2, reshard_after_forward=False, microbatch_size=2)
     ),
-    "cp gathered llama": Case(LLAMA, "torchtitan", plan(cp=2, dp=2)),
+    "cp gathered llama": Case(LLAMA, "torchtitan@0.2", plan(cp=2, dp=2)),
     "cp tp ring": Case(
         GPT,
-        "torchtitan",
+        "torchtitan@0.2",
         plan(cp=2, tp=2, sequence_parallel=True, cp_type=ContextParallel.RING, microbatch_size=2),
     ),
     "1f1b operators llama": Case(
-        LLAMA, "torchtitan", plan(pp=2, stages=(1, 3), recompute=OPERATORS)
+        LLAMA, "torchtitan@0.2", plan(pp=2, stages=(1, 3), recompute=OPERATORS)
     ),
     "pp tp sp, full recompute llama": Case(
         LLAMA,
-        "torchtitan",
+        "torchtitan@0.2",
         plan(tp=2, pp=2, stages=(0, 4), sequence_parallel=True, recompute=Recompute.FULL),
     ),
-    "experts": Case(QWEN, "torchtitan", plan(dp=2)),
-    "ep of all ranks, pp": Case(QWEN, "torchtitan", plan(dp=2, ep=2, **PIPELINE)),
-    "ep hsdp": Case(QWEN, "torchtitan", plan(dp=4, dp_shard=2, ep=2)),
-    "gpipe fsdp": Case(GPT, "torchtitan", plan(dp=2, schedule="gpipe", **PIPELINE)),
+    "experts": Case(QWEN, "torchtitan@0.2", plan(dp=2)),
+    "ep of all ranks, pp": Case(QWEN, "torchtitan@0.2", plan(dp=2, ep=2, **PIPELINE)),
+    "ep hsdp": Case(QWEN, "torchtitan@0.2", plan(dp=4, dp_shard=2, ep=2)),
+    "gpipe fsdp": Case(GPT, "torchtitan@0.2", plan(dp=2, schedule="gpipe", **PIPELINE)),
 }
 
 

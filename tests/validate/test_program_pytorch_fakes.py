@@ -138,7 +138,7 @@ def test_layers_that_are_kept_are_gathered_once() -> None:
 
 
 def test_replicas_of_shards_sum_their_shards() -> None:
-    found = calls(counted(request("torchtitan", plan(dp=6, dp_shard=2)))[0])
+    found = calls(counted(request("torchtitan@0.2", plan(dp=6, dp_shard=2)))[0])
     assert found["dp", "reduce_scatter", 4 * LAYER] == 2 * LAYERS
     assert found["replica", "all_reduce", 4 * LAYER // 2] == 2 * LAYERS
 
@@ -153,7 +153,7 @@ def test_buckets_of_ddp_hold_all_gradients_once() -> None:
 
 
 def test_tensor_parallel_layers_share_their_inputs() -> None:
-    found = calls(counted(request("torchtitan", plan(tp=4), microbatches=1))[0])
+    found = calls(counted(request("torchtitan@0.2", plan(tp=4), microbatches=1))[0])
     activations = {op: n for (axis, op, size), n in found.items() if size == 2 * MESSAGE}
     # Four a layer, one after the word table, one before the head.
     assert activations == {"all_reduce": 4 * LAYERS + 2}
@@ -162,14 +162,14 @@ def test_tensor_parallel_layers_share_their_inputs() -> None:
 
 def test_sequence_parallel_layers_gather_and_scatter_instead() -> None:
     parallel = plan(tp=4, sequence_parallel=True)
-    found = calls(counted(request("torchtitan", parallel, microbatches=1))[0])
+    found = calls(counted(request("torchtitan@0.2", parallel, microbatches=1))[0])
     # A layer: gather and scatter forward, and for their gradients scatter and gather backward.
     assert found["tp", "all_gather", 2 * MESSAGE] == 4 * LAYERS + 2
     assert found["tp", "reduce_scatter", 2 * MESSAGE] == 4 * LAYERS + 2
 
 
 def test_a_tied_table_is_summed_between_the_ends_of_a_pipeline() -> None:
-    found = calls(counted(request("torchtitan", plan(pp=2, stages=(1, 1))))[0])
+    found = calls(counted(request("torchtitan@0.2", plan(pp=2, stages=(1, 1))))[0])
     assert found == {
         ("pp", "send", 2 * MESSAGE): 2,
         ("pp", "recv", 2 * MESSAGE): 2,
@@ -180,7 +180,7 @@ def test_a_tied_table_is_summed_between_the_ends_of_a_pipeline() -> None:
 
 def test_a_message_of_a_sequence_parallel_pipeline_is_split() -> None:
     parallel = plan(tp=4, pp=2, stages=(1, 1), sequence_parallel=True)
-    found = calls(counted(request("torchtitan", parallel))[0])
+    found = calls(counted(request("torchtitan@0.2", parallel))[0])
     assert found["pp", "send", 2 * MESSAGE // 4] == 2
 
 
@@ -188,7 +188,7 @@ def test_recomputation_trades_memory_for_flops() -> None:
     peaks, flops = {}, {}
     for mode in Recompute:
         asked = plan(dp=2, recompute=mode, microbatch_size=16)
-        oracle, _ = counted(request("torchtitan", asked, microbatches=1))
+        oracle, _ = counted(request("torchtitan@0.2", asked, microbatches=1))
         peaks[mode], flops[mode] = oracle.peak_bytes, oracle.flops
     assert peaks[Recompute.FULL] < peaks[Recompute.NONE]
     assert flops[Recompute.NONE] < flops[Recompute.SELECTIVE] < flops[Recompute.FULL]
@@ -253,7 +253,7 @@ def test_every_second_product_is_kept() -> None:
 def test_states_are_three_fp32_numbers_a_parameter_whatever_the_precision(
     precision: Precision,
 ) -> None:
-    _, held = counted(request("torchtitan", plan(dp=1), precision=precision))
+    _, held = counted(request("torchtitan@0.2", plan(dp=1), precision=precision))
     parameters = LAYERS * LAYER + ROOT
     num_tensors = LAYERS * 16 + 4
     assert held == {
@@ -264,7 +264,7 @@ def test_states_are_three_fp32_numbers_a_parameter_whatever_the_precision(
 
 
 def test_the_update_needs_no_temporaries() -> None:
-    oracle, held = counted(request("torchtitan", plan(dp=1), microbatches=1))
+    oracle, held = counted(request("torchtitan@0.2", plan(dp=1), microbatches=1))
     states = sum(held.values())
     largest = oracle.largest_at_peak(3)
     assert oracle.peak_bytes >= states
@@ -273,7 +273,7 @@ def test_the_update_needs_no_temporaries() -> None:
 
 def test_the_last_stage_keeps_logits_of_one_microbatch() -> None:
     few, many = (
-        counted(request("torchtitan", plan(pp=2, stages=(1, 1)), rank=1, microbatches=count))[0]
+        counted(request("torchtitan@0.2", plan(pp=2, stages=(1, 1)), rank=1, microbatches=count))[0]
         for count in (2, 4)
     )
     # For each microbatch: tokens and targets, the buffer that PyTorch receives it in, its loss.
@@ -296,7 +296,7 @@ def test_shards_may_stay_in_host_memory() -> None:
 
 BIG = {
     "three axes on 3,072": (
-        "torchtitan",
+        "torchtitan@0.2",
         GPT,
         plan(
             tp=8,
@@ -308,13 +308,13 @@ BIG = {
         ),
     ),
     "hybrid on 1,024": (
-        "torchtitan",
+        "torchtitan@0.2",
         LLAMA,
         plan(tp=2, dp=512, dp_shard=8, recompute=Recompute.FULL),
     ),
     "ddp on 1,000": ("ddp", LLAMA, plan(dp=1000, zero_stage=0)),
     "interleaved on 512": (
-        "torchtitan",
+        "torchtitan@0.2",
         LLAMA,
         plan(dp=128, pp=4, num_virtual_stages=2, stages=(1,) * 8, schedule="interleaved"),
     ),
@@ -348,14 +348,14 @@ def test_any_rank_of_a_large_cluster_runs(name: str) -> None:
     ],
 )
 def test_what_pytorch_cannot_express_is_refused_by_name(change: dict[str, Any], words: str) -> None:
-    asked = request("torchtitan", plan(tp=4), model=GPT.model_copy(update=change))
+    asked = request("torchtitan@0.2", plan(tp=4), model=GPT.model_copy(update=change))
     with pytest.raises(PlanError) as caught:
         build_fully_sharded(asked)
     assert str(caught.value) == f"tiny-gpt has no PyTorch program with {words}"
 
 
 def test_more_stages_than_microbatches_are_refused() -> None:
-    asked = request("torchtitan", plan(pp=2, stages=(1, 1)), microbatches=1)
+    asked = request("torchtitan@0.2", plan(pp=2, stages=(1, 1)), microbatches=1)
     words = "num_microbatches=1; allowed: schedule=1f1b needs pp=2 or more"
     with pytest.raises(PlanError, match=words):
         build_fully_sharded(asked)

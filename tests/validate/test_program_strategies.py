@@ -168,7 +168,9 @@ def test_device_0_gathers_the_logits_of_all() -> None:
 
 def test_one_process_has_one_rank_and_needs_its_devices() -> None:
     saved = saved_plan(MODULE, job_of(), plan_of(4))
-    with pytest.raises(PlanError, match=r"^rank=1 of stack dataparallel does not exist; allowed"):
+    with pytest.raises(
+        PlanError, match=r"^rank=1 of stack dataparallel@1.6 does not exist; allowed"
+    ):
         build_program(request_of(saved, rank=1))
     with pytest.raises(PlanError, match=r"^dp=99 needs as many devices .* allowed here: at most"):
         build_program(replace(request_of(saved), plan=plan_of(99), device=torch.device("cuda")))

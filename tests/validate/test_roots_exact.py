@@ -34,12 +34,12 @@ UNTOLD_BYTES = 8192
     ("options", "tied"),
     [
         # DTensor copies a rank's rows out of a table's gradient that is whole.
-        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "true"),
+        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan@0.2 --precision fp32", "true"),
         ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan", "false"),
         # One data-parallel rank is not wrapped in fully_shard: the whole gradient stays.
-        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "true"),
-        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan --precision fp32", "false"),
-        ("--gpus 2 --global-batch 1 --tp 2 --stack torchtitan --precision fp32", "false"),
+        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan@0.2 --precision fp32", "true"),
+        ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan@0.2 --precision fp32", "false"),
+        ("--gpus 2 --global-batch 1 --tp 2 --stack torchtitan@0.2 --precision fp32", "false"),
         ("--gpus 1 --global-batch 2 --stack torchtitan-2024-12 --precision fp32", "false"),
         # Of gradients that have been copied into the buffer only the last lives.
         ("--gpus 2 --global-batch 2 --stack fsdp --precision fp32", "false"),
@@ -70,9 +70,9 @@ def test_the_peak_is_pytorchs(tmp_path: Path, options: str, tied: str) -> None:
 @pytest.mark.parametrize(
     ("stack", "vocab_size", "tied"),
     [
-        ("torchtitan", 1024, "false"),  # of a head that is reduced this rank's shard is left
+        ("torchtitan@0.2", 1024, "false"),  # of a head that is reduced this rank's shard is left
         ("fsdp", 16384, "true"),  # and of layers theirs
-        ("torchtitan", 16384, "false"),  # the head's sum lives beside the buffer of the wire
+        ("torchtitan@0.2", 16384, "false"),  # the head's sum lives beside the buffer of the wire
     ],
 )
 def test_sums_give_way_to_shards_as_pytorchs_do(

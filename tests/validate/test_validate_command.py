@@ -226,11 +226,11 @@ def test_a_plan_is_needed_and_must_have_a_program(
     assert refused(capsys).startswith("PLAN is missing; allowed: a plan.json ")
     other = make_plan(tmp_path, "--gpus", "2", "--stack", "zero-broadcast")
     capsys.readouterr()
-    assert "stack zero-broadcast has no PyTorch program" in refused(capsys, other)
+    assert "stack zero-broadcast@2019 has no PyTorch program" in refused(capsys, other)
     (folder := tmp_path / "eager").mkdir()
     eager = make_plan(folder, "--gpus", "2", "--set", "kernels=eager")
     capsys.readouterr()
-    said = "kernels = eager has no PyTorch program on stack megatron-core; allowed: fused"
+    said = "kernels = eager has no PyTorch program on stack megatron-core@0.18; allowed: fused"
     assert said in refused(capsys, eager)
 
 
