@@ -9,11 +9,11 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, reduce
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field, model_validator
 
-from meshwright.hwprofiles.complaints import ProfileError, shown
+from meshwright.hwprofiles.complaints import ProfileError, shown, suggestion
 from meshwright.hwprofiles.units import Flag, Name, Profile, Title
 
 # A number, or a NumPy column of numbers: both compare, and what they compare to combines with "&".
@@ -22,6 +22,7 @@ Number: TypeAlias = Any
 Compare: TypeAlias = Callable[[Number, Number], Number]
 
 MOST_LETTERS = 400
+NOT_MODELLED = "not modelled here"
 IN_BRACES = re.compile(r"\{([a-z_.]+)\}")
 GRAMMAR = "comparisons of fields and facts, as: tp > 1 and model.experts.num_experts % ep != 0"
 COMPARISONS: Mapping[type[ast.cmpop], Compare] = {
@@ -222,7 +223,39 @@ def _checked(when: str) -> str:
     return when
 
 
-class Refusal(Profile):
+def in_parentheses(why: str) -> str:
+    """Return the end of a refusal that says by which rule, empty where nothing says it."""
+    return f" ({why})" if why else ""
+
+
+class Rule(Profile):
+    """Whose rule it is that something is refused.
+
+    Args:
+        why: By which rule of the framework, a function or an option, and which release has it; of
+            what is not modelled, what the framework does instead.
+        modelled: False where the framework has no such rule: it is not modelled here.
+    """
+
+    why: Title | Literal[""] = ""
+    modelled: Flag = Field(default=True, exclude_if=operator.truth)
+
+    def words(self, framework: str = "") -> str:
+        """Return the rule in words, empty where it says nothing.
+
+        >>> Rule(why="torchtitan 0.2.2 runs it", modelled=False).words()
+        'not modelled here: torchtitan 0.2.2 runs it'
+        >>> Rule(modelled=False).words("DeepSpeed 0.6")
+        'not modelled here, of DeepSpeed 0.6'
+        """
+        if self.modelled:
+            return self.why
+        if self.why:
+            return f"{NOT_MODELLED}: {self.why}"
+        return f"{NOT_MODELLED}, of {framework}" if framework else NOT_MODELLED
+
+
+class Refusal(Rule):
     """Plans that a stack, or a framework that launches it, does not run: ``[refused.NAME]``.
 
     Texts may name fields and facts in braces.
@@ -231,7 +264,6 @@ class Refusal(Profile):
         field: Of the plan, which another value would help; or ``model``, or a fact of job or stack.
         when: What holds of such plans; empty where a stack runs what its base refuses.
         allowed: Values of the field that go, or in words what does.
-        why: By which rule of the framework, and which version has it.
         reason: The plans in words; by default ``when``.  Of a field ``model``: what it has.
         conflict: What the field's value does not go with, where others of the plan are at fault.
     """
@@ -239,6 +271,34 @@ class Refusal(Profile):
     field: Name
     when: Annotated[str, AfterValidator(_checked)]
     allowed: tuple[Flag | Title | int, ...] = ()
-    why: Title | Literal[""] = ""
     reason: Title | Literal[""] = ""
     conflict: Title | Literal[""] = ""
+
+
+class Ruled(Profile):
+    """What a stack does not offer, and by whose rule.
+
+    Args:
+        ruled_by: Framework and releases whose code its lists were held to.
+        rules: Why lists and switches offer no more, by the name of each; of others the framework
+            has no more.
+        refused: Plans that it does not run, by a name that a stack based on it may say anew.
+    """
+
+    ruled_by: Title | Literal[""] = Field(default="", exclude_if=operator.not_)
+    rules: dict[Name, Rule] = Field(default={}, exclude_if=operator.not_)
+    refused: dict[Name, Refusal] = Field(default={}, exclude_if=operator.not_)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        known = list(type(self).model_fields)
+        for name in self.rules:
+            if name not in known:
+                raise ProfileError(f"rules: {name} is no trait; {suggestion(name, known)}")
+        return self
+
+    def rule(self, trait: str) -> str:
+        """Return why a list or a switch offers no more, in words; empty where nothing says it."""
+        if trait in self.rules:
+            return self.rules[trait].words(self.ruled_by)
+        return f"{self.ruled_by} has no other" if self.ruled_by else ""

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from meshwright.hwprofiles.complaints import ProfileError
-from meshwright.hwprofiles.conditions import Refusal
+from meshwright.hwprofiles.conditions import Ruled
 from meshwright.hwprofiles.kinds import (
     Allocator,
     ContextParallel,
@@ -28,7 +28,6 @@ from meshwright.hwprofiles.units import (
     Latency,
     Name,
     PositiveRatio,
-    Profile,
 )
 
 FusedQkv = Literal[True, False, "model"]
@@ -75,7 +74,7 @@ def half_weight_facts(facts: Mapping[str, Any], precision: object) -> dict[str, 
     return found | {"gradient_precisions": tuple((precision, wire) for wire in reduced)}
 
 
-class StackSwitches(Profile):
+class StackSwitches(Ruled):
     """What a user may switch on, each with its time and its memory.
 
     Args:
@@ -214,7 +213,6 @@ class StackTraits(StackSwitches):
         launched_by: Frameworks whose files start its plans: a search is over what the first of them
             that trains the job can be told.
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
-        refused: Plans that it does not run, by a name that a stack based on it may say anew.
     """
 
     kernels: Kernels = Kernels.FUSED
@@ -281,7 +279,6 @@ class StackTraits(StackSwitches):
     splits_sequences: Flag = Field(default=False, exclude_if=operator.not_)
     launched_by: tuple[Name, ...] = Field(default=(), exclude_if=operator.not_)
     layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
-    refused: dict[Name, Refusal] = Field(default={}, exclude_if=operator.not_)
 
     def __hash__(self) -> int:
         """Return a number of some facts: tables have none."""

@@ -153,7 +153,7 @@ def run(words: Sequence[str], folder: Path | None = None, columns: str = COLUMNS
     """Return what ``meshwright WORDS`` prints, typed in *folder*, by default nowhere special.
 
     Raises:
-        DocumentError: If its exit status is not 0.
+        DocumentError: If it is a mistake; that nothing fits, status 1, is a result.
     """
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -163,7 +163,7 @@ def run(words: Sequence[str], folder: Path | None = None, columns: str = COLUMNS
         contextlib.redirect_stderr(err),
     ):
         status = meshwright.main(words)
-    if status:
+    if status > 1 or (status and not out.getvalue()):
         told = err.getvalue().strip() or out.getvalue().strip()[-200:]
         raise DocumentError(f"meshwright {shlex.join(words)} returned {status}: {told}")
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())

@@ -1,6 +1,7 @@
 """No second table drifts: what a stack's file does not list, or refuses, is refused everywhere."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,11 +9,20 @@ import numpy as np
 import pytest
 
 from meshwright import main
-from meshwright.hwprofiles import ProfileError, Refusal, StackProfile, list_stacks, load_stack
+from meshwright.hwprofiles import (
+    ProfileError,
+    Refusal,
+    StackProfile,
+    common_refusals,
+    list_frameworks,
+    list_stacks,
+    load_framework,
+    load_stack,
+)
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.space.rules import lacks
 from meshwright.simulator import TrainingJob, load_model
-from meshwright.simulator.layout import PLAN_FIELDS, stack_gaps
+from meshwright.simulator.layout import PLAN_FIELDS, Facts, capabilities, stack_gaps
 
 JOB = ["--global-batch", "64", "--seq-len", "4096", "--cluster", "dgx-h100"]
 MIXTRAL, LLAMA = ["mixtral-8x7b", *JOB], ["llama3-8b", *JOB]
@@ -173,3 +183,45 @@ def test_a_search_reads_rules_of_fields_that_it_does_not_vary() -> None:
         )
     ]
     assert counts[0] == counts[2] < counts[1]
+
+
+# What is refused with neither a rule of the framework nor a word that it is not modelled.
+UNEXPLAINED = {
+    "shards-of-experts",
+    "shards-of-divided-experts",
+    "shards-of-widths",
+    "shards-of-other-layers",
+    "outputs-in-eight-bits",
+    "replicas-of-shards",
+}
+
+
+@pytest.mark.parametrize("name", list_stacks())
+def test_every_refusal_names_its_rule_or_says_that_it_is_not_modelled(name: str) -> None:
+    stack = load_stack(name)
+    refusals = {**common_refusals(), **stack.refused}
+    silent = {key for key, rule in refusals.items() if rule.when and not rule.words()}
+    assert silent <= UNEXPLAINED
+    assert stack.ruled_by
+
+
+@pytest.mark.parametrize("name", sorted(list_frameworks()))
+def test_every_refusal_of_a_framework_names_its_rule(name: str) -> None:
+    tables = load_framework(name).tables.values()
+    assert not [key for each in tables for key, rule in each.refused.items() if not rule.words()]
+
+
+@pytest.mark.parametrize("name", list_stacks())
+def test_every_value_that_a_list_leaves_out_is_refused_with_a_rule_and_a_release(name: str) -> None:
+    stack = load_stack(name)
+    for model in ("llama3-8b", "deepseek-v3"):
+        job = TrainingJob(model=load_model(model), global_batch_size=64, seq_len=4096)
+        for gap in capabilities._lists(Facts(job, stack)):
+            assert re.search(r"\d|not modelled here", gap.why), (gap.field, gap.reason)
+
+
+def test_a_rule_of_no_trait_is_refused() -> None:
+    with pytest.raises(ValueError, match="rules: zero_stage_s is no trait; nearest: zero_stages"):
+        StackProfile.model_validate(
+            load_stack("ddp").model_dump(by_alias=True) | {"rules": {"zero_stage_s": {"why": "x"}}}
+        )

@@ -81,7 +81,8 @@ def test_capped_scores_are_not_kept_in_memory() -> None:
     capped, stack = job_of(changed(QWEN, attention_softcap=50.0), 4096), load_stack("fsdp")
     plan = ResolvedPlan(stages=(36,), attention=stack.attention_kernels[1], zero_stage=3)
     refusal = stack_refusal(capped, plan, stack)
-    assert refusal == "attention=unfused does not go with attention_softcap; allowed: flash"
+    said = "attention=unfused does not go with attention_softcap; allowed: flash (not modelled"
+    assert str(refusal).startswith(said)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

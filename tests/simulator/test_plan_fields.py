@@ -98,7 +98,8 @@ def test_torchtitan_casts_nothing_without_shards(degrees: dict[str, int]) -> Non
     refusal = stack_refusal(job, plan, stack)
     assert refusal == (
         "dp=1 is not offered by stack torchtitan@0.2; "
-        "allowed: more than 1 in bf16, 1 in fp32, as it computes then"
+        "allowed: more than 1 in bf16, 1 in fp32, as it computes then "
+        "(maybe_enable_amp of torchtitan 0.2.2)"
     )
     assert stack_refusal(replace(job, precision=Precision.FP32), plan, stack) is None
     assert stack_refusal(job, replace(plan, dp=2), stack) is None

@@ -148,6 +148,21 @@ def _of_layout(trials: Trials, singles: list[tuple[Change, bool]], tp: int) -> t
     return ()
 
 
+def more_devices(
+    before: StepResult, memory_limit_bytes: int | None = None, progress: Progress | None = None
+) -> tuple[Change, ...]:
+    """Return the fastest layouts on the fewest times as many devices that fit, as above."""
+    if before.stack.strategy is not Strategy.MESH:
+        return ()
+    costs = CostModel(before.cluster, before.stack, before.plan.world_size)
+    trials = Trials(before, memory_limit_bytes, costs, progress)
+    for multiple in GPU_MULTIPLES[1:]:
+        found = _fastest(_layouts(trials, multiple * before.plan.world_size, most_tp(before)))
+        if found:
+            return found
+    return ()
+
+
 def _widest_moments(trials: Trials) -> Iterator[tuple[Change, bool]]:
     """Yield other formats of Adam's moments, the widest first, up to the first that fits."""
     before, name = trials.before, "moment_precision"

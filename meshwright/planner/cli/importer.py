@@ -102,7 +102,7 @@ def _imported(
     from meshwright.planner.importing import JOB_OPTIONS, OPTIONS, import_source
     from meshwright.planner.reports import SavedPlan
     from meshwright.simulator import ModelSpec, load_model
-    from meshwright.simulator.layout import check_sharding, stack_refusal
+    from meshwright.simulator.layout import check_offered, check_sharding
 
     model = None if options.model is None else load_model(options.model)
     said = {name: getattr(options, option) for name, option in OPTIONS.items() if name != "stack"}
@@ -131,9 +131,7 @@ def _imported(
     plan = resolve_plan(setting, {**_words(imported.values), **given})
     _check_nodes(imported, plan, setting.cluster)
     check_sharding(setting.job, plan)
-    refusal = stack_refusal(setting.job, plan, setting.stack)
-    if refusal is not None:
-        raise PlanError(refusal)
+    check_offered(setting.job, plan, setting.stack)
     saved = SavedPlan(job=setting.job, plan=plan, cluster=setting.cluster, stack=setting.stack)
     return imported, saved
 

@@ -3,7 +3,14 @@
 from math import prod
 from typing import Any, cast
 
-from meshwright.hwprofiles import ContextParallel, Recompute, StageSplit, shown, suggestion
+from meshwright.hwprofiles import (
+    ContextParallel,
+    Recompute,
+    StageSplit,
+    in_parentheses,
+    shown,
+    suggestion,
+)
 from meshwright.planner.cli.request import Setting
 from meshwright.planner.options import (
     ALL,
@@ -32,13 +39,13 @@ from meshwright.simulator.layout import (
     SEARCHED_FIELDS,
     SHARDS,
     Axis,
+    check_offered,
     experts_refusal,
     model_refusal,
     near_multiples,
     offers,
     read_modules,
     resolve,
-    stack_refusal,
 )
 
 
@@ -94,9 +101,10 @@ def _asked(setting: Setting, given: Given) -> dict[str, tuple[object, ...]]:
             raise PlanError(f"--also {shown(name)} is unknown; {suggestion(name, every_name)}")
         if name != ALL and name not in offered:
             known = ", ".join(offered) or "leave it out"
+            why = in_parentheses(stack.rule(ASKABLE[name].declaration.offered_by or ""))
             raise PlanError(
                 f"--also {name}: {stack.name} has one value of it for {job.model.name} in "
-                f"{job.precision}; allowed: {known}"
+                f"{job.precision}; allowed: {known}{why}"
             )
         if name != ALL and ASKABLE[name].name in given:
             raise PlanError(f"--also {name} and --{name} contradict each other")
@@ -152,9 +160,7 @@ def check_pins(setting: Setting, given: Given) -> None:
     _check_division(setting.job, given)
     _check_pairs(given)
     peak_flops_per_s(setting.cluster.device, setting.job.precision)
-    refusal = stack_refusal(setting.job, _probe(given, setting), setting.stack)
-    if refusal is not None:
-        raise PlanError(refusal)
+    check_offered(setting.job, _probe(given, setting), setting.stack)
 
 
 def _number(given: Given, name: str) -> int:

@@ -15,7 +15,14 @@ from meshwright.planner.changes import Change
 from meshwright.planner.largest import Largest
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.plan_file import Json, job_fields, plan_fields
-from meshwright.planner.search import FrontierPoint, Held, Nearest, SearchResult, Unlaunchable
+from meshwright.planner.search import (
+    FrontierPoint,
+    Held,
+    Nearest,
+    SearchResult,
+    Unlaunchable,
+    Verdict,
+)
 from meshwright.simulator import (
     CONVENTION,
     AsyncRun,
@@ -201,8 +208,32 @@ def search_document(
         "not_launched": result.not_launched or None,
         "unlaunchable": _unlaunchable_fields(result.unlaunchable),
         "nearest": None if result.nearest is None else _nearest_fields(result.nearest),
+        "verdict": None if result.verdict is None else _verdict_fields(result.verdict),
         **_largest_fields(largest),
         **changed_fields(result.cluster, result.stack),
+    }
+
+
+def _verdict_fields(verdict: Verdict) -> dict[str, Json]:
+    """Return why nothing fits, the layouts of each cause, and ways out."""
+    return {
+        **named(verdict, "cause", "text"),
+        "layouts": {str(cause): count for cause, count in verdict.layouts.items()},
+        "rules": [
+            {
+                **named(each, "whose", "field", "reason", "why", "layouts"),
+                "allowed": [*each.allowed],
+            }
+            for each in verdict.rules
+        ],
+        "ways": [
+            {
+                **named(each, "options", "num_gpus"),
+                "step_time_s": each.step_ps / PS_PER_S,
+                **named(each, "device_bytes", "note"),
+            }
+            for each in verdict.ways
+        ],
     }
 
 

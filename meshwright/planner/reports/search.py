@@ -46,7 +46,9 @@ def search_report(
         largest: The largest value of a quantity that fits, if it was asked for.
     """
     place = f"{counted(result.num_gpus, 'GPU')} of {result.cluster.name}"
+    verdict = () if result.verdict is None else (*result.verdict.lines, "")
     parts: list[RenderableType] = [
+        *map(Text, verdict),
         Text(headline(result.job, place, result.stack.name), style="bold"),
         facts_table([("job", job_text(result.job)), *changed_lines(result.cluster, result.stack)]),
         Text(),
@@ -106,7 +108,8 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
     if result.nearest is not None:
         yield "nearest", layout_text(result.nearest.plan, result.job)
         yield "lacks", format_bytes(result.nearest.lacks_bytes)
-        yield from change_facts(result.nearest.changes)
+        if result.verdict is None:
+            yield from change_facts(result.nearest.changes)
 
 
 def _launch_facts(result: SearchResult) -> Iterator[tuple[str, str]]:

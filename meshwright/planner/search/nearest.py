@@ -18,11 +18,17 @@ UNLAUNCHABLE_PASSES = 100_000
 
 
 def find_nearest(
-    candidates: Candidates, field: Field, limit_bytes: int, progress: Progress | None = None
+    candidates: Candidates, field: Field, limit_bytes: int, progress: Progress | None
 ) -> Nearest | None:
     """Return the layout that needs the least memory of those only memory rules out.
 
     One whose tensor parallelism crosses nodes is named only where all do.
+
+    Args:
+        candidates: What rules look at.
+        field: The layouts.
+        limit_bytes: What a device may use.
+        progress: Called after each simulation of a change; None looks for none.
 
     Returns:
         None where there is no such layout.
@@ -36,11 +42,11 @@ def find_nearest(
     indices, needed = _least_needed(field, indices)
     place = int(np.argmin(needed))
     index, limit, runs = int(indices[place]), candidates.memory_limit_bytes, field.runs
-    is_too_long = runs.is_too_long(index)
+    is_left = progress is None or runs.is_too_long(index)
     return Nearest(
         plan=candidates.space.plan(index),
         lacks_bytes=int(needed[place]) - limit_bytes,
-        changes=() if is_too_long else cheapest_changes(runs.result(index, limit), limit, progress),
+        changes=() if is_left else cheapest_changes(runs.result(index, limit), limit, progress),
     )
 
 

@@ -6,6 +6,7 @@ from meshwright.hwprofiles import Cluster, StackProfile, counted
 from meshwright.planner.changes import Change
 from meshwright.planner.search.density import Density
 from meshwright.planner.search.varied import Varied
+from meshwright.planner.search.verdict import Verdict
 from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob
 from meshwright.simulator.account import Shown
 
@@ -106,6 +107,7 @@ class SearchResult(Shown):
         launcher: Framework and version whose files start each of ``plans``; empty for none.
         not_launched: Why no framework starts them; empty where one does, or none was wanted.
         unlaunchable: A faster layout that the framework cannot be told, if there is one.
+        verdict: Why nothing fits, with ways out; None where something does.
     """
 
     job: TrainingJob
@@ -124,10 +126,11 @@ class SearchResult(Shown):
     evaluated: tuple[SimulatedPlan, ...]
     frontier: tuple[FrontierPoint, ...]
     density: Density | None
-    nearest: Nearest | None
+    nearest: Nearest | None = None
     launcher: str = ""
     not_launched: str = ""
     unlaunchable: Unlaunchable | None = None
+    verdict: Verdict | None = None
 
     @property
     def listed(self) -> range:

@@ -1,6 +1,7 @@
 """The search: enumerate, price, prune with reasons, simulate best first, prove."""
 
-from typing import cast
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from meshwright.planner.search.nearest import find_nearest, find_unlaunchable
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.strategies import strategy_field
 from meshwright.planner.search.varied import Varied
+from meshwright.planner.search.ways import Question, find_verdict
 from meshwright.planner.space import (
     ACTIVATIONS,
     Candidates,
@@ -49,6 +51,7 @@ from meshwright.simulator.memory import PeakBytes, usable_bytes
 from meshwright.simulator.step import activation_refusal, host_refusal
 
 MAX_GPUS = 10_000_000
+MOST_PLANS = 1000
 # How much may be simulated, in forward and backward passes: for the proof of the best layout
 # (beyond it the gap is reported), for the runners-up, and for the frontier.
 PROOF_PASSES = 20_000_000
@@ -66,6 +69,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     memory_limit_bytes: int | None = None,
     top: int = 10,
     progress: Progress | None = None,
+    explains: bool = True,
 ) -> SearchResult:
     """Return the fastest layouts of *job* on *num_gpus*, the first of them proven.
 
@@ -81,15 +85,13 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         memory_limit_bytes: What a device may use; by default all that processes can have.
         top: Layouts to report.
         progress: Called with what is being done, how much is done, and of how much.
+        explains: Whether to say, where nothing fits, why, and to look for ways out.
 
     Raises:
         PlanError: If *num_gpus* or *top* is out of range, or cluster or stack cannot run the job.
     """
     cluster, stack = load_cluster(cluster), load_stack(stack)
-    _check_request(cluster, num_gpus, limits, top)
-    refusal = job_refusal(job, stack)
-    if refusal is not None:
-        raise PlanError(refusal)
+    _check_request(job, cluster, stack, num_gpus, limits, top)
     asked, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
     limits = with_kernels(job, asked, cluster, stack)
     limit_bytes = usable_bytes(cluster, memory_limit_bytes)
@@ -103,7 +105,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     frontier = find_frontier(
         finalists, proof.proven, max_passes=runs.num_passes + FRONTIER_PASSES, tell=tell
     )
-    return SearchResult(
+    result = SearchResult(
         job=job,
         cluster=cluster,
         stack=stack,
@@ -120,11 +122,47 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         evaluated=runs.evaluated(limit_bytes),
         frontier=frontier,
         density=density,
-        nearest=find_nearest(candidates, field, limit_bytes, tell) if not ranking else None,
         launcher="" if space.launcher is None else space.launcher.title,
         not_launched=launcher_of(job, stack, asked)[1],
         unlaunchable=find_unlaunchable(candidates, field, finalists, tell),
     )
+    seeks = tell if explains else None
+    return result if ranking else _explained(result, candidates, field, asked, seeks)
+
+
+def _explained(
+    result: SearchResult,
+    candidates: Candidates,
+    field: Field,
+    asked: SpaceLimits,
+    tell: Progress | None,
+) -> SearchResult:
+    """Return a search that found nothing with the layout that is nearest, why, and ways out.
+
+    Without *tell* with the first of these alone.
+    """
+    job, cluster, limit = result.job, result.cluster, candidates.memory_limit_bytes
+    nearest = find_nearest(candidates, field, usable_bytes(cluster, limit), tell)
+    result = replace(result, nearest=nearest)
+    if tell is None:
+        return result
+
+    def again(stack: StackProfile, limits: SpaceLimits, num_gpus: int) -> SearchResult:
+        found = {"limits": limits, "memory_limit_bytes": limit, "top": 1, "explains": False}
+        return search(job, cluster, stack, num_gpus, **cast("Any", found))
+
+    question = Question(
+        job=job,
+        cluster=cluster,
+        stack=result.stack,
+        num_gpus=result.num_gpus,
+        limits=asked,
+        memory_limit_bytes=limit,
+        again=again,
+        progress=tell,
+    )
+    verdict = find_verdict(question, candidates.space, nearest, result.unlaunchable)
+    return replace(result, verdict=verdict)
 
 
 def _alike(space: Space, ranking: dict[int, list[int]]) -> tuple[tuple[ResolvedPlan, ...], ...]:
@@ -193,7 +231,14 @@ def _field(  # noqa: PLR0913 -- what a search is of
     return Field(runs, bounds.rough_bounds_ps, bounds.lower_bounds_ps, needed_bytes, hosts)
 
 
-def _check_request(cluster: Cluster, num_gpus: int, limits: SpaceLimits | None, top: int) -> None:
+def _check_request(
+    job: TrainingJob,
+    cluster: Cluster,
+    stack: StackProfile,
+    num_gpus: int,
+    limits: SpaceLimits | None,
+    top: int,
+) -> None:
     wanted = limits.values("offload") if limits else None
     for offload in cast("tuple[Offload | None, ...]", wanted or ()):
         if (refusal := host_refusal(offload or Offload.NONE, cluster)) is not None:
@@ -204,12 +249,15 @@ def _check_request(cluster: Cluster, num_gpus: int, limits: SpaceLimits | None, 
                 raise PlanError(refusal)
     if not 1 <= num_gpus <= MAX_GPUS:
         raise PlanError(f"gpus={num_gpus} is out of range; allowed 1 to {MAX_GPUS}")
-    if not 1 <= top <= 1000:
-        raise PlanError(f"top={top} is out of range; allowed 1 to 1000")
+    if not 1 <= top <= MOST_PLANS:
+        raise PlanError(f"top={top} is out of range; allowed 1 to {MOST_PLANS}")
     if cluster.num_nodes is not None:
         most = cluster.num_nodes * cluster.devices_per_node
         if num_gpus > most:
             raise PlanError(f"gpus={num_gpus} is more than the {most} of {cluster.name}")
+    refusal = job_refusal(job, stack)
+    if refusal is not None:
+        raise PlanError(refusal)
 
 
 def _rank(finalists: Finalists, top: int, tell: Progress) -> tuple[Proof, dict[int, list[int]]]:

@@ -31,6 +31,7 @@ from meshwright.planner.space.pipelines import (
 from meshwright.planner.space.rules import (
     RULES,
     Candidates,
+    Mask,
     apply_rules,
     cannot_be_told,
     lacks,
@@ -47,7 +48,7 @@ from meshwright.planner.space.switches import (
     askable_values,
     divisors,
 )
-from meshwright.planner.space.waste import waste_hints
+from meshwright.planner.space.waste import undivided_splits, waste_hints
 
 __all__ = [
     "ACTIVATIONS",
@@ -61,6 +62,7 @@ __all__ = [
     "Candidates",
     "Column",
     "Launcher",
+    "Mask",
     "MessageColumns",
     "Pipeline",
     "Role",
@@ -84,5 +86,6 @@ __all__ = [
     "launcher_of",
     "lays_out_unequal",
     "representative_microbatches",
+    "undivided_splits",
     "waste_hints",
 ]

@@ -5,13 +5,23 @@ from typing import NamedTuple, cast
 from meshwright.hwprofiles import (
     FrameworkProfile,
     StackProfile,
+    list_stacks,
     load_framework,
+    load_stack,
     shown,
     suggestion,
 )
 from meshwright.simulator import PlanError, TrainingJob
 from meshwright.simulator.launching import framework_gaps, framework_refusal
-from meshwright.simulator.layout import AXES, DP_CP, PLAN_FIELDS, SEARCHED_FIELDS, Axis, Gap
+from meshwright.simulator.layout import (
+    AXES,
+    DP_CP,
+    PLAN_FIELDS,
+    SEARCHED_FIELDS,
+    Axis,
+    Gap,
+    families,
+)
 
 LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
 LAUNCHING = "framework", "any_layout"
@@ -77,6 +87,20 @@ class SpaceLimits:
         """Whether layouts that no framework can be told are searched, too."""
         return bool(self._limits.get("any_layout"))
 
+    def without(self, name: str) -> "SpaceLimits":
+        """Return the same limits with all values of a field."""
+        names = {name, PLAN_FIELDS[name].limit}
+        kept = {each: value for each, value in self._limits.items() if each not in names}
+        return SpaceLimits(**kept)
+
+    def launched_by(self, *names: str | None) -> "SpaceLimits":
+        """Return the same limits of what another framework starts, or the usual; None: of all."""
+        kept = {each: value for each, value in self._limits.items() if each not in LAUNCHING}
+        own = (
+            {} if not names else {"any_layout": 1} if names[0] is None else {"framework": names[0]}
+        )
+        return SpaceLimits(**kept | own)
+
     def pinned(self, **values: tuple[object, ...] | int | str) -> "SpaceLimits":
         """Return the same limits with other allowed, or largest, values."""
         return SpaceLimits(**self._limits | values)
@@ -116,6 +140,11 @@ class Launcher(NamedTuple):
         """Name and version."""
         return f"{self.framework.name} {self.version}".rstrip()
 
+    @property
+    def release(self) -> str:
+        """Framework and release that its table is of."""
+        return self.framework.release_of(self.version)
+
     def gaps(self, stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
         """Return the layouts that it cannot be told."""
         known = {*COLUMNS, DP_CP}
@@ -135,13 +164,16 @@ def launcher_of(
         raise PlanError("--any and --for contradict each other: allowed one of them")
     if limits.any_layout or not stack.launched_by:
         if limits.framework is not None:
-            raise PlanError(f"--for {limits.framework}: no framework launches stack {stack.name}")
+            raise PlanError(
+                f"--for {limits.framework}: no framework launches stack {stack.name}"
+                f"{_launched_with(limits.framework)}"
+            )
         return None, ""
     known = stack.launched_by
     if limits.framework is not None and limits.framework not in known:
         raise PlanError(
             f"--for {shown(limits.framework)} does not launch stack {stack.name}; "
-            f"allowed: {', '.join(known)}"
+            f"allowed: {', '.join(known)}{_launched_with(limits.framework)}"
         )
     refusals = []
     for name in known if limits.framework is None else (limits.framework,):
@@ -154,3 +186,10 @@ def launcher_of(
     if limits.framework is not None:
         raise PlanError(refusals[0])
     return None, refusals[0]
+
+
+def _launched_with(framework: str) -> str:
+    """Return the stacks that a framework launches, in words."""
+    stacks = map(load_stack, list_stacks())
+    names = families(each.name for each in stacks if framework in each.launched_by)
+    return f"; stacks that it launches: {', '.join(names)}" if names else ""

@@ -1,10 +1,14 @@
-"""Numbers of devices and sequences that leave devices idle, and the nearest better ones."""
+"""Numbers of devices and sequences that leave devices idle, or do not divide at all."""
 
 from collections.abc import Iterator
-from math import gcd, isqrt
+from itertools import product
+from math import gcd, isqrt, prod
 
-from meshwright.hwprofiles import Cluster
+from meshwright.hwprofiles import Cluster, StackProfile
+from meshwright.planner.space.limits import SpaceLimits, is_searched
+from meshwright.planner.space.switches import divisors
 from meshwright.simulator import TrainingJob
+from meshwright.simulator.layout import AXES, Axis
 
 # How far a better number may be, and how many times as many replicas it must allow.
 NEAR_FRACTION = 1 / 8
@@ -52,3 +56,48 @@ def better_batches(batch: int, num_gpus: int) -> tuple[int, ...]:
         nearest = ((batch // each + above) * each for each in divisors if each >= worth)
         found += [each for each in nearest if each and abs(each - batch) <= most][:1]
     return tuple(found)
+
+
+def undivided_splits(
+    job: TrainingJob, stack: StackProfile, num_gpus: int, limits: SpaceLimits
+) -> tuple[dict[str, int], int]:
+    """Return how many splits of the devices do not divide the job, by reason, and how many are.
+
+    >>> from meshwright.hwprofiles import load_stack
+    >>> job, limits = TrainingJob(model="llama3-8b", global_batch_size=5), SpaceLimits(tp=(1,))
+    >>> undivided_splits(job, load_stack("ddp"), 2, limits)
+    ({'global_batch_size=5 is not divisible by dp=2; nearest: 4 or 6': 1}, 2)
+    """
+    reasons: dict[str, int] = {}
+    splits = list(_splits(job, stack, num_gpus, limits))
+    for degrees in splits:
+        refusals = (_split_refusal(job, axis, degree) for axis, degree in degrees.items())
+        first = next(filter(None, refusals), None)
+        if first is not None:
+            reasons[first] = reasons.get(first, 0) + 1
+    return reasons, len(splits)
+
+
+def _splits(
+    job: TrainingJob, stack: StackProfile, num_gpus: int, limits: SpaceLimits
+) -> Iterator[dict[Axis, int]]:
+    """Yield the degrees of all axes that *limits* allow and whose product is *num_gpus*."""
+    free = [axis for axis, known in AXES.items() if not known.takes_rest]
+    (rest,) = (axis for axis, known in AXES.items() if known.takes_rest)
+    known = {
+        axis: [each for each in divisors(num_gpus) if limits.allows(axis, each)]
+        if is_searched(axis, job, stack, limits)
+        else [1]
+        for axis in free
+    }
+    for degrees in product(*known.values()):
+        left, remainder = divmod(num_gpus, prod(degrees))
+        if not remainder and limits.allows(rest, left):
+            yield {**dict(zip(free, degrees, strict=True)), rest: left}
+
+
+def _split_refusal(job: TrainingJob, axis: Axis, degree: int) -> str | None:
+    known = AXES[axis]
+    if known.most is not None and degree > known.most(job):
+        return f"{axis}={degree} is more than the {known.most(job)} layers"
+    return known.refusal(job, degree)

@@ -68,6 +68,7 @@ def _searched(task: Task) -> Document:
         limits=task.limits,
         memory_limit_bytes=task.memory_limit_bytes,
         top=1,
+        explains=False,
     )
     proof = named(result, *PROOF)
     if result.plans:

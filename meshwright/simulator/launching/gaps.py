@@ -17,6 +17,7 @@ from meshwright.hwprofiles import (
     StackProfile,
     Strategy,
     all_hold,
+    in_parentheses,
     parsed,
 )
 from meshwright.simulator.layout import (
@@ -86,7 +87,7 @@ def framework_refusal(
 
 def refusal_text(gap: Gap, value: object, framework: str) -> str:
     """Return the line that says what a framework cannot be told, from the value of its field."""
-    known = ", ".join(map(_word, gap.allowed))
+    known = ", ".join(map(_word, gap.allowed)) + in_parentheses(gap.why)
     if gap.reason.startswith("model="):
         return f"{gap.reason}, which cannot be expressed for {framework}; allowed: {known}"
     of_model = gap.facts.job.model.name if gap.field.startswith("model.") else ""
@@ -154,7 +155,7 @@ def _limits(table: FrameworkTable, facts: Facts) -> Iterator[_Limit]:
     if table.model_facts and isinstance(model, ModelSpec):
         yield from _model_limits(model, table.model_facts)
     for rule in table.refused.values():
-        yield _Limit(rule.field, (rule.when,), rule.allowed, rule.why, rule.reason)
+        yield _Limit(rule.field, (rule.when,), rule.allowed, rule.words(), rule.reason)
     for name, field in PLAN_FIELDS.items():
         if name not in table.spoken and name not in NOT_PLANNED:
             text = f"{name} != {field.code(field.default)}"

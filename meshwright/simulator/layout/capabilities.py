@@ -6,7 +6,7 @@ Both are conditions as stacks' files write them, read for one plan and for colum
 from ast import expr
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -298,7 +298,7 @@ def _refused(name: str, rule: Refusal, facts: Facts) -> Iterator[Gap]:
             if not (field and offered and each in field.choices and each not in offered)
         ),
         model=facts.job.model.name if is_of_model else "",
-        why=str(facts.filled(rule.why)),
+        why=str(facts.filled(rule.words(facts.stack.ruled_by))),
         conflict=str(facts.filled(rule.conflict)),
     )
 
@@ -365,7 +365,9 @@ def _stages_in_pipelines(facts: Facts) -> Iterator[Gap]:
         if stage not in in_pipelines:
             when, said = f"zero_stage == {stage} and dp_cp > 1 and pp > 1", f"zero_stage={stage}"
             gap = _gap(facts, "zero_stage", when, in_pipelines, f"{said} in a pipeline")
-            yield replace(gap, why="pp=1 goes with it")
+            rule = facts.stack.rules.get("pipeline_zero_stages")
+            why = "pp=1 goes with it" + (f"; {rule.words()}" if rule else "")
+            yield replace(gap, why=why)
 
 
 def _pipeline_stages(stack: StackProfile) -> tuple[int, ...]:
@@ -379,19 +381,21 @@ def _ways(facts: Facts, model: ModelSpec) -> Iterator[Gap]:
     swaps in which all ranks swap is none (attn_forward_func_with_cp).
     """
     known, said = context_ways(model, facts.stack), "with latent attention"
+    of_latent = partial(replace, model=model.name, why=facts.stack.rule("latent_context_parallel"))
     if not known:
-        yield replace(_gap(facts, "cp", "cp > 1", (1,), f"cp > 1 {said}"), model=model.name)
+        yield of_latent(_gap(facts, "cp", "cp > 1", (1,), f"cp > 1 {said}"))
         return
     for way in facts.stack.context_parallel:
         if way not in known:
             when, words = f"cp > 1 and cp_type == '{way}'", f"cp_type={way} {said}"
-            yield replace(_gap(facts, "cp_type", when, known, words), model=model.name)
+            yield of_latent(_gap(facts, "cp_type", when, known, words))
     if ContextParallel.RING_OF_SWAPS in known and ContextParallel.ALL_TO_ALL not in known:
         when, allowed = "cp > 1 and cp_inner == cp", ("a smaller divisor of cp",)
-        gap = _gap(facts, "cp_inner", when, allowed, f"cp_inner=cp {said}")
-        yield replace(gap, model=model.name)
+        yield of_latent(_gap(facts, "cp_inner", when, allowed, f"cp_inner=cp {said}"))
 
 
 def _gap(facts: Facts, field: str, when: str, allowed: tuple[object, ...], reason: str = "") -> Gap:
-    parts = parsed(when).parts
-    return Gap(field=field, reason=reason or when, parts=parts, facts=facts, allowed=allowed)
+    trait = PLAN_FIELDS[field].declaration.offered_by or LISTS.get(field, "")
+    parts, why = parsed(when).parts, facts.stack.rule(trait)
+    gap = Gap(field=field, reason=reason or when, parts=parts, facts=facts, allowed=allowed)
+    return replace(gap, why=why)

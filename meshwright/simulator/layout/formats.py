@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.hwprofiles import EIGHT_BITS, Device, Precision, StackProfile
+from meshwright.hwprofiles import EIGHT_BITS, Device, Precision, StackProfile, in_parentheses
 from meshwright.simulator.layout.job import TrainingJob
 
 # The number of a field in one plan, or a NumPy column of it in many: both compare, and what they
@@ -135,19 +135,20 @@ def formats_refusal(stack: StackProfile, precision: Precision, wanted: Formats) 
     """Return why *stack* cannot keep and reduce gradients as *wanted*, or None if it can."""
     offered = offered_formats(stack, precision)
     kept, reduced = chosen_formats(stack, precision, wanted)
+    why = in_parentheses(stack.rule("gradient_precisions"))
     with_it = [each.reduced for each in offered if each.kept == kept]
     if wanted.kept is not None and not with_it:
         known = ", ".join(dict.fromkeys(str(each.kept) for each in offered if each.kept))
         return (
             f"gradient_precision={wanted.kept} is not offered by stack {stack.name} in "
-            f"{precision} training; allowed: {known or 'none beside its own'}"
+            f"{precision} training; allowed: {known or 'none beside its own'}{why}"
         )
     if wanted.reduced is not None and reduced not in with_it:
         known = ", ".join(str(each) for each in with_it if each)
         return (
             f"reduce_precision={wanted.reduced} is not offered by stack {stack.name} with "
             f"gradients kept in {kept or 'its own formats'}; allowed: "
-            f"{known or 'none beside its own'}"
+            f"{known or 'none beside its own'}{why}"
         )
     return None
 

@@ -1,6 +1,6 @@
 """What can never run: a plan that does not divide its job, or that its stack does not offer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from meshwright.hwprofiles import (
     Attention,
@@ -12,6 +12,9 @@ from meshwright.hwprofiles import (
     Units,
     counted,
     filled,
+    in_parentheses,
+    list_stacks,
+    load_stack,
     stacks_with,
 )
 from meshwright.simulator.errors import PlanError
@@ -151,6 +154,49 @@ def stack_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> 
     return formats_refusal(stack, job.precision, plan.gradient_formats)
 
 
+def other_stacks(
+    job: TrainingJob, plan: ResolvedPlan | None, stack: StackProfile
+) -> tuple[str, ...]:
+    """Return the built-in stacks that some framework launches and that run what *stack* refuses.
+
+    That is the job, and of the plan what the rule that refuses it reads; of several releases of a
+    stack the first.
+    """
+    numbers: dict[str, int] = {}
+    if plan is not None and job_refusal(job, stack) is None:
+        gaps = (gap for gap in stack_gaps(stack, job) if gap.lacks(plan.number))
+        numbers = {name: plan.number(name) for gap in [*gaps][:1] for name in gap.fields}
+    found = []
+    for other in map(load_stack, list_stacks()):
+        if other.launched_by and other.name != stack.name and offers(other, job, numbers):
+            found += [] if job_refusal(job, other) else [other.name]
+    return families(found)
+
+
+def families(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names of stacks without those of another one's releases.
+
+    >>> families(["ddp", "megatron-core", "megatron-core-2024"])
+    ('ddp', 'megatron-core')
+    """
+    known = tuple(names)
+    heads = tuple(f"{name}{sign}" for name in known for sign in "-@")
+    return tuple(name for name in known if not name.startswith(heads))
+
+
+def check_offered(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> None:
+    """Raise PlanError where *stack* cannot run *plan*, with the stacks that can.
+
+    Raises:
+        PlanError: Naming the field, what is allowed, and by which rule.
+    """
+    refusal = stack_refusal(job, plan, stack)
+    if refusal is None:
+        return
+    others = () if "stacks with it:" in refusal else other_stacks(job, plan, stack)
+    raise PlanError(f"{refusal}; stacks with it: {', '.join(others)}" if others else refusal)
+
+
 def conflict_of(
     field: str, job: TrainingJob, plan: ResolvedPlan, stack: StackProfile
 ) -> str | None:
@@ -173,14 +219,18 @@ def job_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
     facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
     for fact in facts:
         if fact not in stack.layer_facts:
-            said, known = f"{fact} of {job.model.name}", ", ".join(stacks_with(facts)) or "none"
-            return f"{said} is not offered by stack {stack.name}; stacks with it: {known}"
+            said, known = (
+                f"{fact} of {job.model.name}",
+                ", ".join(families(stacks_with(facts))) or "none",
+            )
+            why = in_parentheses(stack.rule("layer_facts"))
+            return f"{said} is not offered by stack {stack.name}; stacks with it: {known}{why}"
     for gap in job_gaps(stack, job):
         return _said(gap, ResolvedPlan())
     if job.precision not in stack.precisions:
         known = ", ".join(stack.precisions)
         said = f"precision={job.precision} is not offered by stack {stack.name}"
-        return f"{said}; allowed: {known}"
+        return f"{said}; allowed: {known}{in_parentheses(stack.rule('precisions'))}"
     return eight_bit_refusal(job, stack)
 
 
@@ -201,7 +251,7 @@ def _stages_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -
 
 def _said(gap: Gap, plan: ResolvedPlan) -> str:
     """Return the words that refuse *plan*, which lies in *gap*."""
-    stack, field, why = gap.facts.stack.name, gap.field, f" ({gap.why})" if gap.why else ""
+    stack, field, why = gap.facts.stack.name, gap.field, in_parentheses(gap.why)
     if field == "model":
         text = f"{gap.model} has {gap.reason}, which stack {stack} is not known to run{why}"
     else:
