@@ -41,7 +41,18 @@ R = TypeVar("R", bound=Profile)
 
 LEGIBLE = (format_bytes, format_bandwidth, format_flops_per_s, format_time)  # four digits
 EXACT = ("B", "B/s", "FLOP/s", "s", "USD/GPU-hour")
-TEXTS = ("name", "release", "alike", "title", "date", "source", "memory_source")
+TEXTS = (
+    "name",
+    "release",
+    "alike",
+    "rules",
+    "ruled_by",
+    "launched_by",
+    "title",
+    "date",
+    "source",
+    "memory_source",
+)
 IDENTITY = "name"  # by which the built-in profile is known, beside which a fact is shown
 PROFILES: Mapping[str, type[Profile]] = {"stack": StackProfile, "cluster": Cluster}
 
@@ -119,7 +130,7 @@ def release_changes(stack: StackProfile) -> tuple[ChangedFact, ...]:
     """Return what *stack* has otherwise than the release that it is told from.
 
     >>> [each.key for each in release_changes(load_stack("llm-foundry-2023"))]
-    ['layer_facts', 'units', 'norm_by_axis', 'launched_by', 'loss']
+    ['units', 'norm_by_axis', 'layer_facts', 'loss']
     """
     if not stack.release:
         return ()

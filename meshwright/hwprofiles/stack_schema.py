@@ -83,6 +83,16 @@ class EightBitRecipe(Profile):
     precomputes_scales: Flag = Field(default=False, exclude_if=operator.not_)
     source: Text
 
+    @property
+    def casts_of_expert(self) -> int:
+        """Kernels that cast the rows of each expert by themselves; fused products cast them."""
+        return 0 if self.fuses_experts else self.expert_cast_kernels
+
+    @property
+    def fills_expert_rows(self) -> bool:
+        """Whether rows of each expert are copied to fill up what a product takes."""
+        return self.pads_expert_rows and not self.fuses_experts
+
     @model_validator(mode="after")
     def _check_parameters(self) -> Self:
         is_kept = self.weight_copy_bytes > 0 and self.weight_casts is WeightCast.STEP

@@ -1,6 +1,6 @@
 """What is built in, as text: models, clusters, stacks and schedules, with their sources."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 from rich.console import Group, RenderableType
@@ -14,6 +14,7 @@ from meshwright.hwprofiles import (
     list_stacks,
     load_cluster,
     load_stack,
+    release_changes,
     stack_frameworks,
 )
 from meshwright.planner.reports.facts import fact_text
@@ -45,15 +46,16 @@ def stacks_table(name: str | None) -> RenderableType:
     """Return all built-in stacks, or everything about one stack or stack file."""
     if name:
         return facts_table(_record_facts(load_stack(name)))
-    releases = [each for name in stack_frameworks() for each in reversed(list_releases(name))]
-    aliases = [each for each in list_stacks() if each not in releases]
-    return Group(
-        facts_table(_framework_lines()),
-        Text("\nreleases", style="bold"),
-        facts_table(_stack_lines(releases)),
-        Text("\nof published runs", style="bold"),
-        facts_table(_stack_lines(aliases)),
-    )
+    parts = {
+        "": _framework_lines(),
+        "releases": _release_lines(),
+        "switches, --set KEY=VALUE": _switch_lines(),
+        "stacks of published runs": _alias_lines(),
+    }
+    shown: list[RenderableType] = []
+    for title, facts in parts.items():
+        shown += [Text(f"\n{title}", style="bold")] * bool(title) + [facts_table(facts)]
+    return Group(*shown)
 
 
 def schedules_table(name: str | None) -> RenderableType:
@@ -90,13 +92,41 @@ def _framework_lines() -> Facts:
     """Yield what each framework is, and which release its name alone means."""
     for framework in stack_frameworks():
         newest = load_stack(framework)
-        yield framework, f"{newest.title}: {newest.name.partition('@')[2]}"
+        yield framework, f"{newest.title} (newest: {newest.name.partition('@')[2]})"
 
 
-def _stack_lines(names: Iterable[str]) -> Facts:
-    for name in names:
-        stack = load_stack(name)
-        yield name, f"{stack.title} ({stack.date})"
+def _release_lines() -> Facts:
+    for framework in stack_frameworks():
+        for name in reversed(list_releases(framework)):
+            stack = load_stack(name)
+            held = f"; also {', '.join(stack.alike)}" if stack.alike else ""
+            yield name, f"{stack.date}{held}"
+
+
+def _switch_lines() -> Facts:
+    for framework in stack_frameworks():
+        shown = framework
+        for key, values in load_stack(framework).switches.items():
+            yield shown, f"{key} {'|'.join(map(_switch_word, values))}"
+            shown = ""
+
+
+def _switch_word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _alias_lines() -> Facts:
+    """Yield the release of each stack of published runs, and its switches that are otherwise."""
+    for stack in map(load_stack, list_stacks()):
+        if stack.release:
+            changes = {each.key: each.value for each in release_changes(stack)}
+            said = [
+                f"{key}={_switch_word(changes.pop(key))}"
+                for key in stack.switches
+                if key in changes
+            ]
+            rest = f" and {counted(len(changes), 'other fact')}" if changes else ""
+            yield stack.name, " ".join([stack.release, *said]) + rest
 
 
 def _schedule_facts(schedule: Schedule) -> Facts:

@@ -72,7 +72,7 @@ def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator
         return operators
     # An activation that is made again is cast once more, by a kernel for each expert.
     again = [linear.batch for linear in linears if linear.rows][1:2]
-    kernels = sum(again) * max(recipe.expert_cast_kernels, 1)
+    kernels = sum(again) * max(recipe.casts_of_expert, 1)
     return (*operators, KernelLaunches("fp8 casts again", kernels))
 
 
@@ -84,7 +84,7 @@ def expert_casts(shape: BlockShape, backward: int) -> int:
     if shape.recipe is None:
         return 0
     again = backward and RecomputeModule.MOE_ACT in repeated_modules(shape.recompute, shape.modules)
-    return (CASTS_OF_PASS + again) * shape.recipe.expert_cast_kernels
+    return (CASTS_OF_PASS + again) * shape.recipe.casts_of_expert
 
 
 def _without_fused(shape: BlockShape, linears: Sequence[Gemm], number: int) -> list[Gemm]:
@@ -100,7 +100,7 @@ def _casts(
 ) -> tuple[Operator, ...]:
     num_elements += sum(linear.k * linear.n * linear.batch for linear in weights)
     # Each expert's rows by themselves where one kernel does not cast those of all.
-    by_one = shape.recipe.expert_cast_kernels if shape.recipe else 0
+    by_one = shape.recipe.casts_of_expert if shape.recipe else 0
     kernels = sum(linear.batch * by_one if linear.rows and by_one else 1 for linear in cast)
     return (
         MemoryBound(f"fp8 casts {phase}", CAST_BYTES * num_elements),

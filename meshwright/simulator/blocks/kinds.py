@@ -231,7 +231,7 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         # HybridEP fills rows up as it dispatches, so that nothing is left to be filled up
         # (_HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
         # Nor where rows are those of a capacity, a multiple of what a product takes.
-        pads_experts=recipe.pads_expert_rows
+        pads_experts=recipe.fills_expert_rows
         and shape.dispatcher is not Dispatcher.HYBRIDEP
         and shape.stack.expert_capacity is None,
         opens_experts=recipe.fuses_experts,
