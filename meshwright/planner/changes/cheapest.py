@@ -190,7 +190,7 @@ def _fewest_layers(trials: Trials) -> Iterator[Fields]:
         return any(found)
 
     if numbers and fits(numbers[-1]):
-        fewest = numbers[bisect_left(numbers, x=True, key=fits)]
+        fewest = numbers[bisect_left(numbers[:-1], x=True, key=fits)]  # the last is known to
         changed = {name: value for name, value in named.items() if value != getattr(plan, name)}
         yield {**changed, "recompute_layers": fewest}
 
