@@ -79,6 +79,7 @@ class EightBitRecipe(Profile):
     expert_cast_kernels: Size = Field(default=0, exclude_if=operator.not_)
     fuses_experts: Flag = Field(default=False, exclude_if=operator.not_)
     multiplies_head: Flag = Field(default=False, exclude_if=operator.not_)
+    keeps_attention_output: Flag = Field(default=False, exclude_if=operator.not_)
     gathers_parameters: Flag = Field(default=False, exclude_if=operator.not_)
     precomputes_scales: Flag = Field(default=False, exclude_if=operator.not_)
     source: Text

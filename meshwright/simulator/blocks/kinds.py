@@ -58,6 +58,7 @@ from meshwright.simulator.model import (
 LAYER, GROUP = "layer", "group"
 GIVEN_UP = {RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT}
 NOT_HELD = {RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM}
+ATTENDED: frozenset[str] = frozenset({RecomputeModule.CORE_ATTN})
 # Ways of recomputation that run whole layers again; others run the parts that a plan names.
 OF_LAYERS = {Recompute.FULL, Recompute.SELECTIVE_OP}
 
@@ -235,7 +236,8 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         and shape.dispatcher is not Dispatcher.HYBRIDEP
         and shape.stack.expert_capacity is None,
         opens_experts=recipe.fuses_experts,
-        given_up=outputs_again(shape),
+        given_up=outputs_again(shape)
+        | (ATTENDED if recipe.keeps_attention_output else frozenset()),
     )
 
 
