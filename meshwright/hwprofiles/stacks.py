@@ -1,6 +1,6 @@
 """Software stacks: frameworks by release, those of published runs, and a user's own files."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -142,17 +142,30 @@ def load_stack(name: str | Path | StackProfile = DEFAULT_STACK) -> StackProfile:
 
 
 def stacks_with(facts: Iterable[LayerFact]) -> tuple[str, ...]:
-    """Return the frameworks whose layers may have all of *facts*, or their last release that has.
+    """Return the frameworks whose layers may have all of *facts*, as `frameworks_where` does.
 
     >>> stacks_with([LayerFact.NORM_PLACES])
     ('ddp', 'fsdp')
     """
     wanted = frozenset(facts)
+    return frameworks_where(lambda stack: wanted <= {*stack.layer_facts})
+
+
+def frameworks_where(holds: Callable[[StackProfile], bool]) -> tuple[str, ...]:
+    """Return the frameworks of which *holds* is true, or their newest release of which it is.
+
+    >>> frameworks_where(lambda stack: "squared relu" in str(stack.layer_facts))
+    ('megatron-core',)
+    >>> frameworks_where(lambda stack: stack.title.startswith("Megatron-LM"))
+    ('megatron-lm',)
+    """
     found = []
     for framework in stack_frameworks():
-        newest, *others = reversed(list_releases(framework))
-        having = [each for each in (newest, *others) if wanted <= {*load_stack(each).layer_facts}]
-        found += [framework if newest in having else each for each in having[:1]]
+        newest, *others = map(load_stack, reversed(list_releases(framework)))
+        if holds(newest):
+            found.append(framework)
+        else:
+            found += [each.name for each in others if holds(each)][:1]
     return tuple(found)
 
 

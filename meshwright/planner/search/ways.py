@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.hwprofiles import (
+    Allocator,
     Cluster,
     ProfileError,
     StackProfile,
@@ -41,8 +42,9 @@ SAME = ""
 # Options that name something else than a plan, and how many ways of each, and of plans, are told.
 OTHERS = {"--stack": 2, "--gpus": 1, "--cluster": 1, "--seq-len": 1, SAME: MOST_CHANGES}
 LEAST_TOKENS = 512  # of a sequence that is worth naming
-# Expandable segments leave no fragments where memory is short (stack megatron-core-blackwell).
-ALLOCATOR = "allocator_fraction=0.0"
+# Expandable segments leave no fragments where memory is short. PyTorch 2.1 brought them: stacks of
+# older ones are those that nothing launches.
+ALLOCATOR = "allocator=expandable"
 EXPANDABLE = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -268,5 +270,6 @@ def _of_hardware(question: Question, smallest: StepResult) -> Iterator[Way]:
         yield from found
         if found:
             break
-    _, stack = with_facts(cluster, question.stack, [ALLOCATOR])
-    yield from question.fitting(f"--set {ALLOCATOR}", plan, stack=stack, note=EXPANDABLE)
+    if question.stack.allocator == Allocator.FIXED and question.stack.launched_by:
+        _, stack = with_facts(cluster, question.stack, [ALLOCATOR])
+        yield from question.fitting(f"--set {ALLOCATOR}", plan, stack=stack, note=EXPANDABLE)

@@ -5,9 +5,8 @@ from typing import NamedTuple, cast
 from meshwright.hwprofiles import (
     FrameworkProfile,
     StackProfile,
-    list_stacks,
+    frameworks_where,
     load_framework,
-    load_stack,
     shown,
     suggestion,
 )
@@ -20,7 +19,6 @@ from meshwright.simulator.layout import (
     SEARCHED_FIELDS,
     Axis,
     Gap,
-    families,
 )
 
 LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
@@ -190,6 +188,5 @@ def launcher_of(
 
 def _launched_with(framework: str) -> str:
     """Return the stacks that a framework launches, in words."""
-    stacks = map(load_stack, list_stacks())
-    names = families(each.name for each in stacks if framework in each.launched_by)
+    names = frameworks_where(lambda stack: framework in stack.launched_by)
     return f"; stacks that it launches: {', '.join(names)}" if names else ""

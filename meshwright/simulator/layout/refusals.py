@@ -1,6 +1,6 @@
 """What can never run: a plan that does not divide its job, or that its stack does not offer."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from meshwright.hwprofiles import (
     Attention,
@@ -12,9 +12,8 @@ from meshwright.hwprofiles import (
     Units,
     counted,
     filled,
+    frameworks_where,
     in_parentheses,
-    list_stacks,
-    load_stack,
     stacks_with,
 )
 from meshwright.simulator.errors import PlanError
@@ -157,31 +156,21 @@ def stack_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> 
 def other_stacks(
     job: TrainingJob, plan: ResolvedPlan | None, stack: StackProfile
 ) -> tuple[str, ...]:
-    """Return the built-in stacks that some framework launches and that run what *stack* refuses.
+    """Return the stacks, by `frameworks_where`, that can be launched and run what *stack* refuses.
 
-    That is the job, and of the plan what the rule that refuses it reads; of several releases of a
-    stack the first.
+    That is the job, and of the plan what the rule that refuses it reads.
     """
     numbers: dict[str, int] = {}
     if plan is not None and job_refusal(job, stack) is None:
         gaps = (gap for gap in stack_gaps(stack, job) if gap.lacks(plan.number))
         numbers = {name: plan.number(name) for gap in [*gaps][:1] for name in gap.fields}
-    found = []
-    for other in map(load_stack, list_stacks()):
-        if other.launched_by and other.name != stack.name and offers(other, job, numbers):
-            found += [] if job_refusal(job, other) else [other.name]
-    return families(found)
 
+    def runs(other: StackProfile) -> bool:
+        if not other.launched_by or other.name == stack.name:
+            return False
+        return offers(other, job, numbers) and job_refusal(job, other) is None
 
-def families(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names of stacks without those of another one's releases.
-
-    >>> families(["ddp", "megatron-core", "megatron-core-2024"])
-    ('ddp', 'megatron-core')
-    """
-    known = tuple(names)
-    heads = tuple(f"{name}{sign}" for name in known for sign in "-@")
-    return tuple(name for name in known if not name.startswith(heads))
+    return frameworks_where(runs)
 
 
 def check_offered(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> None:
@@ -219,10 +208,7 @@ def job_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
     facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
     for fact in facts:
         if fact not in stack.layer_facts:
-            said, known = (
-                f"{fact} of {job.model.name}",
-                ", ".join(families(stacks_with(facts))) or "none",
-            )
+            said, known = f"{fact} of {job.model.name}", ", ".join(stacks_with(facts)) or "none"
             why = in_parentheses(stack.rule("layer_facts"))
             return f"{said} is not offered by stack {stack.name}; stacks with it: {known}{why}"
     for gap in job_gaps(stack, job):
