@@ -6,7 +6,7 @@ import pytest
 import torch
 from witnesses import megatron_job
 
-from meshwright.simulator.blocks.parts.routing import ExpertMesh
+from meshwright.simulator.blocks.parts.routed_dims import ExpertMesh
 
 from megatron.core.transformer.moe.moe_utils import (  # isort: skip  (after what stands for Apex)
     apply_router_token_dropping,

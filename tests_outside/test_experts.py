@@ -60,7 +60,7 @@ from witnesses.torchtitan_parts import rows_answered
 
 from meshwright.hwprofiles import Kernels, Recompute
 from meshwright.simulator import graph
-from meshwright.simulator.blocks.parts.shared import gated
+from meshwright.simulator.blocks.parts.feed_forward import gated
 from meshwright.simulator.graph import Block, Dim, Rotary, RotaryFormula, handed_on, rotary
 from meshwright.simulator.model import (
     EXPERT_LAYER,

@@ -24,7 +24,7 @@ from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.kinds import lowering_of
 from meshwright.simulator.blocks.parts.megatron_experts import _multiplied
-from meshwright.simulator.blocks.parts.routing import ExpertMesh, RoutedDims
+from meshwright.simulator.blocks.parts.routed_dims import ExpertMesh, RoutedDims
 from meshwright.simulator.graph import (
     Backward,
     Block,

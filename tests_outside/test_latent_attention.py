@@ -33,7 +33,8 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.blocks.dense import Columns, LayerDims, _latent
+from meshwright.simulator.blocks.dense import _latent
+from meshwright.simulator.blocks.dims import Columns, LayerDims
 from meshwright.simulator.blocks.kinds import lowering_of
 from meshwright.simulator.graph import Backward, Block, Phase, Repetition, Tape, WeightGradients
 from meshwright.simulator.graph import FusedAttention as FlashWork

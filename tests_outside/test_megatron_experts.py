@@ -37,7 +37,7 @@ from meshwright.hwprofiles import RecomputeModule, load_stack
 from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.parts import chunk_tokens
-from meshwright.simulator.blocks.parts.shared import gated
+from meshwright.simulator.blocks.parts.feed_forward import gated
 from meshwright.simulator.graph import Block, Dim, Tensor
 from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.model import (

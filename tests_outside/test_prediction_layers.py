@@ -14,7 +14,7 @@ from witnesses import megatron_job
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator.blocks import BlockShape, Ending, walk
-from meshwright.simulator.blocks.dense import LayerDims
+from meshwright.simulator.blocks.dims import LayerDims
 from meshwright.simulator.blocks.ends import final_norm, head, predictions
 from meshwright.simulator.blocks.kinds import BLOCKS
 from meshwright.simulator.graph import Block, Memory

@@ -124,8 +124,6 @@ class StackProfile(StackTraits):
     ``context_parallel`` lists how ranks that have parts of the same sequences may attend to them,
     the stack's habit first; none where it does not divide sequences.  ``recompute_modules`` lists
     the parts of a layer that selective recomputation may run again; none but the attention core.
-    ``recompute_methods`` lists how full recomputation may choose layers of a stage; none where it
-    runs all of them again, one by one.
 
     ``dispatchers`` lists how tokens may go to experts on other ranks, the habit first;
     ``grouped_experts`` says that one kernel runs the products of all experts of a rank.

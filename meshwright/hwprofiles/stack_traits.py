@@ -122,8 +122,8 @@ class StackSwitches(Ruled):
         return is_whole or (self.captures_layers and self.expert_capacity is not None)
 
 
-class StackTraits(StackSwitches):
-    """Habits of a stack's programs.
+class LayerTraits(StackSwitches):
+    """How a stack's programs write layers, cast what they read, and run them again.
 
     Args:
         kernels: How element-wise work of layers runs.
@@ -146,6 +146,28 @@ class StackTraits(StackSwitches):
             in fp32.
         casts_shards_alone: Weights are cast when shards are gathered, so that one data-parallel
             rank beside others on other axes computes in fp32.
+    """
+
+    kernels: Kernels = Kernels.FUSED
+    transformers_layers: Flag = False
+    megatron_layers: Flag = True
+    fused_qkv: FusedQkv = True
+    sums_norms_each_microbatch: Flag = False
+    scatters_positions: Flag = False
+    recompute_methods: tuple[RecomputeMethod, ...] = Field(default=(), exclude_if=operator.not_)
+    recompute_stops_early: Flag = False
+    autocast: Flag = False
+    casts_shards_alone: Flag = False
+
+    def fuses_qkv(self, *, in_model: bool) -> bool:
+        """Return whether queries, keys and values are one product, if they are *in_model*."""
+        return in_model if self.fused_qkv == "model" else self.fused_qkv
+
+
+class StackTraits(LayerTraits):
+    """Habits of a stack's programs beside those of layers.
+
+    Args:
         keeps_stage_outputs: A pipeline stage holds its output until the backward pass of the
             microbatch, and a buffer for each message of a step.
         holds_messages: The schedules' variables hold messages beside those of passes in flight, as
@@ -219,16 +241,6 @@ class StackTraits(StackSwitches):
         buckets_first_stage_only: All but the model's first stage reduce their gradients as one.
     """
 
-    kernels: Kernels = Kernels.FUSED
-    transformers_layers: Flag = False
-    megatron_layers: Flag = True
-    fused_qkv: FusedQkv = True
-    sums_norms_each_microbatch: Flag = False
-    scatters_positions: Flag = False
-    recompute_methods: tuple[RecomputeMethod, ...] = Field(default=(), exclude_if=operator.not_)
-    recompute_stops_early: Flag = False
-    autocast: Flag = False
-    casts_shards_alone: Flag = False
     keeps_stage_outputs: Flag = False
     holds_messages: Flag = False
     units: Units = Units.LAYERS
@@ -297,10 +309,6 @@ class StackTraits(StackSwitches):
                 f"allowed: {', '.join(offered) or 'leave it out'}"
             )
         return self
-
-    def fuses_qkv(self, *, in_model: bool) -> bool:
-        """Return whether queries, keys and values are one product, if they are *in_model*."""
-        return in_model if self.fused_qkv == "model" else self.fused_qkv
 
     @property
     def is_fully_sharded(self) -> bool:

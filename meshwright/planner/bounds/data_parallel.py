@@ -91,21 +91,17 @@ class StageParts:
     ) -> tuple[StagePart, ...]:
         """Return the parts of *stage* that complete buckets, in model order."""
         dp_cp, shards = replication.dp_cp, replication.zero_stage > 0
-        key = (*_degrees(shape), stage, stage_bucket_limit(shape, stage, dp_cp), shards)
+        key = (*shape.weight_degrees, stage, stage_bucket_limit(shape, stage, dp_cp), shards)
         if key not in self._buckets:
             self._buckets[key] = bucket_parts(shape, stage, dp_cp, shards=shards)
         return self._buckets[key]
 
     def parameters(self, shape: BlockShape, stages: tuple[Stage, ...]) -> HeldParameters:
         """Return the parameters of a rank that holds *stages*."""
-        key = (*_degrees(shape), stages)
+        key = (*shape.weight_degrees, stages)
         if key not in self._parameters:
             self._parameters[key] = held_parameters(shape, stages)
         return self._parameters[key]
-
-
-def _degrees(shape: BlockShape) -> tuple[int, int, int]:
-    return shape.tp, shape.ep, shape.expert_tp
 
 
 class DataParallelCosts:
@@ -122,7 +118,7 @@ class DataParallelCosts:
         """Return the times of the ranks of *role*."""
         _, wire, state, replication = side
         on_host = None if replication.offload is Offload.NONE else state
-        key = (*_degrees(shape), role.stages, wire, on_host, replication)
+        key = (*shape.weight_degrees, role.stages, wire, on_host, replication)
         if key not in self._known:
             norm = _norm_ps(self._costs, shape, role.stages, replication)
             times = self._without_sums(shape, role, side)

@@ -6,7 +6,6 @@ import numpy as np
 
 from meshwright.planner.footprint.units import BesideWeights
 from meshwright.planner.space import Column, ShapeTable, block_counts
-from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage, copies_table
 from meshwright.simulator.memory import stand_in_bytes
 from meshwright.simulator.model import BlockKind, BlockRun, model_blocks
@@ -21,20 +20,16 @@ class ParameterCounts:
 
     def __init__(self, table: ShapeTable) -> None:
         self._kinds = table.kinds
-        by_degrees = {_degrees(shape): shape for shape in table.shapes}
-        places = {degrees: place for place, degrees in enumerate(by_degrees)}
-        self.degrees = np.array([places[_degrees(shape)] for shape in table.shapes], np.int64)
+        self.shapes, self.degrees = table.by_degrees()
         counts = [
             [*(_total(shape.parameters, kind) for kind in table.kinds), shape.copied_parameters]
-            for shape in by_degrees.values()
+            for shape in self.shapes
         ]
         self._counts = np.array(counts, np.int64).reshape(-1, len(table.kinds) + 1)
         experts = [
-            [_total(shape.expert_parameters, kind) for kind in table.kinds]
-            for shape in by_degrees.values()
+            [_total(shape.expert_parameters, kind) for kind in table.kinds] for shape in self.shapes
         ]
         self._experts = np.array(experts, np.int64).reshape(-1, len(table.kinds))
-        self.shapes = [*by_degrees.values()]
         self._beside = BesideWeights(table)
         self._stand_ins: dict[tuple[BlockKind, ...], Column] = {}
         self._table = table
@@ -75,7 +70,3 @@ class ParameterCounts:
 def _total(parameters: Mapping[BlockKind, int], kind: BlockKind) -> int:
     """Return the *parameters* of a block of *kind*, of those by the kinds of a model's blocks."""
     return sum(parameters.get(each, 0) for each in model_blocks(kind))
-
-
-def _degrees(shape: BlockShape) -> tuple[int, int, int]:
-    return shape.tp, shape.ep, shape.expert_tp

@@ -5,8 +5,7 @@ from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import gradient_bytes
 from meshwright.simulator.memory import StateBytes
 from meshwright.simulator.model import count_trained_parameters
-
-NARROW_BYTES = 1  # of a weight in 8 bits
+from meshwright.simulator.replication import EIGHT_BIT_BYTES
 
 
 def least_state_bytes(
@@ -35,7 +34,7 @@ def least_state_bytes(
     state = StateBytes.of(stack, job.precision, formats, plan.moment_precision)
     weight, recipe = min(state.parameter, state.sharded_parameter), stack.recipes.get(job.precision)
     if recipe is not None and recipe.holds_parameters:
-        weight = min(weight, NARROW_BYTES)
+        weight = min(weight, EIGHT_BIT_BYTES)
     gradient = min(gradient_bytes(stack, job.precision, formats))
     each = weight + gradient + state.optimizer
     return count_trained_parameters(job.model) * each // num_gpus

@@ -69,9 +69,8 @@ class UnitStates(NamedTuple):
         """Return those of *indices*, each of which has one of *kinds*."""
         # A step of one microbatch reduces at once.
         steps = np.minimum(space.num_microbatches[indices], 2) - 1
-        own = space.num_shards[indices]
-        ep = space.column("ep")[indices]
-        of_experts = np.where(ep > 1, np.maximum(1, own // ep), 1)
+        own, is_divided = space.num_shards[indices], space.column("ep")[indices] > 1
+        of_experts = np.where(is_divided, space.expert_shards[indices], 1)
         columns = [table.index[indices], own, of_experts, 2 * member + steps]
         first, state = distinct(columns)
         of_layout = np.full(len(space), -1)
@@ -127,10 +126,7 @@ class BesideWeights:
     def __init__(self, table: ShapeTable) -> None:
         self._kinds = table.kinds
         runs = [[BlockRun(each, 1) for each in model_blocks(kind)] for kind in table.kinds]
-        keys = [
-            (shape.tp, shape.ep, shape.expert_tp, layer_table_bytes(shape))
-            for shape in table.shapes
-        ]
+        keys = [(*shape.weight_degrees, layer_table_bytes(shape)) for shape in table.shapes]
         alike = dict(zip(keys, table.shapes, strict=True))
         known = {
             key: [beside_weights_bytes(shape, blocks) for blocks in runs]
@@ -164,11 +160,7 @@ class UnitPeaks:
         passes = [PassBytes.of(blocks, shape, keeps_layers=keeps) for shape in table.shapes]
         self._passes = columns_of(passes)
         self._beside = BesideWeights(table)
-        by_degrees = {(shape.tp, shape.ep): shape for shape in table.shapes}
-        self._shapes = [*by_degrees.values()]
-        places = {degrees: place for place, degrees in enumerate(by_degrees)}
-        members = [places[shape.tp, shape.ep] for shape in table.shapes]
-        self._member = np.array(members, np.int64)
+        self._shapes, self._member = table.by_degrees()
         self._tables: dict[tuple[object, ...], PassTable] = {}
 
     def add_to(

@@ -239,14 +239,8 @@ def _check_request(
     limits: SpaceLimits | None,
     top: int,
 ) -> None:
-    wanted = limits.values("offload") if limits else None
-    for offload in cast("tuple[Offload | None, ...]", wanted or ()):
-        if (refusal := host_refusal(offload or Offload.NONE, cluster)) is not None:
-            raise PlanError(refusal)
-    for name in ACTIVATIONS:
-        for value in (limits and limits.values(name)) or ():
-            if (refusal := activation_refusal(ResolvedPlan.of({name: value}), cluster)) is not None:
-                raise PlanError(refusal)
+    if limits is not None:
+        _check_hosts(limits, cluster)
     if not 1 <= num_gpus <= MAX_GPUS:
         raise PlanError(f"gpus={num_gpus} is out of range; allowed 1 to {MAX_GPUS}")
     if not 1 <= top <= MOST_PLANS:
@@ -258,6 +252,17 @@ def _check_request(
     refusal = job_refusal(job, stack)
     if refusal is not None:
         raise PlanError(refusal)
+
+
+def _check_hosts(limits: SpaceLimits, cluster: Cluster) -> None:
+    """Raise PlanError where the user wants something on hosts of which nothing is known."""
+    for offload in cast("tuple[Offload | None, ...]", limits.values("offload") or ()):
+        if (refusal := host_refusal(offload or Offload.NONE, cluster)) is not None:
+            raise PlanError(refusal)
+    for name in ACTIVATIONS:
+        for value in limits.values(name) or ():
+            if (refusal := activation_refusal(ResolvedPlan.of({name: value}), cluster)) is not None:
+                raise PlanError(refusal)
 
 
 def _rank(finalists: Finalists, top: int, tell: Progress) -> tuple[Proof, dict[int, list[int]]]:

@@ -63,6 +63,13 @@ class ShapeTable:
         shapes = tuple(self.shapes[each] for each in own[first].tolist())
         return ShapeTable(shapes, index, self.kinds)
 
+    def by_degrees(self) -> tuple[list[BlockShape], Column]:
+        """Return a shape of each choice of `BlockShape.weight_degrees`, and that of each shape."""
+        alike = {shape.weight_degrees: shape for shape in self.shapes}
+        places = {degrees: place for place, degrees in enumerate(alike)}
+        members = [places[shape.weight_degrees] for shape in self.shapes]
+        return [*alike.values()], np.array(members, np.int64)
+
 
 def _defers_sums(space: Space, alone: Column) -> Column:
     """Return `BlockShape.defers_sums` of every layout, from which of them nothing wraps."""

@@ -1,7 +1,8 @@
 """The ends of a language model: from token ids to activations, and from these to a loss."""
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.blocks.dense import LayerDims, layer, normed
+from meshwright.simulator.blocks.dense import layer, normed
+from meshwright.simulator.blocks.dims import LayerDims
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape, narrows_head
 from meshwright.simulator.graph import (

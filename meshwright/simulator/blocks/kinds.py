@@ -5,7 +5,8 @@ from functools import partial
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp, Dispatcher, Kernels, Recompute, RecomputeModule
-from meshwright.simulator.blocks.dense import Columns, LayerDims, layer
+from meshwright.simulator.blocks.dense import layer
+from meshwright.simulator.blocks.dims import Columns, LayerDims
 from meshwright.simulator.blocks.ends import (
     embedding,
     final_norm,

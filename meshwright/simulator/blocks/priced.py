@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 from meshwright.hwprofiles import CollectiveOp, Kernels, Recompute
-from meshwright.simulator.blocks.dense import Columns
+from meshwright.simulator.blocks.dims import Columns
 from meshwright.simulator.blocks.fp8_casts import backward_casts, expert_casts, forward_casts
 from meshwright.simulator.blocks.operators import (
     KERNELS,

@@ -98,6 +98,11 @@ class WeightShape:
         return self.tp if self.etp is None else self.etp
 
     @property
+    def weight_degrees(self) -> tuple[int, int, int]:
+        """The degrees that divide a rank's weights."""
+        return self.tp, self.ep, self.expert_tp
+
+    @property
     def local_kv_width(self) -> int:
         """Width of the keys, and of the values, of one rank; at least one head."""
         return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim

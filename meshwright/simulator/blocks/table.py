@@ -8,7 +8,7 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar, cast
 
 from meshwright.hwprofiles import Recompute
-from meshwright.simulator.blocks.dense import Columns, expert_mesh
+from meshwright.simulator.blocks.dims import Columns, expert_mesh
 from meshwright.simulator.blocks.kinds import (
     ADDED,
     Ending,

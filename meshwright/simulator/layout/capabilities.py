@@ -351,11 +351,10 @@ def _zero_stages(facts: Facts) -> Iterator[Gap]:
     """Yield the ZeRO stages that a stack lacks; of one rank a stage has no effect."""
     name, offered = "zero_stage", facts.stack.zero_stages
     in_pipelines = _pipeline_stages(facts.stack)
-    for stage in range(MAX_ZERO_STAGE + 1):
+    for stage in sorted({*range(MAX_ZERO_STAGE + 1)} - {*offered}):
         when, said = f"{name} == {stage} and dp_cp > 1", f"{name}={stage}"
-        if stage not in offered:
-            yield _gap(facts, name, f"{when} and pp > 1", in_pipelines, said)
-            yield _gap(facts, name, when, offered, said)
+        yield _gap(facts, name, f"{when} and pp > 1", in_pipelines, said)
+        yield _gap(facts, name, when, offered, said)
 
 
 def _stages_in_pipelines(facts: Facts) -> Iterator[Gap]:

@@ -8,6 +8,7 @@ from meshwright.simulator.replication.buckets import (
 )
 from meshwright.simulator.replication.cast_memory import bucket_cast_peak
 from meshwright.simulator.replication.data_parallel import (
+    EIGHT_BIT_BYTES,
     FP32_UPDATE_TRAFFIC_BYTES,
     HeldParameters,
     Replication,
@@ -42,6 +43,7 @@ from meshwright.simulator.replication.unit_parts import (
 )
 
 __all__ = [
+    "EIGHT_BIT_BYTES",
     "FP32_UPDATE_TRAFFIC_BYTES",
     "EndUnits",
     "HeldParameters",

@@ -40,7 +40,7 @@ from meshwright.simulator.model import BlockRun
 MAX_STAGE = 3  # of ZeRO: parameters are shards, too
 # An fp32 Adam update reads weight, gradient and two moments and writes all but the gradient.
 FP32_UPDATE_TRAFFIC_BYTES = 28
-EIGHT_BIT_BYTES = 1
+EIGHT_BIT_BYTES = 1  # of a weight, or of what is cast of it
 # A gradient beside its bucket is copied there and back, each fp32 read once and written once, and
 # the first pass of a step adds it to nothing: two reads and a write less.
 BUCKET_COPY_TRAFFIC_BYTES = 16 - 12

@@ -181,12 +181,11 @@ def _virtual_stage_work(
         [entry for entry in entries if entry.moment is moment]
         for moment in (Moment.GATHER, Moment.AHEAD, Moment.REDUCE, Moment.REPLICAS)
     )
-    ahead_ps, sums_ps = ([_entry_ps(context, entry) for entry in each] for each in (ahead, sums))
     units: tuple[tuple[UnitWork, ...], ...] = (), ()
     if replication.in_units:
-        units = _units(context, gathers, reductions, sum(ahead_ps))
-        last = zip(units[1], reversed(sums_ps or [0] * len(units[1])), strict=True)
-        units = units[0], tuple(replace(unit, last_ps=each) for unit, each in last)
+        ahead_ps = sum(_entry_ps(context, entry) for entry in ahead)
+        sums_ps = [_entry_ps(context, entry) for entry in sums] or [0] * len(reductions)
+        units = _units(context, gathers, [*zip(reductions, sums_ps, strict=True)], ahead_ps)
     copies = _copies(context, stage)
     if replication.gathers_units:
         gathers = []
@@ -240,13 +239,14 @@ def _copies(
 def _units(
     context: StepContext,
     gathers: Sequence[LedgerEntry],
-    reductions: Sequence[LedgerEntry],
+    reductions: Sequence[tuple[LedgerEntry, int]],
     ahead_ps: int,
 ) -> tuple[tuple[UnitWork, ...], tuple[UnitWork, ...]]:
     """Return the units of each forward pass in model order, and of each backward pass reversed.
 
     Where parameters are not sharded, a forward pass has none.  What is gathered ahead and unused
-    comes before what a backward pass gathers first: that of the last layer.
+    comes before what a backward pass gathers first: that of the last layer.  Beside each reduction
+    stands the time of the sum over replicas that follows the last one.
     """
     setting = context.setting
     replication = setting.replication
@@ -256,7 +256,7 @@ def _units(
     if not replication.gathers_units:
         gathered = [0] * len(reductions)
     forward, backward = [], []
-    for gather_ps, entry in zip(gathered, reductions, strict=True):
+    for gather_ps, (entry, last_ps) in zip(gathered, reductions, strict=True):
         part, pass_cost = entry.part, context.pass_cost(entry.part.stage)
         copies = part_copies(context.host, part)
         copied = buffer_copies(context.costs, part, setting.wire, replication, adds_up=adds_up)
@@ -274,6 +274,7 @@ def _units(
                 compute_ps=pass_cost.backward.time_ps,
                 reduce_ps=_entry_ps(context, entry) + copies.out_ps,
                 again_ps=copies.again_ps,
+                last_ps=last_ps,
                 unpack_ps=copied.unpack_ps + _transposes_ps(context, part),
                 pack_ps=copied.pack_ps,
             )

@@ -14,6 +14,7 @@ from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import kept_logits_bytes
 from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, KeptLayer
 from meshwright.simulator.replication import (
+    EIGHT_BIT_BYTES,
     is_tied,
     keeps_last_layer,
 )
@@ -21,7 +22,6 @@ from meshwright.simulator.units.layers import Alike, ByFamily, Kinds, alike, fam
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.weights import LayerWeights, StageWeights, UnitWeights
 
-EIGHT_BIT_BYTES = 1
 # Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
 # message's buffer.
 ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, arriving_bytes=0))

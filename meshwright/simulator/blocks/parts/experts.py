@@ -1,8 +1,8 @@
 """Routed experts in the place of an MLP, as the stack at hand runs them."""
 
+from meshwright.simulator.blocks.parts.feed_forward import Shared
 from meshwright.simulator.blocks.parts.megatron_experts import megatron
-from meshwright.simulator.blocks.parts.routing import ExpertMesh, RoutedDims
-from meshwright.simulator.blocks.parts.shared import Shared
+from meshwright.simulator.blocks.parts.routed_dims import ExpertMesh, RoutedDims
 from meshwright.simulator.blocks.parts.titan_experts import torchtitan
 from meshwright.simulator.blocks.parts.transformers_experts import transformers
 from meshwright.simulator.graph import Block, Placement, Tensor, place, replicated

@@ -7,10 +7,11 @@ an expert gather each other's, and a rank with several experts sorts them once m
 
 from meshwright.hwprofiles import CollectiveOp, OffloadModule, RecomputeModule
 from meshwright.simulator.blocks.parts.clamped import bounded, clamped
+from meshwright.simulator.blocks.parts.feed_forward import Shared, gated
+from meshwright.simulator.blocks.parts.routed_dims import RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
     Numbers,
-    RoutedDims,
     dropped,
     exchanged,
     grouped,
@@ -21,7 +22,6 @@ from meshwright.simulator.blocks.parts.routing import (
     score,
     taken,
 )
-from meshwright.simulator.blocks.parts.shared import Shared, gated
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     STATISTIC_BYTES,

@@ -1,10 +1,11 @@
 """Routed experts as torchtitan writes them, in PyTorch's operators."""
 
+from meshwright.simulator.blocks.parts.feed_forward import Shared
+from meshwright.simulator.blocks.parts.routed_dims import RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
     EXPERTS,
     INT32_BYTES,
     Numbers,
-    RoutedDims,
     Taken,
     exchanged,
     grouped,
@@ -19,7 +20,6 @@ from meshwright.simulator.blocks.parts.routing import (
     told,
     wide_logits,
 )
-from meshwright.simulator.blocks.parts.shared import Shared
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     STATISTIC_BYTES,

@@ -7,11 +7,12 @@ ranks have other experts `AllToAllEP` of transformers/distributed/expert_paralle
 from typing import NamedTuple
 
 from meshwright.simulator.blocks.parts.clamped import clamped
+from meshwright.simulator.blocks.parts.feed_forward import Shared, gated
+from meshwright.simulator.blocks.parts.routed_dims import RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
     EXPERTS,
     INT32_BYTES,
     Numbers,
-    RoutedDims,
     exchanged,
     grouped,
     logits_of,
@@ -25,7 +26,6 @@ from meshwright.simulator.blocks.parts.routing import (
     told,
     wide_logits,
 )
-from meshwright.simulator.blocks.parts.shared import Shared, gated
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
     Block,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.simulator import ResolvedPlan
 from meshwright.simulator.schedules import Phase
 from meshwright.validate.programs.megatron.tensor_parallel import TensorParallelGroup
 
@@ -78,6 +79,20 @@ class Streams(NamedTuple):
 
     received: int
     sent: int
+
+
+def stage_streams(plan: ResolvedPlan, index: int, number: int) -> list[Streams] | None:
+    """Return how many streams of tokens each virtual stage receives and sends, if not one always.
+
+    There are that *number* behind what predicts further tokens, where that is not with the head.
+    """
+    place = plan.prediction_stage
+    if place is None:
+        return None
+    return [
+        Streams(number if stage > place else 1, number if stage >= place else 1)
+        for stage in range(index, plan.num_stages, plan.pp)
+    ]
 
 
 class ActivationMessages:

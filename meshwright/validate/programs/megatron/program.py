@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.hwprofiles import Precision, StackProfile
-from meshwright.simulator import PlanError, ResolvedPlan
+from meshwright.simulator import PlanError
 from meshwright.simulator.blocks import num_angle_tables
 from meshwright.simulator.layout import gradient_bytes, rank_stages
 from meshwright.simulator.model import in_engine_order, shares_table
@@ -28,7 +28,7 @@ from meshwright.validate.programs.megatron.loss import vocabulary_loss
 from meshwright.validate.programs.megatron.messages import (
     ActivationMessages,
     PipelineMessages,
-    Streams,
+    stage_streams,
 )
 from meshwright.validate.programs.megatron.optimizer import ShardedAdam
 from meshwright.validate.programs.megatron.parts import ExpertSetting, MegatronParts
@@ -385,19 +385,5 @@ def _stage_messages(
     in_parts = request.stack.scatter_gather_p2p and plan.tp > 1 and not splits
     like = torch.empty(0, dtype=DTYPES[job.precision], device=request.device)
     shape = (tokens, plan.microbatch_size, job.transformer.hidden_size)
-    streams = _streams(plan, groups.pipeline.index, 1 + job.transformer.prediction_layers)
+    streams = stage_streams(plan, groups.pipeline.index, 1 + job.transformer.prediction_layers)
     return ActivationMessages(messages, shape, streams, like, groups.tp if in_parts else None)
-
-
-def _streams(plan: ResolvedPlan, index: int, number: int) -> list[Streams] | None:
-    """Return how many streams of tokens each virtual stage receives and sends, if not one always.
-
-    There are that *number* behind what predicts further tokens, where that is not with the head.
-    """
-    place = plan.prediction_stage
-    if place is None:
-        return None
-    return [
-        Streams(number if stage > place else 1, number if stage >= place else 1)
-        for stage in range(index, plan.num_stages, plan.pp)
-    ]

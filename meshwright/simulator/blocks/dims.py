@@ -1,0 +1,114 @@
+"""Dims of a model's layers and ends, from its shape on a rank."""
+
+from fractions import Fraction
+from typing import NamedTuple
+
+from meshwright.simulator.blocks.parts import ExpertMesh, hottest_share
+from meshwright.simulator.blocks.shape import BlockShape
+from meshwright.simulator.graph import Block, Dim, Placement, Size, Tensor, rounded_up, share
+from meshwright.simulator.layout import Axis, ExpertAxis
+
+
+class Columns(NamedTuple):
+    """Sizes of many shapes that are alike but for these; `BlockShape` says what each is."""
+
+    tp: Size
+    cp: Size
+    microbatch_size: Size
+    ep: Size
+    expert_tp: Size
+    accumulated_bytes: Size
+
+    @classmethod
+    def of(cls, shape: BlockShape) -> "Columns":
+        """Return the sizes of one shape, as numbers."""
+        return cls(*(getattr(shape, name) for name in cls._fields))
+
+
+def expert_mesh(shape: BlockShape, ranks: Size) -> ExpertMesh:
+    """Return how as many *ranks* share the experts of a layer."""
+    experts = shape.model.experts
+    split_on = Axis.TP if shape.splits_experts_alike else ExpertAxis.ETP
+    has_one = experts is not None and experts.num_experts == shape.ep
+    factor = shape.stack.expert_capacity
+    capacity = None if factor is None else Fraction(factor).limit_denominator(1000)
+    if shape.ep == 1:
+        return ExpertMesh(split_on, split_on, has_one=has_one, capacity=capacity)
+    told = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
+    assert experts is not None
+    # DeepEP and HybridEP take shares in fp32 alone, so that experts weigh in it (_DeepepManager and
+    # _HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
+    return ExpertMesh(
+        split_on,
+        told,
+        ranks,
+        is_divided=True,
+        has_one=has_one,
+        hottest=hottest_share(experts, shape.ep, 1.0 if capacity else shape.imbalance),
+        widens_shares=shape.dispatcher.sends_once,
+        capacity=capacity,
+    )
+
+
+class LayerDims(NamedTuple):
+    """Dims of a model's layers and ends, and of what runs through them.
+
+    ``tokens`` are those of a context-parallel rank, of ``cp``: all but attention goes by them.
+    ``outside`` is where activations lie outside of tensor-parallel regions, ``scored`` is of the
+    tokens on a rank that reach the output matrix.
+    """
+
+    tokens: Dim
+    batch: Dim
+    hidden: Dim
+    heads: Dim
+    groups: Dim
+    head: Dim
+    queries: Dim
+    keys: Dim
+    values: Dim
+    gate: Dim
+    ffn: Dim
+    inner: Dim
+    vocabulary: Dim
+    scored: Dim
+    outside: Placement
+    cp: Size
+    experts: ExpertMesh
+
+    @classmethod
+    def of(cls, shape: BlockShape, columns: Columns) -> "LayerDims":
+        """Return the dims of *shape* with the sizes of *columns* in the place of its own."""
+        model = shape.model
+        tokens, width = Dim("tokens", shape.seq_len // columns.cp), model.head_dim
+        own = columns.microbatch_size * tokens.size
+        own = own // columns.tp if shape.sequence_parallel else own
+        ranks = 1 if shape.whole_ends else columns.tp
+        return cls(
+            tokens=tokens,
+            batch=Dim("batch", columns.microbatch_size),
+            hidden=Dim("hidden", model.hidden_size),
+            heads=Dim("heads", model.num_heads),
+            groups=Dim("key heads", model.num_kv_heads, 1),
+            head=Dim("head", width),
+            queries=Dim("queries", model.query_hidden_size, width),
+            keys=Dim("keys", model.kv_hidden_size, width),
+            values=Dim("values", model.kv_hidden_size, width),
+            gate=Dim("mlp gate", model.ffn_hidden_size),
+            ffn=Dim("mlp in", model.ffn_hidden_size),
+            inner=Dim("mlp inner", model.ffn_hidden_size),
+            vocabulary=Dim(
+                "vocabulary",
+                rounded_up(model.vocab_size, shape.stack.vocabulary_multiple * ranks),
+            ),
+            scored=Dim("scored tokens", share(own, model.scored_fraction)),
+            outside={Axis.TP: tokens} if shape.sequence_parallel else {},
+            cp=columns.cp,
+            experts=expert_mesh(shape, columns.ep),
+        )
+
+    def stream(self, block: Block, shape: BlockShape) -> Tensor:
+        """Return what enters a layer: the residual stream."""
+        width = shape.residual_bytes
+        dims = (self.tokens, self.batch, self.hidden)
+        return block.tensor("layer input", *dims, at=self.outside, width=width)
