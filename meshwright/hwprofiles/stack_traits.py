@@ -79,7 +79,7 @@ class StackSwitches(Ruled):
     """What a user may switch on, each with its time and its memory.
 
     Args:
-        switches: Facts that are for a user to choose, with their values, its own first; a word in
+        switches: Facts that are for a user to choose, each with its values behind it; a word in
             capitals stands for a number.
         cuda_graph_modes: What the stack can capture in CUDA graphs; none where it captures nothing.
         cuda_graphs: What it captures.
@@ -91,7 +91,7 @@ class StackSwitches(Ruled):
             part of that; None where it is as of what a step allocates and frees.
     """
 
-    switches: dict[Text, tuple[bool | int | str, ...]] = Field(default={}, exclude_if=operator.not_)
+    switches: tuple[Text, ...] = Field(default=(), exclude_if=operator.not_)
     cuda_graph_modes: tuple[CudaGraphs, ...] = Field(default=(), exclude_if=operator.not_)
     cuda_graphs: CudaGraphs = Field(
         default=CudaGraphs.NONE, exclude_if=lambda value: value == CudaGraphs.NONE

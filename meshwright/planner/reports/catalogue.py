@@ -106,8 +106,8 @@ def _release_lines() -> Facts:
 def _switch_lines() -> Facts:
     for framework in stack_frameworks():
         shown = framework
-        for key, values in load_stack(framework).switches.items():
-            yield shown, f"{key} {'|'.join(map(_switch_word, values))}"
+        for switch in load_stack(framework).switches:
+            yield shown, switch
             shown = ""
 
 
