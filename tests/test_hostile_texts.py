@@ -160,7 +160,7 @@ PLANS = {
     "megatron-bridge": (f"{LLAMA} --tp 4", f"{LLAMA} --pp 2 --stages 15,17"),
     "torchtitan": (
         f"{LLAMA} --stack torchtitan@0.2 --pp 2",
-        f"{LLAMA} --stack torchtitan-2026-08 --pp 2",
+        f"{LLAMA} --stack torchtitan@0.3 --pp 2",
     ),
     "deepspeed": (f"{GPT} --stack deepspeed --zero 2 --offload optimizer",),
     "accelerate": (
