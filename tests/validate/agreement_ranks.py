@@ -32,7 +32,7 @@ TIMEOUT_S = 120
 
 def num_steps(saved: SavedPlan) -> int:
     """Return how many steps show what each does: the second of DDP is not yet like the third."""
-    return NUM_STEPS if saved.stack.name == "ddp" else NUM_STEPS - 1
+    return NUM_STEPS if saved.stack.name.startswith("ddp@") else NUM_STEPS - 1
 
 
 def means_of(steps: Iterable[list[torch.Tensor]]) -> tuple[float, ...]:

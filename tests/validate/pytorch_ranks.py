@@ -29,7 +29,11 @@ TIMEOUT_S = 120
 
 
 def build(job: TrainingJob, plan: ResolvedPlan, stack: str, rank: int) -> RankProgram:
-    make = pytorch_programs.build_ddp if stack == "ddp" else pytorch_programs.build_fully_sharded
+    make = (
+        pytorch_programs.build_ddp
+        if stack.startswith("ddp")
+        else pytorch_programs.build_fully_sharded
+    )
     request = ProgramRequest(
         job=job,
         plan=plan,

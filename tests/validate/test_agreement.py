@@ -21,12 +21,12 @@ def test_plans_span_what_programs_can_express() -> None:
     plans: list[SavedPlan] = [plan.saved() for plan in PLANS.values()]
     assert len(plans) >= 24
     assert {saved.stack.name for saved in plans} == {
-        "ddp",
-        "dataparallel",
-        "fsdp",
+        "ddp@2.13",
+        "dataparallel@1.6",
+        "fsdp@2.13",
         "torchtitan@0.2",
         "torchtitan-2024-12",
-        "megatron-core",
+        "megatron-core@0.18",
         "megatron-lm-2021",
         "megatron-lm-2022",
     }
@@ -38,12 +38,12 @@ def test_plans_span_what_programs_can_express() -> None:
     assert {saved.job.model.tied_embeddings for saved in plans} == {True, False}
     assert any(saved.plan.dp_shard for saved in plans)
     offloading = [saved for saved in plans if saved.plan.offload is Offload.PARAMETERS]
-    assert {saved.stack.name for saved in offloading} == {"fsdp", "torchtitan@0.2"}
+    assert {saved.stack.name for saved in offloading} == {"fsdp@2.13", "torchtitan@0.2"}
     assert any(saved.plan.reduce_precision for saved in plans)
     # 64 pipeline stages x 6 data-parallel hosts x 8 tensor-parallel GPUs, on two stacks.
     large = [saved for saved in plans if saved.plan.world_size == 3072]
     assert {(saved.plan.pp, saved.plan.dp, saved.plan.tp) for saved in large} == {(64, 6, 8)}
-    assert {saved.stack.name for saved in large} == {"megatron-core", "torchtitan@0.2"}
+    assert {saved.stack.name for saved in large} == {"megatron-core@0.18", "torchtitan@0.2"}
     assert {saved.job.model.name for saved in large} == {"gpt3-175b", "megatron-1t"}
 
 

@@ -74,19 +74,21 @@ def layers() -> Iterator[str]:
     """Yield model, stack, tp, microbatch, tokens, recompute, attention; "sp" behind tp splits."""
     splits = ("1", "4", "4sp")
     yield from (f"gpt3-125m megatron-core {tp} 2 2048 none flash" for tp in ("1", "2", "2sp"))
-    yield from (f"llama3-8b torchtitan {tp} 1 2048 none flash" for tp in ("2", "2sp"))
+    yield from (f"llama3-8b torchtitan@0.2 {tp} 1 2048 none flash" for tp in ("2", "2sp"))
     for mode, attention, tp in product((SELECTIVE, FULL), (FLASH, UNFUSED), splits):
         yield f"gpt3-125m megatron-core {tp} 2 2048 {mode} {attention}"
     yield from (f"gpt3-125m megatron-core {tp} 2 2048 none unfused" for tp in ("1", "4sp"))
     for attention, mode in product((FLASH, UNFUSED), (NONE, SELECTIVE, FULL)):
         yield f"llama3-8b megatron-core 4sp 2 2048 {mode} {attention}"
     for mode, tp in product((NONE, SELECTIVE, FULL, BY_OPERATOR), splits):
-        yield f"llama3-8b torchtitan {tp} 1 2048 {mode} flash"
-    yield from (f"gpt2 torchtitan 4sp 2 1024 {mode} flash" for mode in (NONE, FULL, BY_OPERATOR))
+        yield f"llama3-8b torchtitan@0.2 {tp} 1 2048 {mode} flash"
+    yield from (
+        f"gpt2 torchtitan@0.2 4sp 2 1024 {mode} flash" for mode in (NONE, FULL, BY_OPERATOR)
+    )
     yield from ("gpt2 ddp 1 1 1024 none flash", "gpt2 ddp 1 1 1024 full flash")
     yield from ("gpt2 ddp 1 1 1024 none unfused", "qwen2-0.5b ddp 1 1 2048 none flash")
     yield "qwen2-0.5b ddp 1 2 2048 full unfused"
-    yield "gpt2 torchtitan 4sp 1 8192 none flash"
+    yield "gpt2 torchtitan@0.2 4sp 1 8192 none flash"
 
 
 def short_layers() -> Iterator[str]:

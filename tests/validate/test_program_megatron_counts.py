@@ -337,7 +337,8 @@ def test_a_stage_keeps_its_input_and_not_its_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stack", "temporary"), [("megatron-lm-2021", 4), ("megatron-lm-2022", 0), ("megatron-core", 0)]
+    ("stack", "temporary"),
+    [("megatron-lm-2021", 4), ("megatron-lm-2022", 0), ("megatron-core@0.12", 0)],
 )
 def test_an_update_copies_16_bit_gradients_alone(stack: str, temporary: int) -> None:
     sizes = {"hidden_size": 256, "head_dim": 256 // TINY.num_heads, "ffn_hidden_size": 1024}

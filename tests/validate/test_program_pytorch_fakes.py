@@ -86,7 +86,7 @@ def request(
 
 
 def build(asked: ProgramRequest) -> RankProgram:
-    return (build_ddp if asked.stack.name == "ddp" else build_fully_sharded)(asked)
+    return (build_ddp if asked.stack.name.startswith("ddp@") else build_fully_sharded)(asked)
 
 
 def counted(asked: ProgramRequest) -> tuple[RankOracle, dict[ByteKind, int]]:

@@ -35,7 +35,7 @@ UNTOLD_BYTES = 8192
     [
         # DTensor copies a rank's rows out of a table's gradient that is whole.
         ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan@0.2 --precision fp32", "true"),
-        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan", "false"),
+        ("--gpus 4 --global-batch 2 --tp 2 --stack torchtitan@0.2", "false"),
         # One data-parallel rank is not wrapped in fully_shard: the whole gradient stays.
         ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan@0.2 --precision fp32", "true"),
         ("--gpus 2 --global-batch 2 --tp 2 --stack torchtitan@0.2 --precision fp32", "false"),
@@ -93,7 +93,7 @@ def test_the_last_gradient_of_a_root_of_positions_is_all_of_them(tmp_path: Path,
 @pytest.mark.parametrize("stages", ["1,1", "2,0"])
 def test_the_last_stage_of_a_pipeline_is_pytorchs(tmp_path: Path, stages: str) -> None:
     """Its layer is larger than its head: of the sums in a reduction only the last stays."""
-    words = "--gpus 4 --pp 2 --global-batch 8 --stack torchtitan"
+    words = "--gpus 4 --pp 2 --global-batch 8 --stack torchtitan@0.2"
     assert_exact(tmp_path, f"{words} --stages {stages}", tied="false", vocab_size=512, ranks=(2,))
 
 

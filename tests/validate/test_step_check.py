@@ -135,7 +135,7 @@ def test_tiny_steps_are_run_and_compared(
     assert main(["--cluster", "localhost-cpu", *stacks, *shapes, *few]) == 0
     rows = table_of(capsys.readouterr().out)
     assert [(row["stack"], row["shape"]) for row in rows] == [
-        (stack, shape) for stack in ("ddp", "fsdp") for shape in shapes[1::2]
+        (stack, shape) for stack in ("ddp@2.13", "fsdp@2.13") for shape in shapes[1::2]
     ]
     assert all(row["quiet steps"].endswith("of 1") for row in rows)
     assert (tmp_path / "out" / "steps.csv").is_file()

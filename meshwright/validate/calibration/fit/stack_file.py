@@ -7,7 +7,7 @@ hidden behind anything; and the attention kernel is PyTorch's own, which was mea
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshwright.hwprofiles import MEGA, Source, list_stacks, load_stack, parse_time, profile_toml
+from meshwright.hwprofiles import MEGA, Source, is_stack, load_stack, parse_time, profile_toml
 from meshwright.planner.reports import write_output
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.fit.cost_fit import FLASH_KERNEL
@@ -32,8 +32,7 @@ def check_stacks(names: Iterable[str], accelerator: Accelerator | None) -> tuple
     if chosen and accelerator is not Accelerator.CPU:
         raise PlanError(f"--stack {chosen[0]} has no effect without --device cpu")
     for index, name in enumerate(chosen):
-        load_stack(name)
-        if name not in list_stacks():
+        if not is_stack(load_stack(name).name) or name.endswith(".toml"):
             raise PlanError(f"--stack {name} is a file; allowed: a built-in stack")
         if name in chosen[:index]:
             raise PlanError(f"--stack {name} stands twice; allowed: each stack once")
