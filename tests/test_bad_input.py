@@ -264,7 +264,7 @@ def edited(place: str, key: str, value: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("place", "key", "value", "parts"),
     [
-        ("", "format", "meshwright-plan-9", ["format", "meshwright-plan-1"]),
+        ("", "format", "meshwright-plan-9", ["format", "meshwright-plan-2"]),
         ("", "cluster", "dgx-a10", ["cluster", "dgx-a100"]),
         ("", "model", {"name": "x"}, ["model", "missing"]),
         ("", "stack", {"name": "x"}, ["stack", "missing"]),

@@ -106,7 +106,7 @@ def test_mistakes_are_one_line(case: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("name", "old", "new", "said"),
     [
-        ("megatron-core", "[fitted]", '[fitted]\nhost_per_launch = "5 us"', "host_per_launch"),
+        ("ddp", "[fitted]", '[fitted]\nhost_per_launch = "5 us"', "host_per_launch"),
         ("dataparallel", "tensor_parallel = false", "tensor_parallel = true", "tensor_parallel"),
         ("dataparallel", "zero_stages = [0]", "zero_stages = [0, 1]", "zero_stages"),
         ("dataparallel", '= "dataparallel"\n\n', '= "data"\n\n', "strategy"),

@@ -134,7 +134,7 @@ def test_plan_file_names_what_is_built_in(step: StepResult) -> None:
     document = plan_document(saved_plan(step))
     assert document["model"] == "gpt2"
     assert document["cluster"] == "dgx-a100"
-    assert document["stack"] == "megatron-core"
+    assert document["stack"] == "megatron-core@0.18"
 
 
 def test_plan_file_writes_out_what_is_not_built_in(step: StepResult, tmp_path: Path) -> None:

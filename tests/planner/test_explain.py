@@ -152,7 +152,7 @@ def test_plans_and_stacks_are_compared(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert said.endswith(f"written  {out}: breakdown.png result.json terms.csv\n")
     both = json.loads((out / "result.json").read_text())
-    assert [step["stack"] for step in both["steps"]] == ["ddp", "fsdp"]
+    assert [step["stack"] for step in both["steps"]] == ["ddp@2.13", "fsdp@2.13"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_where_it_is_asked_for_its_rejection_has_a_name() -> None:
     found = search(JOB, load_cluster("dgx-a100"), load_stack("megatron-core"), 4, limits=asked)
     assert found.plans == ()
     assert found.rejections == {
-        "megatron-core lacks recompute=selective-op": found.space_size,
+        "megatron-core@0.18 lacks recompute=selective-op": found.space_size,
     }
 
 

@@ -279,7 +279,7 @@ CASES = {
     "every other layer runs again": Case(
         GROUPED,
         "dgx-h100",
-        "torchtitan",
+        "torchtitan@0.2",
         4,
         8,
         limits=SpaceLimits(
@@ -508,7 +508,7 @@ CASES = {
     "one rank is not wrapped": Case(
         GROUPED,
         "dgx-a100",
-        "torchtitan",
+        "torchtitan@0.2",
         4,
         8,
         precision=Precision.FP32,
@@ -711,7 +711,7 @@ CASES = {
     "layers of four kinds in sharded units": Case(
         IN_TURN,
         "dgx-h100",
-        "torchtitan",
+        "torchtitan@0.2",
         4,
         32,
         limits=SpaceLimits(max_pp=2, max_tp=1, max_microbatch_size=1),
@@ -734,7 +734,7 @@ CASES = {
     "experts filled up over shards that do not divide them": Case(
         ROUTED.model_copy(update={"experts": ROUTED.experts.model_copy(update={"num_experts": 8})}),
         "dgx-h100",
-        "torchtitan",
+        "torchtitan@0.2",
         12,
         768,
         limits=SpaceLimits(max_pp=2, max_tp=1, microbatch_size=(32, 64), reduce_precision=(None,)),
@@ -781,7 +781,7 @@ CASES = {
     "context parallel with sharded parameters": Case(
         SMALL,
         "dgx-h100",
-        "torchtitan",
+        "torchtitan@0.2",
         8,
         32,
         limits=SpaceLimits(**FEW_CUT, cp=(2,)),

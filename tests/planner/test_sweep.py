@@ -31,7 +31,7 @@ BASE += [
     "--schedule",
     "1f1b",
     "--memory-limit",
-    "2.97 GiB",
+    "3 GiB",
 ]
 GRID = ["--vary", "gpus=8,12,16,24,32", "--vary", "tp=1,4", "--vary", "seq-len=256,1024"]
 SWEEP = ["sweep", "gpt2", "--global-batch", "96", *BASE, *GRID]
@@ -260,7 +260,7 @@ def test_the_plan_of_a_cell_simulates_to_what_the_cell_says(undisturbed: Path) -
     found = json.loads((undisturbed / "result.json").read_text(encoding="utf-8"))["cells"]
     fitting = [each for each in found if each["outcome"] == "fits"]
     files = [str(undisturbed / f"plan-{each['cell']}.json") for each in fitting]
-    again = sweep({"plan": files}, simulate=True, memory_limit="2.97 GiB")
+    again = sweep({"plan": files}, simulate=True, memory_limit="3 GiB")
     assert [each["step"] for each in again.documents] == [each["step"] for each in fitting]
     smaller = sweep({"memory_limit": ["1 GiB"]}, simulate=True, plan=files[0]).rows[0]
     assert smaller["outcome"] == "does not fit"

@@ -93,7 +93,7 @@ def test_a_turned_plan_differs_in_what_is_said_of_it() -> None:
 def test_the_script_says_what_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["llama3-8b"]) == 0
     found, last = capsys.readouterr().out.splitlines()
-    assert found.startswith("llama3-8b: 4.659 s proven, ")
+    assert found.startswith("llama3-8b: 4.736 s proven, ")
     assert " switched, 0 faster, 0 at fault; " in found
     assert last == "0 at fault"
     with pytest.raises(SystemExit):

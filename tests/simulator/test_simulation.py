@@ -349,12 +349,19 @@ def test_step_overhead_is_a_share_of_the_time_the_engine_found() -> None:
         (
             {"attention": Attention.FLASH},
             OLD,
-            "attention=flash is not offered by stack megatron-lm-2021; allowed: unfused",
+            (
+                "attention=flash is not offered by stack megatron-lm-2021; allowed: unfused "
+                "(Megatron-LM of April 2021 (arXiv 2104.04473) has no other)"
+            ),
         ),
         (
             {"dp": 2, "zero_stage": 2},
             CORE,
-            "zero_stage=2 is not offered by stack megatron-core@0.18; allowed: 0, 1, 3",
+            (
+                "zero_stage=2 is not offered by stack megatron-core@0.18; allowed: 0, 1, 3 (not "
+                "modelled here: 2 is optim_grads of --data-parallel-sharding-strategy, "
+                "Megatron-Core 0.16)"
+            ),
         ),
         (
             {"pp": 3, "stages": (6, 0, 6)},
