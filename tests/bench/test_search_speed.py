@@ -75,10 +75,11 @@ def test_a_whole_search_takes_few_loops(job: tuple[str, int, int], most_loops: f
 
 
 def test_a_simulation_of_32_stages_and_128_microbatches_takes_few_loops() -> None:
-    """It takes 0.04 loops, a third of that in the engine."""
+    """It takes 0.03 loops, a half of that in the engine, if no rank is nearly full."""
     model = load_model("gpt3-175b")
     job = TrainingJob(model=model, global_batch_size=128, seq_len=model.seq_len)
-    step = job, ResolvedPlan(tp=8, pp=32), load_cluster("dgx-a100"), load_stack("megatron-core")
+    stack = load_stack("megatron-core@0.12")
+    step = job, ResolvedPlan(tp=8, pp=32), load_cluster("dgx-a100"), stack
     times_s = []
     for _ in range(5):
         start_s = time.process_time()

@@ -287,6 +287,20 @@ def test_a_plan_fits_exactly_while_the_device_holds_it() -> None:
     assert any(warning.startswith("does not fit: rank 0 needs ") for warning in short.warnings)
 
 
+def test_the_rank_that_is_said_to_be_full_is_the_one_whose_device_is() -> None:
+    """One that needs less may hold more: of states that come and go less is held beyond."""
+    sizes = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 50257}
+    fields = {"name": "small", "seq_len": 512, "tied_embeddings": False, **sizes}
+    model = ModelSpec.model_validate(fields)
+    job = TrainingJob(model=model, global_batch_size=16, seq_len=512)
+    plan = replace(make_plan(tp=2, dp=2, schedule="gpipe"), pp=2, stages=(3, 1))
+    step = simulate(job, plan, CLUSTER, CORE, memory_limit_bytes=10**9)
+    held = {each.rank: step.memory.stage_device_bytes(each) for each in step.memory.by_stage}
+    assert step.memory.worst_rank == 0
+    assert held[0] < held[4] == step.memory.device_bytes
+    assert any(warning.startswith("does not fit: rank 4 needs ") for warning in step.warnings)
+
+
 def test_rates_follow_from_the_step_time() -> None:
     job, plan = make_job(64), make_plan(tp=2, dp=4, recompute=Recompute.FULL)
     result = simulate(job, plan, CLUSTER, CORE)

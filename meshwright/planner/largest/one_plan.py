@@ -213,7 +213,7 @@ def _reason(trials: Trials, value: int) -> str:
     except PlanError as error:
         return f"at {value:,}: {error}"
     need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
-    return f"at {value:,} rank {memory.worst_rank} needs {need} of {have}"
+    return f"at {value:,} rank {memory.fullest_rank} needs {need} of {have}"
 
 
 def _nothing(trials: Trials, values: Values) -> tuple[Largest, StepResult]:

@@ -51,7 +51,7 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
     need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
     warnings = []
     if not memory.fits_device:
-        warnings.append(f"does not fit: rank {memory.worst_rank} needs {need}, usable are {have}")
+        warnings.append(f"does not fit: rank {memory.fullest_rank} needs {need}, usable are {have}")
     if not memory.fits_host:
         need_host = format_bytes(memory.host_bytes)
         have_host = format_bytes(memory.host_capacity_bytes or 0)
@@ -59,7 +59,9 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
     if warnings:
         return warnings
     if memory.device_bytes > NEARLY_FULL_FRACTION * memory.usable_bytes:
-        return [f"rank {memory.worst_rank} uses {need} of {have}: runs this full tend to be slower"]
+        return [
+            f"rank {memory.fullest_rank} uses {need} of {have}: runs this full tend to be slower"
+        ]
     return []
 
 

@@ -146,6 +146,11 @@ class MemoryResult:
         return self.worst_stage.rank
 
     @property
+    def fullest_rank(self) -> int:
+        """The first rank whose device shows the most as used: one that needs less may hold more."""
+        return max(self.by_stage, key=self._stage_parts).rank
+
+    @property
     def worst_stage(self) -> StageMemory:
         """The pipeline rank that needs the most; the first of equals."""
         return max(self.by_stage, key=lambda stage: stage.peak_bytes)
