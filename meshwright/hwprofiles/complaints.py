@@ -192,3 +192,20 @@ def quoted(text: str) -> str:
 def _escape(character: str) -> str:
     code = ord(character)
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def check_distinct(key: str, values: tuple[object, ...]) -> None:
+    """Raise ProfileError if a list has a value twice."""
+    if len(set(values)) != len(values):
+        raise ProfileError(f"{key}: {listed(values)} repeats a value; allowed: each value once")
+
+
+def check_member(key: str, value: object, choices_key: str, choices: tuple[object, ...]) -> None:
+    """Raise ProfileError if *value* is none of the choices of another key."""
+    if value not in choices:
+        raise ProfileError(f"{key}: {value} is not in {choices_key}; allowed: {listed(choices)}")
+
+
+def listed(values: tuple[object, ...]) -> str:
+    """Return values with commas between them."""
+    return ", ".join(str(value) for value in values)

@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from meshwright.hwprofiles.complaints import ProfileError
+from meshwright.hwprofiles.complaints import ProfileError, check_distinct, check_member, listed
 from meshwright.hwprofiles.kinds import (
     Attention,
     ContextParallel,
@@ -65,8 +65,9 @@ class EightBitRecipe(Profile):
     back; ``expert_cast_kernels`` how many kernels cast the rows of an expert, 0 where one casts
     those of all; ``fuses_experts`` whether the kernel of a grouped product opens what it makes, and
     casts it for the product that reads it; ``multiplies_head`` whether the head is one of these;
-    ``gathers_parameters`` whether fully_shard gathers weights cast, ``precomputes_scales`` whether
-    one all-reduce of a step gives the scales of these casts.
+    ``keeps_attention_output`` whether the product behind attention keeps what attention keeps, too,
+    and no copy of 8 bits; ``gathers_parameters`` whether fully_shard gathers weights cast,
+    ``precomputes_scales`` whether one all-reduce of a step gives the scales of these casts.
     """
 
     saved_input_bytes: SavedBytes
@@ -237,13 +238,13 @@ class StackProfile(StackTraits):
     @model_validator(mode="after")
     def _check_defaults(self) -> Self:
         for field in LISTS:
-            _check_distinct(field, getattr(self, field))
+            check_distinct(field, getattr(self, field))
         _check_context(self)
         _check_recompute(self)
         _check_gradients(self)
         check_switches(self)
-        _check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
-        _check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
+        check_member("attention", self.attention, "attention_kernels", self.attention_kernels)
+        check_member("zero_stage", self.zero_stage, "zero_stages", self.zero_stages)
         if (Attention.FLASH in self.attention_kernels) != bool(self.flash_kernel):
             raise ProfileError(
                 f"flash_kernel: {self.flash_kernel!r} does not go with attention_kernels; "
@@ -262,7 +263,7 @@ def _check_recipes(stack: StackProfile) -> None:
     for name, recipe in stack.recipes.items():
         if (name in stack.precisions) != (recipe is not None):
             raise ProfileError(
-                f"{name}: does not go with precisions {_listed(stack.precisions)}; "
+                f"{name}: does not go with precisions {listed(stack.precisions)}; "
                 f"allowed: a table [{name}] exactly where precisions lists {name}"
             )
 
@@ -270,7 +271,7 @@ def _check_recipes(stack: StackProfile) -> None:
 def _check_context(stack: StackProfile) -> None:
     for way in stack.latent_context_parallel:
         known = stack.context_parallel
-        _check_member("latent_context_parallel", way, "context_parallel", known)
+        check_member("latent_context_parallel", way, "context_parallel", known)
 
 
 def _check_recompute(stack: StackProfile) -> None:
@@ -288,7 +289,7 @@ def _check_recompute(stack: StackProfile) -> None:
 def _check_gradients(stack: StackProfile) -> None:
     """Raise ProfileError for formats or buckets of gradients that cannot be."""
     pairs = tuple("/".join(pair) for pair in stack.gradient_precisions)
-    _check_distinct("gradient_precisions", pairs)
+    check_distinct("gradient_precisions", pairs)
     is_whole = stack.zero_stages == (0,) and not (stack.tensor_parallel or stack.pipeline_parallel)
     if not stack.gradient_as_bucket_view and (stack.strategy is not Strategy.MESH or not is_whole):
         raise ProfileError(
@@ -299,7 +300,7 @@ def _check_gradients(stack: StackProfile) -> None:
     if stack.gradient_bucket_parameters_per_replica and not in_buckets:
         raise ProfileError(
             "gradient_bucket_parameters_per_replica: does not go with zero_stages "
-            f"{_listed(stack.zero_stages)}; allowed: with 0 and 1, or units {Units.FLAT}"
+            f"{listed(stack.zero_stages)}; allowed: with 0 and 1, or units {Units.FLAT}"
         )
     stored = {each.storage for each in Precision}
     for pair in stack.gradient_precisions:
@@ -307,7 +308,7 @@ def _check_gradients(stack: StackProfile) -> None:
             if each not in stored:
                 raise ProfileError(
                     f"gradient_precisions: {each} is not a format of gradients; "
-                    f"allowed: {_listed(tuple(sorted(stored)))}"
+                    f"allowed: {listed(tuple(sorted(stored)))}"
                 )
 
 
@@ -323,12 +324,12 @@ def _check_experts(stack: StackProfile) -> None:
         )
     if stack.expert_parallel != bool(stack.dispatchers):
         raise ProfileError(
-            f"dispatchers: {_listed(stack.dispatchers) or 'none'} do not go with expert_parallel "
+            f"dispatchers: {listed(stack.dispatchers) or 'none'} do not go with expert_parallel "
             f"{str(stack.expert_parallel).lower()}; allowed: some exactly where it is true"
         )
     if stack.expert_overlaps and not (stack.megatron_layers and stack.expert_parallel):
         raise ProfileError(
-            f"expert_overlaps: {_listed(stack.expert_overlaps)} is of Megatron-Core's schedule; "
+            f"expert_overlaps: {listed(stack.expert_overlaps)} is of Megatron-Core's schedule; "
             "allowed: with megatron_layers and expert_parallel"
         )
     if bool(stack.expert_overlaps) != (stack.ep_overlap_fraction > 0):
@@ -381,30 +382,16 @@ def _check_strategy(stack: StackProfile) -> None:
         )
     if stack.zero_stages != (0,):
         raise ProfileError(
-            f"zero_stages: {_listed(stack.zero_stages)} does not go with strategy "
+            f"zero_stages: {listed(stack.zero_stages)} does not go with strategy "
             f"{stack.strategy}; allowed: 0"
         )
 
 
 def _check_offload(stack: StackProfile) -> None:
     """Raise ProfileError where offloading and the speed of the update on the host disagree."""
-    _check_member("offload_modes", Offload.NONE, "offload_modes", stack.offload_modes)
+    check_member("offload_modes", Offload.NONE, "offload_modes", stack.offload_modes)
     if (len(stack.offload_modes) > 1) != (stack.host_bandwidth_fraction > 0):
         raise ProfileError(
             f"fitted.host_bandwidth_fraction: {stack.host_bandwidth_fraction:g} does not go with "
             "offload_modes; allowed: more than 0 exactly where offload_modes lists more than none"
         )
-
-
-def _check_distinct(key: str, values: tuple[object, ...]) -> None:
-    if len(set(values)) != len(values):
-        raise ProfileError(f"{key}: {_listed(values)} repeats a value; allowed: each value once")
-
-
-def _check_member(key: str, value: object, choices_key: str, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        raise ProfileError(f"{key}: {value} is not in {choices_key}; allowed: {_listed(choices)}")
-
-
-def _listed(values: tuple[object, ...]) -> str:
-    return ", ".join(str(value) for value in values)

@@ -110,7 +110,7 @@ def test_steps_and_stages_are_run_kept_and_shown(
     assert {name for name, quantity in found if quantity == PEAK} == {"tiny step", "tiny stage"}
     text = (out / "gpu_check.md").read_text(encoding="utf-8")
     assert "| tiny step | ddp@2.13 | tiny-gpt | 4 x 64 | 1 |" in text
-    assert "| tiny stage | megatron-core | tiny-gpt | 1 x 2 x 1 | 1 | optimizer step |" in text
+    assert "| tiny stage | megatron-core@0.18 | tiny-gpt | 1 x 2 x 1 | 1 | optimizer step |" in text
     assert "torch 2." in text
     assert f"- none: {reason.removeprefix('failed: ')}" in text
 
