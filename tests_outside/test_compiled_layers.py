@@ -92,8 +92,8 @@ def kept_bytes(layer: DenseLayer, x: Tensor, precision: Precision) -> int:
 
 
 CASES = {
-    "Llama of torchtitan": Divided(torchtitan_llama, "torchtitan"),
-    "Qwen3 of torchtitan": Divided(torchtitan_qwen3, "torchtitan", facts=HEADS),
+    "Llama of torchtitan": Divided(torchtitan_llama, "torchtitan@0.2"),
+    "Qwen3 of torchtitan": Divided(torchtitan_qwen3, "torchtitan@0.2", facts=HEADS),
     "Llama of transformers": Divided(transformers_llama, "fsdp"),
     "Llama of transformers under autocast": Divided(transformers_llama, "ddp"),
     "GPT-2 of transformers": Divided(transformers_gpt2, "fsdp", "ddp gpt"),

@@ -108,7 +108,7 @@ def test_torchtitan_hybrid(tmp_path: Path) -> None:
     for name in ("assets.py", "debug.toml", "titan.toml"):
         (tmp_path / name).write_text(files[name], encoding="utf-8")
     run(tmp_path, "assets.py")
-    options = "--gpus 16 --tp 2 --pp 2 --sequence-parallel --global-batch 16 --stack torchtitan"
+    options = "--gpus 16 --tp 2 --pp 2 --sequence-parallel --global-batch 16 --stack torchtitan@0.2"
     simulate = f"simulate debug.toml {options} --set kernels=eager --cluster dgx-h100 --out plan"
     run(tmp_path, "-m", "meshwright", *simulate.split())
     script = "-- -m torchtitan.train --job.config_file titan.toml"

@@ -123,8 +123,8 @@ def drop_gradients(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("make", "stack", "facts"),
     [
-        (torchtitan_llama, "torchtitan", {}),
-        (torchtitan_qwen3, "torchtitan", HEADS),
+        (torchtitan_llama, "torchtitan@0.2", {}),
+        (torchtitan_qwen3, "torchtitan@0.2", HEADS),
         (transformers_llama, "fsdp", {}),
         (transformers_llama, "ddp", {}),
     ],

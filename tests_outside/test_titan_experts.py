@@ -116,7 +116,7 @@ def test_an_expert_layer_of_torchtitan_is_byte_exact(
     with patch.object(utils, "generate_permute_indices", places):
         found = counted(lambda: make(experts), NUM_SEQUENCES, TOKENS)
     padding = 2 * 8 * experts.num_experts * 3 * SPEC.hidden_size * experts.hidden_size
-    assert derived(model, "torchtitan") == replace(
+    assert derived(model, "torchtitan@0.2") == replace(
         found,
         forward_flops=found.forward_flops - padding,
         backward_flops=found.backward_flops - 2 * padding,
@@ -146,7 +146,7 @@ def test_a_layer_of_torchtitan_with_experts_of_several_ranks_is_byte_exact(
         )
     own = experts.num_experts // ep
     padding = 2 * 8 * own * 3 * SPEC.hidden_size * experts.hidden_size
-    assert derived(model, "torchtitan", ep=ep) == replace(
+    assert derived(model, "torchtitan@0.2", ep=ep) == replace(
         found,
         forward_flops=found.forward_flops - padding,
         backward_flops=found.backward_flops - 2 * padding,
