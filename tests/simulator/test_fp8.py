@@ -321,6 +321,16 @@ def test_transformer_engine_keeps_the_fp8_copy_of_a_linear_layers_input() -> Non
     )
 
 
+def test_the_product_behind_attention_keeps_its_output_and_no_copy_where_both_would_stay() -> None:
+    """`set_save_original_input` of Megatron-Core 0.14 and later, where scaling is not delayed."""
+    stacks = "megatron-core@0.12", "megatron-core@0.16"
+    old, new = (kept(block_shape(each, precision=Precision.MXFP8, tp=4)) for each in stacks)
+    numbers = 8192 * MODEL.hidden_size // 4
+    assert old - new == Counter([("attention in fp8", numbers + numbers // 32)])
+    assert not new - old
+    assert kept(block_shape("megatron-core@0.12")) == kept(block_shape("megatron-core@0.16"))
+
+
 def test_selective_recompute_drops_the_bf16_output_of_the_attention_core() -> None:
     dropped = kept(block_shape()) - kept(replace(block_shape(), recompute=Recompute.SELECTIVE))
     assert {name for name, _ in dropped} == {"log-sum-exp", "attention"}
