@@ -128,7 +128,7 @@ def _said(entry: _Entry) -> dict[str, object]:
 
 
 class _PlanFile(_Entry):
-    format: Literal["meshwright-plan-1", "meshwright-plan-2"]
+    format: str
     model: str | dict[str, object]
     cluster: str | dict[str, object]
     stack: str | dict[str, object]

@@ -7,7 +7,15 @@ hidden behind anything; and the attention kernel is PyTorch's own, which was mea
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshwright.hwprofiles import MEGA, Source, is_stack, load_stack, parse_time, profile_toml
+from meshwright.hwprofiles import (
+    MEGA,
+    Source,
+    list_stacks,
+    load_stack,
+    parse_time,
+    profile_toml,
+    stack_frameworks,
+)
 from meshwright.planner.reports import write_output
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration.fit.cost_fit import FLASH_KERNEL
@@ -32,7 +40,8 @@ def check_stacks(names: Iterable[str], accelerator: Accelerator | None) -> tuple
     if chosen and accelerator is not Accelerator.CPU:
         raise PlanError(f"--stack {chosen[0]} has no effect without --device cpu")
     for index, name in enumerate(chosen):
-        if not is_stack(load_stack(name).name) or name.endswith(".toml"):
+        load_stack(name)
+        if name.partition("@")[0] not in {*stack_frameworks(), *list_stacks()}:
             raise PlanError(f"--stack {name} is a file; allowed: a built-in stack")
         if name in chosen[:index]:
             raise PlanError(f"--stack {name} stands twice; allowed: each stack once")
