@@ -100,7 +100,7 @@ MEMORY_LIMITS = {
     "NVIDIA dgxc": 0.10,
     "SimuMax": 0.01,
     "torchtitan": 0.06,
-    # Ran with stand-ins for gradients, 0.6 GiB, which stack megatron-core@0.18 does not keep.
+    # Ran with stand-ins for gradients, 0.6 GiB, which stack megatron-core@0.12 does not keep.
     "NVIDIA Megatron-Bridge performance notes": 0.07,
 }
 
