@@ -1,6 +1,6 @@
 """What is built in, as text: models, clusters, stacks and schedules, with their sources."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import BaseModel
 from rich.console import Group, RenderableType
@@ -8,7 +8,10 @@ from rich.text import Text
 
 from meshwright.hwprofiles import (
     GIBI,
+    StackProfile,
+    common_refusals,
     counted,
+    in_parentheses,
     list_clusters,
     list_releases,
     list_stacks,
@@ -30,6 +33,9 @@ from meshwright.simulator import (
 )
 
 Facts = Iterator[tuple[str, str]]
+# What says which stack it is, and what is told of it in words.
+IDENTITY = ("name", "release", "alike", "title", "date", "source")
+TOLD = ("switches", "ruled_by", "rules", "refused")
 
 
 def models_table(name: str | None) -> RenderableType:
@@ -45,7 +51,7 @@ def clusters_table(name: str | None) -> RenderableType:
 def stacks_table(name: str | None) -> RenderableType:
     """Return all built-in stacks, or everything about one stack or stack file."""
     if name:
-        return facts_table(_record_facts(load_stack(name)))
+        return facts_table(_stack_facts(load_stack(name)))
     parts = {
         "": _framework_lines(),
         "releases": _release_lines(),
@@ -105,10 +111,7 @@ def _release_lines() -> Facts:
 
 def _switch_lines() -> Facts:
     for framework in stack_frameworks():
-        shown = framework
-        for switch in load_stack(framework).switches:
-            yield shown, switch
-            shown = ""
+        yield from _headed(framework, load_stack(framework).switches)
 
 
 def _switch_word(value: object) -> str:
@@ -141,10 +144,35 @@ def _schedule_facts(schedule: Schedule) -> Facts:
     yield "source", schedule.source
 
 
-def _record_facts(record: BaseModel, prefix: str = "") -> Facts:
-    """Yield each field of a record that is written down, those inside with a dotted name."""
+def _stack_facts(stack: StackProfile) -> Facts:
+    """Yield what a stack is, what a user may choose, what it refuses, and its other facts."""
+    yield from _record_facts(stack, fields=IDENTITY)
+    yield from _headed("switches", stack.switches)
+    yield from _headed("not offered", (f"{each}: {stack.rule(each)}" for each in stack.rules))
+    rules = ({**common_refusals(), **stack.refused}).values()
+    refused = (
+        f"{each.reason or each.when}{in_parentheses(each.words(stack.ruled_by))}"
+        for each in rules
+        if each.when
+    )
+    yield from _headed("refused", refused)
+    others = (each for each in type(stack).model_fields if each not in (*IDENTITY, *TOLD))
+    yield from _record_facts(stack, fields=others)
+
+
+def _headed(title: str, lines: Iterable[str]) -> Facts:
+    """Yield *lines* behind a title that stands once."""
+    for line in lines:
+        yield title, line
+        title = ""
+
+
+def _record_facts(
+    record: BaseModel, prefix: str = "", fields: Iterable[str] | None = None
+) -> Facts:
+    """Yield *fields* of a record that are written down, those inside with a dotted name."""
     written = record.model_dump()
-    for field in filter(written.__contains__, type(record).model_fields):
+    for field in filter(written.__contains__, fields or type(record).model_fields):
         yield from _value_facts(f"{prefix}{field}", getattr(record, field))
 
 
