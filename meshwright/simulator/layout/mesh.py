@@ -243,7 +243,8 @@ def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel
 
     >>> from meshwright.hwprofiles import load_stack
     >>> from meshwright.simulator import load_model
-    >>> [str(way) for way in context_ways(load_model("deepseek-v3"), load_stack("megatron-core"))]
+    >>> model, stack = load_model("deepseek-v3"), load_stack("megatron-core@0.16")
+    >>> [str(way) for way in context_ways(model, stack)]
     ['ring', 'ring+all-to-all']
     """
     latent = model.latent
