@@ -6,19 +6,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from witnesses import megatron_job
-from witnesses.boundary import modules_converted, objects_shared, values_answered
+from witnesses.boundary import cluster_answered
 
 from meshwright.hwprofiles import load_stack
 from meshwright.simulator import ResolvedPlan
 from meshwright.simulator.account import norm_calls
-from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.counting import RankOracle
 
 from megatron.core import parallel_state  # isort: skip  (after what stands for Apex)
 from megatron.core.distributed import (  # isort: skip
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.optimizer import (  # isort: skip
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 
 RANKS, WIDTH = 16, 64
 
@@ -37,46 +41,46 @@ class Model(nn.Module):
         return self.experts(self.dense(x))
 
 
+def model_and_optimizer(plan: ResolvedPlan) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    """Return what a rank trains, in buckets, and what updates it."""
+    shards, instances = plan.zero_stage > 0, plan.dp // plan.num_shards
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        plan.tp,
+        plan.pp,
+        expert_model_parallel_size=plan.ep,
+        expert_tensor_parallel_size=plan.expert_tp,
+        num_distributed_optimizer_instances=instances,
+        create_gloo_process_groups=False,
+    )
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=shards,
+        num_distributed_optimizer_instances=instances,
+    )
+    config = SimpleNamespace(calculate_per_token_loss=False)
+    chunk = DistributedDataParallel(config, settings, Model().bfloat16())
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=1e-3,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            clip_grad=1.0,
+            use_distributed_optimizer=shards,
+        ),
+        [chunk],
+        use_gloo_process_groups=False,
+    )
+    return chunk, optimizer
+
+
 def counted(plan: ResolvedPlan) -> list[tuple[int, int]]:
     """Return ranks and number of the sums of one fp32 number in a second update.
 
     In a first one core 0.19 asks all ranks once for groups of norms.
     """
-    shards, instances = plan.zero_stage > 0, plan.dp // plan.num_shards
-    with (
-        fake_cluster(0, RANKS),
-        values_answered(),
-        modules_converted(),
-        objects_shared(),
-        megatron_job.answers(),
-    ):
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            plan.tp,
-            plan.pp,
-            expert_model_parallel_size=plan.ep,
-            expert_tensor_parallel_size=plan.expert_tp,
-            num_distributed_optimizer_instances=instances,
-            create_gloo_process_groups=False,
-        )
-        settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=shards,
-            num_distributed_optimizer_instances=instances,
-        )
-        config = SimpleNamespace(calculate_per_token_loss=False)
-        chunk = DistributedDataParallel(config, settings, Model().bfloat16())
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                lr=1e-3,
-                bf16=True,
-                params_dtype=torch.bfloat16,
-                clip_grad=1.0,
-                use_distributed_optimizer=shards,
-            ),
-            [chunk],
-            use_gloo_process_groups=False,
-        )
+    with cluster_answered(0, RANKS), megatron_job.answers():
+        chunk, optimizer = model_and_optimizer(plan)
         for _ in range(2):
             optimizer.zero_grad()
             chunk(torch.zeros(1, WIDTH, dtype=torch.bfloat16)).sum().backward()

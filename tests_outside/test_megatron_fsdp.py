@@ -6,7 +6,7 @@ attributes stands for them, so that what Megatron-FSDP makes of them is its own 
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from witnesses import megatron_fsdp, megatron_job
-from witnesses.boundary import modules_converted, objects_shared, values_answered
+from witnesses.boundary import cluster_answered
 
 from meshwright.simulator.model import TRANSFORMER_LAYER
 from meshwright.simulator.replication.flat_units import bucket_size
@@ -27,7 +27,7 @@ from meshwright.simulator.replication.unit_walk import (
     UnitWalk,
     WalkSettings,
 )
-from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.counting import RankOracle
 
 from megatron.core import parallel_state  # isort: skip  (after what stands for Apex)
 from megatron.core.distributed.fsdp.src.megatron_fsdp import mixed_precision  # isort: skip
@@ -106,6 +106,11 @@ class Watch:
         self.forward: defaultdict[int, int] = defaultdict(int)
         self.backward: defaultdict[int, int] = defaultdict(int)
         self.gradients: defaultdict[int, int] = defaultdict(int)
+
+    @property
+    def levels(self) -> tuple[defaultdict[int, int], ...]:
+        """All that is noted, as `Counted` has it."""
+        return self.forward, self.backward, self.gradients
 
     def note(self, levels: dict[int, int], block: int, number: int) -> None:
         """Keep the fullest moment of a *block*."""
@@ -217,64 +222,77 @@ class Counted(NamedTuple):
     gradients: list[int]
 
 
-def counted(layers: list[tuple[int, int]], way: Way | None, num_sets: int = 1) -> Counted:
-    """Return what a second step of two microbatches does, and what lives in the second."""
-    calls: Counter[tuple[str, int]] = Counter()
-    ranks, watch = RANKS * num_sets, Watch()
+def reductions_watched(watch: Watch, head: int) -> AbstractContextManager[object]:
+    """Let *watch* note what gradients live when buckets are reduced, of the *head* and before."""
     ready = GradReducePipeline.get_ready_bucket_group_for_reduction
 
     def noted(pipeline: GradReducePipeline, bucket: int) -> list[int] | None:
         group = ready(pipeline, bucket)
         if group:
-            unit = pipeline.buffer.parameter_groups[group[0]].fsdp_unit_id
-            weight = pipeline.buffer.parameter_groups[group[0]].params[0]
-            is_head = weight is wrapped.module.raw_param["head.weight"]
-            block = unit + 1 if unit is not None else (1 + len(layers)) * is_head
+            first = pipeline.buffer.parameter_groups[group[0]]
+            if first.fsdp_unit_id is not None:
+                block = first.fsdp_unit_id + 1
+            else:
+                of_head = watch.wrapped.module.raw_param["head.weight"]
+                block = head if first.params[0] is of_head else 0
             watch.note(watch.gradients, block, watch.made())
         return group
 
+    return patch.object(GradReducePipeline, "get_ready_bucket_group_for_reduction", noted)
+
+
+def wrapped_model(model: Model, way: Way | None, num_sets: int) -> megatron_fsdp.Wrapper:
+    """Return a rank's *model*, of which so many sets of ranks have shards."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=RANKS // EXPERT_RANKS if num_sets == 1 else 1,
+        num_distributed_optimizer_instances=num_sets,
+        create_gloo_process_groups=False,
+    )
+    recipe = "mxfp8" if way is not None and way.has_columns else None
+    config = SimpleNamespace(
+        calculate_per_token_loss=False, init_model_with_meta_device=False, fp8_recipe=recipe
+    )
+    return megatron_fsdp.wrap(
+        config,
+        model,
+        units=[Layer],
+        num_distributed_optimizer_instances=num_sets,
+        fp8_param_gather=way is not None,
+    )
+
+
+def run_step(watch: Watch) -> None:
+    """Run a step of two microbatches; what lives in the second stays noted."""
+    wrapped = watch.wrapped
+    wrapped.zero_grad_buffer()
+    for wrapped.module.is_last_microbatch in (False, True):
+        for levels in watch.levels:
+            levels.clear()
+        wrapped(torch.zeros(1, 1, requires_grad=True)).sum().backward()
+    wrapped.finish_grad_sync()
+
+
+def counted(layers: list[tuple[int, int]], way: Way | None, num_sets: int = 1) -> Counted:
+    """Return what a second step of two microbatches does, and what lives in the second."""
+    calls: Counter[tuple[str, int]] = Counter()
+    ranks, watch, head = RANKS * num_sets, Watch(), 1 + len(layers)
+    groups = {tuple(range(RANKS)): "dp", (0, 2): "edp"}
+    groups |= {tuple(range(0, ranks, RANKS)): "replica"} if num_sets > 1 else {}
     with (
-        fake_cluster(0, ranks),
-        values_answered(),
-        modules_converted(),
-        objects_shared(),
+        cluster_answered(0, ranks),
         megatron_job.answers(),
         standing(way),
-        patch.object(GradReducePipeline, "get_ready_bucket_group_for_reduction", noted),
+        reductions_watched(watch, head),
     ):
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=RANKS // EXPERT_RANKS if num_sets == 1 else 1,
-            num_distributed_optimizer_instances=num_sets,
-            create_gloo_process_groups=False,
-        )
-        recipe = "mxfp8" if way is not None and way.has_columns else None
-        config = SimpleNamespace(
-            calculate_per_token_loss=False, init_model_with_meta_device=False, fp8_recipe=recipe
-        )
-        wrapped = megatron_fsdp.wrap(
-            config,
-            Model(layers, way, watch),
-            units=[Layer],
-            num_distributed_optimizer_instances=num_sets,
-            fp8_param_gather=way is not None,
-        )
-        watch.wrapped = wrapped
-        groups = {tuple(range(RANKS)): "dp", (0, 2): "edp"}
-        groups |= {tuple(range(0, ranks, RANKS)): "replica"} if num_sets > 1 else {}
+        watch.wrapped = wrapped_model(Model(layers, way, watch), way, num_sets)
         for _ in range(2):
             oracle = RankOracle(groups)
             with oracle:
-                wrapped.zero_grad_buffer()
-                for wrapped.module.is_last_microbatch in (False, True):
-                    for levels in (watch.forward, watch.backward, watch.gradients):
-                        levels.clear()
-                    wrapped(torch.zeros(1, 1, requires_grad=True)).sum().backward()
-                wrapped.finish_grad_sync()
+                run_step(watch)
     for call in oracle.collectives:
         calls[call.op, call.size_bytes] += call.num_calls
-    levels = watch.forward, watch.backward, watch.gradients
-    return Counted(calls, *([each[block] for block in range(len(layers) + 2)] for each in levels))
+    return Counted(calls, *([each[block] for block in range(head + 1)] for each in watch.levels))
 
 
 def unit_of(rows: tuple[int, int], way: Way | None) -> FlatUnit:

@@ -15,6 +15,8 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorConverter
 from torch.overrides import TorchFunctionMode
 
+from meshwright.validate.counting import fake_cluster
+
 _VALUE = torch.ops.aten._local_scalar_dense.default
 
 
@@ -72,6 +74,13 @@ def objects_shared() -> Iterator[None]:
         found[:] = [own] * len(found)
 
     with patch.object(dist, "all_gather_object", gather):
+        yield
+
+
+@contextlib.contextmanager
+def cluster_answered(rank: int, world_size: int) -> Iterator[None]:
+    """Be *rank* of a fake cluster, with values, converted modules and objects as above."""
+    with fake_cluster(rank, world_size), values_answered(), modules_converted(), objects_shared():
         yield
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from meshwright.planner.reports import SavedPlan
-from meshwright.validate.counting import RankOracle, fake_cluster
+from meshwright.validate.counting import RankOracle
 from meshwright.validate.outside import (
     COUNT_HEAD,
     COUNTS,
@@ -30,7 +30,7 @@ from meshwright.validate.outside import (
 from meshwright.validate.programs.contract import RankProgram
 from meshwright.validate.ranks import CollectiveCount, RankMeasurement
 from meshwright.validate.runs.fake import NUM_STEPS, run_counted
-from witnesses.boundary import modules_converted, objects_shared, values_answered
+from witnesses.boundary import cluster_answered
 
 MODULES = {
     "torchtitan": "witnesses.torchtitan_job",
@@ -58,13 +58,7 @@ def count_rank(plan: OutsidePlan, rank: int) -> OutsideCount:
     framework = cast("Framework", importlib.import_module(MODULES[plan.framework]))
     saved = plan.saved()
     world_size = saved.plan.world_size
-    with (
-        fake_cluster(rank, world_size),
-        values_answered(),
-        modules_converted(),
-        objects_shared(),
-        framework.answers(),
-    ):
+    with cluster_answered(rank, world_size), framework.answers():
         program = framework.job(saved)
         oracle = RankOracle(program.groups)
         with oracle:

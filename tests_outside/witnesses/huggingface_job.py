@@ -223,22 +223,8 @@ def sharding(model: PreTrainedModel, saved: SavedPlan) -> FullyShardedDataParall
 def language_model(job: TrainingJob) -> PreTrainedModel:
     """Return the model of transformers that a job trains."""
     model = job.transformer
-    dropout = 0.1 if model.dropout else 0.0
     if model.positions == "learned":
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=model.vocab_size,
-                n_positions=model.max_positions,
-                n_embd=model.hidden_size,
-                n_layer=model.num_layers,
-                n_head=model.num_heads,
-                n_inner=model.ffn_hidden_size,
-                resid_pdrop=dropout,
-                embd_pdrop=dropout,
-                attn_pdrop=0.0,  # a CPU's flash attention has none; a GPU's keeps no mask of it
-                tie_word_embeddings=model.tied_embeddings,
-            )
-        )
+        return gpt2(model)
     sizes = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -253,16 +239,43 @@ def language_model(job: TrainingJob) -> PreTrainedModel:
     if model.experts is None:
         return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=model.ffn_hidden_size))
     sizes["num_experts_per_tok"] = model.experts.experts_per_token
-    if model.qk_norm == "head":
-        config = Qwen3MoeConfig(
-            **sizes,
-            head_dim=model.head_dim,
-            moe_intermediate_size=model.experts.hidden_size,
-            num_experts=model.experts.num_experts,
-            norm_topk_prob=True,
+    return qwen3(model, sizes) if model.qk_norm == "head" else mixtral(model, sizes)
+
+
+def gpt2(model: ModelSpec) -> GPT2LMHeadModel:
+    """Return GPT-2 of the sizes of *model*."""
+    dropout = 0.1 if model.dropout else 0.0
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=model.vocab_size,
+            n_positions=model.max_positions,
+            n_embd=model.hidden_size,
+            n_layer=model.num_layers,
+            n_head=model.num_heads,
+            n_inner=model.ffn_hidden_size,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=0.0,  # a CPU's flash attention has none; a GPU's keeps no mask of it
+            tie_word_embeddings=model.tied_embeddings,
         )
-        config._experts_implementation = "grouped_mm"
-        return Qwen3MoeForCausalLM(config)
+    )
+
+
+def qwen3(model: ModelSpec, sizes: dict[str, object]) -> Qwen3MoeForCausalLM:
+    """Return Qwen3 with the experts of *model*, of *sizes* that others have, too."""
+    config = Qwen3MoeConfig(
+        **sizes,
+        head_dim=model.head_dim,
+        moe_intermediate_size=model.experts.hidden_size,
+        num_experts=model.experts.num_experts,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = "grouped_mm"
+    return Qwen3MoeForCausalLM(config)
+
+
+def mixtral(model: ModelSpec, sizes: dict[str, object]) -> MixtralForCausalLM:
+    """Return Mixtral with the experts of *model*, of *sizes* that others have, too."""
     config = MixtralConfig(
         **sizes,
         intermediate_size=model.experts.hidden_size,

@@ -14,11 +14,10 @@ from meshwright.hwprofiles import Precision
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator.model import padded_vocab_size
 from meshwright.simulator.schedules import Phase
-from meshwright.validate.counting import fake_cluster
 from meshwright.validate.counting.accelerator import IdleStream
 from meshwright.validate.ranks import ByteKind
 from witnesses import apex
-from witnesses.boundary import gpu_answers, modules_converted, objects_shared, values_answered
+from witnesses.boundary import cluster_answered, gpu_answers
 from witnesses.groups import groups_of
 
 apex.install()  # before Megatron-Core, which looks for it
@@ -35,6 +34,7 @@ from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_op
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -257,28 +257,9 @@ class MegatronJob:
                 yield from ((each, ByteKind.OPTIMIZER) for each in (master, *states))
 
     def _chunk(self, index: int) -> DistributedDataParallel | megatron_fsdp.Wrapper:
-        job, plan = self._saved.job, self._saved.plan
-        model, virtual = job.transformer, plan.num_virtual_stages
-        stage = index if virtual > 1 else None
-        where = {"ignore_virtual": False, "vp_stage": stage}
-        layers = block_spec(self._config, stage)
-        gpt = GPTModel(
-            self._config,
-            layers,
-            vocab_size=padded_vocab_size(model, plan.tp, self._saved.stack.vocabulary_multiple),
-            max_sequence_length=model.max_positions
-            if model.positions == "learned"
-            else job.seq_len,
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            share_embeddings_and_output_weights=model.tied_embeddings,
-            position_embedding_type="rope" if model.positions == "rotary" else "learned_absolute",
-            rotary_percent=model.rotary_fraction,
-            vp_stage=stage,
-            mtp_block_spec=prediction_spec(self._config, stage),
-        )
-        if job.precision is Precision.BF16:
-            gpt = Float16Module(self._config, gpt)
+        plan = self._saved.plan
+        stage = index if plan.num_virtual_stages > 1 else None
+        gpt = language_model(self._saved, self._config, stage)
         shards = plan.zero_stage > 0
         if plan.zero_stage == 3:
             return megatron_fsdp.wrap(
@@ -309,17 +290,33 @@ class MegatronJob:
         return losses, lambda output: (output.float().mean(), {})
 
 
+def language_model(
+    saved: SavedPlan, config: TransformerConfig, stage: int | None
+) -> torch.nn.Module:
+    """Return the model of a virtual *stage*, which has no number where a rank has one stage."""
+    job, model = saved.job, saved.job.transformer
+    where = {"ignore_virtual": False, "vp_stage": stage}
+    gpt = GPTModel(
+        config,
+        block_spec(config, stage),
+        vocab_size=padded_vocab_size(model, saved.plan.tp, saved.stack.vocabulary_multiple),
+        max_sequence_length=model.max_positions if model.positions == "learned" else job.seq_len,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        share_embeddings_and_output_weights=model.tied_embeddings,
+        position_embedding_type="rope" if model.positions == "rotary" else "learned_absolute",
+        rotary_percent=model.rotary_fraction,
+        vp_stage=stage,
+        mtp_block_spec=prediction_spec(config, stage),
+    )
+    return Float16Module(config, gpt) if job.precision is Precision.BF16 else gpt
+
+
 @contextmanager
 def built(saved: SavedPlan, rank: int = 0) -> Iterator[MegatronJob]:
     """Have the job of a rank on a fake cluster for a while, for what runs without it.
 
     Without Transformer Engine its attention is of the rank's own tokens alone.
     """
-    with (
-        fake_cluster(rank, saved.plan.world_size),
-        values_answered(),
-        modules_converted(),
-        objects_shared(),
-        answers(),
-    ):
+    with cluster_answered(rank, saved.plan.world_size), answers():
         yield MegatronJob(saved)

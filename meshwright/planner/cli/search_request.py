@@ -25,7 +25,6 @@ from meshwright.planner.options import (
 )
 from meshwright.planner.space import SpaceLimits, askable_values, is_searched
 from meshwright.simulator import (
-    ModelSpec,
     PlanError,
     ResolvedPlan,
     TrainingJob,
@@ -234,8 +233,7 @@ def _probe(given: Given, setting: Setting) -> ResolvedPlan:
     the model.
     """
     stack, model = setting.stack, setting.job.model
-    has_experts = isinstance(model, ModelSpec) and model.experts is not None
-    tp = given.get("tp", 2 if not has_experts and _splits(given, setting) else 1)
+    tp = given.get("tp", 2 if model.experts is None and _splits(given, setting) else 1)
     switches = {
         each.name: given[each.name]
         for each in SEARCHED_FIELDS

@@ -12,7 +12,6 @@ from meshwright.planner.space.limits import SpaceLimits
 from meshwright.planner.space.switches import divisors
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import PLAN_FIELDS, SHARDS, experts_refusal
-from meshwright.simulator.model import ModelSpec
 
 
 def expert_degrees(
@@ -20,10 +19,10 @@ def expert_degrees(
 ) -> list[tuple[int, int]]:
     """Return the numbers of ``ep`` and ``etp`` that the ranks of a stage can have together."""
     model = job.model
-    has_experts = isinstance(model, ModelSpec) and model.experts is not None
     ranks, tp = fixed["tp"] * fixed["cp"] * fixed["dp"], fixed["tp"]
     asked, usual = limits.values("ep"), (None,) if tp == 1 else (None, 1)
-    degrees = asked or (divisors(ranks) if has_experts and stack.expert_parallel else (1,))
+    divides = model.experts is not None and stack.expert_parallel
+    degrees = asked or (divisors(ranks) if divides else (1,))
     return [
         (ep, PLAN_FIELDS["etp"].code(etp))
         for ep in cast("Sequence[int]", degrees)

@@ -336,7 +336,7 @@ def _rank_parameters(
 
 def _accumulated_bytes(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> int:
     """Return what is read and written of an expert's gradient; other layers' are hidden."""
-    if not isinstance(job.model, ModelSpec) or job.model.experts is None:
+    if job.experts is None:
         return 0
     if not stack.fused_gradient_accumulation:
         return job.precision.num_bytes

@@ -98,7 +98,7 @@ class TrainingJob:
     @property
     def experts(self) -> Experts | None:
         """Routed experts of the model, if it has any."""
-        return self.model.experts if isinstance(self.model, ModelSpec) else None
+        return self.model.experts
 
     @property
     def prediction_layers(self) -> int:

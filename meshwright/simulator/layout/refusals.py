@@ -36,7 +36,7 @@ from meshwright.simulator.layout.formats import (
 )
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ResolvedPlan
-from meshwright.simulator.model import AnyModel, Experts, ModelSpec, predicts_further
+from meshwright.simulator.model import AnyModel, ModelSpec, predicts_further
 
 
 def check_sharding(job: TrainingJob, plan: ResolvedPlan) -> None:
@@ -106,18 +106,14 @@ def default_attention(device: Device, stack: StackProfile) -> Attention:
 
 def known_values(field: PlanField, model: AnyModel) -> tuple[object, ...] | None:
     """Return the values of *field* that *model* may have, None for all."""
-    if field.declaration.of_experts and _experts_of(model) is None:
+    if field.declaration.of_experts and model.experts is None:
         return (field.default,)
     return None if isinstance(model, ModelSpec) else field.declaration.without_attention
 
 
-def _experts_of(model: AnyModel) -> Experts | None:
-    return model.experts if isinstance(model, ModelSpec) else None
-
-
 def experts_refusal(model: AnyModel, ep: int, etp: int) -> str | None:
     """Return why the experts of *model* cannot be divided or split so, or None when they can."""
-    experts = _experts_of(model)
+    experts = model.experts
     if experts is None:
         return None
     if experts.num_experts % ep:

@@ -187,7 +187,7 @@ def expert_tokens(shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh) -> l
     0.2.2, components/optimizer.py); those of transformers do not move.
     """
     model = shape.trained
-    if not isinstance(model, ModelSpec) or model.experts is None or not model.experts.routing_bias:
+    if model.experts is None or not model.experts.routing_bias:
         return []
     if shape.stack.transformers_layers:
         return []

@@ -104,7 +104,7 @@ def block_bytes(
 def captures_whole_layers(shape: BlockShape) -> bool:
     """Return whether each layer is in CUDA graphs of its own, with its experts if it has some."""
     stack, model = shape.stack, shape.trained
-    is_whole = getattr(model, "experts", None) is None or stack.captures_experts
+    is_whole = model.experts is None or stack.captures_experts
     return stack.cuda_graphs == CudaGraphs.LAYERS and is_whole
 
 

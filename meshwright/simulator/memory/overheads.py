@@ -167,8 +167,8 @@ def workspace_bytes(device: Device, stack: StackProfile, model: AnyModel) -> int
     own = device.overheads
     if own is None:
         return 0
-    has_experts = isinstance(model, ModelSpec) and model.experts is not None
-    num_streams = NUM_GROUPED_STREAMS if has_experts and stack.grouped_experts else 0
+    is_grouped = model.experts is not None and stack.grouped_experts
+    num_streams = NUM_GROUPED_STREAMS if is_grouped else 0
     engine = own.engine_workspace_bytes if stack.transformer_engine else 0
     return NUM_PRODUCT_THREADS * own.product_workspace_bytes + engine * (1 + num_streams)
 

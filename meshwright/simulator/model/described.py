@@ -91,6 +91,7 @@ class ListedModel(Model, Generic[K]):
     """A model whose layers differ, and whose sample is a sequence of length 1."""
 
     tied_embeddings: ClassVar[bool] = False
+    experts: ClassVar[None] = None
     seq_len: ClassVar[int] = 1
 
     @property

@@ -94,7 +94,7 @@ def count_active_parameters(model: AnyModel) -> int:
     >>> count_active_parameters(load_model("mixtral-8x7b"))
     12879925248
     """
-    if not isinstance(model, ModelSpec) or model.experts is None:
+    if model.experts is None:
         return count_parameters(model)
     idle = model.experts.num_experts - model.experts.experts_per_token
     tensors = filter(is_expert, LAYER_TENSORS[EXPERT_LAYER](model))
@@ -137,7 +137,7 @@ def _num_expert_layers(model: ModelSpec) -> int:
 
 def _count_routing_biases(model: AnyModel) -> int:
     """Return the biases of routing, which no gradient trains: they are no tensors of a step."""
-    if not isinstance(model, ModelSpec) or model.experts is None:
+    if model.experts is None:
         return 0
     return model.experts.routing_bias * _num_expert_layers(model) * model.experts.num_experts
 

@@ -292,7 +292,7 @@ class BufferCopies(NamedTuple):
     pack_ps: int
 
 
-def unit_copies(
+def unit_buffer_copies(
     costs: CostModel,
     num_parameters: int,
     wire: WireBytes,

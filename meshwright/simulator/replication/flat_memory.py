@@ -17,6 +17,7 @@ from meshwright.simulator.model import HEAD, BlockKind, BlockRun, is_expert, is_
 from meshwright.simulator.replication.data_parallel import Replication, blocks_of
 from meshwright.simulator.replication.flat_units import flat_walk
 
+SCALE_TILE = 128, 4  # scales in MXFP8 of so many rows, and of so many along one
 Blocks = Mapping[BlockKind, BlockBytes[int]]
 
 
@@ -104,8 +105,8 @@ def scale_bytes(shape: BlockShape, stages: Sequence[Stage]) -> tuple[int, int]:
     """Return the bytes of largest values by which ranks find scales together: of most, of experts.
 
     Of a tensor one number in fp32, in MXFP8 one in bf16 for each scale of both copies, which fill
-    tiles of 128 by 4 (`cast_master_weights_to_fp8` and `MXFP8Quantizer` of Transformer Engine 2.11,
-    pytorch/tensor/utils.py and mxfp8_tensor.py).
+    tiles (`cast_master_weights_to_fp8` and `MXFP8Quantizer` of Transformer Engine 2.11, pytorch/
+    tensor/utils.py and mxfp8_tensor.py).
     """
     recipe, found = shape.recipe, [0, 0]
     if recipe is None or not recipe.holds_parameters:
@@ -119,14 +120,11 @@ def scale_bytes(shape: BlockShape, stages: Sequence[Stage]) -> tuple[int, int]:
         *experts, rows, width = shape.local_shape(tensor)
         each = Precision.FP32.num_bytes
         if recipe.scaled_elements:
-            tiles = [
-                _filled(outer, 128) * _filled(-(-inner // recipe.scaled_elements), 4)
+            tile_rows, tile_width = SCALE_TILE
+            num_tiles = sum(
+                -(-outer // tile_rows) * -(-inner // (tile_width * recipe.scaled_elements))
                 for outer, inner in ((rows, width), (width, rows))
-            ]
-            each = Precision.BF16.num_bytes * sum(tiles)
+            )
+            each = Precision.BF16.num_bytes * tile_rows * tile_width * num_tiles
         found[is_expert(tensor)] += counts[tensor.block] * prod(experts) * each
     return found[0], found[1]
-
-
-def _filled(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

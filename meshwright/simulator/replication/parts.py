@@ -11,7 +11,7 @@ from meshwright.simulator.replication.data_parallel import (
     BufferCopies,
     Replication,
     WireBytes,
-    unit_copies,
+    unit_buffer_copies,
 )
 from meshwright.simulator.schedules import NO_REFETCHES, Refetches
 
@@ -97,9 +97,9 @@ def buffer_copies(
     *,
     adds_up: bool,
 ) -> BufferCopies:
-    """Return the times of the copies of a *part*; see `unit_copies`."""
+    """Return the times of the copies of a *part*; see `unit_buffer_copies`."""
     copies = [
-        unit_copies(costs, sum(buckets), wire, holders, adds_up=adds_up)
+        unit_buffer_copies(costs, sum(buckets), wire, holders, adds_up=adds_up)
         for buckets, holders in part.by_holders(replication)
     ]
     return BufferCopies(*map(sum, zip(*copies, strict=True)))

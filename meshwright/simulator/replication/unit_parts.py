@@ -16,7 +16,6 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Stage, copies_table
 from meshwright.simulator.model import (
     BlockKind,
-    ModelSpec,
     ParameterTensor,
     is_expert,
     rank_tensors,
@@ -235,7 +234,8 @@ def fills_rows(shape: BlockShape) -> bool:
 
     The rows of models without experts are so many that it is next to nothing there.
     """
-    return shape.stack.is_fully_sharded and _has_experts(shape) and not _is_flat(shape)
+    has_experts = shape.trained.experts is not None
+    return shape.stack.is_fully_sharded and has_experts and not _is_flat(shape)
 
 
 def _is_flat(shape: BlockShape) -> bool:
@@ -243,11 +243,7 @@ def _is_flat(shape: BlockShape) -> bool:
 
     Its norm is one number for all of a rank, that of DTensors one for each weight.
     """
-    return _has_experts(shape) and not shape.stack.norm_by_axis
-
-
-def _has_experts(shape: BlockShape) -> bool:
-    return isinstance(shape.trained, ModelSpec) and shape.trained.experts is not None
+    return shape.trained.experts is not None and not shape.stack.norm_by_axis
 
 
 def unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool = False) -> Iterator[Rows]:

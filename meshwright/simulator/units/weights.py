@@ -6,7 +6,7 @@ from meshwright.hwprofiles import Units
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.model import EMBEDDING, BlockKind, BlockRun, ModelSpec
+from meshwright.simulator.model import EMBEDDING, BlockKind, BlockRun
 from meshwright.simulator.replication import (
     EndUnits,
     Rows,
@@ -163,10 +163,8 @@ def _last_experts(shape: BlockShape, num_parameters: int) -> int:
 
 def num_own_experts(shape: BlockShape) -> int:
     """Return how many routed experts of a layer a rank has."""
-    model = shape.trained
-    if not isinstance(model, ModelSpec) or model.experts is None:
-        return 0
-    return model.experts.num_experts // shape.ep
+    experts = shape.trained.experts
+    return 0 if experts is None else experts.num_experts // shape.ep
 
 
 def _size(rows: tuple[Rows, ...]) -> int:

@@ -3,7 +3,7 @@
 from meshwright.simulator.blocks.parts.feed_forward import Shared
 from meshwright.simulator.blocks.parts.megatron_experts import megatron
 from meshwright.simulator.blocks.parts.routed_dims import ExpertMesh, RoutedDims
-from meshwright.simulator.blocks.parts.titan_experts import torchtitan
+from meshwright.simulator.blocks.parts.titan_experts import padded_torchtitan, torchtitan
 from meshwright.simulator.blocks.parts.transformers_experts import transformers
 from meshwright.simulator.graph import Block, Placement, Tensor, place, replicated
 from meshwright.simulator.layout import Axis
@@ -35,4 +35,6 @@ def routed(
         x = place(block, x, replicated(x.at, Axis.TP))
         if block.lowering.spells_out:
             return place(block, transformers(block, x, dims, experts, shared), outside)
-        return torchtitan(block, x, experts, dims, outside, shared)
+        if block.lowering.pads_rows:
+            return padded_torchtitan(block, x, experts, dims, outside, shared)
+        return torchtitan(block, x, dims, outside, shared)

@@ -47,20 +47,6 @@ ALIGNED_ROWS = 8  # of torch._grouped_mm in 16 bits (TOKEN_GROUP_ALIGN_SIZE_M of
 
 
 def torchtitan(
-    block: Block,
-    x: Tensor,
-    experts: Experts,
-    dims: RoutedDims,
-    outside: Placement,
-    shared: Shared | None,
-) -> Tensor:
-    """Return what routed experts make of tokens, and shared ones beside them."""
-    if block.lowering.pads_rows:
-        return _padded(block, x, experts, dims, outside, shared)
-    return _unpadded(block, x, dims, outside, shared)
-
-
-def _unpadded(
     block: Block, x: Tensor, dims: RoutedDims, outside: Placement, shared: Shared | None
 ) -> Tensor:
     """Return what `MoE` makes of tokens (torchtitan/models/common/moe.py of 0.3).
@@ -122,7 +108,7 @@ def _scattered(block: Block, rows: Tensor, weights: Taken, dims: RoutedDims) -> 
     return result
 
 
-def _padded(
+def padded_torchtitan(
     block: Block,
     x: Tensor,
     experts: Experts,
