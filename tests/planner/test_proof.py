@@ -839,6 +839,23 @@ CASES = {
         ),
         changes=(("ends_gather_ahead", False),),
     ),
+    "flat units in 8 bits whose experts are divided": Case(
+        PART_ROUTED,
+        "dgx-h100",
+        "megatron-core",
+        8,
+        16,
+        precision=Precision.FP8,
+        limits=SpaceLimits(
+            zero_stage=(3,),
+            dp_shard=(None, 2),
+            max_microbatch_size=1,
+            max_pp=1,
+            max_tp=2,
+            recompute=(Recompute.NONE,),
+        ),
+        frees_switches=True,
+    ),
     "sets of flat units with double buffers": Case(
         LONG,
         "dgx-a100",

@@ -212,11 +212,11 @@ class _States:
             strict=True,
         )
         for row, (sharing, degrees, shards, expert_shards) in enumerate(rows):
-            replication = self._kinds[sharing].replication
-            if not replication.has_flat_units:
+            if not self._kinds[sharing].replication.has_flat_units:
                 continue
-            apart = expert_shards if replication.experts else shards
             shape = sizes.counts.shapes[degrees]
+            # Kinds are alike whether experts are divided: flat units follow from the shape.
+            apart = expert_shards if shape.ep > 1 else shards
             found[row] = narrow_shard_bytes(shape, blocks_of(role.stages), shards, apart)
         return found
 

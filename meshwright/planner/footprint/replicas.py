@@ -168,9 +168,10 @@ class ReplicaWorkspaces:
         shape, replication = self._table.shapes[index], kind.replication
         dp = devices // shape.tp
         if replication.has_flat_units:
-            if dp % kind.num_sets:  # of no layout
+            shards, rest = divmod(dp, kind.num_sets)
+            if rest or shards * shape.tp % (shape.ep * shape.expert_tp):  # of no layout
                 return forward, backward
-            sharing = dp // kind.num_sets, dp
+            sharing = shards, dp
             return flat_pass_bytes(shape, stage, self._blocks[index], kind.state, sharing)
         key = (shape.tp, dp, replication, stage)
         if key not in self._parts:
