@@ -168,6 +168,10 @@ def other_stacks(
     def runs(other: StackProfile) -> bool:
         if not other.launched_by or other.name == stack.name:
             return False
+        if other.name.partition("@")[0] == stack.name.partition("@")[0]:
+            # Another release is no way out of what the user's own switches refuse.
+            tables = {each.partition(" ")[0].partition(".")[0] for each in stack.switches}
+            other = other.model_copy(update={each: getattr(stack, each) for each in tables})
         return offers(other, job, numbers) and job_refusal(job, other) is None
 
     return frameworks_where(runs)
