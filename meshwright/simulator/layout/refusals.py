@@ -95,11 +95,11 @@ def attention_kernels(job: TrainingJob, stack: StackProfile) -> tuple[Attention,
     )
 
 
-def default_attention(device: Device, stack: StackProfile) -> Attention:
-    """Return the stack's kernel; unfused where the device lacks its flash kernel."""
+def default_attention(device: Device, job: TrainingJob, stack: StackProfile) -> Attention:
+    """Return the stack's kernel; unfused, if the job may, where the device lacks its flash one."""
     flash, unfused = Attention.FLASH, Attention.UNFUSED
     lacks_kernel = stack.flash_kernel not in device.flash
-    if stack.attention is flash and lacks_kernel and unfused in stack.attention_kernels:
+    if stack.attention is flash and lacks_kernel and unfused in attention_kernels(job, stack):
         return unfused
     return stack.attention
 
