@@ -310,6 +310,15 @@ def test_device_without_the_flash_kernel_gets_unfused_attention(run: Runner) -> 
     assert run.document(*words)["plan"]["attention"] == "unfused"
 
 
+def test_a_kernel_that_was_asked_for_is_not_replaced_by_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--gpus", "16", "--global-batch", "64", "--precision", "fp8", "--cluster", "dgx-h100"]
+    words += ["--set", "flash_kernel=te-cudnn-mxfp8"]
+    assert main(["simulate", "llama3-8b", *words]) == 2
+    assert "has no kernel 'te-cudnn-mxfp8'" in capsys.readouterr().err
+
+
 def test_flags_override_the_stack(run: Runner) -> None:
     words = ["--zero", "0", "--attention", "unfused", "--stages", "5,7", "--sequence-parallel"]
     plan = run.document(*STEP, *LAYOUT, *words, "--recompute", "selective")["plan"]

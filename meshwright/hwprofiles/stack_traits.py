@@ -331,6 +331,15 @@ def check_switches(stack: StackTraits) -> None:
     for said, is_on in switched.items():
         if is_on and not stack.megatron_layers:
             raise ProfileError(f"{said} of Megatron-Core; allowed: with megatron_layers")
+    if stack.doubles_unit_buffers and stack.units is not Units.FLAT:
+        raise ProfileError(
+            "doubles_unit_buffers: true is of Megatron-FSDP; allowed: with units flat"
+        )
+    if stack.main_precision is not Precision.FP32 and not stack.moment_precisions:
+        raise ProfileError(
+            f"main_precision: {stack.main_precision} is of a precision-aware optimizer; "
+            "allowed: with moment_precisions"
+        )
     if stack.cuda_graph_impl == CudaGraphImpl.LOCAL and stack.cuda_graphs != CudaGraphs.LAYERS:
         raise ProfileError(
             "cuda_graph_impl: local says how layers are captured; allowed: with cuda_graphs layers"

@@ -102,6 +102,22 @@ def test_what_cannot_be_set_is_refused(change: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("torchtitan", "main_precision=fp16", "is of a precision-aware optimizer"),
+        ("fsdp", "doubles_unit_buffers=true", "is of Megatron-FSDP; allowed: with units flat"),
+        ("torchtitan", "cuda_graphs=layers", "is not in cuda_graph_modes; allowed: none"),
+        ("fsdp", "expert_capacity=1.5", "is of experts of Megatron-Core"),
+    ],
+)
+def test_switches_that_a_stack_has_no_code_for_are_refused(
+    name: str, change: str, words: str
+) -> None:
+    with pytest.raises(ProfileError, match=words):
+        with_facts(load_cluster("dgx-h100"), load_stack(name), [change])
+
+
 def test_a_table_that_is_not_given_has_no_facts() -> None:
     cluster, stack = load_cluster("workstation-4x4090"), load_stack("ddp")
     with pytest.raises(ProfileError, match="'weight_casts' is of a table that is not given"):

@@ -856,6 +856,17 @@ CASES = {
         ),
         frees_switches=True,
     ),
+    "experts run one after the other": Case(
+        PART_ROUTED,
+        "dgx-h100",
+        "megatron-core",
+        8,
+        16,
+        limits=SpaceLimits(
+            recompute=(Recompute.NONE,), max_pp=2, max_tp=2, max_microbatch_size=2, max_cp=1
+        ),
+        changes=(("grouped_experts", False),),
+    ),
     "sets of flat units with double buffers": Case(
         LONG,
         "dgx-a100",

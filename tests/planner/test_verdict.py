@@ -164,6 +164,16 @@ def test_what_a_stack_lacks_is_refused_with_the_rule_and_the_stacks_that_have_it
     assert {each.partition("@")[0] for each in listed} <= {*stack_frameworks()}
 
 
+def test_another_release_is_no_way_out_of_what_a_users_own_switch_refuses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--stack", "megatron-core", "--set", "cuda_graphs=layers", "--recompute", "full"]
+    assert main(["simulate", "llama3-8b", *COMMON, "--gpus", "16", *words]) == 2
+    listed = capsys.readouterr().err.rstrip().partition("stacks with it: ")[2].split(", ")
+    assert "torchtitan" in listed
+    assert not [each for each in listed if each.startswith("megatron-core")]
+
+
 def test_a_framework_that_launches_another_stack_names_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

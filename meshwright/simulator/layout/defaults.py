@@ -171,7 +171,7 @@ def _usual_sequence_parallel(draft: Draft) -> bool:
 def _usual_attention(draft: Draft) -> object:
     if draft.cluster is None:
         return draft.stack.attention
-    return default_attention(draft.cluster.device, draft.stack)
+    return default_attention(draft.cluster.device, draft.job, draft.stack)
 
 
 def _usual_virtual_stages(draft: Draft) -> int:

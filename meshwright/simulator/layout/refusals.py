@@ -95,11 +95,11 @@ def attention_kernels(job: TrainingJob, stack: StackProfile) -> tuple[Attention,
     )
 
 
-def default_attention(device: Device, stack: StackProfile) -> Attention:
-    """Return the stack's kernel; unfused where the device lacks its flash kernel."""
+def default_attention(device: Device, job: TrainingJob, stack: StackProfile) -> Attention:
+    """Return the stack's kernel; unfused, if the job may, where the device lacks its flash one."""
     flash, unfused = Attention.FLASH, Attention.UNFUSED
     lacks_kernel = stack.flash_kernel not in device.flash
-    if stack.attention is flash and lacks_kernel and unfused in stack.attention_kernels:
+    if stack.attention is flash and lacks_kernel and unfused in attention_kernels(job, stack):
         return unfused
     return stack.attention
 
@@ -164,6 +164,10 @@ def other_stacks(
     def runs(other: StackProfile) -> bool:
         if not other.launched_by or other.name == stack.name:
             return False
+        if other.name.partition("@")[0] == stack.name.partition("@")[0]:
+            # Another release is no way out of what the user's own switches refuse.
+            tables = {each.partition(" ")[0].partition(".")[0] for each in stack.switches}
+            other = other.model_copy(update={each: getattr(stack, each) for each in tables})
         return offers(other, job, numbers) and job_refusal(job, other) is None
 
     return frameworks_where(runs)

@@ -5,6 +5,8 @@ an expert gather each other's, and a rank with several experts sorts them once m
 (`MoEAlltoAllTokenDispatcher` of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
 """
 
+import numpy as np
+
 from meshwright.hwprofiles import CollectiveOp, OffloadModule, RecomputeModule
 from meshwright.simulator.blocks.parts.clamped import bounded, clamped
 from meshwright.simulator.blocks.parts.feed_forward import Shared, gated
@@ -335,7 +337,7 @@ def _sequential(
     arrived = [exchanged(block, each, dims) for each in (given, weights)]
     rows, sent = _sorted(block, arrived, dims)
     read = _weighed(block, rows, sent, dims) if experts.weighs_inputs else (rows, sent)
-    num = int(dims.num_local)  # shapes with others are other structures: see `LayerDims`
+    num = int(np.unique(dims.num_local).item())  # shapes with others are other structures
     part = Dim("rows of an expert", dims.arrived.size // num)
     parts = [_rows(block, each, part, num) for each in read]
     outs = [_expert(block, row, own, dims, experts) for row, own in zip(*parts, strict=True)]
