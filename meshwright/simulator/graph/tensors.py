@@ -164,6 +164,11 @@ def column(sizes: Iterable[int]) -> Size:
     return np.array(list(sizes), np.int64)
 
 
+def common(size: Size) -> int:
+    """Return the number that all rows of a size have."""
+    return int(np.unique(size).item())
+
+
 def several(size: Size) -> Size:
     """Return 1 where a size is more than 1, else 0."""
     return min(size - 1, 1) if isinstance(size, int) else np.minimum(size - 1, 1)

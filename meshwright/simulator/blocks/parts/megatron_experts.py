@@ -5,8 +5,6 @@ an expert gather each other's, and a rank with several experts sorts them once m
 (`MoEAlltoAllTokenDispatcher` of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
 """
 
-import numpy as np
-
 from meshwright.hwprofiles import CollectiveOp, OffloadModule, RecomputeModule
 from meshwright.simulator.blocks.parts.clamped import bounded, clamped
 from meshwright.simulator.blocks.parts.feed_forward import Shared, gated
@@ -39,6 +37,7 @@ from meshwright.simulator.graph import (
     activation,
     biased,
     cast,
+    common,
     handed_on,
     last_dim,
     place,
@@ -337,15 +336,14 @@ def _sequential(
     arrived = [exchanged(block, each, dims) for each in (given, weights)]
     rows, sent = _sorted(block, arrived, dims)
     read = _weighed(block, rows, sent, dims) if experts.weighs_inputs else (rows, sent)
-    num = int(np.unique(dims.num_local).item())  # shapes with others are other structures
+    num = common(dims.num_local)  # shapes with others are other structures
     part = Dim("rows of an expert", dims.arrived.size // num)
     parts = [_rows(block, each, part, num) for each in read]
     outs = [_expert(block, row, own, dims, experts) for row, own in zip(*parts, strict=True)]
     made = outs[0].like("outputs", dims=(dims.arrived, hidden))
     made = handed_on(block, outs, made, block.traffic(made, made))
     block.hold(*outs, *read)
-    in_other_order = counts if dims.mesh.told in block.mesh else ()
-    made = _returned(block, made, rows, at, dims, in_other_order)
+    made = _returned(block, made, rows, at, dims, counts if dims.mesh.told in block.mesh else ())
     out = moved(block, made, "experts out", flat.dims, Numbers((order,)), flat.at)
     return [out, given, *arrived, made, shares, mask, *counts]
 
