@@ -1,6 +1,6 @@
 """The front door: the command ``meshwright``, and the public names of the packages behind it.
 
-Imports are local: ``--version`` must not wait for numpy, nor a library user for typer and rich.
+Imports are local: ``--version`` must not wait for anything, nor a library user for typer and rich.
 
 >>> from meshwright import load_model
 >>> load_model("gpt3-175b").num_layers
@@ -11,11 +11,11 @@ Imports are local: ``--version`` must not wait for numpy, nor a library user for
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as type checkers see it; `typing` itself takes as long as Python's start
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from meshwright.hwprofiles import (
         Attention,
         Cluster,
@@ -93,6 +93,8 @@ __all__ = [
     "validate_plan",
 ]
 
+__version__ = "0.1.0"  # of the distribution, kept in one place; pyproject.toml reads it here
+
 COMMANDS = (
     "search",
     "simulate",
@@ -121,8 +123,8 @@ PACKAGES = (
 
 def __getattr__(name: str) -> object:
     """Return a public name of one of the packages, imported when first asked for."""
-    if name == "__version__":
-        return import_module("meshwright.hwprofiles").VERSION
+    from importlib import import_module
+
     if name in __all__:
         for package in PACKAGES:
             module = import_module(f"meshwright.{package}")
@@ -136,7 +138,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: "Sequence[str] | None" = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
@@ -151,8 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and not ending.begin():
         return ending.complain("standard output is closed", USER_MISTAKE)
-    if arguments is None and words[:1] not in (["validate"], ["count"], ["calibrate"]):
-        _hasten_start()
+    if arguments is None and words[:1] != ["--version"]:
+        ending.catch_signals()
+        if words[:1] not in (["validate"], ["count"], ["calibrate"]):
+            _hasten_start()
     try:
         status = _run(words)
         ending.write_output()
@@ -180,9 +184,7 @@ def _run(words: list[str]) -> int:
     from meshwright.ending import complain, write_output
 
     if words[:1] == ["--version"]:
-        from meshwright.hwprofiles import VERSION
-
-        write_output(f"meshwright {VERSION}\n")
+        write_output(f"meshwright {__version__}\n")
         return 0
     from meshwright.hwprofiles import ProfileError
     from meshwright.planner.options import run_command_line
@@ -198,7 +200,7 @@ def _run(words: list[str]) -> int:
         return complain(str(error), USER_MISTAKE)
 
 
-def _command(name: str) -> Callable[..., int]:
+def _command(name: str) -> "Callable[..., int]":
     """Return one of `COMMANDS`, with no more imported than it needs."""
     from meshwright.planner.options import as_command
 

@@ -88,7 +88,7 @@ def test_a_signal_within_code_made_of_text_ends_with_its_own_status(tmp_path: Pa
 import sys
 from meshwright import ending
 
-ending.begin()
+ending.catch_signals()
 try:
     exec("import os, signal; os.kill(os.getpid(), signal.SIGTERM); [None for _ in range(99)]")
 except KeyboardInterrupt:
