@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.planner.compare import Comparison, compare
     from meshwright.planner.explain import explain
     from meshwright.planner.export import export
-    from meshwright.planner.options import OptionGroup
+    from meshwright.planner.options import Command, OptionGroup
     from meshwright.planner.search import search
     from meshwright.planner.sweep import SweepResult, sweep
     from meshwright.simulator import (
@@ -95,23 +95,24 @@ __all__ = [
 
 __version__ = "0.1.0"  # of the distribution, kept in one place; pyproject.toml reads it here
 
-COMMANDS = (
-    "search",
-    "simulate",
-    "explain",
-    "compare",
-    "sweep",
-    "matmul",
-    "validate",
-    "count",
-    "calibrate",
-    "export",
-    "import",
-    "models",
-    "clusters",
-    "stacks",
-    "schedules",
-)
+# What help says of each command; a command is imported when it is run.
+COMMANDS = {
+    "search": "Find the fastest layouts of a model on a cluster, with a proof.",
+    "simulate": "Simulate one training step of a layout.",
+    "explain": "Explain the time and the memory of a plan: causes, resources, neighbours.",
+    "compare": "Compare plans, or a model's best plans on several stacks, term by term.",
+    "sweep": "Find the best layout of every combination of options and facts.",
+    "matmul": "Multiply matrices on several devices: every signature, its bytes and its time.",
+    "validate": "Compare what a plan is predicted to do with what its ranks do.",
+    "count": "Count what one rank of a training script computes, sends and holds, without GPUs.",
+    "calibrate": "Measure this machine, or read what was measured, and write profiles of it.",
+    "export": "Write a plan as the configuration of a framework.",
+    "import": "Read a framework's configuration as a plan.",
+    "models": "List the built-in models, or show one.",
+    "clusters": "List the built-in clusters, or show one with its device, links and sources.",
+    "stacks": "List the built-in software stacks, or show one with its sources.",
+    "schedules": "List the pipeline schedules, or show one.",
+}
 USER_MISTAKE = 2
 # Where public names are looked for, those that import least first.
 PACKAGES = (
@@ -186,21 +187,34 @@ def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
         write_output(f"meshwright {__version__}\n")
         return 0
-    from meshwright.hwprofiles import ProfileError
-    from meshwright.planner.options import run_command_line
-    from meshwright.simulator import MistakesError, PlanError
+    from meshwright.command_line import run_command_line
 
     try:
         return run_command_line(COMMANDS, _command, words)
-    except MistakesError as errors:
-        for message in errors.messages:
+    except ValueError as error:
+        messages = _mistakes(error)
+        if not messages:
+            raise
+        for message in messages:
             complain(message, USER_MISTAKE)
         return USER_MISTAKE
-    except (PlanError, ProfileError) as error:
-        return complain(str(error), USER_MISTAKE)
 
 
-def _command(name: str) -> "Callable[..., int]":
+def _mistakes(error: ValueError) -> "Sequence[str]":
+    """Return what is said of a user's mistakes, nothing of what is none."""
+    from meshwright.command_line import UsageError
+
+    if isinstance(error, UsageError):
+        return [str(error)]
+    from meshwright.hwprofiles import ProfileError
+    from meshwright.simulator import MistakesError, PlanError
+
+    if isinstance(error, MistakesError):
+        return error.messages
+    return [str(error)] if isinstance(error, PlanError | ProfileError) else []
+
+
+def _command(name: str) -> "Command":
     """Return one of `COMMANDS`, with no more imported than it needs."""
     from meshwright.planner.options import as_command
 

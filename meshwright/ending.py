@@ -53,7 +53,7 @@ def begin() -> bool:
 
 
 def catch_signals() -> None:
-    """End as Ctrl-C does on a signal that would end the process at once, leaving something."""
+    """End as Ctrl-C does, which cleans up, on a signal that would end the process at once."""
     import signal
 
     for each in SIGNALS:

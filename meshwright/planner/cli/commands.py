@@ -50,7 +50,7 @@ def run_search(
     money: "MoneyOptions",
     output: "OutputOptions",
 ) -> int:
-    """Find the fastest layouts of a model on a cluster, with a proof."""
+    """Run ``meshwright search``; return its exit status."""
     from meshwright.planner.cli.growth import searched
     from meshwright.planner.cli.request import read_budget, read_setting
     from meshwright.planner.cli.search_request import read_limits
@@ -87,7 +87,7 @@ def run_simulate(
     money: "MoneyOptions",
     output: "OutputOptions",
 ) -> int:
-    """Simulate one training step of a layout."""
+    """Run ``meshwright simulate``; return its exit status."""
     from meshwright.planner.changes import cheapest_changes
     from meshwright.planner.cli.buckets import with_buckets
     from meshwright.planner.cli.growth import simulated
@@ -125,7 +125,7 @@ def run_simulate(
 
 
 def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
-    """Multiply matrices on several devices: every signature, its bytes and its time."""
+    """Run ``meshwright matmul``; return its exit status."""
     from meshwright.planner.matmul import matmul_document, matmul_report, read_study, write_matmul
 
     study = read_study(options)
@@ -137,14 +137,14 @@ def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
 
 
 def run_models(options: "NameOptions") -> int:
-    """List the built-in models, or show one."""
+    """Run ``meshwright models``; return its exit status."""
     from meshwright.planner.reports import models_table
 
     return print_report(models_table(options.name), STEP_WIDTH)
 
 
 def run_clusters(options: "ProfileOptions") -> int:
-    """List the built-in clusters, or show one with its device, links and sources."""
+    """Run ``meshwright clusters``; return its exit status."""
     from meshwright.hwprofiles import load_cluster
     from meshwright.planner.reports import clusters_table
 
@@ -154,7 +154,7 @@ def run_clusters(options: "ProfileOptions") -> int:
 
 
 def run_stacks(options: "ProfileOptions") -> int:
-    """List the built-in software stacks, or show one with its sources."""
+    """Run ``meshwright stacks``; return its exit status."""
     from meshwright.hwprofiles import load_stack
     from meshwright.planner.reports import stacks_table
 
@@ -164,7 +164,7 @@ def run_stacks(options: "ProfileOptions") -> int:
 
 
 def run_schedules(options: "NameOptions") -> int:
-    """List the pipeline schedules, or show one."""
+    """Run ``meshwright schedules``; return its exit status."""
     from meshwright.planner.reports import schedules_table
 
     return print_report(schedules_table(options.name), STEP_WIDTH)
