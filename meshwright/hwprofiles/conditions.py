@@ -66,7 +66,7 @@ class Condition:
     ['model.experts', 'tp']
     """
 
-    __slots__ = ("names", "parts", "text")
+    __slots__ = ("names", "names_of_parts", "parts", "text")
 
     def __init__(self, text: str) -> None:
         """Parse *text*.
@@ -78,13 +78,14 @@ class Condition:
             if len(text) > MOST_LETTERS:
                 raise ValueError
             tree = ast.parse(text, mode="eval").body
-            names = frozenset(_names(tree))
+            is_and = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
+            parts = tuple(tree.values) if isinstance(tree, ast.BoolOp) and is_and else (tree,)
+            names_of_parts = tuple(frozenset(_names(part)) for part in parts)
             _check_shape(tree)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise ProfileError(f"{shown(text)} is no condition; allowed: {GRAMMAR}") from None
-        self.text, self.names = text, names
-        is_and = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
-        self.parts = tuple(tree.values) if isinstance(tree, ast.BoolOp) and is_and else (tree,)
+        self.text, self.parts, self.names_of_parts = text, parts, names_of_parts
+        self.names = frozenset().union(*names_of_parts)
 
     def __repr__(self) -> str:
         """Return the text."""
@@ -100,7 +101,7 @@ class Condition:
 
     def about(self, chosen: Callable[[str], bool]) -> tuple[tuple[ast.expr, ...], ...]:
         """Return the parts joined by ``and`` that read *chosen* names alone, and the others."""
-        are_chosen = [all(map(chosen, _names(part))) for part in self.parts]
+        are_chosen = [all(map(chosen, names)) for names in self.names_of_parts]
         pairs = [*zip(self.parts, are_chosen, strict=True)]
         return tuple(part for part, is_so in pairs if is_so), tuple(
             part for part, is_so in pairs if not is_so
@@ -152,14 +153,21 @@ def _names(node: ast.expr) -> list[str]:
     while waiting:
         each = waiting.pop()
         if isinstance(each, ast.Name | ast.Attribute):
-            found.append(ast.unparse(each))
+            found.append(_dotted(each))
         elif isinstance(each, NODES):
             waiting += ast.iter_child_nodes(each)
         else:
             raise ValueError(found)
-    if any(not all(map(str.isidentifier, name.split("."))) for name in found):
-        raise ValueError(found)
     return found
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return a name, or names joined by dots; raises ValueError for what is none."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    raise ValueError(node)
 
 
 def _check_shape(tree: ast.expr) -> None:
@@ -204,7 +212,7 @@ def _value(node: ast.expr, names: Names) -> Number:
         return ARITHMETIC[type(node.op)](_value(node.left, names), _value(node.right, names))
     if isinstance(node, ast.Constant):
         return node.value
-    return names.number(ast.unparse(node))
+    return names.number(_dotted(node))
 
 
 def _operand(node: ast.expr, beside: ast.expr, names: Names) -> Number:
@@ -212,7 +220,7 @@ def _operand(node: ast.expr, beside: ast.expr, names: Names) -> Number:
     is_word = isinstance(node, ast.Constant) and type(node.value) is not int
     if is_word and isinstance(beside, ast.Name | ast.Attribute):
         assert isinstance(node, ast.Constant)
-        return names.code(ast.unparse(beside), node.value)
+        return names.code(_dotted(beside), node.value)
     return _value(node, names)
 
 
