@@ -124,14 +124,9 @@ PACKAGES = (
 
 def __getattr__(name: str) -> object:
     """Return a public name of one of the packages, imported when first asked for."""
-    from importlib import import_module
+    from meshwright.faces import late_name
 
-    if name in __all__:
-        for package in PACKAGES:
-            module = import_module(f"meshwright.{package}")
-            if name in getattr(module, "__all__", vars(module)):
-                return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return late_name(__name__, PACKAGES, name)
 
 
 def __dir__() -> list[str]:
@@ -234,36 +229,30 @@ def _command(name: str) -> "Command":
 
 def _planning(name: str) -> "tuple[Callable[..., int], tuple[type | OptionGroup, ...]]":
     """Return a command that needs no PyTorch, and its options."""
+    from importlib import import_module
+
     from meshwright.planner import options
-    from meshwright.planner.cli import commands, explanations, handover, importer
-
-    if name == "sweep":
-        from meshwright.planner.sweep import run_sweep
-
-        asked = options.JobOptions, options.SweepOptions, options.SWEPT
-        return run_sweep, (*asked, options.MoneyOptions, options.OutputOptions)
 
     job, layout, limits = options.JobOptions, options.LAYOUT, options.LIMITS
     money, output = options.MoneyOptions, options.OutputOptions
     replication, files = options.REPLICATION, options.FileOptions
     ranking, shared = options.RankingOptions, options.SHARED_JOB
-    known: dict[str, tuple[Callable[..., int], tuple[type | OptionGroup, ...]]] = {
-        "search": (commands.run_search, (job, layout, limits, ranking, money, output)),
-        "simulate": (commands.run_simulate, (job, layout, replication, files, money, output)),
+    known: dict[str, tuple[str, tuple[type | OptionGroup, ...]]] = {
+        "search": ("cli.commands", (job, layout, limits, ranking, money, output)),
+        "simulate": ("cli.commands", (job, layout, replication, files, money, output)),
         "explain": (
-            explanations.run_explain,
+            "cli.explanations",
             (job, layout, replication, options.PlanOptions, options.JsonOptions),
         ),
-        "compare": (
-            explanations.run_compare,
-            (options.WordOptions, shared, layout, limits, output),
-        ),
-        "export": (handover.run_export, (options.ExportOptions,)),
-        "import": (importer.run_import, (options.ImportOptions, layout, replication)),
-        "matmul": (commands.run_matmul, (options.MatmulOptions, output)),
-        "models": (commands.run_models, (options.NameOptions,)),
-        "clusters": (commands.run_clusters, (options.ProfileOptions,)),
-        "stacks": (commands.run_stacks, (options.ProfileOptions,)),
-        "schedules": (commands.run_schedules, (options.NameOptions,)),
+        "compare": ("cli.explanations", (options.WordOptions, shared, layout, limits, output)),
+        "sweep": ("sweep", (job, options.SweepOptions, options.SWEPT, money, output)),
+        "export": ("cli.handover", (options.ExportOptions,)),
+        "import": ("cli.importer", (options.ImportOptions, layout, replication)),
+        "matmul": ("cli.commands", (options.MatmulOptions, output)),
+        "models": ("cli.commands", (options.NameOptions,)),
+        "clusters": ("cli.commands", (options.ProfileOptions,)),
+        "stacks": ("cli.commands", (options.ProfileOptions,)),
+        "schedules": ("cli.commands", (options.NameOptions,)),
     }
-    return known[name]
+    module, groups = known[name]
+    return getattr(import_module(f"meshwright.planner.{module}"), f"run_{name}"), groups

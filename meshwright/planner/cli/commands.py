@@ -55,7 +55,6 @@ def run_search(
     from meshwright.planner.cli.request import read_budget, read_setting
     from meshwright.planner.cli.search_request import read_limits
     from meshwright.planner.options import check_counts
-    from meshwright.planner.reports import search_document, write_search
 
     setting = read_setting(job)
     check_counts(ranking)
@@ -66,15 +65,22 @@ def run_search(
     with progress_bar() as progress:
         largest, result = searched(setting, pins, ranking.max, ranking.top, progress)
         if folder is not None:
+            from meshwright.planner.reports import write_search
+
             tell(progress, "drawing pictures")
             written = write_search(result, folder, budget, largest)
+
+    def document() -> "Mapping[str, Json]":
+        from meshwright.planner.reports import search_document
+
+        return search_document(result, budget, largest)
 
     def report() -> "RenderableType":
         from meshwright.planner.reports import search_report
 
         return search_report(result, budget, largest)
 
-    show(output.json, lambda: search_document(result, budget, largest), report, SEARCH_WIDTH)
+    show(output.json, document, report, SEARCH_WIDTH)
     say_written(output, written)
     return 0 if result.plans else NOTHING_FITS
 

@@ -1,13 +1,12 @@
 """A search as text for a terminal: the best plans, the proof, what was refused and why."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Strategy, counted, format_bytes
-from meshwright.planner.largest import Largest
 from meshwright.planner.reports.columns import Column, ColumnTable
 from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget
@@ -28,6 +27,9 @@ from meshwright.planner.space import waste_hints
 from meshwright.simulator import ModelSpec, ParameterServer, ResolvedPlan, StepResult, TrainingJob
 from meshwright.simulator.layout import SEARCHED_FIELDS, PlanField, stages_rule, without_defaults
 
+if TYPE_CHECKING:
+    from meshwright.planner.largest import Largest
+
 MAX_FRONTIER_LINES = 8
 WORD_COLUMNS = {each.declaration.heading for each in SEARCHED_FIELDS if each.choices} | {"proven"}
 HABIT = "-"  # a switch that the plan leaves to the stack
@@ -39,7 +41,7 @@ Row: TypeAlias = Mapping[str, object]
 
 
 def search_report(
-    result: SearchResult, budget: Budget | None = None, largest: Largest | None = None
+    result: SearchResult, budget: Budget | None = None, largest: "Largest | None" = None
 ) -> RenderableType:
     """Return the report of a search.
 
