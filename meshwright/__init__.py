@@ -124,9 +124,11 @@ PACKAGES = (
 
 def __getattr__(name: str) -> object:
     """Return a public name of one of the packages, imported when first asked for."""
-    from meshwright.faces import late_name
+    if name in __all__:
+        from meshwright.faces import late_name
 
-    return late_name(__name__, PACKAGES, name)
+        return late_name(__name__, PACKAGES, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
