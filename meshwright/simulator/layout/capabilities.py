@@ -142,8 +142,8 @@ def _reshard(of: Numbers) -> Number:
     return (of.field("zero_stage") >= MAX_ZERO_STAGE) * (1 + is_freed)
 
 
-def _formats(of: Numbers, kept: Precision | None) -> Formats:
-    job, stack = of.facts
+def _formats(facts: Facts, kept: Precision | None) -> Formats:
+    job, stack = facts
     if stack.strategy is not Strategy.MESH:
         return Formats(None, None)
     return chosen_formats(stack, job.precision, Formats(kept, None))
@@ -151,10 +151,15 @@ def _formats(of: Numbers, kept: Precision | None) -> Formats:
 
 def _reduced(of: Numbers) -> Number:
     """Return the format of reduction that goes with that in which gradients are kept."""
-    code, kept = PLAN_FIELDS[GRADIENTS].code, of.field(GRADIENTS)
-    return sum(
-        (kept == code(each)) * code(_formats(of, each).reduced) for each in (None, *Precision)
-    )
+    kept = of.field(GRADIENTS)
+    return sum((kept == code) * reduced for code, reduced in _reductions(of.facts))
+
+
+@lru_cache(maxsize=64)
+def _reductions(facts: Facts) -> tuple[tuple[int, int], ...]:
+    """Return formats in which gradients are kept, as numbers, each with that of their reduction."""
+    code = PLAN_FIELDS[GRADIENTS].code
+    return tuple((code(each), code(_formats(facts, each).reduced)) for each in (None, *Precision))
 
 
 def _sync(of: Numbers) -> Number:
@@ -169,7 +174,7 @@ HABITS: dict[str, Habit] = {
     "recompute_method": _first("recompute_method", "recompute_layers", 0),
     "dp_shard": Habit(lambda of: of.field("dp"), ("dp",)),
     "reshard_after_forward": Habit(_reshard, ("zero_stage", "pp")),
-    GRADIENTS: Habit(lambda of: code_of(GRADIENTS, _formats(of, None).kept), ()),
+    GRADIENTS: Habit(lambda of: code_of(GRADIENTS, _formats(of.facts, None).kept), ()),
     "reduce_precision": Habit(_reduced, (GRADIENTS,)),
     "sync_each_microbatch": Habit(_sync, ("zero_stage", "pp")),
 }
