@@ -81,7 +81,6 @@ class Condition:
             is_and = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
             parts = tuple(tree.values) if isinstance(tree, ast.BoolOp) and is_and else (tree,)
             names_of_parts = tuple(frozenset(_names(part)) for part in parts)
-            _check_shape(tree)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise ProfileError(f"{shown(text)} is no condition; allowed: {GRAMMAR}") from None
         self.text, self.parts, self.names_of_parts = text, parts, names_of_parts
@@ -146,19 +145,43 @@ def filled(text: object, value: Callable[[str], object]) -> object:
     return IN_BRACES.sub(found, text) if isinstance(text, str) else text
 
 
-def _names(node: ast.expr) -> list[str]:
-    """Return the names that a condition reads; raises ValueError for what is none."""
-    found = []
-    waiting: list[ast.AST] = [node]
+@cache
+def _names(condition: ast.expr) -> tuple[str, ...]:
+    """Return the names that a condition reads.
+
+    Raises:
+        ValueError: If it is none: a chain of comparisons, a list or a word that none compares.
+    """
+    found: list[str] = []
+    compared: list[ast.AST] = []
+    waiting: list[ast.AST] = [condition]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, ast.Name | ast.Attribute):
-            found.append(_dotted(each))
-        elif isinstance(each, NODES):
-            waiting += ast.iter_child_nodes(each)
-        else:
-            raise ValueError(found)
-    return found
+        node = waiting.pop()
+        if isinstance(node, ast.Name | ast.Attribute):
+            found.append(_dotted(node))
+            continue
+        if not isinstance(node, NODES):
+            raise ValueError(node)
+        if isinstance(node, ast.Compare):
+            (sign,), (other,) = node.ops, node.comparators
+            if isinstance(other, ast.List) != isinstance(sign, ast.In | ast.NotIn):
+                raise ValueError(other)
+            compared += [node.left, other, *(other.elts if isinstance(other, ast.List) else ())]
+        elif isinstance(node, ast.Constant | ast.List):
+            _check_operand(node, is_compared=node in compared)
+        waiting += ast.iter_child_nodes(node)
+    return tuple(found)
+
+
+def _check_operand(node: ast.Constant | ast.List, *, is_compared: bool) -> None:
+    """Raise ValueError for a list of more than constants, and for what is only compared."""
+    if isinstance(node, ast.List):
+        if not (is_compared and node.elts and all(isinstance(x, ast.Constant) for x in node.elts)):
+            raise ValueError(node)
+    elif type(node.value) is not int and not (
+        is_compared and isinstance(node.value, str | bool | None)
+    ):
+        raise ValueError(node)
 
 
 def _dotted(node: ast.expr) -> str:
@@ -168,26 +191,6 @@ def _dotted(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     raise ValueError(node)
-
-
-def _check_shape(tree: ast.expr) -> None:
-    """Raise ValueError for a chain of comparisons, and for a list or a word that none compares."""
-    compared: list[ast.AST] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare):
-            (sign,), (other,) = node.ops, node.comparators
-            if isinstance(other, ast.List) != isinstance(sign, ast.In | ast.NotIn):
-                raise ValueError(other)
-            compared += [node.left, other, *(other.elts if isinstance(other, ast.List) else ())]
-    for node in ast.walk(tree):
-        is_number = isinstance(node, ast.Constant) and type(node.value) is int
-        is_word = isinstance(node, ast.Constant) and isinstance(node.value, str | bool | None)
-        if isinstance(node, ast.Constant) and not (is_number or (is_word and node in compared)):
-            raise ValueError(node)
-        if isinstance(node, ast.List) and not (
-            node in compared and node.elts and all(isinstance(x, ast.Constant) for x in node.elts)
-        ):
-            raise ValueError(node)
 
 
 def _truth(node: ast.expr, names: Names) -> Number:
