@@ -324,6 +324,13 @@ def top_statements(tree: ast.Module) -> Iterator[ast.stmt]:
         yield from node.body if isinstance(node, ast.If) else [node]
 
 
+def names_taken(node: ast.stmt) -> set[str]:
+    """Return the names that a statement imports from the house."""
+    if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(FRONT_DOOR):
+        return set()
+    return {each.asname or each.name for each in node.names}
+
+
 def export_order(name: str) -> tuple[int, str]:
     """Return the order of a list of exports: constants, classes, functions."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
@@ -333,12 +340,7 @@ def export_order(name: str) -> tuple[int, str]:
 def test_exports_are_sorted_complete_and_importable(folder: Path) -> None:
     path = folder / "__init__.py"
     names = exported_names(path)
-    bound = {
-        alias.asname or alias.name
-        for node in top_statements(tree_of(path))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(FRONT_DOOR)
-        for alias in node.names
-    }
+    bound = {name for node in top_statements(tree_of(path)) for name in names_taken(node)}
     if names is None:
         assert bound == set(), "what a package imports for others stands in its __all__"
         return
@@ -355,6 +357,9 @@ def test_exports_are_sorted_complete_and_importable(folder: Path) -> None:
     assert local <= own | constants
     private = {name for name in bound if name.startswith("_")}
     assert private == set()
+    at_once = {name for node in tree_of(path).body for name in names_taken(node)}
+    late = bound - at_once
+    assert late.isdisjoint(each.stem for each in folder.iterdir()), "the module would be found"
 
 
 @of_each(SOURCES)

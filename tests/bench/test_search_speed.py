@@ -6,6 +6,7 @@ the same run, so that a slower machine has slower loops, too.
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -65,12 +66,10 @@ def search_command(model: str, num_gpus: int, batch: int) -> list[str]:
 
 def process_cpu_s(command: list[str]) -> float:
     """Return the CPU seconds of a whole process."""
-    before = os.times()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, capture_output=True)
-    after = os.times()
-    return (
-        after.children_user - before.children_user + after.children_system - before.children_system
-    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 @pytest.mark.parametrize("words", STARTS)

@@ -142,24 +142,19 @@ def _reshard(of: Numbers) -> Number:
     return (of.field("zero_stage") >= MAX_ZERO_STAGE) * (1 + is_freed)
 
 
+@lru_cache(maxsize=512)
 def _formats(facts: Facts, kept: Precision | None) -> Formats:
     job, stack = facts
-    if stack.strategy is not Strategy.MESH:
-        return Formats(None, None)
-    return chosen_formats(stack, job.precision, Formats(kept, None))
+    is_mesh, wanted = stack.strategy is Strategy.MESH, Formats(kept, None)
+    return chosen_formats(stack, job.precision, wanted) if is_mesh else Formats(None, None)
 
 
 def _reduced(of: Numbers) -> Number:
     """Return the format of reduction that goes with that in which gradients are kept."""
-    kept = of.field(GRADIENTS)
-    return sum((kept == code) * reduced for code, reduced in _reductions(of.facts))
-
-
-@lru_cache(maxsize=64)
-def _reductions(facts: Facts) -> tuple[tuple[int, int], ...]:
-    """Return formats in which gradients are kept, as numbers, each with that of their reduction."""
-    code = PLAN_FIELDS[GRADIENTS].code
-    return tuple((code(each), code(_formats(facts, each).reduced)) for each in (None, *Precision))
+    code, kept = PLAN_FIELDS[GRADIENTS].code, of.field(GRADIENTS)
+    return sum(
+        (kept == code(each)) * code(_formats(of.facts, each).reduced) for each in (None, *Precision)
+    )
 
 
 def _sync(of: Numbers) -> Number:

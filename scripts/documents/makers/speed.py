@@ -51,7 +51,7 @@ def starts() -> str:
     rows = [
         (
             f"`meshwright {each.params['words']}`",
-            f"{each.notes['least_cpu_s']:.2f} s of CPU, {each.notes['loops']:.2f} loops",
+            f"{each.notes['least_cpu_s']:.3f} s of CPU, {each.notes['loops']:.2f} loops",
         )
         for each in _measured(START)
     ]
