@@ -14,6 +14,7 @@ sys.exit(status)
 SLOW = {"matplotlib", "pandas", "torch", "yaml", "tomlkit", "tree_sitter", "simpy", "numpy"}
 SLOW |= {"pydantic", "rich", "typer"}
 SEARCH = "search gpt2 --cluster dgx-a100 --gpus 8 --global-batch 64"
+STEP = SEARCH.replace("search", "simulate")
 
 
 def imported(words: str) -> set[str]:
@@ -30,6 +31,7 @@ def imported(words: str) -> set[str]:
         ("--help", {"typer"}),
         (SEARCH, {"numpy", "pydantic", "rich", "simpy"}),
         (f"{SEARCH} --json -", {"numpy", "pydantic", "simpy"}),
+        (f"{STEP} --json -", {"numpy", "pydantic", "simpy"}),
         ("models", {"numpy", "pydantic", "rich", "simpy"}),
     ],
 )

@@ -98,8 +98,7 @@ def run_simulate(
     from meshwright.planner.cli.buckets import with_buckets
     from meshwright.planner.cli.growth import simulated
     from meshwright.planner.cli.request import read_budget, read_setting
-    from meshwright.planner.reports import check_file, new_file, step_document, write_step
-    from meshwright.simulator import write_chrome_trace
+    from meshwright.planner.reports import check_file, new_file, step_document
 
     setting = with_buckets(read_setting(job, files.plan), replication)
     given = {**layout, **replication}
@@ -112,9 +111,13 @@ def run_simulate(
         largest, result = simulated(setting, given, files.max, progress)
         changes = cheapest_changes(result, limit_bytes, progress)
         if folder is not None:
+            from meshwright.planner.reports import write_step
+
             tell(progress, "drawing pictures")
             written = write_step(result, folder, budget, changes, largest)
         if trace is not None:
+            from meshwright.simulator import write_chrome_trace
+
             tell(progress, "writing the trace")
             with new_file(trace) as path:
                 write_chrome_trace(result, path)

@@ -127,5 +127,5 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Return a maker of text or files, imported when first asked for."""
-    modules = ("step", "search", "catalogue", "columns", "tables_csv", "result_files")
+    modules = ("tables_csv", "result_files", "columns", "step", "search", "catalogue")
     return late_name(__name__, modules, name)
