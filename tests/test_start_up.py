@@ -5,6 +5,16 @@ import sys
 
 import pytest
 
+from meshwright.command_line import run_command_line
+from meshwright.planner.options import (
+    LAYOUT,
+    FileOptions,
+    JobOptions,
+    OutputOptions,
+    as_command,
+)
+from meshwright.planner.options.words import Command
+
 PROGRAM = """
 import sys, meshwright
 status = meshwright.main()
@@ -47,3 +57,30 @@ def test_the_version_and_the_list_of_commands_import_nothing_of_ours() -> None:
     ours = {name for words in ("--version", "--help") for name in imported(words)}
     ours = {name for name in ours if name.startswith("meshwright")}
     assert ours == {"meshwright", "meshwright.command_line", "meshwright.ending"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "gpt2 --gpus 8 --tp=2 --set a=b --set c=d --out out --json -",
+        "--plan=-x --force --no-sequence-parallel --seq-len -1 -- gpt2",
+        "gpt2 --precision bf16 --out=--tp --memory-limit=",
+        "- --stages 1,2 --max layers",
+    ],
+)
+def test_words_read_without_typer_are_what_typer_makes_of_them(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+
+    def run(job: JobOptions, layout: object, files: FileOptions, output: OutputOptions) -> int:
+        given.append((job, layout, files, output))
+        return 0
+
+    command = as_command(run, JobOptions, LAYOUT, FileOptions, OutputOptions)
+    line = ["simulate", *words.split()]
+    assert command.typed(line[1:]) is not None
+    run_command_line({"simulate": ""}, lambda _name: command, line)
+    monkeypatch.setattr(Command, "typed", lambda _self, _words: None)
+    run_command_line({"simulate": ""}, lambda _name: command, line)
+    assert given[0] == given[1]
