@@ -1,6 +1,6 @@
 """The front door: the command ``meshwright``, and the public names of the packages behind it.
 
-Imports are local: ``--version`` must not wait for numpy, nor a library user for typer and rich.
+Imports are local: ``--version`` must not wait for anything, nor a library user for typer and rich.
 
 >>> from meshwright import load_model
 >>> load_model("gpt3-175b").num_layers
@@ -11,11 +11,11 @@ Imports are local: ``--version`` must not wait for numpy, nor a library user for
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as type checkers see it; `typing` itself takes as long as Python's start
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from meshwright.hwprofiles import (
         Attention,
         Cluster,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.planner.compare import Comparison, compare
     from meshwright.planner.explain import explain
     from meshwright.planner.export import export
-    from meshwright.planner.options import OptionGroup
+    from meshwright.planner.options import Command, OptionGroup
     from meshwright.planner.search import search
     from meshwright.planner.sweep import SweepResult, sweep
     from meshwright.simulator import (
@@ -93,23 +93,26 @@ __all__ = [
     "validate_plan",
 ]
 
-COMMANDS = (
-    "search",
-    "simulate",
-    "explain",
-    "compare",
-    "sweep",
-    "matmul",
-    "validate",
-    "count",
-    "calibrate",
-    "export",
-    "import",
-    "models",
-    "clusters",
-    "stacks",
-    "schedules",
-)
+__version__ = "0.1.0"  # of the distribution, kept in one place; pyproject.toml reads it here
+
+# What help says of each command; a command is imported when it is run.
+COMMANDS = {
+    "search": "Find the fastest layouts of a model on a cluster, with a proof.",
+    "simulate": "Simulate one training step of a layout.",
+    "explain": "Explain the time and the memory of a plan: causes, resources, neighbours.",
+    "compare": "Compare plans, or a model's best plans on several stacks, term by term.",
+    "sweep": "Find the best layout of every combination of options and facts.",
+    "matmul": "Multiply matrices on several devices: every signature, its bytes and its time.",
+    "validate": "Compare what a plan is predicted to do with what its ranks do.",
+    "count": "Count what one rank of a training script computes, sends and holds, without GPUs.",
+    "calibrate": "Measure this machine, or read what was measured, and write profiles of it.",
+    "export": "Write a plan as the configuration of a framework.",
+    "import": "Read a framework's configuration as a plan.",
+    "models": "List the built-in models, or show one.",
+    "clusters": "List the built-in clusters, or show one with its device, links and sources.",
+    "stacks": "List the built-in software stacks, or show one with its sources.",
+    "schedules": "List the pipeline schedules, or show one.",
+}
 USER_MISTAKE = 2
 # Where public names are looked for, those that import least first.
 PACKAGES = (
@@ -121,13 +124,10 @@ PACKAGES = (
 
 def __getattr__(name: str) -> object:
     """Return a public name of one of the packages, imported when first asked for."""
-    if name == "__version__":
-        return import_module("meshwright.hwprofiles").VERSION
     if name in __all__:
-        for package in PACKAGES:
-            module = import_module(f"meshwright.{package}")
-            if name in getattr(module, "__all__", vars(module)):
-                return getattr(module, name)
+        from meshwright.faces import late_name
+
+        return late_name(__name__, PACKAGES, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -136,7 +136,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: "Sequence[str] | None" = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
@@ -151,8 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and not ending.begin():
         return ending.complain("standard output is closed", USER_MISTAKE)
-    if arguments is None and words[:1] not in (["validate"], ["count"], ["calibrate"]):
-        _hasten_start()
+    if arguments is None and words[:1] != ["--version"]:
+        ending.catch_signals()
+        if words[:1] not in (["validate"], ["count"], ["calibrate"]):
+            _hasten_start()
     try:
         status = _run(words)
         ending.write_output()
@@ -180,25 +182,36 @@ def _run(words: list[str]) -> int:
     from meshwright.ending import complain, write_output
 
     if words[:1] == ["--version"]:
-        from meshwright.hwprofiles import VERSION
-
-        write_output(f"meshwright {VERSION}\n")
+        write_output(f"meshwright {__version__}\n")
         return 0
-    from meshwright.hwprofiles import ProfileError
-    from meshwright.planner.options import run_command_line
-    from meshwright.simulator import MistakesError, PlanError
+    from meshwright.command_line import run_command_line
 
     try:
         return run_command_line(COMMANDS, _command, words)
-    except MistakesError as errors:
-        for message in errors.messages:
+    except ValueError as error:
+        messages = _mistakes(error)
+        if not messages:
+            raise
+        for message in messages:
             complain(message, USER_MISTAKE)
         return USER_MISTAKE
-    except (PlanError, ProfileError) as error:
-        return complain(str(error), USER_MISTAKE)
 
 
-def _command(name: str) -> Callable[..., int]:
+def _mistakes(error: ValueError) -> "Sequence[str]":
+    """Return what is said of a user's mistakes, nothing of what is none."""
+    from meshwright.command_line import UsageError
+
+    if isinstance(error, UsageError):
+        return [str(error)]
+    from meshwright.hwprofiles import ProfileError
+    from meshwright.simulator import MistakesError, PlanError
+
+    if isinstance(error, MistakesError):
+        return error.messages
+    return [str(error)] if isinstance(error, PlanError | ProfileError) else []
+
+
+def _command(name: str) -> "Command":
     """Return one of `COMMANDS`, with no more imported than it needs."""
     from meshwright.planner.options import as_command
 
@@ -218,36 +231,30 @@ def _command(name: str) -> Callable[..., int]:
 
 def _planning(name: str) -> "tuple[Callable[..., int], tuple[type | OptionGroup, ...]]":
     """Return a command that needs no PyTorch, and its options."""
+    from importlib import import_module
+
     from meshwright.planner import options
-    from meshwright.planner.cli import commands, explanations, handover, importer
-
-    if name == "sweep":
-        from meshwright.planner.sweep import run_sweep
-
-        asked = options.JobOptions, options.SweepOptions, options.SWEPT
-        return run_sweep, (*asked, options.MoneyOptions, options.OutputOptions)
 
     job, layout, limits = options.JobOptions, options.LAYOUT, options.LIMITS
     money, output = options.MoneyOptions, options.OutputOptions
     replication, files = options.REPLICATION, options.FileOptions
     ranking, shared = options.RankingOptions, options.SHARED_JOB
-    known: dict[str, tuple[Callable[..., int], tuple[type | OptionGroup, ...]]] = {
-        "search": (commands.run_search, (job, layout, limits, ranking, money, output)),
-        "simulate": (commands.run_simulate, (job, layout, replication, files, money, output)),
+    known: dict[str, tuple[str, tuple[type | OptionGroup, ...]]] = {
+        "search": ("cli.commands", (job, layout, limits, ranking, money, output)),
+        "simulate": ("cli.commands", (job, layout, replication, files, money, output)),
         "explain": (
-            explanations.run_explain,
+            "cli.explanations",
             (job, layout, replication, options.PlanOptions, options.JsonOptions),
         ),
-        "compare": (
-            explanations.run_compare,
-            (options.WordOptions, shared, layout, limits, output),
-        ),
-        "export": (handover.run_export, (options.ExportOptions,)),
-        "import": (importer.run_import, (options.ImportOptions, layout, replication)),
-        "matmul": (commands.run_matmul, (options.MatmulOptions, output)),
-        "models": (commands.run_models, (options.NameOptions,)),
-        "clusters": (commands.run_clusters, (options.ProfileOptions,)),
-        "stacks": (commands.run_stacks, (options.ProfileOptions,)),
-        "schedules": (commands.run_schedules, (options.NameOptions,)),
+        "compare": ("cli.explanations", (options.WordOptions, shared, layout, limits, output)),
+        "sweep": ("sweep", (job, options.SweepOptions, options.SWEPT, money, output)),
+        "export": ("cli.handover", (options.ExportOptions,)),
+        "import": ("cli.importer", (options.ImportOptions, layout, replication)),
+        "matmul": ("cli.commands", (options.MatmulOptions, output)),
+        "models": ("cli.commands", (options.NameOptions,)),
+        "clusters": ("cli.commands", (options.ProfileOptions,)),
+        "stacks": ("cli.commands", (options.ProfileOptions,)),
+        "schedules": ("cli.commands", (options.NameOptions,)),
     }
-    return known[name]
+    module, groups = known[name]
+    return getattr(import_module(f"meshwright.planner.{module}"), f"run_{name}"), groups

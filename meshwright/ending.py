@@ -1,22 +1,23 @@
 """How a process of the command begins and ends: its streams, its signals, its last line.
 
 Status 0 is success, 1 that a plan disagrees or nothing fits, 2 a user's mistake, 70 a fault of
-ours (EX_SOFTWARE of sysexits.h), and 128 plus its number a signal.
+ours (EX_SOFTWARE of sysexits.h), and 128 plus its number a signal. Imports are local: most
+processes end well.
 """
+# ruff: noqa: PLC0415
 
 import os
-import signal
 import sys
-import tempfile
-import traceback
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from types import FrameType
+
+TYPE_CHECKING = False  # as type checkers see it
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+    from typing import TextIO
 
 USER_MISTAKE, FAULT = 2, 70
 OUTPUT = "standard output"
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+SIGNALS = ("SIGTERM", "SIGHUP")
 _received: list[int] = []
 
 
@@ -30,11 +31,10 @@ class Ended(KeyboardInterrupt):
 
 
 def begin() -> bool:
-    """Make streams and signals of this process what the rest takes for granted.
+    """Make the streams of this process what the rest takes for granted.
 
     A closed stream would be the number of the first file that is opened, and receive what is
-    printed; so something else takes its place. A signal that would end the process at once ends
-    it as Ctrl-C does, so that nothing is left behind.
+    printed; so something else takes its place.
 
     Returns:
         Whether there is a standard output.
@@ -48,23 +48,34 @@ def begin() -> bool:
     if not has_output:
         _drop_output()
     if sys.stderr is None:
-        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
-    for each in SIGNALS:
-        if signal.getsignal(each) is signal.SIG_DFL:  # nohup's choice is kept
-            signal.signal(each, _end_once)
+        sys.stderr = _nowhere()
     return has_output
 
 
-def _end_once(number: int, _frame: FrameType | None) -> None:
-    """End as Ctrl-C does; the signal again must not stop the cleaning up."""
+def catch_signals() -> None:
+    """End as Ctrl-C does, which cleans up, on a signal that would end the process at once."""
+    import signal
+
     for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+        number = signal.Signals[each]
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup's choice is kept
+            signal.signal(number, _end_once)
+
+
+def _end_once(number: int, _frame: "FrameType | None") -> None:
+    """End as Ctrl-C does; the signal again must not stop the cleaning up."""
+    import signal
+
+    for each in SIGNALS:
+        signal.signal(signal.Signals[each], signal.SIG_IGN)
     _received.append(number)
     raise Ended
 
 
 def interrupted() -> int:
     """Say what stopped the command and return its status."""
+    import signal
+
     number = _received.pop() if _received else signal.SIGINT
     word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     return complain(word, 128 + number)
@@ -84,6 +95,8 @@ def refused(error: OSError) -> int:
     if isinstance(error, BrokenPipeError) or error.filename == OUTPUT:
         _drop_output()
     if isinstance(error, BrokenPipeError):
+        import signal
+
         return 128 + signal.SIGPIPE
     where = f": {error.filename}" if error.filename else ""
     return complain(f"{error.strerror or error}{where}", USER_MISTAKE)
@@ -91,11 +104,19 @@ def refused(error: OSError) -> int:
 
 def _drop_output() -> None:
     """Leave nothing for the flush at the end of the process to fail on."""
-    sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    sys.stdout = _nowhere()
 
 
-def fault(error: Exception, words: Sequence[str]) -> int:
+def _nowhere() -> "TextIO":
+    return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123
+
+
+def fault(error: Exception, words: "Sequence[str]") -> int:
     """Say in one line that the fault is ours and where its traceback is kept; return 70."""
+    import tempfile
+    import traceback
+    from contextlib import suppress
+
     text = f"meshwright {' '.join(map(ascii, words))}\n{''.join(traceback.format_exception(error))}"
     kept = "its traceback could not be kept"
     with suppress(OSError):
@@ -109,6 +130,8 @@ def fault(error: Exception, words: Sequence[str]) -> int:
 
 def complain(message: str, status: int) -> int:
     """Print *message* as one plain line and return *status*."""
+    from contextlib import suppress
+
     line = " ".join(message.split())
     encoding = sys.stderr.encoding or "utf-8"
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)

@@ -69,6 +69,16 @@ def test_streams_that_take_nothing_are_told_in_one_line(
     assert (done.returncode, done.stderr) == (status, said)
 
 
+def test_a_command_whose_reader_has_gone_ends_as_by_sigpipe() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*COMMAND, "schedules"], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -88,7 +98,7 @@ def test_a_signal_within_code_made_of_text_ends_with_its_own_status(tmp_path: Pa
 import sys
 from meshwright import ending
 
-ending.begin()
+ending.catch_signals()
 try:
     exec("import os, signal; os.kill(os.getpid(), signal.SIGTERM); [None for _ in range(99)]")
 except KeyboardInterrupt:

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("hwprofiles", "simulator", "planner", "validate")  # each may import those before it
 FRONT_DOOR = "meshwright"
+BELOW_ALL = (".errors", f"{FRONT_DOOR}.faces")  # modules that every folder may import
 MOST_MODULES_OF_A_FOLDER = 12
 # The floors of the house, lowest first: which folders of its own package a folder may import.
 # It may import any folder of a lower package; each through its face, the folder's `__init__`.
@@ -224,6 +225,17 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def taken_from_front_door(path: Path) -> set[str]:
+    """Return the names that a file takes from the front door, which imports nothing itself."""
+    return {
+        alias.name
+        for node in nodes_of(path)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if FRONT_DOOR in (alias.name, getattr(node, "module", None))
+    }
+
+
 def may_import(folder: str, other: str) -> bool:
     layer, other_layer = folder.partition(".")[0], other.partition(".")[0]
     if layer == other_layer:
@@ -236,10 +248,10 @@ def test_imports_point_down_only(path: Path) -> None:
     if layer_of(path) == FRONT_DOOR:
         return
     folder = folder_of(module_of(path))
-    others = {module for module, _ in house_imports(path) if not module.endswith(".errors")}
+    others = {module for module, _ in house_imports(path) if not module.endswith(BELOW_ALL)}
     elsewhere = {folder_of(other) for other in others} - {folder}
     assert {other for other in elsewhere if not may_import(folder, other)} == set()
-    assert FRONT_DOOR not in imported_modules(path)
+    assert taken_from_front_door(path) <= {"__version__"}
 
 
 @of_each(SOURCES)
@@ -251,7 +263,7 @@ def test_other_folders_are_entered_by_their_faces(path: Path) -> None:
         module
         for module, _ in house_imports(path)
         if folder_of(module) not in {folder, module.removeprefix(f"{FRONT_DOOR}.")}
-        and not module.endswith(".errors")
+        and not module.endswith(BELOW_ALL)
     }
     assert past_faces == set()
 
@@ -312,6 +324,13 @@ def top_statements(tree: ast.Module) -> Iterator[ast.stmt]:
         yield from node.body if isinstance(node, ast.If) else [node]
 
 
+def names_taken(node: ast.stmt) -> set[str]:
+    """Return the names that a statement imports from the house."""
+    if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(FRONT_DOOR):
+        return set()
+    return {each.asname or each.name for each in node.names}
+
+
 def export_order(name: str) -> tuple[int, str]:
     """Return the order of a list of exports: constants, classes, functions."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
@@ -321,12 +340,7 @@ def export_order(name: str) -> tuple[int, str]:
 def test_exports_are_sorted_complete_and_importable(folder: Path) -> None:
     path = folder / "__init__.py"
     names = exported_names(path)
-    bound = {
-        alias.asname or alias.name
-        for node in top_statements(tree_of(path))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(FRONT_DOOR)
-        for alias in node.names
-    }
+    bound = {name for node in top_statements(tree_of(path)) for name in names_taken(node)}
     if names is None:
         assert bound == set(), "what a package imports for others stands in its __all__"
         return
@@ -343,6 +357,9 @@ def test_exports_are_sorted_complete_and_importable(folder: Path) -> None:
     assert local <= own | constants
     private = {name for name in bound if name.startswith("_")}
     assert private == set()
+    at_once = {name for node in tree_of(path).body for name in names_taken(node)}
+    late = bound - at_once
+    assert late.isdisjoint(each.stem for each in folder.iterdir()), "the module would be found"
 
 
 @of_each(SOURCES)

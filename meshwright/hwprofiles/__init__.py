@@ -126,8 +126,6 @@ from meshwright.hwprofiles.units import (
     to_ps,
 )
 
-VERSION = "0.1.0"  # of the distribution, kept in one place; pyproject.toml reads it here
-
 __all__ = [
     "DEFAULT_STACK",
     "EIGHT_BITS",
@@ -143,7 +141,6 @@ __all__ = [
     "TERA",
     "TEXT_RULE",
     "UNSET",
-    "VERSION",
     "Allocator",
     "Attention",
     "ChangedFact",

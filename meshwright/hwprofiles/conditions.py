@@ -66,7 +66,7 @@ class Condition:
     ['model.experts', 'tp']
     """
 
-    __slots__ = ("names", "parts", "text")
+    __slots__ = ("names", "names_of_parts", "parts", "text")
 
     def __init__(self, text: str) -> None:
         """Parse *text*.
@@ -78,13 +78,13 @@ class Condition:
             if len(text) > MOST_LETTERS:
                 raise ValueError
             tree = ast.parse(text, mode="eval").body
-            names = frozenset(_names(tree))
-            _check_shape(tree)
+            is_and = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
+            parts = tuple(tree.values) if isinstance(tree, ast.BoolOp) and is_and else (tree,)
+            names_of_parts = tuple(frozenset(_names(part)) for part in parts)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise ProfileError(f"{shown(text)} is no condition; allowed: {GRAMMAR}") from None
-        self.text, self.names = text, names
-        is_and = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
-        self.parts = tuple(tree.values) if isinstance(tree, ast.BoolOp) and is_and else (tree,)
+        self.text, self.parts, self.names_of_parts = text, parts, names_of_parts
+        self.names = frozenset().union(*names_of_parts)
 
     def __repr__(self) -> str:
         """Return the text."""
@@ -100,7 +100,7 @@ class Condition:
 
     def about(self, chosen: Callable[[str], bool]) -> tuple[tuple[ast.expr, ...], ...]:
         """Return the parts joined by ``and`` that read *chosen* names alone, and the others."""
-        are_chosen = [all(map(chosen, _names(part))) for part in self.parts]
+        are_chosen = [all(map(chosen, names)) for names in self.names_of_parts]
         pairs = [*zip(self.parts, are_chosen, strict=True)]
         return tuple(part for part, is_so in pairs if is_so), tuple(
             part for part, is_so in pairs if not is_so
@@ -145,41 +145,52 @@ def filled(text: object, value: Callable[[str], object]) -> object:
     return IN_BRACES.sub(found, text) if isinstance(text, str) else text
 
 
-def _names(node: ast.expr) -> list[str]:
-    """Return the names that a condition reads; raises ValueError for what is none."""
-    found = []
-    waiting: list[ast.AST] = [node]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, ast.Name | ast.Attribute):
-            found.append(ast.unparse(each))
-        elif isinstance(each, NODES):
-            waiting += ast.iter_child_nodes(each)
-        else:
-            raise ValueError(found)
-    if any(not all(map(str.isidentifier, name.split("."))) for name in found):
-        raise ValueError(found)
-    return found
+@cache
+def _names(condition: ast.expr) -> tuple[str, ...]:
+    """Return the names that a condition reads.
 
-
-def _check_shape(tree: ast.expr) -> None:
-    """Raise ValueError for a chain of comparisons, and for a list or a word that none compares."""
+    Raises:
+        ValueError: If it is none: a chain of comparisons, a list or a word that none compares.
+    """
+    found: list[str] = []
     compared: list[ast.AST] = []
-    for node in ast.walk(tree):
+    waiting: list[ast.AST] = [condition]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Name | ast.Attribute):
+            found.append(_dotted(node))
+            continue
+        if not isinstance(node, NODES):
+            raise ValueError(node)
         if isinstance(node, ast.Compare):
             (sign,), (other,) = node.ops, node.comparators
             if isinstance(other, ast.List) != isinstance(sign, ast.In | ast.NotIn):
                 raise ValueError(other)
             compared += [node.left, other, *(other.elts if isinstance(other, ast.List) else ())]
-    for node in ast.walk(tree):
-        is_number = isinstance(node, ast.Constant) and type(node.value) is int
-        is_word = isinstance(node, ast.Constant) and isinstance(node.value, str | bool | None)
-        if isinstance(node, ast.Constant) and not (is_number or (is_word and node in compared)):
+        elif isinstance(node, ast.Constant | ast.List):
+            _check_operand(node, is_compared=node in compared)
+        waiting += ast.iter_child_nodes(node)
+    return tuple(found)
+
+
+def _check_operand(node: ast.Constant | ast.List, *, is_compared: bool) -> None:
+    """Raise ValueError for a list of more than constants, and for what is only compared."""
+    if isinstance(node, ast.List):
+        if not (is_compared and node.elts and all(isinstance(x, ast.Constant) for x in node.elts)):
             raise ValueError(node)
-        if isinstance(node, ast.List) and not (
-            node in compared and node.elts and all(isinstance(x, ast.Constant) for x in node.elts)
-        ):
-            raise ValueError(node)
+    elif type(node.value) is not int and not (
+        is_compared and isinstance(node.value, str | bool | None)
+    ):
+        raise ValueError(node)
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return a name, or names joined by dots; raises ValueError for what is none."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    raise ValueError(node)
 
 
 def _truth(node: ast.expr, names: Names) -> Number:
@@ -204,7 +215,7 @@ def _value(node: ast.expr, names: Names) -> Number:
         return ARITHMETIC[type(node.op)](_value(node.left, names), _value(node.right, names))
     if isinstance(node, ast.Constant):
         return node.value
-    return names.number(ast.unparse(node))
+    return names.number(_dotted(node))
 
 
 def _operand(node: ast.expr, beside: ast.expr, names: Names) -> Number:
@@ -212,7 +223,7 @@ def _operand(node: ast.expr, beside: ast.expr, names: Names) -> Number:
     is_word = isinstance(node, ast.Constant) and type(node.value) is not int
     if is_word and isinstance(beside, ast.Name | ast.Attribute):
         assert isinstance(node, ast.Constant)
-        return names.code(ast.unparse(beside), node.value)
+        return names.code(_dotted(beside), node.value)
     return _value(node, names)
 
 

@@ -113,7 +113,8 @@ class FileKind:
     def load_toml(self, text: str, file: str) -> dict[str, object]:
         """Return what a TOML text holds, whatever its numbers; raises as `read_text`."""
         try:
-            if _DEEP_KEY.search(text):
+            is_deep = any(line.count(".") >= MOST_DEPTH for line in text.split("\n"))
+            if is_deep and _DEEP_KEY.search(text):
                 raise RecursionError
             return tomllib.loads(text)
         except RecursionError:

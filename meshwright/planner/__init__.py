@@ -1,9 +1,14 @@
 """The planner: the whole space of layouts, bounded, pruned with reasons and searched with proof."""
 
+from typing import TYPE_CHECKING
+
+from meshwright.faces import late_name
 from meshwright.planner.changes import Change, cheapest_changes
-from meshwright.planner.largest import Largest, Quantity, find_largest, find_largest_of_plan
 from meshwright.planner.search import FrontierPoint, Nearest, SearchResult, SimulatedPlan, search
 from meshwright.planner.space import RULES, Space, SpaceLimits, enumerate_space
+
+if TYPE_CHECKING:
+    from meshwright.planner.largest import Largest, Quantity, find_largest, find_largest_of_plan
 
 __all__ = [
     "RULES",
@@ -22,3 +27,8 @@ __all__ = [
     "find_largest_of_plan",
     "search",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return what a search without a largest value needs not, imported when first asked for."""
+    return late_name(__name__, ("largest",), name)

@@ -1,8 +1,10 @@
 """The simulator: model x plan to operators, costs, events and a result."""
 
+from typing import TYPE_CHECKING
+
+from meshwright.faces import late_name
 from meshwright.simulator.account import AsyncRun, MemoryResult, StageMemory, StepResult
 from meshwright.simulator.blocks import CONVENTION, hardware_flops, model_flops
-from meshwright.simulator.chrome_trace import write_chrome_trace
 from meshwright.simulator.costs import COMMUNICATION, Category, Cost, CostModel
 from meshwright.simulator.engine import StepTimes, StepWork, simulate_folded, simulate_unfolded
 from meshwright.simulator.errors import (
@@ -39,6 +41,9 @@ from meshwright.simulator.schedules import (
 )
 from meshwright.simulator.simulation import MAX_PASSES, account, check_plan, rank_timeline, simulate
 from meshwright.simulator.step import BuiltStep, build_step
+
+if TYPE_CHECKING:
+    from meshwright.simulator.chrome_trace import write_chrome_trace
 
 __all__ = [
     "COMMUNICATION",
@@ -89,3 +94,8 @@ __all__ = [
     "simulate_unfolded",
     "write_chrome_trace",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return a writer of files, imported when first asked for."""
+    return late_name(__name__, ("chrome_trace",), name)

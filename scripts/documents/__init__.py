@@ -13,7 +13,7 @@ Left alone, since this machine cannot make them again:
 
 - docs/cpu_steps.md: steps measured on a processor, beside predictions from its calibration;
 - docs/validate.md: the two reports "printed on a machine of two busy cores" (fenced as text);
-- docs/performance.md: start-up, and where the time of a search goes, told from profiles;
+- docs/performance.md: where the time of a search goes, told from profiles;
 - docs/accuracy.md: tables of fits (what was fitted, what a source left out gives), which are dated,
   and the discussion of single errors, whose numbers are those of its tables, rounded;
 - published numbers, wherever they stand.

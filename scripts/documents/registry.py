@@ -92,6 +92,7 @@ MAKERS: dict[str, Maker] = {
     "agreement farthest": lambda place: agreement.farthest(place.page),
     "search speed": _alone(speed.processes),
     "search growth": _alone(speed.growth),
+    "starts": _alone(speed.starts),
 }
 SLOW = {
     "hosts left out": "ten minutes of fits",
@@ -103,6 +104,7 @@ SLOW = {
     "agreement hosts": "with the ranks; the gate compares all, which are small",
     "search speed": "times, which differ from run to run: never compared",
     "search growth": "times, which differ from run to run: never compared",
+    "starts": "times, which differ from run to run: never compared",
 }
 
 

@@ -1,4 +1,4 @@
-"""How fast a step is simulated, and a search is, which grows with the space and not with GPUs.
+"""How fast commands start, a step is simulated, and a search is, which grows with the space alone.
 
 Times of CPU are in *loops*: a loop is ten million additions in a plain Python function, timed in
 the same run, so that a slower machine has slower loops, too.
@@ -6,6 +6,7 @@ the same run, so that a slower machine has slower loops, too.
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -25,6 +26,12 @@ JOBS = [
 ]
 # A third more than a whole process of each takes on an idle machine: 8.2, 4.5 and 5.2 loops.
 MOST_LOOPS = [11.0, 6.0, 7.0]
+# What starting takes, of which Python's own start is 0.1 loops; a half of what is allowed.
+STARTS = {
+    "--version": 0.25,
+    "--help": 0.5,
+    "search gpt2 --cluster dgx-a100 --gpus 8 --global-batch 64": 5.0,
+}
 SPACE_SIZE = re.compile(rb"over ([\d,]+) layouts")
 # The main job with two GPUs a sequence, on ever more GPUs: thousandfold, and much the same space.
 GPU_COUNTS = [768, 3072, 12_288, 49_152, 196_608, 786_432]
@@ -59,12 +66,17 @@ def search_command(model: str, num_gpus: int, batch: int) -> list[str]:
 
 def process_cpu_s(command: list[str]) -> float:
     """Return the CPU seconds of a whole process."""
-    before = os.times()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, capture_output=True)
-    after = os.times()
-    return (
-        after.children_user - before.children_user + after.children_system - before.children_system
-    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+@pytest.mark.parametrize("words", STARTS)
+def test_a_command_starts_in_few_loops(words: str) -> None:
+    command = [sys.executable, "-m", "meshwright", *words.split()]
+    most_s = STARTS[words] * loop_s()
+    assert any(process_cpu_s(command) <= most_s for _ in range(5))
 
 
 @pytest.mark.parametrize(("job", "most_loops"), list(zip(JOBS, MOST_LOOPS, strict=True)))
@@ -86,6 +98,16 @@ def test_a_simulation_of_32_stages_and_128_microbatches_takes_few_loops() -> Non
         simulate(*step)
         times_s.append(time.process_time() - start_s)
     assert min(times_s) <= 0.06 * loop_s()
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("words", STARTS)
+def test_a_start(benchmark: Any, words: str) -> None:
+    command = [sys.executable, "-m", "meshwright", *words.split()]
+    times_s = [process_cpu_s(command) for _ in range(7)]
+    benchmark.pedantic(process_cpu_s, args=(command,), rounds=1)
+    benchmark.extra_info["least_cpu_s"] = min(times_s)
+    benchmark.extra_info["loops"] = min(times_s) / min(loop_s() for _ in range(5))
 
 
 @pytest.mark.bench

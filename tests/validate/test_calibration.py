@@ -14,7 +14,7 @@ import pytest
 
 import meshwright
 from meshwright.hwprofiles import Precision, load_cluster
-from meshwright.planner.options.words import as_command, option_name, run_command_line
+from meshwright.planner.options.words import as_command, option_name
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import Accelerator, CalibrateOptions, run_calibrate
 from meshwright.validate.calibration.collectives import bench as collective_bench
@@ -295,8 +295,9 @@ def test_options_become_words() -> None:
 
     words = ["--device", "cpu", "--ranks", "2", "--nccl-tests", "a", "--nccl-tests", "b"]
     command = as_command(run, CalibrateOptions)
-    status = run_command_line(["calibrate"], lambda _name: command, ["calibrate", *words])
-    assert status == 0
+    typed = command.typed(words)
+    assert typed is not None
+    assert command(typed) == 0
     assert seen[0].device is Accelerator.CPU
     assert (seen[0].ranks, seen[0].nccl_tests) == (2, ["a", "b"])
 

@@ -201,10 +201,10 @@ def test_ranks_of_a_calibration_end_with_their_parent_and_import_ours_alone(
 
 PARENT = """
 import os, sys, time
-from meshwright.ending import begin
+from meshwright.ending import catch_signals
 from meshwright.validate.calibration.collectives import bench, job
 from meshwright.validate.calibration.rows import Accelerator, collective_cases
-begin()
+catch_signals()
 told = job.CollectiveJob(
     accelerator=Accelerator.CPU, num_ranks=2, threads=1, folder=sys.argv[1], timeout_s=60.0,
     deadline_s=1e9, parent=os.getpid(), cases=collective_cases(2),

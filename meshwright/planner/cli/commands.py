@@ -50,12 +50,11 @@ def run_search(
     money: "MoneyOptions",
     output: "OutputOptions",
 ) -> int:
-    """Find the fastest layouts of a model on a cluster, with a proof."""
+    """Run ``meshwright search``; return its exit status."""
     from meshwright.planner.cli.growth import searched
     from meshwright.planner.cli.request import read_budget, read_setting
     from meshwright.planner.cli.search_request import read_limits
     from meshwright.planner.options import check_counts
-    from meshwright.planner.reports import search_document, write_search
 
     setting = read_setting(job)
     check_counts(ranking)
@@ -66,15 +65,22 @@ def run_search(
     with progress_bar() as progress:
         largest, result = searched(setting, pins, ranking.max, ranking.top, progress)
         if folder is not None:
+            from meshwright.planner.reports import write_search
+
             tell(progress, "drawing pictures")
             written = write_search(result, folder, budget, largest)
+
+    def document() -> "Mapping[str, Json]":
+        from meshwright.planner.reports import search_document
+
+        return search_document(result, budget, largest)
 
     def report() -> "RenderableType":
         from meshwright.planner.reports import search_report
 
         return search_report(result, budget, largest)
 
-    show(output.json, lambda: search_document(result, budget, largest), report, SEARCH_WIDTH)
+    show(output.json, document, report, SEARCH_WIDTH)
     say_written(output, written)
     return 0 if result.plans else NOTHING_FITS
 
@@ -87,13 +93,12 @@ def run_simulate(
     money: "MoneyOptions",
     output: "OutputOptions",
 ) -> int:
-    """Simulate one training step of a layout."""
+    """Run ``meshwright simulate``; return its exit status."""
     from meshwright.planner.changes import cheapest_changes
     from meshwright.planner.cli.buckets import with_buckets
     from meshwright.planner.cli.growth import simulated
     from meshwright.planner.cli.request import read_budget, read_setting
-    from meshwright.planner.reports import check_file, new_file, step_document, write_step
-    from meshwright.simulator import write_chrome_trace
+    from meshwright.planner.reports import check_file, new_file, step_document
 
     setting = with_buckets(read_setting(job, files.plan), replication)
     given = {**layout, **replication}
@@ -106,9 +111,13 @@ def run_simulate(
         largest, result = simulated(setting, given, files.max, progress)
         changes = cheapest_changes(result, limit_bytes, progress)
         if folder is not None:
+            from meshwright.planner.reports import write_step
+
             tell(progress, "drawing pictures")
             written = write_step(result, folder, budget, changes, largest)
         if trace is not None:
+            from meshwright.simulator import write_chrome_trace
+
             tell(progress, "writing the trace")
             with new_file(trace) as path:
                 write_chrome_trace(result, path)
@@ -125,7 +134,7 @@ def run_simulate(
 
 
 def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
-    """Multiply matrices on several devices: every signature, its bytes and its time."""
+    """Run ``meshwright matmul``; return its exit status."""
     from meshwright.planner.matmul import matmul_document, matmul_report, read_study, write_matmul
 
     study = read_study(options)
@@ -137,14 +146,14 @@ def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
 
 
 def run_models(options: "NameOptions") -> int:
-    """List the built-in models, or show one."""
+    """Run ``meshwright models``; return its exit status."""
     from meshwright.planner.reports import models_table
 
     return print_report(models_table(options.name), STEP_WIDTH)
 
 
 def run_clusters(options: "ProfileOptions") -> int:
-    """List the built-in clusters, or show one with its device, links and sources."""
+    """Run ``meshwright clusters``; return its exit status."""
     from meshwright.hwprofiles import load_cluster
     from meshwright.planner.reports import clusters_table
 
@@ -154,7 +163,7 @@ def run_clusters(options: "ProfileOptions") -> int:
 
 
 def run_stacks(options: "ProfileOptions") -> int:
-    """List the built-in software stacks, or show one with its sources."""
+    """Run ``meshwright stacks``; return its exit status."""
     from meshwright.hwprofiles import load_stack
     from meshwright.planner.reports import stacks_table
 
@@ -164,7 +173,7 @@ def run_stacks(options: "ProfileOptions") -> int:
 
 
 def run_schedules(options: "NameOptions") -> int:
-    """List the pipeline schedules, or show one."""
+    """Run ``meshwright schedules``; return its exit status."""
     from meshwright.planner.reports import schedules_table
 
     return print_report(schedules_table(options.name), STEP_WIDTH)

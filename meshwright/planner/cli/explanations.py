@@ -43,7 +43,7 @@ def run_explain(
     files: "PlanOptions",
     output: "JsonOptions",
 ) -> int:
-    """Explain the time and the memory of a plan: causes, resources, neighbours."""
+    """Run ``meshwright explain``; return its exit status."""
     from meshwright.planner.cli.buckets import with_buckets
     from meshwright.planner.cli.request import read_setting, resolve_plan
     from meshwright.planner.explain import explain, explanation_document, explanation_report
@@ -83,7 +83,7 @@ def run_compare(
     limits: "Given",
     output: "OutputOptions",
 ) -> int:
-    """Compare plans, or a model's best plans on several stacks, term by term."""
+    """Run ``meshwright compare``; return its exit status."""
     from meshwright.planner.compare import (
         Comparison,
         comparison_document,

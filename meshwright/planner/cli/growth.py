@@ -1,10 +1,13 @@
-"""A search or a simulation as it is asked for, or at the largest value of a quantity that fits."""
+"""A search or a simulation as it is asked for, or at the largest value of a quantity that fits.
+
+Imports are local, so that a command waits for no more than it needs.
+"""
+# ruff: noqa: PLC0415
 
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from meshwright.planner.cli.request import Setting, resolve_plan
-from meshwright.planner.largest import Largest, find_largest, find_largest_of_plan
 from meshwright.planner.options import Given
 from meshwright.planner.search import Progress, SearchResult, search
 from meshwright.planner.space import SpaceLimits
@@ -18,6 +21,9 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.layout import Quantity, check_offered, stack_refusal
 
+if TYPE_CHECKING:
+    from meshwright.planner.largest import Largest
+
 
 def searched(
     setting: Setting,
@@ -25,13 +31,15 @@ def searched(
     quantity: Quantity | None,
     top: int,
     progress: Progress | None,
-) -> tuple[Largest | None, SearchResult]:
+) -> "tuple[Largest | None, SearchResult]":
     """Return the search of *setting*, at the largest value of *quantity* if one is asked for."""
     ground = setting.job, setting.cluster, setting.stack, setting.world_size
     limit = setting.memory_limit_bytes
     if quantity is None:
         found = search(*ground, limits=pins, memory_limit_bytes=limit, top=top, progress=progress)
         return None, found
+    from meshwright.planner.largest import find_largest
+
     return find_largest(
         *ground, quantity, limits=pins, memory_limit_bytes=limit, top=top, progress=progress
     )
@@ -39,12 +47,14 @@ def searched(
 
 def simulated(
     setting: Setting, given: Given, quantity: Quantity | None, progress: Progress | None
-) -> tuple[Largest | None, StepResult]:
+) -> "tuple[Largest | None, StepResult]":
     """Return the step of *setting*, at the largest value of *quantity* if one is asked for.
 
     Raises:
         PlanError: If options contradict each other, the model or the number of devices.
     """
+    from meshwright.planner.largest import find_largest_of_plan
+
     name = "microbatch_size"
     if quantity is None:
         plan = resolve_plan(setting, given)

@@ -14,7 +14,7 @@ from meshwright.simulator import PlanError
 
 
 def run_export(options: ExportOptions) -> int:
-    """Write a plan as the configuration of a framework."""
+    """Run ``meshwright export``; return its exit status."""
     from meshwright.planner.export import export_plan, get_framework
     from meshwright.planner.reports import read_runnable_plan
 

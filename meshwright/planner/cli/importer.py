@@ -26,7 +26,7 @@ WIDTH, COLUMN = 80, 38  # of a list of keys, and where their meanings begin
 
 
 def run_import(options: ImportOptions, layout: Given, replication: Given) -> int:
-    """Read a framework's configuration as a plan."""
+    """Run ``meshwright import``; return its exit status."""
     from meshwright.planner.cli.handover import write_files
     from meshwright.planner.reports import check_file, json_text, plan_document
 

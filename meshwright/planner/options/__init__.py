@@ -39,6 +39,7 @@ from meshwright.planner.options.records import (
     read_tokens,
 )
 from meshwright.planner.options.words import (
+    Command,
     Given,
     Option,
     OptionGroup,
@@ -48,7 +49,6 @@ from meshwright.planner.options.words import (
     option,
     option_name,
     read_value,
-    run_command_line,
 )
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "SHARED_JOB",
     "SWEPT",
     "TOGETHER",
+    "Command",
     "ExportOptions",
     "FileOptions",
     "Given",
@@ -96,6 +97,5 @@ __all__ = [
     "read_tokens",
     "read_value",
     "release_claims",
-    "run_command_line",
     "scratch_folder",
 ]

@@ -1,10 +1,10 @@
-"""Locks of a process: claims on folders to write, and scratch that nobody takes from it."""
+"""Locks of a process: claims on folders to write, and scratch that nobody takes from it.
 
-import hashlib
+Imports are local: most commands write no folder.
+"""
+# ruff: noqa: PLC0415
+
 import os
-import platform
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +25,8 @@ def claim(path: Path, folder: Path) -> None:
         PlanError: If another command has claimed it.
         OSError: If no lock can be had in *folder*.
     """
+    import hashlib
+
     real = os.path.realpath(path)
     mark = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
     lock = Path(os.path.realpath(folder)) / f".meshwright-{mark}.lock"
@@ -61,6 +63,8 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
     Raises:
         OSError: If it cannot be made.
     """
+    import shutil
+
     _clear_scratch(parent)
     scratch, descriptor = _new_scratch(parent)
     try:
@@ -72,6 +76,8 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
 
 def _new_scratch(parent: Path) -> tuple[Path, int]:
     """Return a new folder and a descriptor of it, locked where there are locks."""
+    import tempfile
+
     while True:
         scratch = Path(tempfile.mkdtemp(prefix=_scratch_prefix(), dir=parent))
         with suppress(FileNotFoundError):  # another took it for left, before the lock was ours
@@ -87,6 +93,8 @@ def _clear_scratch(parent: Path) -> None:
     The system drops a lock with its process, so what can be locked is nobody's. What cannot be,
     and that of other machines, whose locks may not be seen here, stays.
     """
+    import shutil
+
     for left in parent.glob(f"{_scratch_prefix()}*"):
         with suppress(OSError):
             descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -98,13 +106,16 @@ def _clear_scratch(parent: Path) -> None:
 
 
 def _scratch_prefix() -> str:
+    import hashlib
+    import platform
+
     return f".meshwright-{hashlib.sha256(platform.node().encode()).hexdigest()[:8]}-"
 
 
 def _lock(descriptor: int) -> bool | None:
     """Return whether an open file is now locked for us; None where there are no such locks."""
     try:
-        import fcntl  # noqa: PLC0415 - not on every system
+        import fcntl  # not on every system
     except ModuleNotFoundError:
         return None
     try:

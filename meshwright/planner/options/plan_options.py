@@ -6,8 +6,6 @@ They are made from the declarations of the fields (`meshwright.simulator.layout`
 from collections.abc import Iterable
 from enum import StrEnum
 
-import typer
-
 from meshwright.planner.options.records import JobOptions, check_count
 from meshwright.planner.options.words import Given, Option, OptionGroup, option_name
 from meshwright.simulator.layout import (
@@ -20,10 +18,7 @@ from meshwright.simulator.layout import (
 
 # The size of a stack's gradient buckets is no field of a plan: it changes the stack.
 BUCKET_SIZE = Option(
-    "bucket_size",
-    "bucket_size",
-    str,
-    typer.Option(metavar="SIZE", help='Gradients reduced at a time, as "25 MB".'),
+    "bucket_size", "bucket_size", str, "SIZE", 'Gradients reduced at a time, as "25 MB".'
 )
 ASKABLE = {
     option_name(each.option)[2:]: each for each in SEARCHED_FIELDS if each.declaration.is_asked
@@ -35,23 +30,12 @@ ALSO = Option(
     "also",
     "also",
     str,
-    typer.Option(
-        metavar="LIST",
-        help=f"Vary fields that are held unless asked for: {', '.join([*ASKABLE, *TOGETHER])} "
-        f"or {ALL}.",
-    ),
+    "LIST",
+    f"Vary fields that are held unless asked for: {', '.join([*ASKABLE, *TOGETHER])} or {ALL}.",
 )
-FOR = Option(
-    "framework",
-    "for",
-    str,
-    typer.Option("--for", metavar="FRAMEWORK", help="Launch with it [what launches the stack]."),
-)
+FOR = Option("framework", "for", str, "FRAMEWORK", "Launch with it [what launches the stack].")
 ANY = Option(
-    "any_layout",
-    "any",
-    bool,
-    typer.Option("--any", help="Also layouts that no framework launches.", show_default=False),
+    "any_layout", "any", bool, help="Also layouts that no framework launches.", flags="--any"
 )
 OF_SEARCHES = {each.key: each for each in (ALSO, FOR, ANY)}  # of which one layout says nothing
 SEARCHED = {each.name for each in SEARCHED_FIELDS}
@@ -61,17 +45,15 @@ BEHIND = {"reshard_after_forward": [BUCKET_SIZE]}
 def _option(field: PlanField) -> Option:
     """Return the option that sets a field; a list or a choice with words is read later."""
     declaration, name = field.declaration, field.option
-    dashed = name.replace("_", "-")
     if field.kind is bool:
+        dashed = name.replace("_", "-")
         flags = f"--{dashed}/--no-{dashed}"
-        info = typer.Option(flags, help=declaration.help, show_default=False)
-        return Option(field.name, name, bool, info)
+        return Option(field.name, name, bool, help=declaration.help, flags=flags)
     words = (
         "|".join(str(each) for each in field.choices) if issubclass(field.kind, StrEnum) else "N"
     )
-    metavar = declaration.metavar or words
-    info = typer.Option(f"--{dashed}", metavar=metavar, help=declaration.help)
-    return Option(field.name, name, str if field.kind is tuple else field.kind, info)
+    kind = str if field.kind is tuple else field.kind
+    return Option(field.name, name, kind, declaration.metavar or words, declaration.help)
 
 
 def _options(group: str) -> Iterable[Option]:
@@ -87,12 +69,8 @@ def _options(group: str) -> Iterable[Option]:
 
 
 def _limit(field: PlanField) -> Option:
-    info = typer.Option(
-        f"--max-{field.option.replace('_', '-')}",
-        metavar="N",
-        help=f"Largest {option_name(field.option)}.",
-    )
-    return Option(field.limit, f"max_{field.option}", int, info)
+    text = f"Largest {option_name(field.option)}."
+    return Option(field.limit, f"max_{field.option}", int, "N", text)
 
 
 def _given(values: Given) -> Given:

@@ -1,6 +1,6 @@
 """The options of the command line, as records.
 
-A command takes records (`JobOptions`, `LayoutOptions`, ...); `option_words.as_command` turns
+A command takes records (`JobOptions`, `LayoutOptions`, ...); `words.as_command` turns
 each of their fields into an option.  Fields are None where an option was not given.
 """
 

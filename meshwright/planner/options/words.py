@@ -1,14 +1,16 @@
-"""The one module that knows how typer works: records become options, words become values."""
+"""Options of commands: how they are declared, how words are read as their values.
 
-import inspect
+What is not plainly right is left to typer (`meshwright.command_line`), which is imported for that
+alone: it helps, completes, and says what is wrong with words.
+"""
+
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from decimal import Decimal
 from enum import StrEnum
 from types import NoneType, UnionType
 from typing import (
-    Annotated,
     Any,
     NamedTuple,
     TypeAlias,
@@ -20,17 +22,10 @@ from typing import (
     get_type_hints,
 )
 
-import typer
-from typer.main import get_group, get_install_completion_arguments
-from typer.models import ArgumentInfo
-
 from meshwright.hwprofiles import GIGA, KILO, MEGA, TERA, shown, suggestion
-from meshwright.planner.options.claims import release_claims
 from meshwright.simulator import PlanError
 
 T = TypeVar("T")
-INFO = "info"  # what typer shows of the option of a field, in its metadata
-INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of the signal
 
 # Digits are bounded: Python refuses to read, and to print, a number of 5,000 of them.
 _NUMBER = re.compile(
@@ -40,10 +35,6 @@ _NUMBER = re.compile(
 MOST_DIGITS = 30
 _SCALES = {"": 1, "K": KILO, "M": MEGA, "B": GIGA, "T": TERA}
 _WORDS = {int: "a whole number of at most 30 digits", float: "a number such as 300e9, 300B or 15T"}
-
-# The root of typer's complaints about words: its module differs between versions, its place
-# above BadParameter does not.
-_USAGE_ERROR = cast("type[typer.BadParameter]", typer.BadParameter.mro()[2])
 
 
 Given: TypeAlias = Mapping[str, object]
@@ -55,21 +46,31 @@ class Option(NamedTuple):
 
     Args:
         key: What it sets: a field of a record or of a plan.
-        name: How it is written, without its dashes, as a Python name.
+        name: How it is called, without its dashes, as a Python name.
         kind: Type of its value.
-        info: What typer shows of it.
+        metavar: What stands for its value in help.
+        help: What help says of it.
         default: Its value where it is not given.
+        flags: How it is written, as ``--x`` or ``--x/--no-x``; empty where its name says it.
+        is_argument: Whether it is a word of its own.
     """
 
     key: str
     name: str
     kind: type
-    info: object
+    metavar: str | None = None
+    help: str = ""
     default: object = None
+    flags: str = ""
+    is_argument: bool = False
+
+    @property
+    def spellings(self) -> list[str]:
+        """How it is written; second what takes a switch back."""
+        return (self.flags or option_name(self.name)).split("/")
 
 
-@dataclass(frozen=True, slots=True)
-class OptionGroup:
+class OptionGroup(NamedTuple):
     """Options that a command takes together, and what it takes them as."""
 
     options: tuple[Option, ...]
@@ -80,13 +81,15 @@ class OptionGroup:
         """Return the options of a record of `records`: one for each of its fields."""
         hints = get_type_hints(record)
         options = tuple(
-            Option(each.name, each.name, _kind(hints[each.name]), each.metadata[INFO], each.default)
+            Option(
+                each.name, each.name, _kind(hints[each.name]), default=each.default, **each.metadata
+            )
             for each in fields(cast("Any", record))
         )
         return cls(options, lambda given: cast("Callable[..., object]", record)(**given))
 
 
-def option(default: T, metavar: str, text: str, *, name: str | None = None) -> T:
+def option(default: T, metavar: str, text: str, *, name: str = "") -> T:
     """Return the field of an option; to a type checker, its default.
 
     Args:
@@ -95,93 +98,93 @@ def option(default: T, metavar: str, text: str, *, name: str | None = None) -> T
         text: What help says of it.
         name: How it is written, dashes included, where that is not the name of the field.
     """
-    info = typer.Option(*([name] if name else []), metavar=metavar, help=text)
-    return field(default=default, metadata={INFO: info})
+    return field(default=default, metadata={"metavar": metavar, "help": text, "flags": name})
 
 
 def flag(name: str, text: str) -> bool:
     """Return the field of an option without a value, called *name*, of which help says *text*."""
-    return field(default=False, metadata={INFO: typer.Option(name, help=text)})
+    return field(default=False, metadata={"flags": name, "help": text})
 
 
 def argument(default: T, metavar: str, text: str) -> T:
     """Return the field of a word that is no option: as `option`."""
-    return field(default=default, metadata={INFO: typer.Argument(metavar=metavar, help=text)})
+    return field(default=default, metadata={"metavar": metavar, "help": text, "is_argument": True})
+
+
+class Command(NamedTuple):
+    """A command: what it does with what its groups of options build.
+
+    Args:
+        run: Takes what each group builds, in order; returns the exit status.
+        groups: Of its options.
+        ends_in_words: Whether all from the first word on is another program's, options too.
+    """
+
+    run: Callable[..., int]
+    groups: tuple[OptionGroup, ...]
+    ends_in_words: bool = False
+
+    @property
+    def options(self) -> list[Option]:
+        """All of its options and arguments, in the order of its help."""
+        return [each for group in self.groups for each in group.options]
+
+    def typed(self, words: Sequence[str]) -> dict[str, object] | None:
+        """Return the texts and switches typed, by option; None where it is for typer to say more.
+
+        Raises:
+            PlanError: If an option that is not a list is given more than once.
+        """
+        found = {
+            flag: each for each in self.options if not each.is_argument for flag in each.spellings
+        }
+        texts: dict[str, Any] = {}
+        loose: list[str] = []
+        is_plain = _is_text(words)
+        rest = iter(words)
+        for word in rest:
+            name, sign, value = word.partition("=")
+            if word == "--" or (self.ends_in_words and not word.startswith("-")):
+                loose += [*rest] if word == "--" else [word, *rest]
+            elif word == "-" or not word.startswith("-"):
+                loose.append(word)
+            elif name not in found:
+                is_plain = False
+            elif found[name].kind is bool:
+                is_plain = is_plain and not sign
+                _give(texts, found[name], value=name == found[name].spellings[0])
+            else:
+                text = value if sign else next(rest, None)
+                is_plain = is_plain and text is not None
+                _give(texts, found[name], value=text)
+        for each in self.options:
+            if each.is_argument and loose:
+                count = len(loose) if each.kind is list else 1
+                texts[each.key] = loose[:count] if each.kind is list else loose[0]
+                del loose[:count]
+        return texts if is_plain and not loose else None
+
+    def __call__(self, typed: Given) -> int:
+        """Run with the texts and switches that were typed; return the exit status.
+
+        Raises:
+            PlanError: If a text is no value of its option.
+        """
+        built = [
+            group.build(
+                {each.key: _read(each, typed.get(each.key, each.default)) for each in group.options}
+            )
+            for group in self.groups
+        ]
+        return self.run(*built)
 
 
 def as_command(
     run: Callable[..., int], *groups: type | OptionGroup, ends_in_words: bool = False
-) -> Callable[..., int]:
-    """Return *run* as typer wants it: a parameter for each option of the groups it takes.
-
-    Typer sees texts and flags; the texts are read here, so that a mistake has our words.
-
-    Args:
-        run: Takes what each group builds, in order; returns the exit status.
-        groups: Groups of options, or record types of this package.
-        ends_in_words: Whether all from the first word on is another program's, options too.
-    """
+) -> Command:
+    """Return the command that *run* is, of groups of options or record types of this package."""
     taken = [each if isinstance(each, OptionGroup) else OptionGroup.of(each) for each in groups]
-    parameters = [_parameter(each) for group in taken for each in group.options]
-    defaults = {each.name: each.default for each in parameters}
-
-    def command(**typed: object) -> int:
-        values = defaults | typed
-        return run(
-            *(
-                group.build({each.key: _read(each, values[each.key]) for each in group.options})
-                for group in taken
-            )
-        )
-
-    target = cast("Any", command)  # a function's attributes, which its type does not know
-    target.__doc__ = run.__doc__
-    target.ends_in_words = ends_in_words
-    target.options = tuple(each for group in taken for each in group.options)
-    _sign(target, parameters)
-    return command
-
-
-def _sign(command: Any, parameters: Sequence[inspect.Parameter]) -> None:  # noqa: ANN401
-    """Tell typer which parameters a command has."""
-    command.__signature__ = inspect.Signature(parameters)
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-
-
-def _leave_out_untyped(command: Any, words: Sequence[str]) -> None:  # noqa: ANN401
-    """Leave out the options that are not among *words*, each of which costs typer some time.
-
-    Where a word may be an option of none of these names, such as ``--help``, all are left in.
-    """
-    # `-` alone is a value, as of `--json -`.
-    typed = {word.partition("=")[0] for word in words if word.startswith("-") and word != "-"}
-    names = {
-        each.key: {option_name(each.name), f"--no{option_name(each.name)[1:]}"}
-        for each in command.options
-    }
-    if typed <= set().union(*names.values()):
-        words_alone = {each.key for each in command.options if isinstance(each.info, ArgumentInfo)}
-        kept = [
-            each
-            for each in command.__signature__.parameters.values()
-            if each.name in words_alone or names[each.name] & typed
-        ]
-        _sign(command, kept)
-
-
-def _parameter(option: Option) -> inspect.Parameter:
-    """Return an option as a parameter of texts and flags alone."""
-    default: object = None if option.default is None else str(option.default)
-    annotation: object = Annotated[str | None, option.info]
-    if option.kind is list:
-        default, annotation = option.default, Annotated[list[str] | None, option.info]
-    if option.kind is bool:
-        default, annotation = option.default, Annotated[bool | None, option.info]
-        if option.default is not None:
-            annotation = Annotated[bool, option.info]
-    return inspect.Parameter(
-        option.key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    return Command(run, tuple(taken), ends_in_words)
 
 
 def _kind(hint: object) -> type:
@@ -255,79 +258,22 @@ def _number(text: str, *, is_whole: bool) -> float | None:
     )
 
 
-def run_command_line(
-    names: Sequence[str], command: Callable[[str], Callable[..., int]], words: Sequence[str]
-) -> int:
-    """Run the command that *words* name and return its exit status; no words show the help.
-
-    Args:
-        names: Of all commands, in the order of the help.
-        command: Makes the one of a name.
-        words: What was typed.
-
-    Raises:
-        PlanError: If the words are not what a command takes; one line.
-        KeyboardInterrupt: If the user stops the command.
-    """
-    named = words[:1] if words and words[0] in names else names
-    if words and not words[0].startswith("-") and named is names:
-        raise PlanError(f"unknown command {shown(words[0])}; {suggestion(words[0], names)}")
-    app = typer.Typer(
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-        help="Lay out the training of a large model on a cluster: search, simulate, prove.",
-        epilog="meshwright --version shows the version.",
-    )
-    for name in named:
-        run = command(name)
-        if named is not names:
-            told = cast("Any", run)
-            _check_once(words[1:], told.options, ends_in_words=told.ends_in_words)
-            _leave_out_untyped(run, words[1:])
-        between = not cast("Any", run).ends_in_words
-        app.command(name, context_settings={"allow_interspersed_args": between})(run)
-    group = get_group(app)
-    if named is names:  # typer adds these itself where it chooses between group and command
-        group.params += get_install_completion_arguments()
+def _is_text(words: Sequence[str]) -> bool:
+    """Return whether all is text, and nothing of another encoding that Python keeps as it is."""
     try:
-        status = group.main(
-            args=list(words) or ["--help"], prog_name="meshwright", standalone_mode=False
-        )
-    except _USAGE_ERROR as error:
-        raise PlanError(_first_lower(error.format_message())) from None
-    except typer.Abort:
-        raise KeyboardInterrupt from None
-    finally:
-        release_claims()
-    if status == INTERRUPTED:
-        raise KeyboardInterrupt
-    return int(status or 0)
+        "".join(words).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def _check_once(words: Sequence[str], options: Sequence[Option], *, ends_in_words: bool) -> None:
-    """Raise PlanError when an option that is not a list is given more than once."""
-    kinds = {option_name(each.name): each.kind for each in options}
-    given: set[str] = set()
-    rest = iter(words)
-    for word in rest:
-        if word == "--" or (ends_in_words and not word.startswith("-")):
-            return
-        name, sign, _ = word.partition("=")
-        if name not in kinds:
-            name = f"--{name.removeprefix('--no-')}"
-        kind = kinds.get(name)
-        if kind is None:
-            continue
-        if kind is not bool and not sign:
-            next(rest, None)
-        if name in given and kind is not list:
-            raise PlanError(f"{name} is given more than once; allowed: once")
-        given.add(name)
-
-
-def _first_lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+def _give(typed: dict[str, Any], option: Option, *, value: object) -> None:
+    if option.kind is list:
+        typed.setdefault(option.key, []).append(value)
+    elif option.key in typed:
+        raise PlanError(f"{option.spellings[0]} is given more than once; allowed: once")
+    else:
+        typed[option.key] = value
 
 
 def option_name(field: str) -> str:

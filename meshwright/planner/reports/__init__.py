@@ -3,9 +3,9 @@
 Text is made with rich, which who asks for a document alone need not wait for.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from meshwright.faces import late_name
 from meshwright.planner.reports.documents import (
     COST,
     FIGURES,
@@ -38,13 +38,6 @@ from meshwright.planner.reports.plan_file import (
     read_plan,
     read_runnable_plan,
 )
-from meshwright.planner.reports.result_files import (
-    saved_plan,
-    search_breakdown,
-    write_search,
-    write_step,
-)
-from meshwright.planner.reports.tables_csv import known_by, plan_rows, table_csv
 
 if TYPE_CHECKING:
     from meshwright.planner.reports.catalogue import (
@@ -54,6 +47,12 @@ if TYPE_CHECKING:
         stacks_table,
     )
     from meshwright.planner.reports.columns import Column, ColumnTable
+    from meshwright.planner.reports.result_files import (
+        saved_plan,
+        search_breakdown,
+        write_search,
+        write_step,
+    )
     from meshwright.planner.reports.search import (
         layout_column,
         layout_text,
@@ -69,6 +68,7 @@ if TYPE_CHECKING:
         value_text,
         warning_lines,
     )
+    from meshwright.planner.reports.tables_csv import known_by, plan_rows, table_csv
 
 __all__ = [
     "COST",
@@ -126,9 +126,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return a maker of text, imported when first asked for."""
-    for module in ("step", "search", "catalogue", "columns") if name in __all__ else ():
-        texts = import_module(f"{__name__}.{module}")
-        if hasattr(texts, name):
-            return getattr(texts, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Return a maker of text or files, imported when first asked for."""
+    modules = ("tables_csv", "result_files", "columns", "step", "search", "catalogue")
+    return late_name(__name__, modules, name)

@@ -6,13 +6,12 @@ No wall-clock figure and no order of a set enters a document: equal results give
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import TypeAdapter
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, changed_facts
 from meshwright.planner.changes import Change
-from meshwright.planner.largest import Largest
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.plan_file import Json, job_fields, plan_fields
 from meshwright.planner.search import (
@@ -33,6 +32,9 @@ from meshwright.simulator import (
     count_parameters,
 )
 from meshwright.simulator.blocks import model_flops
+
+if TYPE_CHECKING:
+    from meshwright.planner.largest import Largest
 
 # Figures of a step, by which it is told from others; what a search has proven; what a run costs.
 FIGURES = (
@@ -69,7 +71,7 @@ def step_document(
     result: StepResult,
     budget: Budget | None = None,
     changes: Sequence[Change] = (),
-    largest: Largest | None = None,
+    largest: "Largest | None" = None,
 ) -> dict[str, Json]:
     """Return the document of one simulated step.
 
@@ -189,7 +191,7 @@ def run_fields(budget: Budget, result: StepResult) -> dict[str, Json]:
 
 
 def search_document(
-    result: SearchResult, budget: Budget | None = None, largest: Largest | None = None
+    result: SearchResult, budget: Budget | None = None, largest: "Largest | None" = None
 ) -> dict[str, Json]:
     """Return the document of a search."""
     return {
@@ -237,7 +239,7 @@ def _verdict_fields(verdict: Verdict) -> dict[str, Json]:
     }
 
 
-def _largest_fields(largest: Largest | None) -> dict[str, Json]:
+def _largest_fields(largest: "Largest | None") -> dict[str, Json]:
     if largest is None:
         return {}
     fields = named(largest, "value", "next_value", "why")

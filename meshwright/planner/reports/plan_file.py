@@ -7,6 +7,7 @@ in full, so that the plan file stands alone.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
@@ -114,8 +115,10 @@ def _entry(name: str, fields: Mapping[str, PlanField], **parts: object) -> type[
     return cast("type[_Entry]", made)
 
 
-_ServerEntry = _entry("_ServerEntry", SERVER_FIELDS)
-_PlanEntry = _entry("_PlanEntry", PLAN_FIELDS, parameter_server=_ServerEntry | None)
+@cache
+def _plan_entry() -> type[_Entry]:
+    servers = _entry("_ServerEntry", SERVER_FIELDS)
+    return _entry("_PlanEntry", PLAN_FIELDS, parameter_server=servers | None)
 
 
 def _said(entry: _Entry) -> dict[str, object]:
@@ -133,7 +136,13 @@ class _PlanFile(_Entry):
     cluster: str | dict[str, object]
     stack: str | dict[str, object]
     job: _JobEntry
-    plan: _PlanEntry  # type: ignore[valid-type]  # made of the declared fields
+    plan: _Entry
+
+
+@cache
+def _plan_file() -> type[_PlanFile]:
+    """Return the model of a whole file, made of the declared fields when a file is read."""
+    return create_model("_PlanFile", __base__=_PlanFile, plan=(_plan_entry(), ...))
 
 
 def plan_fields(plan: ResolvedPlan) -> dict[str, Json]:
@@ -257,7 +266,7 @@ def _checked(data: object, file: str) -> _PlanFile:
     if data["format"] == OLD_FORMAT:
         data = {**data, "stack": _dated(data.get("stack"))}
     try:
-        return _PlanFile.model_validate(data)
+        return _plan_file().model_validate(data)
     except ValidationError as error:
         raise PlanError(f"{file}: {_first_mistake(error)}") from None
 
@@ -275,7 +284,7 @@ def _first_mistake(error: ValidationError) -> str:
     for details in error.errors(include_url=False):
         if details["type"] == "extra_forbidden":
             *parents, word = (str(part) for part in details["loc"])
-            entries: dict[str, type[_Entry]] = {"job": _JobEntry, "plan": _PlanEntry}
+            entries: dict[str, type[_Entry]] = {"job": _JobEntry, "plan": _plan_entry()}
             known = entries.get(parents[0] if parents else "", _PlanFile).model_fields
             where = ".".join([*parents, shown(word)])
             return f"{where}: unknown key; {suggestion(word, known)}"

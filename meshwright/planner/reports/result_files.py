@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.planner.changes import Change
-from meshwright.planner.largest import Largest
 from meshwright.planner.reports.documents import json_text, search_document, step_document
 from meshwright.planner.reports.money import Budget
 from meshwright.planner.reports.output_folder import names_in, new_folder
@@ -20,13 +19,15 @@ MOST_BARS = 6
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from meshwright.planner.largest import Largest
+
 
 def write_step(
     result: StepResult,
     folder: Path,
     budget: Budget | None = None,
     changes: Sequence[Change] = (),
-    largest: Largest | None = None,
+    largest: "Largest | None" = None,
 ) -> tuple[str, ...]:
     """Write one step: plan.json, result.json, plans.csv, stages.csv and pictures; return names."""
     with new_folder(folder) as files:
@@ -40,7 +41,7 @@ def write_search(
     result: SearchResult,
     folder: Path,
     budget: Budget | None = None,
-    largest: Largest | None = None,
+    largest: "Largest | None" = None,
 ) -> tuple[str, ...]:
     """Write a search and return names: the best as plan.json, the next as plan-2.json, the rest.
 

@@ -1,12 +1,12 @@
 """A search as text for a terminal: the best plans, the proof, what was refused and why."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Strategy, counted, format_bytes
-from meshwright.planner.largest import Largest
 from meshwright.planner.reports.columns import Column, ColumnTable
 from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget
@@ -27,16 +27,21 @@ from meshwright.planner.space import waste_hints
 from meshwright.simulator import ModelSpec, ParameterServer, ResolvedPlan, StepResult, TrainingJob
 from meshwright.simulator.layout import SEARCHED_FIELDS, PlanField, stages_rule, without_defaults
 
+if TYPE_CHECKING:
+    from meshwright.planner.largest import Largest
+
 MAX_FRONTIER_LINES = 8
 WORD_COLUMNS = {each.declaration.heading for each in SEARCHED_FIELDS if each.choices} | {"proven"}
 HABIT = "-"  # a switch that the plan leaves to the stack
 SHORT_SAMPLES = {"tokens": "tok"}
 TIME_COLUMN = "days"
 COST_COLUMN = "cost USD"
+Row: TypeAlias = Mapping[str, object]
+"""Fields of a plan by name, as a table shows them."""
 
 
 def search_report(
-    result: SearchResult, budget: Budget | None = None, largest: Largest | None = None
+    result: SearchResult, budget: Budget | None = None, largest: "Largest | None" = None
 ) -> RenderableType:
     """Return the report of a search.
 
@@ -127,14 +132,14 @@ def _launch_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield "not launched", f"{time_s:.4g} s{gain}, with {layout}: {why}"
 
 
-def _shared(result: SearchResult, plans: Sequence[ResolvedPlan]) -> list[str]:
-    """Return the fields that a table of *plans* leaves out, as all have the same."""
-    plan, shown = plans[0], _shown_fields(result, plans)
+def _shared(rows: Sequence[Row]) -> list[str]:
+    """Return the fields that a table of *rows* leaves out, as all have the same."""
+    shown = _shown_fields(rows)
     return [
         f"{each.declaration.heading}={value_text(value)}"
         for each in SEARCHED_FIELDS
         if each not in shown
-        and (value := _value(result, plan, each)) not in {None, ()}
+        and (value := rows[0][each.name]) not in {None, ()}
         and not (each.default_goes_without_saying and value == each.default)
     ]
 
@@ -146,9 +151,10 @@ def _fastest_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         if best.plan in result.like[place]:
             listed = result.plans[place]
             faster = listed.step_ps / best.step_ps - 1
+            rows = [_row(result, each.plan) for each in (best, listed)]
             differing = " ".join(
-                f"{each.declaration.heading}={_text(_value(result, best.plan, each))}"
-                for each in _shown_fields(result, [best.plan, listed.plan])
+                f"{each.declaration.heading}={_text(rows[0][each.name])}"
+                for each in _shown_fields(rows)
                 if getattr(best.plan, each.name) != getattr(listed.plan, each.name)
             )
             yield "fastest", f"plan 1: plan {place + 1} with {differing}, {faster:.2%} faster"
@@ -177,10 +183,12 @@ def _thinned(points: tuple[FrontierPoint, ...]) -> list[FrontierPoint]:
 def _plans_table(result: SearchResult, budget: Budget | None) -> ColumnTable:
     """Return the plans of a search, the fastest first, also where a simpler one stands for it."""
     steps = result.plans
+    rows = [_row(result, each.plan) for each in steps]
     sample = result.job.model.sample
     columns = [
         _column("", [str(place + 1) for place in range(len(steps))], is_first=True),
-        *_layout_columns(result, [step.plan for step in steps]),
+        *_layout_columns(rows),
+        *_server_columns(result, [step.plan for step in steps]),
         *step_columns(steps, f"{SHORT_SAMPLES.get(sample, sample)}/s/GPU"),
         *([] if budget is None else _money_columns(budget, steps)),
     ]
@@ -190,7 +198,7 @@ def _plans_table(result: SearchResult, budget: Budget | None) -> ColumnTable:
     ]
     if any(likes):
         columns.append(Column(head=" ", cells=likes, is_word=True))
-    return ColumnTable(columns, _shared(result, [step.plan for step in steps]))
+    return ColumnTable(columns, _shared(rows))
 
 
 def _like_text(count: int) -> str:
@@ -199,41 +207,45 @@ def _like_text(count: int) -> str:
 
 def _frontier_table(result: SearchResult) -> ColumnTable:
     points = _thinned(result.frontier)
-    plans = [point.plan for point in points]
+    rows = [_row(result, each.plan) for each in points]
     columns = [
         _column("GiB", [f"{point.device_bytes / GIBI:.1f}" for point in points], is_first=True),
         _column("step s", [f"{point.step_ps / PS_PER_S:.4g}" for point in points], is_first=True),
-        *_layout_columns(result, plans),
+        *_layout_columns(rows),
+        *_server_columns(result, [each.plan for each in points]),
         _column("proven", [yes_no(point.proven) for point in points]),
     ]
-    return ColumnTable(columns, _shared(result, plans))
+    return ColumnTable(columns, _shared(rows))
 
 
 def _column(head: str, cells: Sequence[str], *, is_first: bool = False) -> Column:
     return Column(head=head, cells=cells, is_word=head in WORD_COLUMNS, is_first=is_first)
 
 
-def _shown_fields(result: SearchResult, plans: Sequence[ResolvedPlan]) -> list[PlanField]:
-    """Return the fields that a table of *plans* shows: degrees, and what is not the same in all."""
+def _shown_fields(rows: Sequence[Row]) -> list[PlanField]:
+    """Return the fields that a table of *rows* shows: degrees, and what is not the same in all."""
     return [
         field
         for field in SEARCHED_FIELDS
         if (field.declaration.axis and field.declaration.is_basic)
-        or len({_value(result, plan, field) for plan in plans}) > 1
+        or len({row[field.name] for row in rows}) > 1
     ]
 
 
-def _value(result: SearchResult, plan: ResolvedPlan, field: PlanField) -> object:
-    """Return the value of a field in a table: of stages the rule, None where it is the stack's."""
-    if field.name != "stages":
-        return getattr(without_defaults(result.job, result.stack, plan), field.name)
-    return stages_rule(result.job, plan, result.stack)
+def _row(result: SearchResult, plan: ResolvedPlan) -> Row:
+    """Return the fields of a plan in a table: of stages the rule, None where it is the stack's."""
+    said = without_defaults(result.job, result.stack, plan)
+    row = {each.name: getattr(said, each.name) for each in SEARCHED_FIELDS}
+    return {**row, "stages": stages_rule(result.job, plan, result.stack)}
 
 
-def _layout_columns(result: SearchResult, plans: Sequence[ResolvedPlan]) -> Iterator[Column]:
+def _layout_columns(rows: Sequence[Row]) -> Iterator[Column]:
     """Yield a column for each field that is shown."""
-    for field in _shown_fields(result, plans):
-        yield layout_column(field, [_text(_value(result, plan, field)) for plan in plans])
+    for field in _shown_fields(rows):
+        yield layout_column(field, [_text(row[field.name]) for row in rows])
+
+
+def _server_columns(result: SearchResult, plans: Sequence[ResolvedPlan]) -> Iterator[Column]:
     if result.stack.strategy is Strategy.PARAMETER_SERVER:
         servers = (plan.parameter_server or ParameterServer() for plan in plans)
         yield _column("servers", [str(each.servers) for each in servers])

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
@@ -23,7 +24,6 @@ from meshwright.hwprofiles import (
     format_time,
 )
 from meshwright.planner.changes import Change
-from meshwright.planner.largest import Largest
 from meshwright.planner.reports.facts import changed_lines
 from meshwright.planner.reports.money import Budget, TrainingRun
 from meshwright.simulator import (
@@ -36,6 +36,9 @@ from meshwright.simulator import (
     count_parameters,
 )
 from meshwright.simulator.layout import PLAN_FIELDS, Axis, known_values, without_defaults
+
+if TYPE_CHECKING:
+    from meshwright.planner.largest import Largest
 
 WIDTH = 100
 WIDEST = 1000
@@ -54,7 +57,7 @@ def step_report(
     result: StepResult,
     budget: Budget | None = None,
     changes: Sequence[Change] = (),
-    largest: Largest | None = None,
+    largest: "Largest | None" = None,
 ) -> RenderableType:
     """Return the report of one simulated step.
 

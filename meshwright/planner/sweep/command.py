@@ -41,7 +41,7 @@ def run_sweep(
     money: MoneyOptions,
     output: OutputOptions,
 ) -> int:
-    """Find the best layout of every combination of options and facts."""
+    """Run ``meshwright sweep``; return its exit status."""
     check_counts(options)
     budget = read_budget(money)
     request = Request(

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.hwprofiles import VERSION, FileKind, shown, shown_path
+from meshwright import __version__
+from meshwright.hwprofiles import FileKind, shown, shown_path
 from meshwright.planner.reports import NUMBERED_PLANS, Json, json_text, write_output
 from meshwright.planner.sweep.grid import Cell, Request, Task
 from meshwright.planner.sweep.outcome import Document
@@ -32,7 +33,7 @@ def manifest(request: Request, cells: Sequence[Cell]) -> Document:
     """Return what makes a sweep this one: what is varied, and what each cell runs."""
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": __version__,
         "runs": "simulate" if request.is_simulation else "search",
         "vary": {each.name: [value.text for value in each.values] for each in request.varied},
         "cells": [

@@ -17,7 +17,7 @@ from meshwright.simulator import PlanError
 
 JOB = OptionGroup.of(JobOptions)
 OF_JOB = {each.name for each in fields(JobOptions)}
-PLAN = Option("plan", "plan", str, None)
+PLAN = Option("plan", "plan", str)
 OPTIONS: Mapping[str, Option] = {
     each.name: each for each in (*JOB.options, *SWEPT.options, PLAN) if each.kind is not list
 }

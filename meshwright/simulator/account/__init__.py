@@ -1,24 +1,29 @@
 """What a step came to: time, memory, bytes on the wire, streams and warnings."""
 
+from typing import TYPE_CHECKING
+
+from meshwright.faces import late_name
 from meshwright.simulator.account.advice import copy_warnings, plan_warnings
 from meshwright.simulator.account.breakdown import time_breakdown
-from meshwright.simulator.account.counts import rank_flops
 from meshwright.simulator.account.critical_path import CLOSING, CriticalPath, critical_path
 from meshwright.simulator.account.host_traffic import NO_TRAFFIC, HostTraffic, host_traffic
 from meshwright.simulator.account.lanes import ResourceLane, task_lanes
-from meshwright.simulator.account.passes import RankPass, rank_passes
 from meshwright.simulator.account.result import AsyncRun, MemoryResult, StageMemory, StepResult
 from meshwright.simulator.account.shown import Presenter, Shown
-from meshwright.simulator.account.traffic import (
-    Traffic,
-    closing_traffic,
-    message_traffic,
-    norm_calls,
-    norm_ranks,
-    norm_traffic,
-    rank_traffic,
-    token_traffic,
-)
+
+if TYPE_CHECKING:
+    from meshwright.simulator.account.counts import rank_flops
+    from meshwright.simulator.account.passes import RankPass, rank_passes
+    from meshwright.simulator.account.traffic import (
+        Traffic,
+        closing_traffic,
+        message_traffic,
+        norm_calls,
+        norm_ranks,
+        norm_traffic,
+        rank_traffic,
+        token_traffic,
+    )
 
 __all__ = [
     "CLOSING",
@@ -50,3 +55,8 @@ __all__ = [
     "time_breakdown",
     "token_traffic",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return what is told of a step when it is asked for, imported then."""
+    return late_name(__name__, ("passes", "counts", "traffic"), name)

@@ -1,18 +1,9 @@
-"""The dense transformer layer, written once."""
+"""The dense transformer layer, written once; parts that most layers have not are imported late."""
+# ruff: noqa: PLC0415
 
 from meshwright.hwprofiles import Attention, OffloadModule, RecomputeModule
 from meshwright.simulator.blocks.dims import LayerDims
-from meshwright.simulator.blocks.parts import (
-    Chunks,
-    LatentCore,
-    Shared,
-    Widths,
-    chunk_tokens,
-    context_parallel,
-    feed_forward,
-    latent_attention,
-    routed,
-)
+from meshwright.simulator.blocks.parts import Chunks, Shared, Widths, chunk_tokens, feed_forward
 from meshwright.simulator.blocks.shape import BlockShape, norm_part
 from meshwright.simulator.blocks.spelling import heads_apart, latent_rotary, spelling_of
 from meshwright.simulator.graph import (
@@ -185,6 +176,8 @@ def _attended(
     query, key, value = given
     with block.part(RecomputeModule.CORE_ATTN):
         if shape.cp_type is not None:
+            from meshwright.simulator.blocks.parts import context_parallel
+
             window = seen if seen < shape.seq_len else 0
             over = heads._replace(ranks=dims.cp, inner=shape.cp_inner, window=window)
             return context_parallel(block, query, key, value, over, shape.cp_type)
@@ -194,6 +187,8 @@ def _attended(
 
 def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind) -> Tensor:
     """Return latent attention of normalised tokens."""
+    from meshwright.simulator.blocks.parts import LatentCore, latent_attention
+
     model = shape.model
     assert model.latent is not None
 
@@ -277,6 +272,8 @@ def _mlp(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
 
 def _experts(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     """Return what routed and shared experts make of normalised tokens."""
+    from meshwright.simulator.blocks.parts import routed
+
     experts = shape.model.experts
     assert experts is not None
     width = experts.shared_hidden_size

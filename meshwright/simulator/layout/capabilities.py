@@ -142,18 +142,18 @@ def _reshard(of: Numbers) -> Number:
     return (of.field("zero_stage") >= MAX_ZERO_STAGE) * (1 + is_freed)
 
 
-def _formats(of: Numbers, kept: Precision | None) -> Formats:
-    job, stack = of.facts
-    if stack.strategy is not Strategy.MESH:
-        return Formats(None, None)
-    return chosen_formats(stack, job.precision, Formats(kept, None))
+@lru_cache(maxsize=512)
+def _formats(facts: Facts, kept: Precision | None) -> Formats:
+    job, stack = facts
+    is_mesh, wanted = stack.strategy is Strategy.MESH, Formats(kept, None)
+    return chosen_formats(stack, job.precision, wanted) if is_mesh else Formats(None, None)
 
 
 def _reduced(of: Numbers) -> Number:
     """Return the format of reduction that goes with that in which gradients are kept."""
     code, kept = PLAN_FIELDS[GRADIENTS].code, of.field(GRADIENTS)
     return sum(
-        (kept == code(each)) * code(_formats(of, each).reduced) for each in (None, *Precision)
+        (kept == code(each)) * code(_formats(of.facts, each).reduced) for each in (None, *Precision)
     )
 
 
@@ -169,7 +169,7 @@ HABITS: dict[str, Habit] = {
     "recompute_method": _first("recompute_method", "recompute_layers", 0),
     "dp_shard": Habit(lambda of: of.field("dp"), ("dp",)),
     "reshard_after_forward": Habit(_reshard, ("zero_stage", "pp")),
-    GRADIENTS: Habit(lambda of: code_of(GRADIENTS, _formats(of, None).kept), ()),
+    GRADIENTS: Habit(lambda of: code_of(GRADIENTS, _formats(of.facts, None).kept), ()),
     "reduce_precision": Habit(_reduced, (GRADIENTS,)),
     "sync_each_microbatch": Habit(_sync, ("zero_stage", "pp")),
 }

@@ -24,7 +24,7 @@ COLLECTIVE_SHARE = 0.35
 
 
 def run_calibrate(options: CalibrateOptions) -> int:
-    """Measure this machine, or read what was measured, and write profiles of it."""
+    """Run ``meshwright calibrate``; return its exit status."""
     from meshwright.planner.cli import print_report
     from meshwright.validate.calibration.results import read_runs, write_results
     from meshwright.validate.calibration.setting import read_setting

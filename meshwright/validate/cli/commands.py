@@ -36,7 +36,7 @@ DISAGREES = 1
 
 
 def run_validate(options: ValidateOptions, output: ValidateOutput) -> int:
-    """Compare what a plan is predicted to do with what its ranks do."""
+    """Run ``meshwright validate``; return its exit status."""
     from meshwright.planner.reports import read_runnable_plan
 
     mode = mode_of(options, output)

@@ -38,7 +38,7 @@ class CountOptions:
 
 
 def run_count(options: CountOptions, output: ValidateOutput) -> int:
-    """Count what one rank of a training script computes, sends and holds, without GPUs."""
+    """Run ``meshwright count``; return its exit status."""
     from meshwright.planner.reports import read_runnable_plan
     from meshwright.validate.runs import check_torch
 

@@ -2,6 +2,7 @@
 
 import shlex
 
+from meshwright.hwprofiles import shown
 from meshwright.planner.cli import read_setting, resolve_plan, with_buckets
 from meshwright.planner.options import (
     LAYOUT,
@@ -9,9 +10,9 @@ from meshwright.planner.options import (
     Given,
     JobOptions,
     as_command,
-    run_command_line,
 )
 from meshwright.planner.reports import SavedPlan
+from meshwright.simulator import PlanError
 
 
 def plan_of_words(options: str, cluster_name: str) -> SavedPlan:
@@ -34,6 +35,8 @@ def plan_of_words(options: str, cluster_name: str) -> SavedPlan:
         return 0
 
     read = as_command(keep, JobOptions, LAYOUT, REPLICATION)
-    words = ["simulate", *shlex.split(options), "--cluster", cluster_name]
-    run_command_line(["simulate"], lambda _name: read, words)
+    typed = read.typed([*shlex.split(options), "--cluster", cluster_name])
+    if typed is None:
+        raise PlanError(f"{shown(options)} is not what simulate takes")
+    read(typed)
     return found[0]

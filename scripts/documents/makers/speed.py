@@ -13,6 +13,7 @@ from documents.pages import ROOT
 from documents.tables import table
 
 BENCH = ("-m", "pytest", "tests/bench", "-m", "bench", "--benchmark-enable", "-n", "0", "-q")
+START = "test_a_start"
 PROCESS, GROWTH = "test_a_whole_search_process", "test_search_time_against_gpus"
 FOLDED = "test_a_folded_run_of_32_stages_and_128_microbatches"
 UNFOLDED = "test_an_unfolded_run_of_3072_ranks_and_three_million_passes"
@@ -43,6 +44,18 @@ def processes() -> str:
     what = "engine, all 3,072 ranks of 64 x 6 x 8, 3.1 M passes"
     rows.append((what, f"{unfolded.median_s:.0f} s", peak))
     return table(("what", "time", "memory"), rows).replace("  |", " |")
+
+
+def starts() -> str:
+    """Return what a process takes that does next to nothing."""
+    rows = [
+        (
+            f"`meshwright {each.params['words']}`",
+            f"{each.notes['least_cpu_s']:.3f} s of CPU, {each.notes['loops']:.2f} loops",
+        )
+        for each in _measured(START)
+    ]
+    return table(("command", "whole process"), rows)
 
 
 def growth() -> str:

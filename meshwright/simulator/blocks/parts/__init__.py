@@ -1,12 +1,16 @@
 """Parts of a transformer's layer in the place of the usual ones: a file a part."""
 
+from typing import TYPE_CHECKING
+
+from meshwright.faces import late_name
 from meshwright.simulator.blocks.parts.chunks import Chunks, chunk_tokens
-from meshwright.simulator.blocks.parts.context import context_parallel
-from meshwright.simulator.blocks.parts.experts import routed
 from meshwright.simulator.blocks.parts.feed_forward import Shared, Widths, feed_forward
-from meshwright.simulator.blocks.parts.latent import LatentCore, latent_attention
-from meshwright.simulator.blocks.parts.routed_dims import ExpertMesh, hottest_share
-from meshwright.simulator.blocks.parts.routing import EXPERTS
+from meshwright.simulator.blocks.parts.routed_dims import EXPERTS, ExpertMesh, hottest_share
+
+if TYPE_CHECKING:
+    from meshwright.simulator.blocks.parts.context import context_parallel
+    from meshwright.simulator.blocks.parts.experts import routed
+    from meshwright.simulator.blocks.parts.latent import LatentCore, latent_attention
 
 __all__ = [
     "EXPERTS",
@@ -22,3 +26,8 @@ __all__ = [
     "latent_attention",
     "routed",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return a part that most layers have not, imported when first asked for."""
+    return late_name(__name__, ("context", "latent", "experts"), name)

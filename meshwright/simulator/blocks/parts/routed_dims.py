@@ -7,6 +7,8 @@ from meshwright.simulator.graph import PARTIAL, Block, Dim, Placement, Size, Ten
 from meshwright.simulator.layout import Axis, MeshAxis
 from meshwright.simulator.model import Experts
 
+EXPERTS = "experts"  # the part of a block whose weights are a unit of their own, if ranks divide it
+
 
 class ExpertMesh(NamedTuple):
     """Ranks that share the experts of a layer.

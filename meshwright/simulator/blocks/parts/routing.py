@@ -34,7 +34,6 @@ from meshwright.simulator.graph import (
 from meshwright.simulator.layout import ExpertAxis
 
 INT32_BYTES = 4
-EXPERTS = "experts"  # the part of a block whose weights are a unit of their own, if ranks divide it
 
 
 class Taken(NamedTuple):

@@ -1,9 +1,8 @@
 """Routed experts as torchtitan writes them, in PyTorch's operators."""
 
 from meshwright.simulator.blocks.parts.feed_forward import Shared
-from meshwright.simulator.blocks.parts.routed_dims import RoutedDims
+from meshwright.simulator.blocks.parts.routed_dims import EXPERTS, RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
-    EXPERTS,
     INT32_BYTES,
     Numbers,
     Taken,

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from meshwright.simulator.blocks.parts.clamped import clamped
 from meshwright.simulator.blocks.parts.feed_forward import Shared, gated
-from meshwright.simulator.blocks.parts.routed_dims import RoutedDims
+from meshwright.simulator.blocks.parts.routed_dims import EXPERTS, RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
-    EXPERTS,
     INT32_BYTES,
     Numbers,
     exchanged,

@@ -1,0 +1,26 @@
+"""Faces of packages: names that are public, and that no import of the package waits for."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+
+def late_name(package: str, modules: Sequence[str], name: str) -> object:
+    """Return a public name of *package* that no import of it waits for.
+
+    Args:
+        package: Whose face has it in ``__all__`` and calls this from its ``__getattr__``.
+        modules: Of the package, where it is looked for, those that import least first.
+        name: As it is asked for.
+
+    Raises:
+        AttributeError: If it is no public name.
+    """
+    face = sys.modules[package]
+    if name in face.__all__:
+        for each in modules:
+            module = import_module(f"{package}.{each}")
+            if name in getattr(module, "__all__", vars(module)):
+                vars(face)[name] = getattr(module, name)
+                return vars(face)[name]
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")
