@@ -147,7 +147,7 @@ def test_expandable_segments_hold_nothing_beyond() -> None:
     assert fixed.reserved_bytes == int(1.12 * passing + 1.03 * states)
 
 
-# run_train.sh of torchtitan 0.1.0 to 0.2.2 (run_llama_train.sh from October 2024 on) and 0.3 sets it.
+# run_train.sh of torchtitan sets it, from October 2024 on (run_llama_train.sh then).
 @pytest.mark.parametrize("name", list_releases("torchtitan"))
 def test_torchtitan_starts_with_expandable_segments(name: str) -> None:
     assert load_stack(name).allocator == Allocator.EXPANDABLE

@@ -92,8 +92,8 @@ EXPERT_LIMITS = {
     "Megatron-MoE-ModelZoo, Qwen3 235B (e865051)": 0.09,
     "worklog of a cluster of 512 B200 (2026-05)": 0.05,
 }
-# nvidia-smi figures are whole gigabytes of 30 to 80; torchtitan prints what expandable segments held
-# with room to spare, predicted is what they hold without; the others depend on gradient formats.
+# nvidia-smi figures are whole gigabytes of 30 to 80; torchtitan prints what expandable segments
+# held with room to spare, predicted is what they hold without; the others depend on gradient formats.
 MEMORY_LIMITS = {
     "BigScience": 0.05,
     "Zero Bubble": 0.05,
