@@ -93,7 +93,7 @@ EXPERT_LIMITS = {
     "worklog of a cluster of 512 B200 (2026-05)": 0.05,
 }
 # nvidia-smi figures are whole gigabytes of 30 to 80; torchtitan prints what expandable segments
-# held with room to spare, predicted is what they hold without; the others depend on gradient formats.
+# held with room to spare, predicted is what they hold without; others depend on gradient formats.
 MEMORY_LIMITS = {
     "BigScience": 0.05,
     "Zero Bubble": 0.05,
