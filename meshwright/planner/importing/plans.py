@@ -101,6 +101,11 @@ def import_source(
     if "vocab_size" in given and "vocab_size" not in reading.origins:
         complaints.append(Complaint("", "--vocabulary has no effect: the model is told otherwise"))
     own = table.stack or stack
+    if source.release is not None:
+        own = source.release if table.is_of(source.release) else own
+        if own != source.release:
+            text = f"stack {source.release} is not {own}, whose file it is"
+            complaints.append(Complaint("", text))
     missing = {
         name: reading.missing.get(name) or why
         for name, why in {**REQUIRED, **reading.missing}.items()
