@@ -103,16 +103,8 @@ def export_plan(
     is_started = slurm or program.is_script(wanted)
     facts.notes.extend(table.notes)
     facts.notes.extend(() if is_started else (f"your launch: {each}" for each in before))
-    is_release = saved.stack.release and not release_changes(saved.stack)
-    stack = saved.stack.release if is_release else saved.stack.name
-    own = [release_remark(stack)] if table.is_of(stack) and stack != _usual(table) else []
-    if own and not (is_started or program.has_remarks):
-        facts.notes.append(f"import it with --stack {stack}")
-    if not table.is_of(stack):
-        facts.notes.append(
-            f"memory and times of this plan are of stack {saved.stack.name}; of {table.stack}: "
-            f"meshwright simulate --plan PLAN --stack {table.stack}"
-        )
+    own, notes = _of_release(saved.stack, table, has_remarks=is_started or program.has_remarks)
+    facts.notes.extend(notes)
     remarks = [_summary(saved), f"for {profile.release_of(wanted)}", *own, *facts.notes]
     export = Export(keys=keys, facts=facts, remarks=remarks, version=wanted)
     files = dict(program.files(export))
@@ -140,9 +132,17 @@ def keys_of(
     return _without_nothing(write_keys(table, facts, framework.program.codecs), framework), table
 
 
-def _usual(table: FrameworkTable) -> str:
-    """Return the release that a file of a table is of where it does not say one."""
-    return load_stack(table.stack).name if table.stack else ""
+def _of_release(
+    stack: StackProfile, table: FrameworkTable, *, has_remarks: bool
+) -> tuple[list[str], list[str]]:
+    """Return remarks and notes of whose release a plan is, where its file would not say it."""
+    name = stack.release if stack.release and not release_changes(stack) else stack.name
+    if not table.is_of(name):
+        of_table = f"of {table.stack}: meshwright simulate --plan PLAN --stack {table.stack}"
+        return [], [f"memory and times of this plan are of stack {stack.name}; {of_table}"]
+    if table.stack is None or name == load_stack(table.stack).name:
+        return [], []
+    return [release_remark(name)], [] if has_remarks else [f"import it with --stack {name}"]
 
 
 def _check(saved: SavedPlan, framework: Framework, version: str, facts: Facts) -> None:
