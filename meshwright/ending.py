@@ -5,6 +5,7 @@ ours (EX_SOFTWARE of sysexits.h), and 128 plus its number a signal.
 """
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import fill
 from types import FrameType
 
 USER_MISTAKE, FAULT = 2, 70
@@ -108,10 +110,14 @@ def fault(error: Exception, words: Sequence[str]) -> int:
 
 
 def complain(message: str, status: int) -> int:
-    """Print *message* as one plain line and return *status*."""
+    """Print *message* as one plain line, on a terminal in lines of its width; return *status*."""
     line = " ".join(message.split())
     encoding = sys.stderr.encoding or "utf-8"
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+    said = f"error: {text}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        said = fill(said, width, break_long_words=False, break_on_hyphens=False)
     with suppress(OSError):  # nobody is left to be told
-        sys.stderr.write(f"error: {text}\n".encode(encoding, "backslashreplace").decode(encoding))
+        sys.stderr.write(f"{said}\n".encode(encoding, "backslashreplace").decode(encoding))
     return status

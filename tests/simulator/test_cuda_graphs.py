@@ -158,6 +158,8 @@ def test_torchtitan_starts_with_expandable_segments(name: str) -> None:
     [
         ({"cuda_graphs": LAYERS}, {"recompute": "full"}, "recompute=full"),
         ({"cuda_graphs": WHOLE}, {"recompute": "full"}, None),
+        ({"cuda_graphs": LAYERS, "kernels": "eager"}, {}, "go with cuda_graphs=layers; allowed"),
+        ({"expert_capacity": 1.5, "kernels": "eager"}, {}, "go with expert_capacity=1.5; allow"),
     ],
 )
 def test_what_megatron_core_refuses_with_graphs_is_refused(
