@@ -93,7 +93,9 @@ def run_compare(
     )
 
     given = words.words or []
-    stacks = [None] if job.stack is None else [each.strip() for each in job.stack.split(",")]
+    stacks: list[str | None] = [None]
+    if job.stack is not None:
+        stacks = [each.strip() for each in job.stack.split(",")]
     are_plans = _are_plans(given, len(stacks))
     folder = check_outputs(output)
     jobs, refused = _jobs(job, stacks, given[0], is_plan=are_plans)
