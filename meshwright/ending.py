@@ -129,12 +129,18 @@ def fault(error: Exception, words: "Sequence[str]") -> int:
 
 
 def complain(message: str, status: int) -> int:
-    """Print *message* as one plain line and return *status*."""
+    """Print *message* as one plain line, on a terminal in lines of its width; return *status*."""
+    import shutil
     from contextlib import suppress
+    from textwrap import fill
 
     line = " ".join(message.split())
     encoding = sys.stderr.encoding or "utf-8"
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+    said = f"error: {text}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        said = fill(said, width, break_long_words=False, break_on_hyphens=False)
     with suppress(OSError):  # nobody is left to be told
-        sys.stderr.write(f"error: {text}\n".encode(encoding, "backslashreplace").decode(encoding))
+        sys.stderr.write(f"{said}\n".encode(encoding, "backslashreplace").decode(encoding))
     return status

@@ -70,6 +70,23 @@ def test_a_narrow_terminal_shows_every_degree_with_time_and_memory() -> None:
             assert "held      cp=1" in text
 
 
+def test_an_error_is_wrapped_on_a_terminal_and_one_line_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    words = ["simulate", *JOB, "--zero", "2"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in lines if not line.startswith("\x1b")]
+    assert said.count("\n") == 1
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 60
+    assert " ".join(lines) in said
+
+
 @pytest.mark.parametrize("width", [60, 80, 118])
 def test_piped_output_obeys_columns(
     width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -63,10 +63,22 @@ class StackFile(NamedTuple):
     def find(self, text: str) -> str | None:
         """Return the release that a number means, with those of its corrections."""
         for name in reversed(self.releases):
-            alike = cast("list[str]", self.changes.get(name, self.facts).get("alike", []))
-            if any(text == each or text.startswith(f"{each}.") for each in (name, *alike)):
+            known = (name, *self._alike(name))
+            if any(text == each or text.startswith(f"{each}.") for each in known):
                 return name
         return None
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The releases, oldest first, each with those that count alike."""
+        others = {name: ", ".join(self._alike(name)) for name in self.releases}
+        return tuple(
+            f"{name} (as which {other} count{'' if ', ' in other else 's'})" if other else name
+            for name, other in others.items()
+        )
+
+    def _alike(self, name: str) -> list[str]:
+        return cast("list[str]", self.changes.get(name, self.facts).get("alike", []))
 
 
 def stack_frameworks() -> tuple[str, ...]:
@@ -225,7 +237,7 @@ def _stack_name(text: str) -> str:
     file = _stack_file(framework)
     release = file.find(number) if sign else file.releases[-1]
     if release is None:
-        releases = ", ".join(reversed(list_releases(framework)))
+        releases = ", ".join(f"{framework}@{each}" for each in reversed(file.told))
         raise ProfileError(f"unknown release {shown(text)}; allowed: {releases}")
     return f"{framework}@{release}"
 

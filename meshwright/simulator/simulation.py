@@ -31,9 +31,9 @@ from meshwright.simulator.layout import (
     ResolvedPlan,
     Stage,
     TrainingJob,
+    check_offered,
     check_sharding,
     resolve,
-    stack_refusal,
 )
 from meshwright.simulator.memory import (
     Fragmentation,
@@ -107,12 +107,10 @@ def check_plan(job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: St
     peak_flops_per_s(cluster.device, job.precision)
     schedule = plan.schedule_of(stack.pipeline_runtime)
     num_microbatches = plan.num_microbatches(job)
-    refusal = (
-        schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages)
-        or stack_refusal(job, plan, stack)
-        or offload_refusal(job, plan, cluster, stack)
-        or activation_refusal(plan, cluster)
-    )
+    refusal = schedule.refusal(plan.pp, num_microbatches, plan.num_virtual_stages)
+    if refusal is None:
+        check_offered(job, plan, stack)
+        refusal = offload_refusal(job, plan, cluster, stack) or activation_refusal(plan, cluster)
     if refusal is not None:
         raise PlanError(refusal)
     if plan.num_stages * num_microbatches > MAX_PASSES:
@@ -187,6 +185,7 @@ def _memory(
         capacity_bytes=costs.cluster.device.memory_capacity_bytes,
         usable_bytes=usable_bytes(costs.cluster, memory_limit_bytes),
         walk=partial(_stages, built, peaks, costs),
+        find_fullest=partial(peaks.fullest_rank, overheads.fragmentation),
         host_bytes=node_host_bytes(
             built.setting.mesh, [memory.host_bytes for memory in built.memory]
         ),
@@ -219,6 +218,32 @@ class RankPeaks:
         Returns:
             None where it takes a walk to know what a rank needs at most.
         """
+        most = self._most()
+        if most is None:
+            return None
+        peak = PeakBytes(0, 0)
+        for pp_rank in sorted(most, key=most.__getitem__, reverse=True):
+            parts = self._parts(fragmentation, pp_rank, most[pp_rank])
+            if most[pp_rank] > peak.live_bytes or parts > peak.reserved_parts:
+                live_bytes = self.of(pp_rank).total_bytes
+                found = live_bytes, self._parts(fragmentation, pp_rank, live_bytes)
+                peak = PeakBytes(*map(max, peak, found))
+        return peak
+
+    def fullest_rank(self, fragmentation: Fragmentation, reserved_parts: int) -> int | None:
+        """Return the first rank for which an allocator holds *reserved_parts*, the most of all.
+
+        Ranks that cannot be it are not walked; None where all would have to be.
+        """
+        for pp_rank, most in (self._most() or {}).items():
+            if self._parts(fragmentation, pp_rank, most) >= reserved_parts:
+                live_bytes = self.of(pp_rank).total_bytes
+                if self._parts(fragmentation, pp_rank, live_bytes) == reserved_parts:
+                    return self.built.setting.mesh.rank({Axis.PP: pp_rank})
+        return None
+
+    def _most(self) -> dict[int, int] | None:
+        """Return what each rank needs at most; None where it takes a walk to know it."""
         setting = self.built.setting
         pp, vpp, count = setting.plan.pp, setting.plan.num_virtual_stages, setting.num_microbatches
         schedule = setting.plan.schedule_of(setting.shape.stack.pipeline_runtime)
@@ -230,16 +255,12 @@ class RankPeaks:
             if bound is None:
                 return None
             most[pp_rank] = bound
-        peak = PeakBytes(0, 0)
-        for pp_rank in sorted(most, key=most.__getitem__, reverse=True):
-            memory = self.built.memory[pp_rank]
-            states = fragmentation.state_bytes(memory.weights_bytes, memory.gradients_bytes)
-            parts = fragmentation.reserved_parts(most[pp_rank], states)
-            if most[pp_rank] > peak.live_bytes or parts > peak.reserved_parts:
-                live_bytes = self.of(pp_rank).total_bytes
-                found = live_bytes, fragmentation.reserved_parts(live_bytes, states)
-                peak = PeakBytes(*map(max, peak, found))
-        return peak
+        return most
+
+    def _parts(self, fragmentation: Fragmentation, pp_rank: int, live_bytes: int) -> int:
+        memory = self.built.memory[pp_rank]
+        states = fragmentation.state_bytes(memory.weights_bytes, memory.gradients_bytes)
+        return fragmentation.reserved_parts(live_bytes, states)
 
 
 def _stages(built: BuiltStep, peaks: RankPeaks, costs: CostModel) -> Iterator[StageMemory]:

@@ -125,7 +125,7 @@ def test_a_table_that_is_not_given_has_no_facts() -> None:
 
 
 def test_changed_facts_are_those_that_differ() -> None:
-    cluster, stack = changed("loss=in-place", "inter_node.latency=9 us", "allocator_fraction=0.1")
+    cluster, stack = changed("loss=in-place", "inter_node.latency=9 us", "allocator_fraction=0.12")
     assert [(each.key, each.value, each.built_in) for each in changed_facts(stack)] == [
         ("loss", LossKernel.IN_PLACE, LossKernel.FUSED)
     ]

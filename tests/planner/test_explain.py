@@ -155,6 +155,24 @@ def test_plans_and_stacks_are_compared(tmp_path: Path, capsys: pytest.CaptureFix
     assert [step["stack"] for step in both["steps"]] == ["ddp@2.13", "fsdp@2.13"]
 
 
+def test_a_stack_that_lacks_what_is_set_is_a_refused_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a comparison and of a sweep; where all lack it, that is a mistake."""
+    job = [*WORDS[:3], "--gpus", "2", "--global-batch", "4", "--set", "cuda_graphs=layers"]
+    lacks = "--set: cuda_graphs: layers is not in cuda_graph_modes; allowed: none"
+    assert main(["compare", *job, "--stack", "ddp,megatron-core"]) == 0
+    compared = capsys.readouterr().out
+    assert compared.endswith(f"refused  ddp: {lacks}\n")
+    assert "megatron-core" in compared
+    limits = ["--max-tp", "1", "--max-pp", "1", "--json", "-"]
+    assert main(["sweep", *job, *limits, "--vary", "stack=megatron-core,ddp"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert lacks in json.dumps(found)
+    assert main(["compare", *job, "--stack", "ddp,fsdp"]) == 2
+    assert capsys.readouterr().err == f"error: {lacks}\n"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

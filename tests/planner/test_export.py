@@ -58,7 +58,7 @@ IN_GRAPHS = ["--set", "cuda_graphs=layers", "--set", "allocator=expandable"]
 CAPTURED = ["--set", "cuda_graphs=layers", "--set", "expert_capacity=1.25"]
 AT_ONCE = ["--set", "cuda_graphs=whole-step", "--set", "allocator=expandable"]
 BY_ITSELF = ["--set", "cuda_graphs=layers", "--set", "cuda_graph_impl=local"]
-NEWER = ["--stack", "megatron-core-2026"]
+NEWER = ["--stack", "megatron-core@0.16"]
 OFFLOADED = ["--offload-modules", "core_attn,attn_proj"]
 PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
     "megatron-lm": [
@@ -95,8 +95,8 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ([*LLAMA, "--gpus", "64", "--cp", "16", *NESTED], CORE),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--micro-batch", "2"], CORE),
         ([*LLAMA, "--gpus", "8", "--precision", "mxfp8"], CORE),
-        ([*LLAMA, "--gpus", "16", *NEWER, "--offload-layers", "4"], [*CORE, *NEWER]),
-        ([*LLAMA, "--gpus", "16", *NEWER, *OFFLOADED], [*CORE, *NEWER]),
+        ([*LLAMA, "--gpus", "16", *NEWER, "--offload-layers", "4"], CORE),
+        ([*LLAMA, "--gpus", "16", *NEWER, *OFFLOADED], CORE),
         ([*GPT, "--gpus", "16", "--attention", "unfused", "--set", "loss=in-place"], GPT_CORE),
         ([*GPT, "--gpus", "8", "--precision", "fp16", "--pp", "2"], GPT_CORE),
     ],
@@ -116,8 +116,8 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
         ),
         ([*LLAMA, "--gpus", "8", "--precision", "fp8", "--zero", "0"], ["--gpus", "8"]),
         ([*LLAMA, "--gpus", "8", "--zero", "3", "--recompute", "full"], ["--gpus", "8"]),
-        ([*LLAMA, "--gpus", "8", *NEWER, "--offload-layers", "4"], ["--gpus", "8", *NEWER]),
-        ([*LLAMA, "--gpus", "8", *NEWER, *OFFLOADED], ["--gpus", "8", *NEWER]),
+        ([*LLAMA, "--gpus", "8", *NEWER, "--offload-layers", "4"], ["--gpus", "8"]),
+        ([*LLAMA, "--gpus", "8", *NEWER, *OFFLOADED], ["--gpus", "8"]),
         ([*LLAMA, "--gpus", "16", "--cp", "2", "--cp-type", "all-gather"], ["--gpus", "16"]),
         ([*LLAMA, "--gpus", "16", "--cp", "8", *NESTED], ["--gpus", "16"]),
         ([*ROUTED, "--gpus", "16", *SPLIT, "--dispatcher", "hybridep"], ["--gpus", "16"]),
@@ -224,6 +224,40 @@ def test_a_plan_comes_back_from_a_framework_as_it_was(
             source = ["--from", name, *WHERE, *told]
             assert main(["import", str(out), *source, "--out", str(again)]) == 0
             assert json.loads(again.read_text()) == json.loads(plan.read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "told"),
+    [
+        ("torchtitan", [*TITAN, "--gpus", "8"], []),
+        ("torchtitan", [*TITAN, "--gpus", "8", "--set", "allocator=fixed"], []),
+        (
+            "accelerate",
+            [*FSDP, "--set", "allocator=expandable"],
+            [*SHARDED, *EACH, "--define", "SCRIPT=own.py"],
+        ),
+    ],
+)
+def test_segments_of_the_allocator_come_back_from_the_script_that_starts_a_plan(
+    name: str, words: list[str], told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, out, again = (
+        plan_file(words, tmp_path),
+        tmp_path / "out",
+        tmp_path / "p",
+    )
+    assert main(["export", str(plan), "--to", name, "--slurm", "--out", str(out)]) == 0
+    source = ["--define", "hosts=a", *WHERE, *told, "--out", str(again)]
+    assert main(["import", str(out / "run.sbatch"), *source]) == 0
+    assert json.loads(again.read_text()) == json.loads(plan.read_text())
+    capsys.readouterr()
+    assert main(["export", str(plan), "--to", name, "--out", str(tmp_path / "file")]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "your launch: " in line]
+    assert said == [
+        f"note: your launch: {line}"
+        for line in (out / "run.sbatch").read_text().splitlines()
+        if "ALLOC" in line
+    ]
 
 
 def test_of_another_stack_a_plan_is_told_whose_its_numbers_are(

@@ -10,6 +10,7 @@ from meshwright.hwprofiles import (
     CudaGraphs,
     Precision,
     StackProfile,
+    list_releases,
     load_cluster,
     load_stack,
 )
@@ -143,7 +144,13 @@ def test_expandable_segments_hold_nothing_beyond() -> None:
     (stage,) = fixed.by_stage
     states = stage.parameters_bytes + stage.gradients_bytes + stage.optimizer_states_bytes
     passing = fixed.peak_bytes + workspace - states
-    assert fixed.reserved_bytes == int(1.1 * passing + 1.04 * states)
+    assert fixed.reserved_bytes == int(1.12 * passing + 1.03 * states)
+
+
+# run_train.sh of torchtitan sets it, from October 2024 on (run_llama_train.sh then).
+@pytest.mark.parametrize("name", list_releases("torchtitan"))
+def test_torchtitan_starts_with_expandable_segments(name: str) -> None:
+    assert load_stack(name).allocator == Allocator.EXPANDABLE
 
 
 @pytest.mark.parametrize(
@@ -151,6 +158,8 @@ def test_expandable_segments_hold_nothing_beyond() -> None:
     [
         ({"cuda_graphs": LAYERS}, {"recompute": "full"}, "recompute=full"),
         ({"cuda_graphs": WHOLE}, {"recompute": "full"}, None),
+        ({"cuda_graphs": LAYERS, "kernels": "eager"}, {}, "go with cuda_graphs=layers; allowed"),
+        ({"expert_capacity": 1.5, "kernels": "eager"}, {}, "go with expert_capacity=1.5; allow"),
     ],
 )
 def test_what_megatron_core_refuses_with_graphs_is_refused(

@@ -25,6 +25,7 @@ from meshwright.simulator import (
     Category,
     CostModel,
     ModelSpec,
+    ParallelPlan,
     PlanError,
     ResolvedPlan,
     StepResult,
@@ -37,6 +38,7 @@ from meshwright.simulator import (
     resolve_stages,
     simulate,
     simulate_folded,
+    simulation,
 )
 from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.blocks import model_flops
@@ -287,6 +289,27 @@ def test_a_plan_fits_exactly_while_the_device_holds_it() -> None:
     assert any(warning.startswith("does not fit: rank 0 needs ") for warning in short.warnings)
 
 
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_full_rank_is_named_without_a_walk_of_all(
+    vpp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model("gpt3-175b")
+    job = TrainingJob(model=model, global_batch_size=32, seq_len=2048)
+    plan = ParallelPlan(tp=8, pp=16, num_virtual_stages=vpp)
+    step = job, plan, load_cluster("dgx-a100"), CORE
+    need = simulate(*step).memory.device_bytes
+    walked: list[object] = []
+    walk = simulation.memory_peak
+    monkeypatch.setattr(simulation, "memory_peak", lambda *each: walked.append(each) or walk(*each))
+    for limit in (need, need - 1):
+        walked.clear()
+        full = simulate(*step, memory_limit_bytes=limit)
+        assert len(walked) < 16
+        held = [full.memory.stage_device_bytes(each) for each in full.memory.by_stage]
+        rank = full.memory.by_stage[held.index(max(held))].rank
+        assert any(f"rank {rank} " in warning for warning in full.warnings)
+
+
 def test_the_rank_that_is_said_to_be_full_is_the_one_whose_device_is() -> None:
     """One that needs less may hold more: of states that come and go less is held beyond."""
     sizes = {"num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 50257}
@@ -365,7 +388,8 @@ def test_step_overhead_is_a_share_of_the_time_the_engine_found() -> None:
             OLD,
             (
                 "attention=flash is not offered by stack megatron-lm-2021; allowed: unfused "
-                "(Megatron-LM of April 2021 (arXiv 2104.04473) has no other)"
+                "(Megatron-LM of April 2021 (arXiv 2104.04473) has no other); "
+                "stacks with it: ddp, fsdp, megatron-core, torchtitan"
             ),
         ),
         (
@@ -374,7 +398,7 @@ def test_step_overhead_is_a_share_of_the_time_the_engine_found() -> None:
             (
                 "zero_stage=2 is not offered by stack megatron-core@0.18; allowed: 0, 1, 3 (not "
                 "modelled here: 2 is optim_grads of --data-parallel-sharding-strategy, "
-                "Megatron-Core 0.16)"
+                "Megatron-Core 0.16); stacks with it: deepspeed"
             ),
         ),
         (

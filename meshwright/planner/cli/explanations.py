@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.hwprofiles import ProfileError
 from meshwright.planner.cli.commands import (
     STEP_WIDTH,
     check_json,
@@ -92,10 +93,13 @@ def run_compare(
     )
 
     given = words.words or []
-    stacks = [None] if job.stack is None else [each.strip() for each in job.stack.split(",")]
+    stacks: list[str | None] = [None]
+    if job.stack is not None:
+        stacks = [each.strip() for each in job.stack.split(",")]
     are_plans = _are_plans(given, len(stacks))
     folder = check_outputs(output)
-    jobs = [replace(job, stack=stack) for stack in stacks]
+    jobs, refused = _jobs(job, stacks, given[0], is_plan=are_plans)
+    stacks = [each.stack for each in jobs]
     fields = {**layout, **limits}
     written: tuple[str, ...] = ()
     with progress_bar() as progress:
@@ -104,7 +108,7 @@ def run_compare(
         else:
             steps = [_best(replace(each, model=given[0]), fields, progress) for each in jobs]
         names = _names(given, [str(stack) for stack in stacks], are_plans=are_plans)
-        comparison = Comparison(names=tuple(names), steps=tuple(steps))
+        comparison = Comparison(names=tuple(names), steps=tuple(steps), refused=refused)
         if folder is not None:
             tell(progress, "drawing the picture")
             written = write_comparison(comparison, folder)
@@ -116,6 +120,34 @@ def run_compare(
     )
     say_written(output, written)
     return 0
+
+
+def _jobs(
+    job: "JobOptions", stacks: Sequence[str | None], word: str, *, is_plan: bool
+) -> tuple[list["JobOptions"], dict[str, str]]:
+    """Return the job with each stack, but for those that lack what is set, and what these lack.
+
+    Raises:
+        ProfileError: If all do, or a stack is at fault.
+    """
+    from meshwright.planner.cli.request import read_setting
+
+    if not job.set or len(stacks) == 1:
+        return [replace(job, stack=stack) for stack in stacks], {}
+    found: list[JobOptions] = []
+    refused: dict[str, str] = {}
+    for number, stack in enumerate(stacks, 1):
+        own = replace(job, stack=stack)
+        try:
+            read_setting(own, word if is_plan else None, model=None if is_plan else word)
+        except ProfileError as error:
+            is_last = number == len(stacks) and not found
+            if is_last or not str(error).startswith("--set"):
+                raise
+            refused[str(stack)] = str(error)
+        else:
+            found.append(own)
+    return found, refused
 
 
 def _are_plans(given: Sequence[str], num_stacks: int) -> bool:

@@ -19,7 +19,7 @@ from meshwright.simulator import (
     parse_stages,
     simulate,
 )
-from meshwright.simulator.layout import Quantity, check_offered, stack_refusal
+from meshwright.simulator.layout import Quantity
 
 if TYPE_CHECKING:
     from meshwright.planner.largest import Largest
@@ -86,9 +86,4 @@ def simulated(
 def step_of(setting: Setting, plan: ResolvedPlan) -> StepResult:
     """Return the step of *plan* in *setting*."""
     job, stack, limit = setting.job, setting.stack, setting.memory_limit_bytes
-    try:
-        return simulate(job, plan, setting.cluster, stack, memory_limit_bytes=limit)
-    except PlanError as error:
-        if str(error) == stack_refusal(job, plan, stack):
-            check_offered(job, plan, stack)  # the same, with the stacks that run it
-        raise
+    return simulate(job, plan, setting.cluster, stack, memory_limit_bytes=limit)

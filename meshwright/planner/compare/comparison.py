@@ -1,7 +1,7 @@
 """What steps differ by: time and memory in terms that add up."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.simulator import Category, StepResult
 from meshwright.simulator.account import Shown
@@ -40,10 +40,12 @@ class Comparison(Shown):
     Args:
         names: What each is called.
         steps: As many simulated steps.
+        refused: Stacks that cannot be asked for so, and why.
     """
 
     names: tuple[str, ...]
     steps: tuple[StepResult, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, terms: Callable[[StepResult], Terms]) -> dict[str, tuple[int, ...]]:
         """Return what each step has of each term that any of them has."""

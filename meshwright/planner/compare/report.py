@@ -34,6 +34,7 @@ def comparison_document(comparison: Comparison) -> dict[str, Json]:
     first, *others = comparison.steps
     return {
         "names": list(comparison.names),
+        **({"refused": dict(comparison.refused)} if comparison.refused else {}),
         "steps": [
             {
                 **step_document(step),
@@ -74,6 +75,7 @@ def comparison_report(comparison: Comparison) -> RenderableType:
         terms_table(f"time, {unit}", names, times, PS_PER_S * scale),
         Text(),
         terms_table("memory of the fullest, GiB", names, sizes, GIBI),
+        *(Text(f"\nrefused  {name}: {why}") for name, why in comparison.refused.items()),
     )
 
 

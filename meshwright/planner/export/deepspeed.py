@@ -174,6 +174,7 @@ def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
 
 
 PROGRAM = Program(
+    has_remarks=False,  # of JSON
     files=lambda export: {FILE: json_keys(export.keys)},
     command=lambda _: ('"${SCRIPT:?is not set: your script}"', f"--deepspeed_config {FILE}"),
     codecs={

@@ -1,8 +1,8 @@
 """The frameworks that plans are handed to and read from, and the way there and back."""
 
+import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.hwprofiles import (
@@ -10,6 +10,7 @@ from meshwright.hwprofiles import (
     StackProfile,
     Strategy,
     load_framework,
+    load_stack,
     release_changes,
     shown,
     suggestion,
@@ -33,6 +34,7 @@ from meshwright.planner.tables import (
     hand_script,
     job_name,
     nodes_of,
+    release_remark,
     slurm_script,
     write_keys,
 )
@@ -53,6 +55,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     for name, program in PROGRAMS.items()
 }
 BATCH_SCRIPT = "run.sbatch"
+VARIABLE = re.compile(r"(CUDA|NCCL|NVTE|PYTORCH)_[A-Z_]+")  # of the launch: no file has it
 
 
 class Handover(NamedTuple):
@@ -90,19 +93,23 @@ def export_plan(
     facts = facts_of(saved)
     profile, program = framework.profile, framework.program
     wanted = _version(framework, version, saved.stack)
-    keys, table = keys_of(saved, framework, facts, wanted)
+    told, table = keys_of(saved, framework, facts, wanted)
+    before = [
+        f"export {key}={shlex.quote(str(value))}"
+        for key, value in told.items()
+        if VARIABLE.fullmatch(key)
+    ]
+    keys = {key: value for key, value in told.items() if not VARIABLE.fullmatch(key)}
+    is_started = slurm or program.is_script(wanted)
     facts.notes.extend(table.notes)
-    is_release = saved.stack.release and not release_changes(saved.stack)
-    if not table.is_of(saved.stack.release if is_release else saved.stack.name):
-        facts.notes.append(
-            f"memory and times of this plan are of stack {saved.stack.name}; of {table.stack}: "
-            f"meshwright simulate --plan PLAN --stack {table.stack}"
-        )
-    remarks = [_summary(saved), f"for {profile.release_of(wanted)}", *facts.notes]
+    facts.notes.extend(() if is_started else (f"your launch: {each}" for each in before))
+    own, notes = _of_release(saved.stack, table, has_remarks=is_started or program.has_remarks)
+    facts.notes.extend(notes)
+    remarks = [_summary(saved), f"for {profile.release_of(wanted)}", *own, *facts.notes]
     export = Export(keys=keys, facts=facts, remarks=remarks, version=wanted)
     files = dict(program.files(export))
-    if slurm or program.is_script(wanted):
-        name, text = _script(framework, export, saved, slurm=slurm)
+    if is_started:
+        name, text = _script(framework, export, saved, before, slurm=slurm)
         files[name] = text
     return Handover(files, facts.notes)
 
@@ -123,6 +130,19 @@ def keys_of(
         if all(map(facts.holds, held))
     )
     return _without_nothing(write_keys(table, facts, framework.program.codecs), framework), table
+
+
+def _of_release(
+    stack: StackProfile, table: FrameworkTable, *, has_remarks: bool
+) -> tuple[list[str], list[str]]:
+    """Return remarks and notes of whose release a plan is, where its file would not say it."""
+    name = stack.release if stack.release and not release_changes(stack) else stack.name
+    if not table.is_of(name):
+        of_table = f"of {table.stack}: meshwright simulate --plan PLAN --stack {table.stack}"
+        return [], [f"memory and times of this plan are of stack {stack.name}; {of_table}"]
+    if table.stack is None or name == load_stack(table.stack).name:
+        return [], []
+    return [release_remark(name)], [] if has_remarks else [f"import it with --stack {name}"]
 
 
 def _check(saved: SavedPlan, framework: Framework, version: str, facts: Facts) -> None:
@@ -159,18 +179,16 @@ def _summary(saved: SavedPlan) -> str:
 
 
 def _script(
-    framework: Framework, export: Export, saved: SavedPlan, *, slurm: bool
+    framework: Framework, export: Export, saved: SavedPlan, before: list[str], *, slurm: bool
 ) -> tuple[str, str]:
     num_nodes, per_node = nodes_of(saved.plan.world_size, saved.cluster.devices_per_node)
-    told = {key: str(value) for key, value in export.keys.items() if key.isupper()}
-    others = {key: value for key, value in export.keys.items() if key not in told}
     launch = Launch(
         name=job_name(f"{framework.name}-{saved.job.model.name}"),
         remarks=tuple(export.remarks),
         num_nodes=num_nodes,
         per_node=per_node,
-        before=tuple(f"export {key}={shlex.quote(value)}" for key, value in told.items()),
-        command=framework.program.command(replace(export, keys=others)),
+        before=tuple(before),
+        command=framework.program.command(export),
         starter=framework.program.starter,
     )
     if slurm:

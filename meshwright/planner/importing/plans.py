@@ -15,7 +15,7 @@ from meshwright.planner.importing.reading import (
 from meshwright.planner.importing.sources import Source
 from meshwright.planner.options import option_name, option_of
 from meshwright.planner.tables import Facts, theirs
-from meshwright.simulator import MistakesError, ModelSpec, load_model
+from meshwright.simulator import MistakesError, ModelSpec, PlanError, load_model
 from meshwright.simulator.model import list_models
 
 # What decides no size and no time of a step: labels, the usual length, the spelling of code.
@@ -100,7 +100,7 @@ def import_source(
     complaints += _other_model(reading, model)
     if "vocab_size" in given and "vocab_size" not in reading.origins:
         complaints.append(Complaint("", "--vocabulary has no effect: the model is told otherwise"))
-    own = table.stack or stack
+    own = _release(source, table) or table.stack or stack
     missing = {
         name: reading.missing.get(name) or why
         for name, why in {**REQUIRED, **reading.missing}.items()
@@ -124,6 +124,17 @@ def import_source(
         stack=own,
         rows=tuple(_rows(source, reading, given)),
     )
+
+
+def _release(source: Source, table: FrameworkTable) -> str | None:
+    """Return the release of which an export says that it is.
+
+    Raises:
+        PlanError: If it is of another framework.
+    """
+    if source.release is not None and not table.is_of(source.release):
+        raise PlanError(f"stack {source.release} is not {table.stack}, whose file it is")
+    return source.release
 
 
 def _refused_fields(table: FrameworkTable, complaints: Iterable[Complaint]) -> set[str]:

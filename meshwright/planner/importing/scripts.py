@@ -6,6 +6,7 @@ layout themselves, beside the configuration that it names.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.hwprofiles import shown
@@ -39,7 +40,7 @@ from meshwright.planner.importing.sources import (
     recognised,
 )
 from meshwright.planner.shell import Launch, Word, find_launches, read_commands
-from meshwright.planner.tables import Framework
+from meshwright.planner.tables import Framework, told_release
 from meshwright.simulator import PlanError
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
@@ -71,7 +72,7 @@ def read_source(
     defines: Mapping[str, str],
     program: str | None = None,
 ) -> Source:
-    """Return what a file says.
+    """Return what a file says, and of which release an export says that it is.
 
     Args:
         path: Of the file; None where its *text* is an expanded command.
@@ -83,6 +84,17 @@ def read_source(
     Raises:
         PlanError: If it cannot be read, or is of no framework.
     """
+    found = _read_source(path, text, framework, defines, program)
+    return replace(found, release=told_release(text))
+
+
+def _read_source(
+    path: Path | None,
+    text: str,
+    framework: Framework | None,
+    defines: Mapping[str, str],
+    program: str | None,
+) -> Source:
     kind, folder = kind_of(path, text, framework), Path() if path is None else path.parent
     if kind != SCRIPT:
         if defines or program:

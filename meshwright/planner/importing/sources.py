@@ -47,6 +47,7 @@ class Source:
         launched: What its launcher says of nodes and ranks, by the names of facts.
         launcher: Lines and words of the launchers' options that say it.
         refusals: What is wrong with its words.
+        release: Of which stack it is, if a line that exports have says it.
     """
 
     framework: Framework
@@ -56,6 +57,7 @@ class Source:
     launched: Mapping[str, int] = field(default_factory=dict)
     launcher: tuple[tuple[int, str], ...] = ()
     refusals: Sequence[str] = ()
+    release: str | None = None
 
     def without(self, keys: Iterable[str]) -> "Source":
         """Return the configuration without some keys, which a user takes for harmless.

@@ -21,7 +21,8 @@ from meshwright.simulator.layout import SEARCHED_FIELDS
 
 REPLICATED = {each.key for each in REPLICATION.options}
 SEARCHED = {each.name for each in SEARCHED_FIELDS}
-GPUS, BATCH = "gpus", "global_batch"
+GPUS, BATCH, STACK = "gpus", "global_batch", "stack"
+SET = "--set"  # begins what is wrong with a fact that is set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +119,9 @@ def _check_values(request: Request, cells: Sequence[Cell]) -> None:
     for place, variation in enumerate(request.varied):
         for value in variation.values:
             having = [each.task for each in cells if each.values[place] == value]
-            if all(isinstance(each, str) for each in having):
+            # What is set of all, and one stack lacks, is no mistake in the stack's name.
+            is_lacking = variation.key == STACK and str(having[0]).startswith(SET)
+            if not is_lacking and all(isinstance(each, str) for each in having):
                 prefix = f"--vary {variation.name}={value.text}: "
                 reason = str(having[0])
                 raise PlanError(reason if reason.startswith("--vary ") else f"{prefix}{reason}")

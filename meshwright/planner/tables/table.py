@@ -108,6 +108,7 @@ class Program:
             read.
         starter: What starts it.
         is_script: Whether an export of a version is a script that starts the job.
+        has_remarks: Whether its other files have lines that the framework does not read.
         read_words: From the words of its command, behind the program, to its keys; None where
             they are options as others have them.
         included: Keys of a configuration, and its folder, to the keys with those of the files that
@@ -121,6 +122,7 @@ class Program:
     files: Callable[[Export], Mapping[str, str]] = lambda _: {}
     starter: Starter = Starter.TORCHRUN
     is_script: Callable[[str], bool] = lambda _: False
+    has_remarks: bool = True
     read_words: Callable[[Sequence[OptionWord]], Options] | None = None
     included: Callable[[Keys, Path], Keys] | None = None
     launched: Callable[[Keys, Keys], Keys] | None = None

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from meshwright.hwprofiles import single_line
 from meshwright.planner.tables.facts import Keys
 
+RELEASE = re.compile(r"^# stack ([\w.-]+@[\w.-]+)$", re.MULTILINE)
 # A list of digits, and how often it is repeated, as "[0,1]*12".
 LISTS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 
@@ -14,6 +15,21 @@ LISTS = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 def remarks(lines: Iterable[str]) -> str:
     """Return *lines* as comments of TOML, YAML and shells, each on one line whatever it holds."""
     return "".join(f"# {single_line(line)}\n" for line in lines)
+
+
+def release_remark(stack: str) -> str:
+    """Return the line at the head of an export that says the release whose plan it is.
+
+    >>> told_release(remarks([release_remark("megatron-core@0.16")]))
+    'megatron-core@0.16'
+    """
+    return f"stack {stack}"
+
+
+def told_release(text: str) -> str | None:
+    """Return the release that such a line of a file names; None where it has none."""
+    found = RELEASE.search(text)
+    return None if found is None else found[1]
 
 
 def flags(keys: Keys) -> list[str]:

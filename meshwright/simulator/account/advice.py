@@ -1,6 +1,16 @@
 """What a user should know before relying on a result."""
 
-from meshwright.hwprofiles import Offload, Precision, StackProfile, format_bytes, single_line
+from collections.abc import Mapping
+
+from meshwright.hwprofiles import (
+    Offload,
+    Precision,
+    StackProfile,
+    changed_facts,
+    format_bytes,
+    parsed,
+    single_line,
+)
 from meshwright.simulator.account.result import MemoryResult
 from meshwright.simulator.costs import ALIGNED_BYTES, ALIGNED_ELEMENTS, CostModel
 from meshwright.simulator.engine import StepTimes
@@ -9,6 +19,8 @@ from meshwright.simulator.layout import (
     DP_CP,
     PLAN_FIELDS,
     Axis,
+    Facts,
+    Numbers,
     ResolvedPlan,
     TrainingJob,
     is_unwrapped,
@@ -20,6 +32,43 @@ from meshwright.simulator.model import AnyModel, ModelSpec
 # probably for retries of the allocator.
 NEARLY_FULL_FRACTION = 0.95
 NOTEWORTHY_FRACTION = 0.05
+FLAT = "stack.units == 'flat' and zero_stage == 3"
+# Facts that only some plans use: where they have no effect, in words and as a condition.
+NO_EFFECT: Mapping[str, Mapping[str, str]] = {
+    "mxfp8": {"in other formats than mxfp8": "precision != 'mxfp8'"},
+    "mxfp8.fuses_experts": {"without experts": "precision == 'mxfp8' and not model.experts"},
+    "fp8": {"in other formats than fp8": "precision != 'fp8'"},
+    "fp8.keeps_attention_output": {
+        "beside inputs in 16 bits": "precision == 'fp8' and stack.fp8.saved_input_bytes != 1"
+    },
+    "fp8.gathers_parameters": {"at dp=1": "precision == 'fp8' and dp_cp == 1"},
+    "fp8.precomputes_scales": {
+        "without fp8.gathers_parameters": "precision == 'fp8' and not stack.fp8.gathers_parameters"
+    },
+    "flash_kernel": {"without attention=flash": "attention != 'flash'"},
+    "expert_capacity": {"without experts": "not model.experts"},
+    "grouped_experts": {"without experts": "not model.experts"},
+    "doubles_unit_buffers": {"without zero_stage=3": "zero_stage != 3"},
+    "parameter_remainders": {
+        "without moment_precision": "moment_precision == None",
+        "in other formats than bf16": "moment_precision != None and precision != 'bf16'",
+    },
+    "recompute_stops_early": {
+        "without recomputation of layers": "recompute == 'none' or recompute == 'selective'",
+        "with Megatron's checkpoints": "recompute == 'full' and stack.megatron_layers",
+    },
+    "tp_in_pieces": {
+        "at tp=1": "tp == 1",
+        "without sequence_parallel": "tp > 1 and not sequence_parallel",
+    },
+    "overlap_gradient_reduce": {"at dp=1": "dp_cp == 1", "with Megatron-FSDP": FLAT},
+    "overlap_parameter_gather": {
+        "at dp=1": "dp_cp == 1",
+        "with Megatron-FSDP": FLAT,
+        "at zero_stage=0": "dp_cp > 1 and zero_stage == 0",
+    },
+    "overlap_p2p": {"at pp=1": "pp == 1"},
+}
 
 
 def plan_warnings(
@@ -37,6 +86,7 @@ def plan_warnings(
         *_degree_one_warnings(job, without_defaults(job, costs.stack, plan), costs.stack),
         *_autocast_warnings(job, plan, costs.stack),
         *_expert_warnings(job, without_defaults(job, costs.stack, plan)),
+        *_switch_warnings(job, plan, costs.stack),
         *_evidence_warnings(plan, costs, extrapolated_fraction),
     )
 
@@ -145,6 +195,22 @@ def _expert_warnings(job: TrainingJob, plan: ResolvedPlan) -> list[str]:
     said = {"imbalance": f"{job.imbalance:g}" if job.imbalance != 1 else None}
     said |= {"dispatcher": plan.dispatcher}
     return [f"{name}={value} has no effect at ep=1" for name, value in said.items() if value]
+
+
+def _switch_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> list[str]:
+    """Return what is said of facts that a user changed and that the plan does not use."""
+    numbers = Numbers(plan.number, Facts(job, stack))
+    return [
+        f"{each.key}={_word(each.value)} has no effect {where}"
+        for each in changed_facts(stack)
+        for key in dict.fromkeys((each.key, each.key.partition(".")[0]))
+        for where, condition in NO_EFFECT.get(key, {}).items()
+        if parsed(condition).holds(numbers)
+    ]
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _evidence_warnings(

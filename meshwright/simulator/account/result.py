@@ -60,7 +60,8 @@ class MemoryResult:
     when the last is at most ``usable_bytes``, and ``host_bytes``, what the fullest node keeps on
     its host, at most ``host_capacity_bytes``.  ``walk`` finds the memory of each pipeline rank when
     that is read: ``known_peak`` is known of a search's layouts without, and of most pipelines
-    from few ranks.  Results are equal if all that they tell is, wherever it is from.
+    from few ranks; ``find_fullest`` finds from few the rank that an allocator holds so much for, or
+    None.  Results are equal if all that they tell is, wherever it is from.
     """
 
     known_peak: PeakBytes[int] | None = None
@@ -68,6 +69,7 @@ class MemoryResult:
     capacity_bytes: int
     usable_bytes: int
     walk: Callable[[], Iterable[StageMemory]] = field(repr=False)
+    find_fullest: Callable[[int], int | None] = field(default=lambda _: None, repr=False)
     host_bytes: int = 0
     host_capacity_bytes: int | None = None
 
@@ -148,7 +150,10 @@ class MemoryResult:
     @property
     def fullest_rank(self) -> int:
         """The first rank whose device shows the most as used: one that needs less may hold more."""
-        return max(self.by_stage, key=self._stage_parts).rank
+        found = None
+        if self.known_peak is not None:
+            found = self.find_fullest(self.known_peak.reserved_parts)
+        return max(self.by_stage, key=self._stage_parts).rank if found is None else found
 
     @property
     def worst_stage(self) -> StageMemory:

@@ -182,7 +182,12 @@ def check_offered(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> 
     refusal = stack_refusal(job, plan, stack)
     if refusal is None:
         return
-    others = () if "stacks with it:" in refusal else other_stacks(job, plan, stack)
+    # Of stages, servers and formats no rule says which stacks have them.
+    is_ruled = job_refusal(job, stack) is not None or any(
+        gap.lacks(plan.number) for gap in stack_gaps(stack, job)
+    )
+    is_said = "stacks with it:" in refusal
+    others = other_stacks(job, plan, stack) if is_ruled and not is_said else ()
     raise PlanError(f"{refusal}; stacks with it: {', '.join(others)}" if others else refusal)
 
 
