@@ -1,6 +1,9 @@
 """Explanations and comparisons: terms that add up, and figures that a simulation repeats."""
 
 import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,11 @@ from meshwright import (
     main,
     simulate,
 )
+from meshwright.hwprofiles import Precision, with_facts
 from meshwright.planner.compare import Comparison, memory_terms, time_terms
 from meshwright.planner.explain import explain
 from meshwright.planner.explain.memory import passes_in_flight
-from meshwright.planner.explain.resources import Resource
+from meshwright.planner.explain.resources import Resource, resource_changes
 from meshwright.simulator import Category, CostModel, account, build_step, simulate_folded
 from meshwright.simulator.account import critical_path
 from meshwright.simulator.layout import with_stages
@@ -69,6 +73,14 @@ def test_the_critical_path_is_as_long_as_the_step(stack: str) -> None:
         assert sorted(path.by_rank_ps) == list(range(plan.pp))
 
 
+# Of DGX A100: 312 TFLOP/s, 2,039 GB/s, a card of 200 Gb/s a device.
+BY_HAND = {
+    "matrix rate": "device.peak.bf16=343.2 TFLOP/s",
+    "memory bandwidth": "device.memory_bandwidth=2242.9 GB/s",
+    "links between nodes": "inter_node.bandwidth=27.5 GB/s per direction",
+}
+
+
 def test_a_tenth_more_is_what_the_changed_hardware_gives(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -77,7 +89,9 @@ def test_a_tenth_more_is_what_the_changed_hardware_gives(
     gains = explained["a_tenth_more"]
     assert [gain["resource"] for gain in gains] == [each.value for each in Resource]
     for gain in gains:
-        facts = [word for change in gain["set"] for word in ("--set", change)]
+        by_hand = BY_HAND.get(gain["resource"])
+        changes = [by_hand] if by_hand else gain["set"]
+        facts = [word for change in changes for word in ("--set", change)]
         assert main(["simulate", *WORDS, *LAYOUT, *facts, "--json", "-"]) == 0
         again = json.loads(capsys.readouterr().out)
         assert gain["step_time_s"] == again["step_time_s"]
@@ -86,6 +100,58 @@ def test_a_tenth_more_is_what_the_changed_hardware_gives(
     assert by_resource.pop("memory capacity") == explained["step_time_s"]
     assert max(by_resource.values()) <= explained["step_time_s"]
     assert by_resource["matrix rate"] < explained["step_time_s"]
+
+
+# Numbers of a cluster and a stack by the resource that they are of.
+NUMBERS = {
+    Resource.MATRIX_RATE: r"device\.peak_flops_per_s\.(fp8|bf16)",
+    Resource.MEMORY_BANDWIDTH: r"device\.memory_bandwidth_bytes_per_s",
+    Resource.MEMORY_CAPACITY: r"device\.(memory_capacity|overheads\.usable)_bytes",
+    Resource.LINKS_IN_A_NODE: r"intra_node\.(collectives\.\d+\.busbw|bandwidth)_bytes_per_s",
+    Resource.LINKS_BETWEEN_NODES: r"inter_node\.bandwidth_bytes_per_s",
+    Resource.HOST: r"(kernel_gap|expert_launch|host_\w+)_s|host_link\.bandwidth_bytes_per_s",
+}
+
+
+def numbers(value: object, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a document by their keys, one behind the other."""
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in items:
+            yield from numbers(each, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, int | float):
+        yield path, value
+
+
+@pytest.mark.parametrize("stack_name", ["megatron-core", "megatron-deepspeed", "dataparallel"])
+def test_a_tenth_more_raises_every_number_of_a_resource_and_no_other(stack_name: str) -> None:
+    """A rate and a size by a tenth; a time is as long as ten of eleven parts of it.
+
+    Some stack has each time of the host.
+    """
+    parts = load_cluster("dgx-h100"), load_stack(stack_name)
+    before = dict(numbers([each.model_dump() for each in parts]))
+    for resource, names in NUMBERS.items():
+        changes = resource_changes(resource, replace(JOB, precision=Precision.FP8), *parts)
+        after = dict(numbers([each.model_dump() for each in with_facts(*parts, changes)]))
+        assert before.keys() == after.keys()
+        for name, number in before.items():
+            is_raised = re.fullmatch(names, name.partition(".")[2])
+            is_time = is_raised and resource is Resource.HOST and "bandwidth" not in name
+            factor = 10 / 11 if is_time else 1.1 if is_raised else 1
+            assert after[name] == pytest.approx(number * factor, rel=1e-9), name
+
+
+def test_with_a_tenth_more_memory_a_plan_fits_that_needs_as_much() -> None:
+    plan, stack = plan_of("megatron-core"), load_stack("megatron-core")
+    needed = simulate(JOB, plan, CLUSTER, stack).memory.device_bytes
+    for share, fits in ((1.05, True), (1.15, False)):
+        usable = f"device.overheads.usable={int(needed / share)} B"
+        smaller, _ = with_facts(CLUSTER, stack, (usable,))
+        explanation = explain(JOB, plan, smaller, stack)
+        assert not explanation.step.memory.fits
+        (gain,) = (each for each in explanation.gains if each.resource is Resource.MEMORY_CAPACITY)
+        assert gain.fits == fits
 
 
 def test_a_neighbour_is_a_simulation_and_its_terms_add_up() -> None:
