@@ -1,5 +1,6 @@
 """Plans as configurations of frameworks: there and back, and what is refused."""
 
+import ast
 import json
 import os
 from itertools import product
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import main
-from meshwright.planner.export import FRAMEWORKS
+from meshwright.planner.export import FRAMEWORKS, export_plan
 from meshwright.planner.export.registry import facts_of, keys_of
 from meshwright.planner.importing import read_keys, table_of
 from meshwright.planner.reports import json_text, plan_document
@@ -472,6 +473,42 @@ def test_flash_attention_with_sinks_is_that_of_transformers_models_with_sinks(
     assert main(["export", str(plan), "--to", "accelerate"]) == 0
     kernel = 'attn_implementation="kernels-community/vllm-flash-attn3"'
     assert kernel in capsys.readouterr().err
+
+
+# By config.json of openai-community/gpt2 and meta-llama/Meta-Llama-3-8B, and by the options beside.
+SCRIPTS = {
+    "gpt2 --stack ddp --gpus 16 --global-batch 64 --micro-batch 2 --precision fp16 --find-unused": (
+        {"NUM_LAYERS": 12, "WIDTH": 768, "FFN_WIDTH": 3072, "NUM_HEADS": 12, "NUM_KV_HEADS": 12}
+        | {"VOCABULARY": 50257, "MAX_POSITIONS": 1024, "POSITIONS": "learned", "TIED": True}
+        | {"NORM": "layernorm", "GATED": False, "FUSED_QKV": True, "DROPOUT": 0.1}
+        | dict.fromkeys(("ATTENTION_BIAS", "OUTPUT_BIAS", "MLP_BIAS"), True)
+        | {"SEQ_LEN": 1024, "MICROBATCH": 2, "NUM_MICROBATCHES": 2, "PRECISION": "fp16"}
+        | {"SHARDED": False, "RECOMPUTES": False, "REDUCED": "fp32", "FINDS_UNUSED": True}
+    ),
+    "llama3-8b --stack fsdp --gpus 16 --global-batch 64 --seq-len 4096 --dp-shard 8 "
+    "--recompute full --offload parameters --no-reshard-after-forward": (
+        {"NUM_LAYERS": 32, "WIDTH": 4096, "FFN_WIDTH": 14336, "NUM_HEADS": 32, "NUM_KV_HEADS": 8}
+        | {"VOCABULARY": 128256, "MAX_POSITIONS": 8192, "POSITIONS": "rotary", "TIED": False}
+        | {"NORM": "rmsnorm", "GATED": True, "FUSED_QKV": False, "DROPOUT": 0.0}
+        | dict.fromkeys(("ATTENTION_BIAS", "OUTPUT_BIAS", "MLP_BIAS"), False)
+        | {"SEQ_LEN": 4096, "MICROBATCH": 1, "NUM_MICROBATCHES": 4, "PRECISION": "bf16"}
+        | {"SHARDED": True, "NUM_SHARDS": 8, "RECOMPUTES": True, "RESHARDS": False}
+        | {"OFFLOADS": True}
+    ),
+}
+
+
+@pytest.mark.parametrize("words", SCRIPTS)
+def test_a_script_of_pytorch_has_the_published_model_and_the_plan(words: str) -> None:
+    saved = plan_of_words(words, "dgx-h100")
+    program = ast.parse(export_plan(saved, FRAMEWORKS["torchrun"]).files["train.py"])
+    first = next(number for number, each in enumerate(program.body) if isinstance(each, ast.Import))
+    found = {
+        ast.unparse(each.targets[0]): ast.literal_eval(each.value)
+        for each in program.body[:first]
+        if isinstance(each, ast.Assign)
+    }
+    assert {name: found[name] for name in SCRIPTS[words]} == SCRIPTS[words]
 
 
 def test_an_option_may_not_say_other_than_the_file(
