@@ -18,7 +18,7 @@ from meshwright import (
     main,
     simulate,
 )
-from meshwright.hwprofiles import Precision, with_facts
+from meshwright.hwprofiles import Precision, Recompute, with_facts
 from meshwright.planner.compare import Comparison, memory_terms, time_terms
 from meshwright.planner.explain import explain
 from meshwright.planner.explain.memory import passes_in_flight
@@ -154,6 +154,19 @@ def test_with_a_tenth_more_memory_a_plan_fits_that_needs_as_much() -> None:
         assert gain.fits == fits
 
 
+def test_the_fastest_neighbour_that_a_tenth_more_memory_lets_in_is_named() -> None:
+    """Without recomputation a step is the fastest of those that need a little more."""
+    stack = load_stack("megatron-core")
+    plan = replace(plan_of("megatron-core"), recompute=Recompute.FULL)
+    needed = simulate(JOB, plan, CLUSTER, stack).memory.device_bytes
+    full, _ = with_facts(CLUSTER, stack, (f"device.overheads.usable={needed + 1} B",))
+    roomier = explain(JOB, plan, full, stack).roomier
+    assert roomier is not None
+    assert (roomier.change.options, roomier.costliest[0]) == ("--recompute none", "recompute")
+    assert roomier.more_ps["recompute"] < 0
+    assert explain(JOB, plan, full, stack, memory_limit_bytes=needed + 1).roomier is None
+
+
 def test_a_neighbour_is_a_simulation_and_its_terms_add_up() -> None:
     stack = load_stack("megatron-core")
     explanation = explain(JOB, plan_of("megatron-core"), CLUSTER, stack)
@@ -174,6 +187,33 @@ def test_products_of_memory_add_up_to_the_live_bytes(stack: str) -> None:
     memory = explanation.step.memory
     assert sum(term.size_bytes for term in explanation.memory) == memory.peak_bytes
     assert min(term.size_bytes for term in explanation.memory) > 0
+
+
+def test_memory_of_gpt2_is_the_products_of_its_sizes() -> None:
+    """A layer of hidden size h has 12 h^2 + 13 h weights, and keeps s b h (34 + 5 a s / h) bytes.
+
+    So says section 4.1 of Korthikanti et al. 2022 (arXiv 2205.05198), but for two numbers of fp32 a
+    token of each of two norms.  The first stage has the tables of 50,304 words and 1,024 positions.
+    Of interleaved stages the first rank runs five passes ahead, of which it has ended one by then.
+    """
+    h, s, a = 768, 1024, 12
+    count = 3 * (12 * h**2 + 13 * h) + (50_304 + 1_024) * h
+    kept = s * h * (34 + 5 * a * s // h) + 2 * 2 * 4 * s
+    interleaved = ResolvedPlan(
+        pp=2, num_virtual_stages=2, schedule="interleaved", stages=(3, 3, 3, 3)
+    )
+    for plan, wanted in (
+        (ResolvedPlan(pp=4, stages=(3, 3, 3, 3)), {"layer activations": 4}),
+        (interleaved, {f"layer activations of stage {each}": 4 - 3 * each for each in (0, 1)}),
+    ):
+        found = explain(JOB, plan, CLUSTER, load_stack("megatron-lm-2021")).memory
+        terms = {each.name: each for each in found}
+        own = count + (plan.num_virtual_stages - 1) * 3 * (12 * h**2 + 13 * h)
+        for name, width in (("parameters", 2), ("gradients", 2), ("optimizer states", 12)):
+            assert terms[name] == (name, own * width, f"{own:,} x {width} B")
+        for name, passes in wanted.items():
+            factors = f"{passes} in flight x 3 layers x {kept / 2**20:.2f} MiB"
+            assert terms[name] == (name, passes * 3 * kept, factors)
 
 
 def test_1f1b_has_as_many_passes_in_flight_as_stages_behind_a_rank() -> None:
