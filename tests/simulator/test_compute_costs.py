@@ -20,6 +20,7 @@ from meshwright.simulator.blocks.operators import (
     FlashAttention,
     Gemm,
     HostPasses,
+    ImplicitGemm,
     KernelLaunches,
     MemoryBound,
     Operator,
@@ -28,6 +29,7 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.costs.compute import (
     constant_cost,
+    convolution_cost,
     flash_attention_cost,
     gemm_cost,
     memory_bound_cost,
@@ -126,6 +128,31 @@ def test_a_thin_product_costs_its_traffic() -> None:
     elements = 8 * 8192 + 8192 * 8192 + 8 * 8192
     expected_s = elements * 2 / memory_rate_bytes_per_s(DEVICE)
     assert gemm_cost(gemm, ideal_device(), BF16).time_ps == to_ps(expected_s)
+
+
+def test_a_product_of_eight_bits_reads_one_byte_and_writes_two() -> None:
+    slow = {"memory_bandwidth_bytes_per_s": 1e11}
+    device = load_device("h100-sxm5-80gb").model_copy(update=slow)
+    gemm = Gemm("product", m=8192, n=8192, k=16, in_eight_bits=True)
+    size_bytes = 2 * 8192 * 16 + 2 * 8192**2
+    expected_s = size_bytes / memory_rate_bytes_per_s(device)
+    assert gemm_cost(gemm, device, Precision.FP8).time_ps == to_ps(expected_s)
+
+
+def test_a_convolution_takes_no_less_than_its_traffic() -> None:
+    convolution = ImplicitGemm("1 x 1", pixels=64, inputs=64, outputs=64, taps=1, moved=10**9)
+    for precision, width in ((BF16, 2), (FP32, 4)):
+        expected_s = width * 10**9 / memory_rate_bytes_per_s(DEVICE)
+        assert convolution_cost(convolution, DEVICE, precision).time_ps == to_ps(expected_s)
+
+
+def test_products_of_experts_start_one_after_the_other() -> None:
+    """Sixty-four of 9 us take longer than these small ones; products of heads start at once."""
+    experts = Gemm("experts", m=8, n=8, k=8, batch=64, rows="m")
+    assert gemm_cost(experts, DEVICE, BF16, 9e-6) == Cost(576_000_000, DEVICE.gemm.of(BF16).kind)
+    assert gemm_cost(experts, DEVICE, BF16).time_ps < 576_000_000
+    heads = experts._replace(rows="")
+    assert gemm_cost(heads, DEVICE, BF16, 9e-6) == gemm_cost(heads, DEVICE, BF16)
 
 
 @RELAXED
