@@ -85,6 +85,22 @@ def test_no_more_is_hidden_than_is_exchanged(
     assert 0 <= hidden_exchange_ps(forward, backward) <= min(exchanged, computed)
 
 
+parts = st.lists(st.tuples(*[st.integers(0, 50)] * 4), max_size=3)
+
+
+@given(parts, parts)
+def test_a_pass_with_nothing_beside_it_hides_nothing(
+    forward: Sequence[tuple[int, ...]], backward: Sequence[tuple[int, ...]]
+) -> None:
+    """Each part waits for the one before it of its own pass; no weights are delayed."""
+    there = [LayerNodes(*each) for each in forward]
+    back = [
+        LayerNodes(back=came, expert_inputs=made, returned=returned, inputs=inputs)
+        for came, made, returned, inputs in backward
+    ]
+    assert hidden_exchange_ps(there, []) == hidden_exchange_ps([], back) == 0
+
+
 @given(count=st.integers(1, 6), short=st.integers(0, 9), long=st.integers(10, 99))
 def test_exchanges_shorter_than_what_is_beside_them_cost_nothing(
     count: int, short: int, long: int
