@@ -158,13 +158,28 @@ def test_the_fastest_neighbour_that_a_tenth_more_memory_lets_in_is_named() -> No
     """Without recomputation a step is the fastest of those that need a little more."""
     stack = load_stack("megatron-core")
     plan = replace(plan_of("megatron-core"), recompute=Recompute.FULL)
-    needed = simulate(JOB, plan, CLUSTER, stack).memory.device_bytes
-    full, _ = with_facts(CLUSTER, stack, (f"device.overheads.usable={needed + 1} B",))
-    roomier = explain(JOB, plan, full, stack).roomier
-    assert roomier is not None
-    assert (roomier.change.options, roomier.costliest[0]) == ("--recompute none", "recompute")
-    assert roomier.more_ps["recompute"] < 0
-    assert explain(JOB, plan, full, stack, memory_limit_bytes=needed + 1).roomier is None
+    needed, of_two, without = (
+        simulate(JOB, each, CLUSTER, stack).memory.device_bytes
+        for each in (
+            plan,
+            replace(plan, microbatch_size=2),
+            replace(plan, recompute=Recompute.NONE),
+        )
+    )
+    assert needed < of_two < without < 1.1 * needed
+    for usable, wanted in (
+        (needed, "--recompute none"),
+        (int(of_two / 1.1) + 1, "--micro-batch 2"),  # for the other a tenth is not enough
+        (without, None),  # and what else does not fit is slower
+    ):
+        full, _ = with_facts(CLUSTER, stack, (f"device.overheads.usable={usable} B",))
+        roomier = explain(JOB, plan, full, stack).roomier
+        assert (roomier and roomier.change.options) == wanted
+        if usable == needed:
+            assert roomier is not None
+            assert roomier.costliest == ("recompute", roomier.more_ps["recompute"])
+            assert roomier.more_ps["recompute"] < 0
+    assert explain(JOB, plan, full, stack, memory_limit_bytes=needed).roomier is None
 
 
 def test_a_neighbour_is_a_simulation_and_its_terms_add_up() -> None:
@@ -194,26 +209,42 @@ def test_memory_of_gpt2_is_the_products_of_its_sizes() -> None:
 
     So says section 4.1 of Korthikanti et al. 2022 (arXiv 2205.05198), but for two numbers of fp32 a
     token of each of two norms.  The first stage has the tables of 50,304 words and 1,024 positions.
-    Of interleaved stages the first rank runs five passes ahead, of which it has ended one by then.
+    Of interleaved stages a rank runs (pp - 1) x 2 + (vpp - 1) x pp + 1 passes ahead; where later
+    ones are larger it is fullest before it ends the first of them.
     """
     h, s, a = 768, 1024, 12
-    count = 3 * (12 * h**2 + 13 * h) + (50_304 + 1_024) * h
+    layer, tables = 12 * h**2 + 13 * h, (50_304 + 1_024) * h
     kept = s * h * (34 + 5 * a * s // h) + 2 * 2 * 4 * s
-    interleaved = ResolvedPlan(
-        pp=2, num_virtual_stages=2, schedule="interleaved", stages=(3, 3, 3, 3)
-    )
-    for plan, wanted in (
-        (ResolvedPlan(pp=4, stages=(3, 3, 3, 3)), {"layer activations": 4}),
-        (interleaved, {f"layer activations of stage {each}": 4 - 3 * each for each in (0, 1)}),
+    mib, interleaved = f"{kept / 2**20:.2f} MiB", {"pp": 2, "schedule": "interleaved"}
+    for fields, stages, num_layers, wanted in (
+        ({"pp": 4}, (3, 3, 3, 3), 3, {"": (12, "4 in flight x 3 layers")}),
+        (
+            interleaved | {"num_virtual_stages": 2},
+            (3, 3, 3, 3),
+            6,
+            {
+                " of stage 0": (12, "4 in flight x 3 layers"),
+                " of stage 1": (3, "1 in flight x 3 layers"),
+            },
+        ),
+        (
+            interleaved | {"num_virtual_stages": 3},
+            (1, 1, 3, 2, 3, 2),
+            7,
+            {
+                " of stage 0": (3, "3 in flight x layer"),
+                " of stages 1-2": (12, "2 x 2 in flight x 3 layers"),
+            },
+        ),
     ):
+        plan = ResolvedPlan.of({**fields, "stages": stages})
         found = explain(JOB, plan, CLUSTER, load_stack("megatron-lm-2021")).memory
-        terms = {each.name: each for each in found}
-        own = count + (plan.num_virtual_stages - 1) * 3 * (12 * h**2 + 13 * h)
+        terms, count = {each.name: each for each in found}, num_layers * layer + tables
         for name, width in (("parameters", 2), ("gradients", 2), ("optimizer states", 12)):
-            assert terms[name] == (name, own * width, f"{own:,} x {width} B")
-        for name, passes in wanted.items():
-            factors = f"{passes} in flight x 3 layers x {kept / 2**20:.2f} MiB"
-            assert terms[name] == (name, passes * 3 * kept, factors)
+            assert terms[name] == (name, count * width, f"{count:,} x {width} B")
+        for where, (num_kept, factors) in wanted.items():
+            name = f"layer activations{where}"
+            assert terms[name] == (name, num_kept * kept, f"{factors} x {mib}")
 
 
 def test_1f1b_has_as_many_passes_in_flight_as_stages_behind_a_rank() -> None:

@@ -150,6 +150,9 @@ def test_nothing_hides_what_the_host_takes_to_start_two_passes() -> None:
     nodes = layer_nodes(CostModel(CLUSTER, busy, 16), shape, EXPERT_LAYER, delays=False)
     # 16 experts a rank: three passes of 1.2 ms, and 0.2 ms for each expert.
     assert nodes.forward_issue + nodes.backward_issue == 3 * (1200 + 16 * 200) * 10**6
+    again = BlockShape.of(JOB, replace(plan, recompute=Recompute.FULL), busy)
+    redone = layer_nodes(CostModel(CLUSTER, busy, 16), again, EXPERT_LAYER, delays=False)
+    assert redone.backward_issue == nodes.backward_issue + nodes.forward_issue
     assert hideable_ps([nodes], [nodes]) < hidden_exchange_ps([nodes], [nodes])
     # Nothing is left to win, and a pass more runs ahead.
     assert beside.step_ps >= alone.step_ps > ran(plan).step_ps
