@@ -208,20 +208,22 @@ def test_memory_of_gpt2_is_the_products_of_its_sizes() -> None:
     """A layer of hidden size h has 12 h^2 + 13 h weights, and keeps s b h (34 + 5 a s / h) bytes.
 
     So says section 4.1 of Korthikanti et al. 2022 (arXiv 2205.05198), but for two numbers of fp32 a
-    token of each of two norms.  The first stage has the tables of 50,304 words and 1,024 positions.
-    Of interleaved stages a rank runs (pp - 1) x 2 + (vpp - 1) x pp + 1 passes ahead; where later
-    ones are larger it is fullest before it ends the first of them.
+    token of each of two norms.  The first stage has tables of 50,304 words and 1,024 positions, the
+    last one a norm and a copy of the first table.  Of interleaved stages a rank runs
+    (pp - 1) x 2 + (vpp - 1) x pp + 1 passes ahead; where later ones are larger it is fullest before
+    it ends the first of them.
     """
     h, s, a = 768, 1024, 12
-    layer, tables = 12 * h**2 + 13 * h, (50_304 + 1_024) * h
+    layer, first, last = 12 * h**2 + 13 * h, (50_304 + 1_024) * h, (50_304 + 2) * h
     kept = s * h * (34 + 5 * a * s // h) + 2 * 2 * 4 * s
     mib, interleaved = f"{kept / 2**20:.2f} MiB", {"pp": 2, "schedule": "interleaved"}
-    for fields, stages, num_layers, wanted in (
-        ({"pp": 4}, (3, 3, 3, 3), 3, {"": (12, "4 in flight x 3 layers")}),
+    for fields, stages, count, wanted in (
+        ({"pp": 4}, (3, 3, 3, 3), first + 3 * layer, {"": (12, "4 in flight x 3 layers")}),
+        ({"pp": 2}, (2, 10), last + 10 * layer, {"": (10, "1 in flight x 10 layers")}),
         (
             interleaved | {"num_virtual_stages": 2},
             (3, 3, 3, 3),
-            6,
+            first + 6 * layer,
             {
                 " of stage 0": (12, "4 in flight x 3 layers"),
                 " of stage 1": (3, "1 in flight x 3 layers"),
@@ -230,7 +232,7 @@ def test_memory_of_gpt2_is_the_products_of_its_sizes() -> None:
         (
             interleaved | {"num_virtual_stages": 3},
             (1, 1, 3, 2, 3, 2),
-            7,
+            first + 7 * layer,
             {
                 " of stage 0": (3, "3 in flight x layer"),
                 " of stages 1-2": (12, "2 x 2 in flight x 3 layers"),
@@ -239,7 +241,7 @@ def test_memory_of_gpt2_is_the_products_of_its_sizes() -> None:
     ):
         plan = ResolvedPlan.of({**fields, "stages": stages})
         found = explain(JOB, plan, CLUSTER, load_stack("megatron-lm-2021")).memory
-        terms, count = {each.name: each for each in found}, num_layers * layer + tables
+        terms = {each.name: each for each in found}
         for name, width in (("parameters", 2), ("gradients", 2), ("optimizer states", 12)):
             assert terms[name] == (name, count * width, f"{count:,} x {width} B")
         for where, (num_kept, factors) in wanted.items():
