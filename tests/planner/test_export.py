@@ -3,6 +3,8 @@
 import ast
 import json
 import os
+import shlex
+import tomllib
 from itertools import product
 from pathlib import Path
 
@@ -473,6 +475,75 @@ def test_flash_attention_with_sinks_is_that_of_transformers_models_with_sinks(
     assert main(["export", str(plan), "--to", "accelerate"]) == 0
     kernel = 'attn_implementation="kernels-community/vllm-flash-attn3"'
     assert kernel in capsys.readouterr().err
+
+
+# What each framework's own examples have: stages by the names of torchtitan's modules
+# (distributed/pipeline_parallel.py), of Megatron-LM data that nobody has to fetch.
+STAGES = ["--gpus", "16", "--pp", "2", "--stages", "15,17"]
+NAMED = [f"layers.{number}" for number in range(32)]
+PARTS = [["tok_embeddings", *NAMED[:15]], [*NAMED[15:], "norm", "output"]]
+PARTS_OF_COMMAND = [",".join(PARTS[0]), ",".join([*PARTS[1][:-1], "lm_head"])]
+COMMANDS: dict[str, tuple[list[str], list[str], list[list[str]]]] = {
+    "megatron-lm": (
+        [*LLAMA, *STAGES],
+        ["torchrun", "--nnodes=2"],
+        [
+            ["pretrain_gpt.py", "--micro-batch-size", "1"],
+            ["--pipeline-model-parallel-layout", "Et*15|t*17L"],
+            ["--tokenizer-type", "NullTokenizer", "--mock-data"],
+            ["--vocab-size", "128255"],  # NullTokenizer adds a word
+        ],
+    ),
+    "megatron-bridge": (
+        [*LLAMA, *STAGES],
+        ["torchrun", "--nnodes=2"],
+        [
+            ["scripts/training/run_recipe.py", "--recipe", "llama3_8b_pretrain_config"],
+            ["--mode", "pretrain", "--dataset", "mock"],
+            ["model.pipeline_model_parallel_layout=Et*15|t*17L"],
+        ],
+    ),
+    "torchtitan 0.2": (
+        [*TITAN, *STAGES],
+        ["torchrun", "--nnodes=2"],
+        [["-m", "torchtitan.train", "--job.config_file", "train.toml"]],
+    ),
+    "torchtitan 0.3": (
+        [*LLAMA, "--stack", "torchtitan@0.3", *STAGES],
+        ["torchrun", "--nnodes=2"],
+        [
+            ["-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_8b"],
+            ["--parallelism.module_fqns_per_model_part", *PARTS_OF_COMMAND, "--training.no-enable"],
+            ["--compile.components", "model", "activation-checkpoint:none"],
+        ],
+    ),
+    "deepspeed": (SPEED, ["torchrun"], [["my.py", "--deepspeed_config", "ds_config.json"]]),
+    "accelerate": (
+        [*DDP, "--gpus", "16"],
+        ["accelerate", "launch", "--machine_rank"],
+        [["--config_file", "accelerate.yaml", "my.py"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_are_those_of_the_frameworks_examples(name: str) -> None:
+    options, start, stretches = COMMANDS[name]
+    framework, _, version = name.partition(" ")
+    saved = plan_of_words(" ".join(options), "dgx-h100")
+    files = export_plan(saved, FRAMEWORKS[framework], version or None, slurm=True).files
+    command = files["run.sbatch"].partition("srun --kill-on-bad-exit=1")[2]
+    command = command.replace("${SCRIPT:?is not set: your script}", "my.py").replace("\\\n", " ")
+    words = shlex.split(command)
+    if words[:2] == ["bash", "-c"]:
+        words = shlex.split(words[2])
+    assert words[: len(start)] == start
+    said = "\0".join(words)
+    assert all("\0".join(each) in said for each in stretches)
+    assert words[-1] == stretches[-1][-1] or framework.startswith("megatron")
+    if version == "0.2":
+        parallelism = tomllib.loads(files["train.toml"])["parallelism"]
+        assert parallelism["module_fqns_per_model_part"] == PARTS
 
 
 # By config.json of openai-community/gpt2 and meta-llama/Meta-Llama-3-8B, and by the options beside.
