@@ -301,6 +301,18 @@ def test_kernels_around_experts_read_and_write_what_their_code_names() -> None:
     assert found["weighted rows"] == (2 * size * HIDDEN, 4 * size * HIDDEN)
 
 
+def test_a_gate_of_shared_experts_has_a_gradient_as_large_as_they_make() -> None:
+    """Times a number a token: a kernel forward, and backward one for each factor."""
+    experts = EIGHT.experts.model_copy(update={"shared_hidden_size": WIDTH, "shared_gate": True})
+    found = walked(EIGHT.model_copy(update={"experts": experts}), "megatron-core")
+    size = 2 * TOKENS * HIDDEN
+    assert moved(found)["weighed shared out"] == (2 * size, 2 * 2 * size)
+    (gate,) = (
+        each for each in found.tape.block.operators if each.outputs[0].name == "weighed shared out"
+    )
+    assert [each.nbytes for each in gate.backward_scratch] == [size]
+
+
 @pytest.mark.parametrize("stack", ["megatron-core", "fsdp"])
 def test_shared_experts_are_added_and_halves_of_heads_are_joined(stack: str) -> None:
     """DeepSeek-V3: 7,168 columns of tokens, of heads 128 without and 64 with positions."""
@@ -321,8 +333,15 @@ def test_chunks_of_llama_4_are_copied_there_and_back() -> None:
     job = TrainingJob(model=LLAMA4, global_batch_size=1, seq_len=12_288)
     plan = ResolvedPlan(attention=Attention.FLASH, stages=(48,))
     shape = BlockShape.of(job, plan, load_stack("megatron-core"))
-    found = moved(walk(shape, WINDOWED_LAYER))
-    columns, whole = 40 * 128, 2 * 8192
+    walked_layer = walk(shape, WINDOWED_LAYER)
+    found, columns, whole = moved(walked_layer), 40 * 128, 2 * 8192
+    zeros = [
+        int(tensor.nbytes)
+        for each in walked_layer.tape.block.operators
+        if each.outputs[0].name == "queries apart filled up"
+        for tensor in each.scratch
+    ]
+    assert zeros == [2 * (whole - 12_288) * columns]
     assert found["queries apart filled up"] == (2 * (12_288 + whole) * columns, 0)
     copied = 2 * 2 * whole * columns
     assert found["queries apart in chunks"] == (copied, copied)
