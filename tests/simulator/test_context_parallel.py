@@ -248,6 +248,23 @@ def test_a_ring_holds_what_came_and_what_was_made_in_all_steps(cp: int) -> None:
     assert sum(each.nbytes for each in attention.backward_scratch) == (4 - 1) * pair + step
 
 
+@pytest.mark.parametrize(("cp", "way", "pairs"), [(2, RING, 1), (8, RING, 2), (8, GATHER, 8)])
+def test_pytorchs_ring_holds_what_came_and_four_outputs_in_fp32(
+    cp: int, way: ContextParallel, pairs: int
+) -> None:
+    """`_SDPAMerger` has the sum, a step's output, their difference and its product at once.
+
+    Beside them two numbers of fp32 a row, what is attended to and what comes in meanwhile: of two
+    ranks no more does, and what is gathered stays.
+    """
+    shape = BlockShape.of(job_of(), plan_of(cp, way, zero_stage=3), TITAN)
+    found = walk(shape, TRANSFORMER_LAYER).tape.block.operators
+    (attention,) = (each for each in found if each.kind is Kind.ATTENTION)
+    tokens = TOKENS // cp
+    wanted = pairs * 4 * tokens * KEYS + 4 * 4 * tokens * WIDTH + 2 * 4 * tokens * HEADS
+    assert sum(each.nbytes for each in attention.scratch) == wanted
+
+
 def moved(shape: BlockShape, kind: BlockKind = TRANSFORMER_LAYER) -> list[int]:
     """Return what kernels of a layer read and write beside its products, forward and backward."""
     operators = BlockTable().operators(shape, kind)
