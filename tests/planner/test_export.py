@@ -546,6 +546,29 @@ def test_commands_are_those_of_the_frameworks_examples(name: str) -> None:
         assert parallelism["module_fqns_per_model_part"] == PARTS
 
 
+@pytest.mark.parametrize(("gpus", "machines"), [(4, 1), (16, 2)])
+def test_ranks_and_machines_of_a_configuration_are_those_of_the_plan(
+    gpus: int, machines: int
+) -> None:
+    """Half a machine is one, and a batch is a microbatch, its steps and the ranks, multiplied."""
+    own = ["--gpus", str(gpus), "--micro-batch", "2"]
+    yaml, of_deepspeed = (
+        export_plan(plan_of_words(" ".join([*words, *own]), "dgx-h100"), FRAMEWORKS[name]).files
+        for name, words in (("accelerate", DDP), ("deepspeed", [*GPT, "--stack", "deepspeed"]))
+    )
+    said = [line for line in yaml["accelerate.yaml"].splitlines() if not line.startswith("#")]
+    assert said == [
+        "distributed_type: MULTI_GPU",
+        f"num_machines: {machines}",
+        f"num_processes: {gpus}",
+        "mixed_precision: bf16",
+    ]
+    batches = json.loads(of_deepspeed["ds_config.json"])
+    assert batches["train_batch_size"] == 64
+    assert batches["train_micro_batch_size_per_gpu"] == 2
+    assert batches["gradient_accumulation_steps"] == 64 // (2 * gpus)
+
+
 # By config.json of openai-community/gpt2 and meta-llama/Meta-Llama-3-8B, and by the options beside.
 SCRIPTS = {
     "gpt2 --stack ddp --gpus 16 --global-batch 64 --micro-batch 2 --precision fp16 --find-unused": (
