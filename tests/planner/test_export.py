@@ -19,6 +19,7 @@ from meshwright.planner.tables import Facts
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "imports"
 WHERE = ["--cluster", "dgx-b200"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan@0.2"]
@@ -544,6 +545,31 @@ def test_commands_are_those_of_the_frameworks_examples(name: str) -> None:
     if version == "0.2":
         parallelism = tomllib.loads(files["train.toml"])["parallelism"]
         assert parallelism["module_fqns_per_model_part"] == PARTS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "number", "num_shards", "frees"),
+    [
+        ("FULL_SHARD", 1, 16, True),
+        ("SHARD_GRAD_OP", 2, 16, False),
+        ("HYBRID_SHARD", 4, 8, True),
+        ("HYBRID_SHARD_ZERO2", 5, 8, False),
+    ],
+)
+def test_strategies_of_fsdp_shard_as_pytorch_documents_them(
+    strategy: str, number: int, num_shards: int, tmp_path: Path, *, frees: bool
+) -> None:
+    """Hybrid ones shard within a node of two; others than the first of both keep what is gathered."""
+    config, out = tmp_path / "a.yaml", tmp_path / "plan.json"
+    sharded = (GOLDEN / "accelerate-sharded-1.yaml").read_text()
+    for said in (strategy, number):
+        line = f"fsdp_sharding_strategy: {said}"
+        config.write_text(sharded.replace("fsdp_sharding_strategy: 2", line))
+        source = ["--from", "accelerate", *WHERE, *SHARDED, *EACH]
+        assert main(["import", str(config), *source, "--out", str(out)]) == 0
+        plan = json.loads(out.read_text())["plan"]
+        assert (plan["dp"], plan["dp_shard"]) == (16, num_shards)
+        assert plan["reshard_after_forward"] == frees
 
 
 @pytest.mark.parametrize(("gpus", "machines"), [(4, 1), (16, 2)])
