@@ -559,7 +559,7 @@ def test_commands_are_those_of_the_frameworks_examples(name: str) -> None:
 def test_strategies_of_fsdp_shard_as_pytorch_documents_them(
     strategy: str, number: int, num_shards: int, tmp_path: Path, *, frees: bool
 ) -> None:
-    """Hybrid ones shard within a node of two; others than the first of both keep what is gathered."""
+    """Hybrid ones shard within a node of two; all but the first of both keep what is gathered."""
     config, out = tmp_path / "a.yaml", tmp_path / "plan.json"
     sharded = (GOLDEN / "accelerate-sharded-1.yaml").read_text()
     for said in (strategy, number):
