@@ -21,7 +21,7 @@ from meshwright import (
 from meshwright.hwprofiles import Precision, Recompute, with_facts
 from meshwright.planner.compare import Comparison, memory_terms, time_terms
 from meshwright.planner.explain import explain
-from meshwright.planner.explain.memory import passes_in_flight
+from meshwright.planner.explain.memory import memory_products, passes_in_flight
 from meshwright.planner.explain.resources import Resource, resource_changes
 from meshwright.simulator import Category, CostModel, account, build_step, simulate_folded
 from meshwright.simulator.account import critical_path
@@ -240,8 +240,10 @@ def test_memory_of_gpt2_is_the_products_of_its_sizes() -> None:
         ),
     ):
         plan = ResolvedPlan.of({**fields, "stages": stages})
-        found = explain(JOB, plan, CLUSTER, load_stack("megatron-lm-2021")).memory
-        terms = {each.name: each for each in found}
+        costs = CostModel(CLUSTER, load_stack("megatron-lm-2021"), plan.world_size)
+        built = build_step(JOB, plan, costs)
+        step = account(built, simulate_folded(built.work), costs)
+        terms = {each.name: each for each in memory_products(step, built, costs)}
         for name, width in (("parameters", 2), ("gradients", 2), ("optimizer states", 12)):
             assert terms[name] == (name, count * width, f"{count:,} x {width} B")
         for where, (num_kept, factors) in wanted.items():
