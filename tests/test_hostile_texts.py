@@ -41,6 +41,15 @@ from meshwright.planner.cli.commands import print_report, write_text
 from meshwright.planner.export import FRAMEWORKS, export_plan
 from meshwright.planner.plots.canvas import new_figure, write_titles
 from meshwright.planner.reports import SavedPlan, json_text, plan_document, read_plan
+from meshwright.planner.tables import (
+    Launch,
+    Starter,
+    flags,
+    hand_script,
+    single_quoted,
+    slurm_script,
+    tyro_options,
+)
 from meshwright.simulator import PlanError, list_models, load_model
 from meshwright.simulator.model import AnyModel, parse_any_model
 from meshwright.validate.calibration.fit.profile_files import device_toml, link_toml
@@ -423,6 +432,26 @@ def test_scripts_run_what_they_would_of_a_harmless_plan(
             assert known[text] == known[usual]
     assert all(known.values())
     subprocess.run(["bash", "-n"], input="\n".join(known), text=True, check=True)
+
+
+@pytest.mark.parametrize("starter", Starter)
+def test_values_of_options_reach_a_program_as_they_stand(
+    starter: Starter, stubs: Path, tmp_path: Path
+) -> None:
+    """Bash itself reads them, with Accelerate and Slurm two of them, one behind the other."""
+    texts = [text for name, text in HOSTILE.items() if name not in NEVER]
+    wanted = ["train.py", "--all", *texts, "--a.b", *texts, *texts]
+    options = [*flags({"all": texts}), *tyro_options({"a.b": texts}), *map(single_quoted, texts)]
+    launch = Launch(
+        name="x",
+        remarks=(),
+        num_nodes=1,
+        per_node=8,
+        command=("train.py", *options),
+        starter=starter,
+    )
+    for script in (hand_script(launch), slurm_script(launch)):
+        assert words_of(script, stubs, tmp_path)[-len(wanted) :] == wanted
 
 
 def plan_with(text: str | None, framework: str, folder: Path) -> SavedPlan:

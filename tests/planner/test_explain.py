@@ -1,6 +1,9 @@
 """Explanations and comparisons: terms that add up, and figures that a simulation repeats."""
 
 import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,11 @@ from meshwright import (
     main,
     simulate,
 )
+from meshwright.hwprofiles import Precision, Recompute, with_facts
 from meshwright.planner.compare import Comparison, memory_terms, time_terms
 from meshwright.planner.explain import explain
-from meshwright.planner.explain.memory import passes_in_flight
-from meshwright.planner.explain.resources import Resource
+from meshwright.planner.explain.memory import memory_products, passes_in_flight
+from meshwright.planner.explain.resources import Resource, resource_changes
 from meshwright.simulator import Category, CostModel, account, build_step, simulate_folded
 from meshwright.simulator.account import critical_path
 from meshwright.simulator.layout import with_stages
@@ -69,6 +73,14 @@ def test_the_critical_path_is_as_long_as_the_step(stack: str) -> None:
         assert sorted(path.by_rank_ps) == list(range(plan.pp))
 
 
+# Of DGX A100: 312 TFLOP/s, 2,039 GB/s, a card of 200 Gb/s a device.
+BY_HAND = {
+    "matrix rate": "device.peak.bf16=343.2 TFLOP/s",
+    "memory bandwidth": "device.memory_bandwidth=2242.9 GB/s",
+    "links between nodes": "inter_node.bandwidth=27.5 GB/s per direction",
+}
+
+
 def test_a_tenth_more_is_what_the_changed_hardware_gives(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -77,7 +89,9 @@ def test_a_tenth_more_is_what_the_changed_hardware_gives(
     gains = explained["a_tenth_more"]
     assert [gain["resource"] for gain in gains] == [each.value for each in Resource]
     for gain in gains:
-        facts = [word for change in gain["set"] for word in ("--set", change)]
+        by_hand = BY_HAND.get(gain["resource"])
+        changes = [by_hand] if by_hand else gain["set"]
+        facts = [word for change in changes for word in ("--set", change)]
         assert main(["simulate", *WORDS, *LAYOUT, *facts, "--json", "-"]) == 0
         again = json.loads(capsys.readouterr().out)
         assert gain["step_time_s"] == again["step_time_s"]
@@ -86,6 +100,86 @@ def test_a_tenth_more_is_what_the_changed_hardware_gives(
     assert by_resource.pop("memory capacity") == explained["step_time_s"]
     assert max(by_resource.values()) <= explained["step_time_s"]
     assert by_resource["matrix rate"] < explained["step_time_s"]
+
+
+# Numbers of a cluster and a stack by the resource that they are of.
+NUMBERS = {
+    Resource.MATRIX_RATE: r"device\.peak_flops_per_s\.(fp8|bf16)",
+    Resource.MEMORY_BANDWIDTH: r"device\.memory_bandwidth_bytes_per_s",
+    Resource.MEMORY_CAPACITY: r"device\.(memory_capacity|overheads\.usable)_bytes",
+    Resource.LINKS_IN_A_NODE: r"intra_node\.(collectives\.\d+\.busbw|bandwidth)_bytes_per_s",
+    Resource.LINKS_BETWEEN_NODES: r"inter_node\.bandwidth_bytes_per_s",
+    Resource.HOST: r"(kernel_gap|expert_launch|host_\w+)_s|host_link\.bandwidth_bytes_per_s",
+}
+
+
+def numbers(value: object, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a document by their keys, one behind the other."""
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, each in items:
+            yield from numbers(each, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, int | float):
+        yield path, value
+
+
+@pytest.mark.parametrize("stack_name", ["megatron-core", "megatron-deepspeed", "dataparallel"])
+def test_a_tenth_more_raises_every_number_of_a_resource_and_no_other(stack_name: str) -> None:
+    """A rate and a size by a tenth; a time is as long as ten of eleven parts of it.
+
+    Some stack has each time of the host.
+    """
+    parts = load_cluster("dgx-h100"), load_stack(stack_name)
+    before = dict(numbers([each.model_dump() for each in parts]))
+    for resource, names in NUMBERS.items():
+        changes = resource_changes(resource, replace(JOB, precision=Precision.FP8), *parts)
+        after = dict(numbers([each.model_dump() for each in with_facts(*parts, changes)]))
+        assert before.keys() == after.keys()
+        for name, number in before.items():
+            is_raised = re.fullmatch(names, name.partition(".")[2])
+            is_time = is_raised and resource is Resource.HOST and "bandwidth" not in name
+            factor = 10 / 11 if is_time else 1.1 if is_raised else 1
+            assert after[name] == pytest.approx(number * factor, rel=1e-9), name
+
+
+def test_with_a_tenth_more_memory_a_plan_fits_that_needs_as_much() -> None:
+    plan, stack = plan_of("megatron-core"), load_stack("megatron-core")
+    needed = simulate(JOB, plan, CLUSTER, stack).memory.device_bytes
+    for share, fits in ((1.05, True), (1.15, False)):
+        usable = f"device.overheads.usable={int(needed / share)} B"
+        smaller, _ = with_facts(CLUSTER, stack, (usable,))
+        explanation = explain(JOB, plan, smaller, stack)
+        assert not explanation.step.memory.fits
+        (gain,) = (each for each in explanation.gains if each.resource is Resource.MEMORY_CAPACITY)
+        assert gain.fits == fits
+
+
+def test_the_fastest_neighbour_that_a_tenth_more_memory_lets_in_is_named() -> None:
+    """Without recomputation a step is the fastest of those that need a little more."""
+    stack = load_stack("megatron-core")
+    plan = replace(plan_of("megatron-core"), recompute=Recompute.FULL)
+    needed, of_two, without = (
+        simulate(JOB, each, CLUSTER, stack).memory.device_bytes
+        for each in (
+            plan,
+            replace(plan, microbatch_size=2),
+            replace(plan, recompute=Recompute.NONE),
+        )
+    )
+    assert needed < of_two < without < 1.1 * needed
+    for usable, wanted in (
+        (needed, "--recompute none"),
+        (int(of_two / 1.1) + 1, "--micro-batch 2"),  # for the other a tenth is not enough
+        (without, None),  # and what else does not fit is slower
+    ):
+        full, _ = with_facts(CLUSTER, stack, (f"device.overheads.usable={usable} B",))
+        roomier = explain(JOB, plan, full, stack).roomier
+        assert (roomier and roomier.change.options) == wanted
+        if usable == needed:
+            assert roomier is not None
+            assert roomier.costliest == ("recompute", roomier.more_ps["recompute"])
+            assert roomier.more_ps["recompute"] < 0
+    assert explain(JOB, plan, full, stack, memory_limit_bytes=needed).roomier is None
 
 
 def test_a_neighbour_is_a_simulation_and_its_terms_add_up() -> None:
@@ -108,6 +202,53 @@ def test_products_of_memory_add_up_to_the_live_bytes(stack: str) -> None:
     memory = explanation.step.memory
     assert sum(term.size_bytes for term in explanation.memory) == memory.peak_bytes
     assert min(term.size_bytes for term in explanation.memory) > 0
+
+
+def test_memory_of_gpt2_is_the_products_of_its_sizes() -> None:
+    """A layer of hidden size h has 12 h^2 + 13 h weights, and keeps s b h (34 + 5 a s / h) bytes.
+
+    So says section 4.1 of Korthikanti et al. 2022 (arXiv 2205.05198), but for two numbers of fp32 a
+    token of each of two norms.  The first stage has tables of 50,304 words and 1,024 positions, the
+    last one a norm and a copy of the first table.  Of interleaved stages a rank runs
+    (pp - 1) x 2 + (vpp - 1) x pp + 1 passes ahead; where later ones are larger it is fullest before
+    it ends the first of them.
+    """
+    h, s, a = 768, 1024, 12
+    layer, first, last = 12 * h**2 + 13 * h, (50_304 + 1_024) * h, (50_304 + 2) * h
+    kept = s * h * (34 + 5 * a * s // h) + 2 * 2 * 4 * s
+    mib, interleaved = f"{kept / 2**20:.2f} MiB", {"pp": 2, "schedule": "interleaved"}
+    for fields, stages, count, wanted in (
+        ({"pp": 4}, (3, 3, 3, 3), first + 3 * layer, {"": (12, "4 in flight x 3 layers")}),
+        ({"pp": 2}, (2, 10), last + 10 * layer, {"": (10, "1 in flight x 10 layers")}),
+        (
+            interleaved | {"num_virtual_stages": 2},
+            (3, 3, 3, 3),
+            first + 6 * layer,
+            {
+                " of stage 0": (12, "4 in flight x 3 layers"),
+                " of stage 1": (3, "1 in flight x 3 layers"),
+            },
+        ),
+        (
+            interleaved | {"num_virtual_stages": 3},
+            (1, 1, 3, 2, 3, 2),
+            first + 7 * layer,
+            {
+                " of stage 0": (3, "3 in flight x layer"),
+                " of stages 1-2": (12, "2 x 2 in flight x 3 layers"),
+            },
+        ),
+    ):
+        plan = ResolvedPlan.of({**fields, "stages": stages})
+        costs = CostModel(CLUSTER, load_stack("megatron-lm-2021"), plan.world_size)
+        built = build_step(JOB, plan, costs)
+        step = account(built, simulate_folded(built.work), costs)
+        terms = {each.name: each for each in memory_products(step, built, costs)}
+        for name, width in (("parameters", 2), ("gradients", 2), ("optimizer states", 12)):
+            assert terms[name] == (name, count * width, f"{count:,} x {width} B")
+        for where, (num_kept, factors) in wanted.items():
+            name = f"layer activations{where}"
+            assert terms[name] == (name, num_kept * kept, f"{factors} x {mib}")
 
 
 def test_1f1b_has_as_many_passes_in_flight_as_stages_behind_a_rank() -> None:

@@ -1,14 +1,17 @@
 """Plans as configurations of frameworks: there and back, and what is refused."""
 
+import ast
 import json
 import os
+import shlex
+import tomllib
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from meshwright import main
-from meshwright.planner.export import FRAMEWORKS
+from meshwright.planner.export import FRAMEWORKS, export_plan
 from meshwright.planner.export.registry import facts_of, keys_of
 from meshwright.planner.importing import read_keys, table_of
 from meshwright.planner.reports import json_text, plan_document
@@ -16,6 +19,7 @@ from meshwright.planner.tables import Facts
 from meshwright.simulator import PlanError
 from meshwright.validate.cli import plan_of_words
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "imports"
 WHERE = ["--cluster", "dgx-b200"]
 LLAMA = ["llama3-8b", "--global-batch", "64", "--seq-len", "4096"]
 TITAN = [*LLAMA, "--stack", "torchtitan@0.2"]
@@ -506,6 +510,159 @@ def test_flash_attention_with_sinks_is_that_of_transformers_models_with_sinks(
     assert main(["export", str(plan), "--to", "accelerate"]) == 0
     kernel = 'attn_implementation="kernels-community/vllm-flash-attn3"'
     assert kernel in capsys.readouterr().err
+
+
+# What each framework's own examples have: stages by the names of torchtitan's modules
+# (distributed/pipeline_parallel.py), of Megatron-LM data that nobody has to fetch.
+STAGES = ["--gpus", "16", "--pp", "2", "--stages", "15,17"]
+NAMED = [f"layers.{number}" for number in range(32)]
+PARTS = [["tok_embeddings", *NAMED[:15]], [*NAMED[15:], "norm", "output"]]
+PARTS_OF_COMMAND = [",".join(PARTS[0]), ",".join([*PARTS[1][:-1], "lm_head"])]
+COMMANDS: dict[str, tuple[list[str], list[str], list[list[str]]]] = {
+    "megatron-lm": (
+        [*LLAMA, *STAGES],
+        ["torchrun", "--nnodes=2"],
+        [
+            ["pretrain_gpt.py", "--micro-batch-size", "1"],
+            ["--pipeline-model-parallel-layout", "Et*15|t*17L"],
+            ["--tokenizer-type", "NullTokenizer", "--mock-data"],
+            ["--vocab-size", "128255"],  # NullTokenizer adds a word
+        ],
+    ),
+    "megatron-bridge": (
+        [*LLAMA, *STAGES],
+        ["torchrun", "--nnodes=2"],
+        [
+            ["scripts/training/run_recipe.py", "--recipe", "llama3_8b_pretrain_config"],
+            ["--mode", "pretrain", "--dataset", "mock"],
+            ["model.pipeline_model_parallel_layout=Et*15|t*17L"],
+        ],
+    ),
+    "torchtitan 0.2": (
+        [*TITAN, *STAGES],
+        ["torchrun", "--nnodes=2"],
+        [["-m", "torchtitan.train", "--job.config_file", "train.toml"]],
+    ),
+    "torchtitan 0.3": (
+        [*LLAMA, "--stack", "torchtitan@0.3", *STAGES],
+        ["torchrun", "--nnodes=2"],
+        [
+            ["-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_8b"],
+            ["--parallelism.module_fqns_per_model_part", *PARTS_OF_COMMAND, "--training.no-enable"],
+            ["--compile.components", "model", "activation-checkpoint:none"],
+        ],
+    ),
+    "deepspeed": (SPEED, ["torchrun"], [["my.py", "--deepspeed_config", "ds_config.json"]]),
+    "accelerate": (
+        [*DDP, "--gpus", "16"],
+        ["accelerate", "launch", "--machine_rank"],
+        [["--config_file", "accelerate.yaml", "my.py"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_are_those_of_the_frameworks_examples(name: str) -> None:
+    options, start, stretches = COMMANDS[name]
+    framework, _, version = name.partition(" ")
+    saved = plan_of_words(" ".join(options), "dgx-h100")
+    files = export_plan(saved, FRAMEWORKS[framework], version or None, slurm=True).files
+    command = files["run.sbatch"].partition("srun --kill-on-bad-exit=1")[2]
+    command = command.replace("${SCRIPT:?is not set: your script}", "my.py").replace("\\\n", " ")
+    words = shlex.split(command)
+    if words[:2] == ["bash", "-c"]:
+        words = shlex.split(words[2])
+    assert words[: len(start)] == start
+    said = "\0".join(words)
+    assert all("\0".join(each) in said for each in stretches)
+    assert words[-1] == stretches[-1][-1] or framework.startswith("megatron")
+    if version == "0.2":
+        parallelism = tomllib.loads(files["train.toml"])["parallelism"]
+        assert parallelism["module_fqns_per_model_part"] == PARTS
+
+
+@pytest.mark.parametrize(
+    ("strategy", "number", "num_shards", "frees"),
+    [
+        ("FULL_SHARD", 1, 16, True),
+        ("SHARD_GRAD_OP", 2, 16, False),
+        ("HYBRID_SHARD", 4, 8, True),
+        ("HYBRID_SHARD_ZERO2", 5, 8, False),
+    ],
+)
+def test_strategies_of_fsdp_shard_as_pytorch_documents_them(
+    strategy: str, number: int, num_shards: int, tmp_path: Path, *, frees: bool
+) -> None:
+    """Hybrid ones shard within a node of two; all but the first of both keep what is gathered."""
+    config, out = tmp_path / "a.yaml", tmp_path / "plan.json"
+    sharded = (GOLDEN / "accelerate-sharded-1.yaml").read_text()
+    for said in (strategy, number):
+        line = f"fsdp_sharding_strategy: {said}"
+        config.write_text(sharded.replace("fsdp_sharding_strategy: 2", line))
+        source = ["--from", "accelerate", *WHERE, *SHARDED, *EACH]
+        assert main(["import", str(config), *source, "--out", str(out)]) == 0
+        plan = json.loads(out.read_text())["plan"]
+        assert (plan["dp"], plan["dp_shard"]) == (16, num_shards)
+        assert plan["reshard_after_forward"] == frees
+
+
+@pytest.mark.parametrize(("gpus", "machines"), [(4, 1), (16, 2)])
+def test_ranks_and_machines_of_a_configuration_are_those_of_the_plan(
+    gpus: int, machines: int
+) -> None:
+    """Half a machine is one, and a batch is a microbatch, its steps and the ranks, multiplied."""
+    own = ["--gpus", str(gpus), "--micro-batch", "2"]
+    yaml, of_deepspeed = (
+        export_plan(plan_of_words(" ".join([*words, *own]), "dgx-h100"), FRAMEWORKS[name]).files
+        for name, words in (("accelerate", DDP), ("deepspeed", [*GPT, "--stack", "deepspeed"]))
+    )
+    said = [line for line in yaml["accelerate.yaml"].splitlines() if not line.startswith("#")]
+    assert said == [
+        "distributed_type: MULTI_GPU",
+        f"num_machines: {machines}",
+        f"num_processes: {gpus}",
+        "mixed_precision: bf16",
+    ]
+    batches = json.loads(of_deepspeed["ds_config.json"])
+    assert batches["train_batch_size"] == 64
+    assert batches["train_micro_batch_size_per_gpu"] == 2
+    assert batches["gradient_accumulation_steps"] == 64 // (2 * gpus)
+
+
+# By config.json of openai-community/gpt2 and meta-llama/Meta-Llama-3-8B, and by the options beside.
+SCRIPTS = {
+    "gpt2 --stack ddp --gpus 16 --global-batch 64 --micro-batch 2 --precision fp16 --find-unused": (
+        {"NUM_LAYERS": 12, "WIDTH": 768, "FFN_WIDTH": 3072, "NUM_HEADS": 12, "NUM_KV_HEADS": 12}
+        | {"VOCABULARY": 50257, "MAX_POSITIONS": 1024, "POSITIONS": "learned", "TIED": True}
+        | {"NORM": "layernorm", "GATED": False, "FUSED_QKV": True, "DROPOUT": 0.1}
+        | dict.fromkeys(("ATTENTION_BIAS", "OUTPUT_BIAS", "MLP_BIAS"), True)
+        | {"SEQ_LEN": 1024, "MICROBATCH": 2, "NUM_MICROBATCHES": 2, "PRECISION": "fp16"}
+        | {"SHARDED": False, "RECOMPUTES": False, "REDUCED": "fp32", "FINDS_UNUSED": True}
+    ),
+    "llama3-8b --stack fsdp --gpus 16 --global-batch 64 --seq-len 4096 --dp-shard 8 "
+    "--recompute full --offload parameters --no-reshard-after-forward": (
+        {"NUM_LAYERS": 32, "WIDTH": 4096, "FFN_WIDTH": 14336, "NUM_HEADS": 32, "NUM_KV_HEADS": 8}
+        | {"VOCABULARY": 128256, "MAX_POSITIONS": 8192, "POSITIONS": "rotary", "TIED": False}
+        | {"NORM": "rmsnorm", "GATED": True, "FUSED_QKV": False, "DROPOUT": 0.0}
+        | dict.fromkeys(("ATTENTION_BIAS", "OUTPUT_BIAS", "MLP_BIAS"), False)
+        | {"SEQ_LEN": 4096, "MICROBATCH": 1, "NUM_MICROBATCHES": 4, "PRECISION": "bf16"}
+        | {"SHARDED": True, "NUM_SHARDS": 8, "RECOMPUTES": True, "RESHARDS": False}
+        | {"OFFLOADS": True}
+    ),
+}
+
+
+@pytest.mark.parametrize("words", SCRIPTS)
+def test_a_script_of_pytorch_has_the_published_model_and_the_plan(words: str) -> None:
+    saved = plan_of_words(words, "dgx-h100")
+    program = ast.parse(export_plan(saved, FRAMEWORKS["torchrun"]).files["train.py"])
+    first = next(number for number, each in enumerate(program.body) if isinstance(each, ast.Import))
+    found = {
+        ast.unparse(each.targets[0]): ast.literal_eval(each.value)
+        for each in program.body[:first]
+        if isinstance(each, ast.Assign)
+    }
+    assert {name: found[name] for name in SCRIPTS[words]} == SCRIPTS[words]
 
 
 def test_an_option_may_not_say_other_than_the_file(

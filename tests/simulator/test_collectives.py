@@ -6,13 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.hwprofiles import Cluster, CollectiveOp, Link, Source, load_cluster, to_ps
+from meshwright.hwprofiles import (
+    Cluster,
+    CollectiveOp,
+    Dispatcher,
+    Link,
+    Source,
+    load_cluster,
+    to_ps,
+)
 from meshwright.simulator.costs.collectives import (
     ALGORITHMS,
     CollectiveCall,
     collective_cost,
+    dispatch_cost,
     hierarchical_s,
     p2p_cost,
+    pairwise_s,
     ring_s,
     tree_s,
 )
@@ -27,6 +37,7 @@ from meshwright.simulator.costs.links import (
 )
 from meshwright.simulator.layout.mesh import GroupSpan
 from meshwright.simulator.layout.placement import Partial, Replicate, Split, redistribute
+from meshwright.simulator.model import Experts
 
 RELAXED = settings(deadline=None, max_examples=100)
 COLLECTIVES = [op for op in CollectiveOp if op is not CollectiveOp.P2P]
@@ -205,6 +216,37 @@ def test_the_hierarchy_is_local_work_and_slices_over_the_nodes(
     all_reduce_s = hierarchical_s(call(CollectiveOp.ALL_REDUCE, size_bytes, span))
     assert all_gather_s == pytest.approx(slices_s + gather_s, rel=ROUNDING)
     assert all_reduce_s == pytest.approx(2 * slices_s + gather_s + scatter_s, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("faster", [1, 1000])
+@pytest.mark.parametrize("num_nodes", [2, 5])
+def test_an_all_to_all_takes_as_long_as_the_slower_of_network_and_node(
+    num_nodes: int, faster: int
+) -> None:
+    """Each rank has a part for each other one: 7 on its node, the rest behind a port of 25 GB/s."""
+    part, span = 10**6, GroupSpan(8 * num_nodes, num_nodes, 8)
+    inside = intra_node_performance(DGX.intra_node, CollectiveOp.ALL_TO_ALL, 8)
+    inside_s = inside.latency_s + 7 * part / inside.busbw_bytes_per_s
+    hops = {2: 1, 5: 3}[num_nodes]
+    rows = 8 * (num_nodes - 1) * part
+    across_s = START_S + hops * LATENCY_S + rows / (25_000_000_000 * faster)
+    asked = call(CollectiveOp.ALL_TO_ALL, span.num_ranks * part, span, fraction=faster)
+    assert pairwise_s(asked) == pytest.approx(max(across_s, inside_s), rel=ROUNDING)
+    # A token of one expert leaves its node as often as that is elsewhere, and never twice.
+    quick = DGX.inter_node.model_copy(
+        update={"bandwidth_bytes_per_s": 25_000_000_000 * faster, "busbw_fraction": 1.0}
+    )
+    experts = Experts(num_experts=8 * num_nodes, experts_per_token=1, hidden_size=8)
+    size_bytes = span.num_ranks * part
+    whole_s = inside.latency_s + 7 / 8 * size_bytes / inside.busbw_bytes_per_s
+    cluster = DGX.model_copy(update={"inter_node": quick})
+    for dispatcher, source in (
+        (Dispatcher.HYBRIDEP, quick.kind),
+        (Dispatcher.DEEPEP, Source.EXTRAPOLATED),  # no times of it are published
+    ):
+        cost = dispatch_cost(size_bytes, span, cluster, experts, dispatcher)
+        assert cost.time_ps == pytest.approx(to_ps(max(across_s, whole_s)), rel=1e-9)
+        assert cost.source is source
 
 
 @RELAXED

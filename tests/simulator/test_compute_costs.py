@@ -20,21 +20,26 @@ from meshwright.simulator.blocks.operators import (
     FlashAttention,
     Gemm,
     HostPasses,
+    ImplicitGemm,
     KernelLaunches,
     MemoryBound,
     Operator,
+    RingMessages,
 )
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.costs.compute import (
     constant_cost,
+    convolution_cost,
     flash_attention_cost,
     gemm_cost,
     memory_bound_cost,
     memory_rate_bytes_per_s,
     peak_flops_per_s,
 )
+from meshwright.simulator.costs.spans import GroupSpans
 from meshwright.simulator.errors import PlanError
+from meshwright.simulator.layout import ExpertAxis
 from meshwright.simulator.layout.mesh import Axis, GroupSpan
 from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.model.catalogue import load_model
@@ -126,6 +131,31 @@ def test_a_thin_product_costs_its_traffic() -> None:
     elements = 8 * 8192 + 8192 * 8192 + 8 * 8192
     expected_s = elements * 2 / memory_rate_bytes_per_s(DEVICE)
     assert gemm_cost(gemm, ideal_device(), BF16).time_ps == to_ps(expected_s)
+
+
+def test_a_product_of_eight_bits_reads_one_byte_and_writes_two() -> None:
+    slow = {"memory_bandwidth_bytes_per_s": 1e11}
+    device = load_device("h100-sxm5-80gb").model_copy(update=slow)
+    gemm = Gemm("product", m=8192, n=8192, k=16, in_eight_bits=True)
+    size_bytes = 2 * 8192 * 16 + 2 * 8192**2
+    expected_s = size_bytes / memory_rate_bytes_per_s(device)
+    assert gemm_cost(gemm, device, Precision.FP8).time_ps == to_ps(expected_s)
+
+
+def test_a_convolution_takes_no_less_than_its_traffic() -> None:
+    convolution = ImplicitGemm("1 x 1", pixels=64, inputs=64, outputs=64, taps=1, moved=10**9)
+    for precision, width in ((BF16, 2), (FP32, 4)):
+        expected_s = width * 10**9 / memory_rate_bytes_per_s(DEVICE)
+        assert convolution_cost(convolution, DEVICE, precision).time_ps == to_ps(expected_s)
+
+
+def test_products_of_experts_start_one_after_the_other() -> None:
+    """Sixty-four of 9 us take longer than these small ones; products of heads start at once."""
+    experts = Gemm("experts", m=8, n=8, k=8, batch=64, rows="m")
+    assert gemm_cost(experts, DEVICE, BF16, 9e-6) == Cost(576_000_000, DEVICE.gemm.of(BF16).kind)
+    assert gemm_cost(experts, DEVICE, BF16).time_ps < 576_000_000
+    heads = experts._replace(rows="")
+    assert gemm_cost(heads, DEVICE, BF16, 9e-6) == gemm_cost(heads, DEVICE, BF16)
 
 
 @RELAXED
@@ -253,6 +283,49 @@ def test_a_collective_hides_its_share_under_the_shorter_of_itself_and_the_produc
         category, cost = costs.operator_cost(hidden, shape)
         assert category is Category.TP_COMM
         assert cost.time_ps == full_ps - int(share * min(full_ps, cover_ps))
+
+
+def test_shares_of_the_network_are_the_stacks_for_replicas_and_for_messages() -> None:
+    """A rank a node, with a port of 25 GB/s: half of 1 TB is gathered, all of it is sent."""
+    cluster = load_cluster("dgx-a100")
+    network = cluster.inter_node.model_copy(update={"busbw_fraction": 0.8})
+    shares = {"dp_bandwidth_fraction": 0.5, "p2p_bandwidth_fraction": 0.25}
+    stack = load_stack("megatron-core").model_copy(update=shares)
+    costs = CostModel(cluster.model_copy(update={"inter_node": network}), stack, 16)
+    for axis, seconds, source in (
+        *((axis, 40, Source.FITTED) for axis in (Axis.DP, ExpertAxis.EDP)),
+        *((axis, 25, network.kind) for axis in (Axis.TP, Axis.CP, ExpertAxis.EP)),
+    ):
+        cost = costs.collective(CollectiveOp.ALL_GATHER, 10**12, GroupSpan(2, 2, 1), axis)
+        assert cost.time_ps / PS_PER_S == pytest.approx(seconds, rel=1e-4)
+        assert cost.source is source
+    message = costs.message(10**12, crosses_nodes=True)
+    assert message.transfer.time_ps / PS_PER_S == pytest.approx(160)
+
+
+def test_ranks_of_experts_lie_behind_those_that_split_one() -> None:
+    """Of 16 ranks on two nodes four split each expert, side by side; others are four apart."""
+    job = TrainingJob(model=load_model("mixtral-8x7b"), global_batch_size=8, seq_len=1024)
+    plan = ResolvedPlan(tp=4, dp=4, ep=4, etp=4, stages=(32,))
+    shape, spans = BlockShape.of(job, plan, load_stack("megatron-core")), GroupSpans(16, 8)
+    assert spans.of_block(ExpertAxis.ETP, shape) == GroupSpan(4, 1, 4)
+    assert spans.of_block(ExpertAxis.EP, shape) == GroupSpan(4, 2, 2)
+
+
+def test_messages_of_a_step_go_at_the_same_time_over_the_same_link() -> None:
+    costs = CostModel(load_cluster("dgx-a100"), load_stack("megatron-core"), 8)
+    job = TrainingJob(model=load_model("gpt2"), global_batch_size=1, seq_len=1024)
+    shape = BlockShape.of(job, ResolvedPlan(cp=2, stages=(12,)), costs.stack)
+    (fact,) = (
+        each
+        for each in costs.cluster.intra_node.collectives
+        if each.op is CollectiveOp.P2P and each.num_ranks == 2
+    )
+    messages = RingMessages("ring", CollectiveOp.P2P, 10**9, Axis.CP, 3, beside_bytes=2 * 10**9)
+    category, cost = costs.operator_cost(messages, shape)
+    assert category is Category.CP_COMM
+    expected_s = 3 * (3 * 10**9 / fact.busbw_bytes_per_s + fact.latency_s)
+    assert cost.time_ps == pytest.approx(to_ps(expected_s), rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from meshwright.simulator.blocks import (
     Collective,
     FlashAttention,
     Gemm,
+    MemoryBound,
     Operator,
     RingMessages,
     walk,
@@ -33,7 +34,14 @@ from meshwright.simulator.costs.spans import GroupSpans
 from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
 from meshwright.simulator.graph import Kind
 from meshwright.simulator.layout import Axis, GroupSpan, Mesh
-from meshwright.simulator.model import EMBEDDING, EXPERT_LAYER, HEAD, TRANSFORMER_LAYER
+from meshwright.simulator.model import (
+    EMBEDDING,
+    EXPERT_LAYER,
+    HEAD,
+    TRANSFORMER_LAYER,
+    WINDOWED_LAYER,
+    BlockKind,
+)
 from meshwright.simulator.step import build_step
 
 CORE, TITAN = load_stack("megatron-core"), load_stack("torchtitan@0.2")
@@ -183,16 +191,133 @@ def test_gathered_keys_live_in_order_beside_those_that_are_not(cp: int, microbat
     """Backward has keys and values, their gradients, those of both halves, and one not in order.
 
     The halves attend to all tokens and to half of the rank's own besides; what is handed on, keys
-    and values of a rank, counts elsewhere.
+    and values of a rank, counts elsewhere.  AttnFuncWithCPAndKVAllGather puts one after the other
+    in order, and frees it: the wider one, of latent attention the keys, is there twice last.
     """
-    shape = shape_of(cp, GATHER, microbatch_size=microbatch)
+    plan = plan_of(cp, GATHER, microbatch_size=microbatch)
+    for model, kind, keys, values, queries in (
+        (LLAMA, TRANSFORMER_LAYER, KEYS, KEYS, WIDTH),
+        (DEEPSEEK, EXPERT_LAYER, 128 * 192, 128 * 128, 128 * 192),
+    ):
+        found = walk(BlockShape.of(job_of(model=model), plan, CORE), kind).tape.block.operators
+        (attention,) = (each for each in found if each.kind is Kind.ATTENTION)
+        column = 2 * TOKENS * microbatch  # of all tokens
+        both, twice = column * (keys + values), column * max(keys, values)
+        assert sum(each.nbytes for each in {*attention.scratch}) == both + twice
+        halves, handed_on = both + both // (2 * cp), both // cp
+        expected = both + both + halves + twice - handed_on + column * queries // cp
+        assert sum(each.nbytes for each in {*attention.backward_scratch}) == expected
+
+
+def test_halves_of_a_window_have_gradients_of_the_tokens_that_they_see() -> None:
+    """By get_kv_seq_info_after_all_gather: from the window of the first row to the last row.
+
+    Rows 2,048 to 4,095 and 4,096 to 6,143 of the last of two ranks see 4,095 tokens before them.
+    """
+    seq_len, model, seen = 8192, load_model("mistral-7b"), 4096 + (6144 - 1)
+    cut, short = (
+        BlockShape.of(job_of(tokens, model), plan_of(ranks, GATHER), CORE)
+        for ranks, tokens in ((2, seq_len), (1, seq_len // 2))
+    )
+    (attention,) = (
+        each
+        for each in walk(cut, WINDOWED_LAYER).tape.block.operators
+        if each.kind is Kind.ATTENTION
+    )
+    pair, queries = 2 * 2 * KEYS, 2 * seq_len // 2 * WIDTH
+    # In order, their gradients, keys or values twice, but not a rank's own that are handed on.
+    twice, handed_on = pair // 2 * seq_len, pair * seq_len // 2
+    lives = pair * (2 * seq_len + seen) + twice - handed_on + queries
+    assert sum(each.nbytes for each in {*attention.backward_scratch}) == lives
+    ordered = 2 * seq_len
+    again = pair * (ordered + seq_len + 3 * seen + ordered)
+    assert moved(cut, WINDOWED_LAYER)[1] - moved(short, WINDOWED_LAYER)[1] == again
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_a_ring_holds_what_came_and_what_was_made_in_all_steps(cp: int) -> None:
+    """Buffers and outputs of steps of AttnFuncWithCPAndKVP2P, but for the buffer that is kept.
+
+    Backward has two of keys and values with their gradients, of which one is handed on.
+    """
+    found = walk(shape_of(cp, RING), TRANSFORMER_LAYER).tape.block.operators
+    (attention,) = (each for each in found if each.kind is Kind.ATTENTION)
+    queries, pair = 2 * TOKENS // cp * WIDTH, 4 * TOKENS // cp * KEYS
+    assert sum(each.nbytes for each in attention.scratch) == (cp - 1) * pair + cp * queries
+    step = pair + queries
+    assert sum(each.nbytes for each in attention.backward_scratch) == (4 - 1) * pair + step
+
+
+@pytest.mark.parametrize(("cp", "way", "pairs"), [(2, RING, 1), (8, RING, 2), (8, GATHER, 8)])
+def test_pytorchs_ring_holds_what_came_and_four_outputs_in_fp32(
+    cp: int, way: ContextParallel, pairs: int
+) -> None:
+    """`_SDPAMerger` has the sum, a step's output, their difference and its product at once.
+
+    Beside them two numbers of fp32 a row, what is attended to and what comes in meanwhile: of two
+    ranks no more does, and what is gathered stays.
+    """
+    shape = BlockShape.of(job_of(), plan_of(cp, way, zero_stage=3), TITAN)
     found = walk(shape, TRANSFORMER_LAYER).tape.block.operators
     (attention,) = (each for each in found if each.kind is Kind.ATTENTION)
-    whole, rows = 2 * TOKENS * microbatch * KEYS, 2 * TOKENS // cp * microbatch * WIDTH
-    assert sum(each.nbytes for each in {*attention.scratch}) == 3 * whole
-    halves, handed_on = 2 * whole + whole // cp, 2 * whole // cp
-    expected = 2 * whole + 2 * whole + halves + whole - handed_on + rows
-    assert sum(each.nbytes for each in {*attention.backward_scratch}) == expected
+    tokens = TOKENS // cp
+    wanted = pairs * 4 * tokens * KEYS + 4 * 4 * tokens * WIDTH + 2 * 4 * tokens * HEADS
+    assert sum(each.nbytes for each in attention.scratch) == wanted
+
+
+def moved(shape: BlockShape, kind: BlockKind = TRANSFORMER_LAYER) -> list[int]:
+    """Return what kernels of a layer read and write beside its products, forward and backward."""
+    operators = BlockTable().operators(shape, kind)
+    phases = operators.forward, operators.backward
+    return [sum(each.size_bytes for each in p if isinstance(each, MemoryBound)) for p in phases]
+
+
+@pytest.mark.parametrize("cp", [4, 8])
+def test_kernels_beside_attention_read_and_write_what_those_of_the_frameworks_do(cp: int) -> None:
+    """Bytes by hand, of the rank that has most: the last one, which skips no rows of any step.
+
+    Transformer Engine (context_parallel.py): a kernel that copies reads and writes, one that adds
+    reads two.  PyTorch (_SDPAMerger of _attention.py) sums in fp32.
+    """
+    queries, keys = 2 * TOKENS // cp * WIDTH, 2 * TOKENS // cp * KEYS
+    pair, copied, added = 2 * keys, 2, 3
+
+    def ring(steps: int) -> tuple[int, float]:
+        rows = queries * (copied + added * (steps - 1))
+        # The pair that came last is copied; earlier tokens have gradients of half of the keys, of
+        # which the first are copied, and a rank's own, added last, of all of them.
+        back = copied + copied / 2 + added / 2 * (steps - 2) + added
+        return copied * pair + rows, rows + back * pair
+
+    # `movedim().contiguous()` and `index_select()`, one before and one after the all-to-all.
+    swap = 2 * copied * (2 * queries + pair)
+    order = copied * pair * cp  # index_select
+    # They are gathered and put in order again; gradients are zeroed, added and put in order.
+    back = order + pair * cp + added * pair * cp + order
+    around = ring(cp // 2)
+    numbers, of_pair = queries // 2, pair // 2
+    # A step's output is cast; all but the first are taken from the sum, multiplied and taken from
+    # it again; the sum is cast.
+    merged = numbers * ((2 + 4) * cp + (12 + 8 + 12) * (cp - 1) + (4 + 2))
+    # Gradients are zeroed, added step by step and cast; of half of the keys beside a copy of them;
+    # each message has them in one tensor, all but the first beside what came.
+    summed = numbers * (4 + 10 * cp + 6)
+    summed += of_pair * (4 + 10 + 13 * (cp - 1) + 6 + 8 * cp + 4 * (cp - 1))
+    wanted = {
+        (CORE, RING): ring(cp),
+        (CORE, GATHER): (order, back),
+        (CORE, SWAP): (swap, swap),
+        (CORE, NESTED): (swap + around[0], swap + around[1]),
+        (TITAN, RING): (merged, summed),
+        (TITAN, GATHER): (merged, summed),
+    }
+    for (stack, way), expected in wanted.items():
+        stage = 3 if stack is TITAN else 1
+        cut, short = (
+            moved(BlockShape.of(job_of(seq_len), plan_of(ranks, way, zero_stage=stage), stack))
+            for ranks, seq_len in ((cp, TOKENS), (1, TOKENS // cp))
+        )
+        assert [one - other for one, other in zip(cut, short, strict=True)] == [*expected], way
 
 
 @given(cp=st.sampled_from([2, 3, 4, 8]), window=st.integers(1, 48), half=st.integers(1, 6))

@@ -93,6 +93,29 @@ def test_zero_0_all_reduces_and_zero_1_scatters_and_gathers(n: int, span: GroupS
     assert gather.time_ps == expected(CollectiveOp.ALL_GATHER, 2 * n)
 
 
+def test_shards_that_do_not_divide_are_sent_filled_up() -> None:
+    """Of 9 elements on 4 ranks 3 each, as reduce_scatter_tensor and all_gather_into_tensor need.
+
+    Two bytes an element in both; a fourth of 18 bytes, rounded up, is priced, 3 elements are sent.
+    """
+    wire = WireBytes(reduce_bytes=2, gather_bytes=2, update_traffic_bytes=28)
+    span, replicas = GroupSpan(4, 1, 4), GroupSpan(2, 2, 1)
+    sharded = Replication.of(1, span, replica_span=replicas)
+    scatter, over_replicas = gradient_reductions(9, wire, sharded)
+    (gather,) = parameter_gathers(9, wire, sharded)
+    (whole,) = gradient_reductions(9, wire, Replication.of(0, span))
+    found = [
+        (each.op, each.size_bytes, each.padding_bytes, each.span)
+        for each in (scatter, over_replicas, gather, whole)
+    ]
+    assert found == [
+        (CollectiveOp.REDUCE_SCATTER, 18, 6, span),
+        (CollectiveOp.ALL_REDUCE, 5, 1, replicas),
+        (CollectiveOp.ALL_GATHER, 18, 6, span),
+        (CollectiveOp.ALL_REDUCE, 18, 0, span),
+    ]
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_one_replica_reduces_and_gathers_nothing(zero_stage: int) -> None:
     costs, wire = cost_model(), WireBytes.of(CORE, Precision.BF16)

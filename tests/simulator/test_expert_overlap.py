@@ -85,6 +85,22 @@ def test_no_more_is_hidden_than_is_exchanged(
     assert 0 <= hidden_exchange_ps(forward, backward) <= min(exchanged, computed)
 
 
+parts = st.lists(st.tuples(*[st.integers(0, 50)] * 4), max_size=3)
+
+
+@given(parts, parts)
+def test_a_pass_with_nothing_beside_it_hides_nothing(
+    forward: Sequence[tuple[int, ...]], backward: Sequence[tuple[int, ...]]
+) -> None:
+    """Each part waits for the one before it of its own pass; no weights are delayed."""
+    there = [LayerNodes(*each) for each in forward]
+    back = [
+        LayerNodes(back=came, expert_inputs=made, returned=returned, inputs=inputs)
+        for came, made, returned, inputs in backward
+    ]
+    assert hidden_exchange_ps(there, []) == hidden_exchange_ps([], back) == 0
+
+
 @given(count=st.integers(1, 6), short=st.integers(0, 9), long=st.integers(10, 99))
 def test_exchanges_shorter_than_what_is_beside_them_cost_nothing(
     count: int, short: int, long: int
@@ -134,6 +150,9 @@ def test_nothing_hides_what_the_host_takes_to_start_two_passes() -> None:
     nodes = layer_nodes(CostModel(CLUSTER, busy, 16), shape, EXPERT_LAYER, delays=False)
     # 16 experts a rank: three passes of 1.2 ms, and 0.2 ms for each expert.
     assert nodes.forward_issue + nodes.backward_issue == 3 * (1200 + 16 * 200) * 10**6
+    again = BlockShape.of(JOB, replace(plan, recompute=Recompute.FULL), busy)
+    redone = layer_nodes(CostModel(CLUSTER, busy, 16), again, EXPERT_LAYER, delays=False)
+    assert redone.backward_issue == nodes.backward_issue + nodes.forward_issue
     assert hideable_ps([nodes], [nodes]) < hidden_exchange_ps([nodes], [nodes])
     # Nothing is left to win, and a pass more runs ahead.
     assert beside.step_ps >= alone.step_ps > ran(plan).step_ps

@@ -8,6 +8,7 @@ import pytest
 from meshwright.hwprofiles import (
     Attention,
     CollectiveOp,
+    Kernels,
     Precision,
     Recompute,
     StackProfile,
@@ -30,6 +31,7 @@ from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, stack_refusal
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     TRANSFORMER_LAYER,
+    WINDOWED_LAYER,
     Experts,
     count_active_parameters,
     count_parameters,
@@ -232,6 +234,118 @@ def test_experts_with_a_capacity_take_equal_rows_of_which_no_rank_is_told(
         if step.phase is Phase.FORWARD and isinstance(step.work, Product) and step.work.batch == 2
     )
     assert whole == 2 * 8 * each * HIDDEN * 3 * WIDTH
+
+
+EAGER = load_stack("fsdp").model_copy(update={"kernels": Kernels.EAGER})
+CLAMPED = EIGHT.model_copy(
+    update={
+        "experts": Experts(
+            num_experts=8,
+            experts_per_token=2,
+            hidden_size=WIDTH,
+            activation="clamped",
+            scores="softmax of chosen",
+            bias=True,
+        )
+    }
+)
+LLAMA4 = load_model("llama4-maverick")
+
+
+def moved(found: Backward) -> dict[str, tuple[int, int]]:
+    """Return what the kernels that make a tensor read and write, forward and backward, by name.
+
+    Views of it have its name, too.
+    """
+    sizes: dict[str, tuple[int, int]] = {}
+    for each in found.tape.block.operators:
+        back = [work for slope in each.gradients for work in slope.work]
+        here, there = (
+            sum(int(work.nbytes) for work in works if isinstance(work, Traffic))
+            for works in (each.work, back)
+        )
+        name = each.outputs[0].name
+        sizes[name] = max(sizes.get(name, (0, 0)), (here, there))
+    return sizes
+
+
+def test_kernels_around_experts_read_and_write_what_their_code_names() -> None:
+    """Elements of two bytes, masks of one: of 512 tokens with two of eight experts each."""
+    tokens, rows, divided = TOKENS, 2 * TOKENS, ResolvedPlan(dp=4, ep=4, stages=(2,))
+    # torchtitan's ExpertParallel: an empty row behind all, then whole lines of eight for each of
+    # two experts; a token's two rows are summed.
+    titan = walked(EIGHT, "torchtitan@0.2", replace(divided, zero_stage=3))
+    lines = 2 * (rows + 1 + rows + 2 * 8) * HIDDEN
+    found = moved(titan)
+    assert found["rows and an empty one"] == (4 * rows * HIDDEN, 0)
+    assert found["padded rows"] == found["rows in order"] == (lines, lines)
+    assert found["weighted"] == (2 * (rows + tokens) * HIDDEN, 0)
+    sent = ("ep", "all_to_all", 2 * rows * HIDDEN)
+    told = ("ep", "all_to_all", 8 * 8)  # how many rows of each expert, in int64
+    assert calls_of(titan, Phase.FORWARD) == [told, sent, sent]
+    # apply_router_token_dropping: the largest shares of each expert and their numbers, a mask of
+    # zeros that these are spread over, its cast, and what it leaves.
+    taken = 8 * 160
+    found = moved(walked(EIGHT, with_capacity(1.25), divided))
+    whole = tokens * 8
+    forward = 2 * (7 * whole + 4 * taken)
+    assert found["shares of tokens taken"] == (forward, 2 * 3 * whole)
+    # GptOssExperts: a bias of each row is added in place; a gate has one bound, a value two, and
+    # backward compares for each, and clears; a weight's gradient is a sum over its row.
+    found, size = moved(walked(CLAMPED, EAGER, ResolvedPlan(zero_stage=3, stages=(2,)))), 2 * rows
+    assert found["expert gate and up biased"] == (3 * size * 2 * WIDTH, 0)
+    assert found["hidden biased"] == (3 * size * HIDDEN, 0)
+    part = rows * WIDTH
+    assert found["bounded expert gate"] == (2 * 2 * part, (2 + 1 + 2 * 2) * part)
+    assert found["bounded expert up"] == (2 * 2 * part, (2 * (2 + 1) + 2 * 2) * part)
+    assert found["weighted rows"] == (2 * size * HIDDEN, 4 * size * HIDDEN)
+
+
+def test_a_gate_of_shared_experts_has_a_gradient_as_large_as_they_make() -> None:
+    """Times a number a token: a kernel forward, and backward one for each factor."""
+    experts = EIGHT.experts.model_copy(update={"shared_hidden_size": WIDTH, "shared_gate": True})
+    found = walked(EIGHT.model_copy(update={"experts": experts}), "megatron-core")
+    size = 2 * TOKENS * HIDDEN
+    assert moved(found)["weighed shared out"] == (2 * size, 2 * 2 * size)
+    (gate,) = (
+        each for each in found.tape.block.operators if each.outputs[0].name == "weighed shared out"
+    )
+    assert [each.nbytes for each in gate.backward_scratch] == [size]
+
+
+@pytest.mark.parametrize("stack", ["megatron-core", "fsdp"])
+def test_shared_experts_are_added_and_halves_of_heads_are_joined(stack: str) -> None:
+    """DeepSeek-V3: 7,168 columns of tokens, of heads 128 without and 64 with positions."""
+    profile = load_stack(stack)
+    job = TrainingJob(model=load_model("deepseek-v3"), global_batch_size=8, seq_len=TOKENS)
+    plan = ResolvedPlan(
+        dp=8, zero_stage=profile.zero_stage, attention=Attention.FLASH, stages=(61,)
+    )
+    found = moved(walk(BlockShape.of(job, plan, profile), EXPERT_LAYER))
+    assert found["all experts out"] == (3 * 2 * TOKENS * 7168, 0)
+    assert found["queries joined"] == (2 * 2 * TOKENS * 128 * (128 + 64), 0)
+    # Transformer Engine wants values that lie together.
+    assert ("values apart" in found) == (stack == "megatron-core")
+
+
+def test_chunks_of_llama_4_are_copied_there_and_back() -> None:
+    """12,288 tokens are filled up with zeros to two chunks of 8,192 (Llama4SelfAttention)."""
+    job = TrainingJob(model=LLAMA4, global_batch_size=1, seq_len=12_288)
+    plan = ResolvedPlan(attention=Attention.FLASH, stages=(48,))
+    shape = BlockShape.of(job, plan, load_stack("megatron-core"))
+    walked_layer = walk(shape, WINDOWED_LAYER)
+    found, columns, whole = moved(walked_layer), 40 * 128, 2 * 8192
+    zeros = [
+        int(tensor.nbytes)
+        for each in walked_layer.tape.block.operators
+        if each.outputs[0].name == "queries apart filled up"
+        for tensor in each.scratch
+    ]
+    assert zeros == [2 * (whole - 12_288) * columns]
+    assert found["queries apart filled up"] == (2 * (12_288 + whole) * columns, 0)
+    copied = 2 * 2 * whole * columns
+    assert found["queries apart in chunks"] == (copied, copied)
+    assert found["attention in order"] == (copied, copied)
 
 
 def test_with_a_capacity_no_expert_is_hotter_than_others() -> None:

@@ -62,6 +62,8 @@ def test_zero_sends_what_its_paper_says(dp: int, zero_stage: int, factor: int) -
     fills = zero_stage > 0 and dp == 3
     filled = sum(2 * (dp - 1) * each.num_calls for each in traffic) if fills else 0
     assert 0 <= sent_bytes(traffic, Axis.DP) - exact <= filled
+    if zero_stage:
+        assert all(each.size_bytes % (2 * dp) == 0 for each in traffic if each.axis is Axis.DP)
 
 
 def test_sharded_gradients_are_reduced_in_every_microbatch_others_once() -> None:

@@ -7,6 +7,7 @@ from meshwright.hwprofiles import format_bytes
 from meshwright.simulator import BuiltStep, CostModel, Phase, StepResult
 from meshwright.simulator.memory import block_bytes
 from meshwright.simulator.model import BlockKind
+from meshwright.simulator.replication import sum_parameters
 
 
 class MemoryTerm(NamedTuple):
@@ -39,7 +40,9 @@ def memory_products(
         ("gradients", stage.gradients_bytes),
         ("optimizer states", stage.optimizer_states_bytes),
     )
-    count = 0 if built is None else _num_parameters(built, stage.stage)
+    count = 0
+    if built is not None:
+        count = sum_parameters(built.setting.shape, built.setting.rank_stages(stage.stage))
     terms = [MemoryTerm(name, size, _a_parameter(size, count)) for name, size in states]
     kept = () if built is None else tuple(_kept(step, built, costs))
     rest = stage.activations_bytes - sum(term.size_bytes for term in kept)
@@ -51,15 +54,6 @@ def memory_products(
         MemoryTerm("buffers", stage.buffers_bytes),
     )
     return tuple(term for term in (*terms, *kept, *others) if term.size_bytes)
-
-
-def _num_parameters(built: BuiltStep, pp_rank: int) -> int:
-    parameters = built.setting.shape.parameters
-    return sum(
-        parameters[kind] * count
-        for stage in built.setting.rank_stages(pp_rank)
-        for kind, count in stage.blocks
-    )
 
 
 def _a_parameter(size_bytes: int, count: int) -> str:
