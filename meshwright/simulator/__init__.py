@@ -4,7 +4,13 @@ from meshwright.simulator.account import AsyncRun, MemoryResult, StageMemory, St
 from meshwright.simulator.blocks import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.chrome_trace import write_chrome_trace
 from meshwright.simulator.costs import COMMUNICATION, Category, Cost, CostModel
-from meshwright.simulator.engine import StepTimes, StepWork, simulate_folded, simulate_unfolded
+from meshwright.simulator.engine import (
+    MAX_PASSES,
+    StepTimes,
+    StepWork,
+    simulate_folded,
+    simulate_unfolded,
+)
 from meshwright.simulator.errors import (
     DeadlockError,
     MistakesError,
@@ -37,7 +43,7 @@ from meshwright.simulator.schedules import (
     Schedule,
     get_schedule,
 )
-from meshwright.simulator.simulation import MAX_PASSES, account, check_plan, rank_timeline, simulate
+from meshwright.simulator.simulation import account, check_plan, rank_timeline, simulate
 from meshwright.simulator.step import BuiltStep, build_step
 
 __all__ = [

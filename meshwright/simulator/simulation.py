@@ -48,7 +48,7 @@ from meshwright.simulator.memory import (
     usable_bytes,
 )
 from meshwright.simulator.model import HEAD
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action, Periodic, Phase
 from meshwright.simulator.step import (
     BuiltStep,
     activation_refusal,
@@ -57,9 +57,6 @@ from meshwright.simulator.step import (
     offload_refusal,
 )
 
-# Stages x microbatches of a layout that is simulated: fifteen times the 64 x 512 of the largest
-# published steps. More would take minutes and gigabytes.
-MAX_PASSES = 500_000
 # All that a stage with nothing but the embedding holds to speak of.
 TABLE = NamedBytes("embedding table", 0)
 
@@ -115,11 +112,6 @@ def check_plan(job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: St
     )
     if refusal is not None:
         raise PlanError(refusal)
-    if plan.num_stages * num_microbatches > MAX_PASSES:
-        raise PlanError(
-            f"{plan.num_stages} stages x {num_microbatches} microbatches are too many to simulate; "
-            f"allowed: {MAX_PASSES} in all; raise microbatch_size or dp"
-        )
     if cluster.num_nodes is not None:
         most = cluster.num_nodes * cluster.devices_per_node
         if plan.world_size > most:
@@ -206,8 +198,12 @@ class RankPeaks:
         """Return the fullest instant of a rank."""
         if pp_rank not in self._known:
             memory, rank = self.built.memory[pp_rank], self.times.ranks[pp_rank]
-            ran = rank.actions, rank.ran, rank.update_start_ps
-            self._known[pp_rank] = memory_peak(memory, fullest_moments(memory, *ran, rank.pairs))
+            order, ran, pairs = rank.actions, rank.ran, rank.pairs
+            if isinstance(order, Periodic) and not memory.grows:
+                # Each copy of the period finds what the one before it found.
+                order, ran, pairs = order.once, rank.ran_once, rank.pairs_once
+            moments = fullest_moments(memory, order, ran, rank.update_start_ps, pairs)
+            self._known[pp_rank] = memory_peak(memory, moments)
         return self._known[pp_rank]
 
     def peak(self, fragmentation: Fragmentation) -> PeakBytes[int] | None:

@@ -1,11 +1,16 @@
 """What the engine runs: durations in integer picoseconds, already decided by the cost model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from meshwright.simulator.engine.copies import CopyPoint
-from meshwright.simulator.schedules import NO_REFETCHES, Action, Refetches
+from meshwright.simulator.errors import TooManyTasksError
+from meshwright.simulator.schedules import NO_REFETCHES, Action, Periodic, Refetches
+
+# Stages x microbatches of a step that is run whole: fifteen times the 64 x 512 of the largest
+# published steps. More would take minutes and gigabytes.
+MAX_PASSES = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +205,43 @@ class StepWork:
         actions = self.actions[pp_rank]
         key = actions[first].virtual_stage, actions[first + 1].virtual_stage
         return self.ranks[pp_rank].hidden[key][position - first]
+
+    def all_hidden_ps(self, pp_rank: int) -> int:
+        """Return the picoseconds that all passes of a rank take less for those beside them."""
+        if not self.pairs:
+            return 0
+        order, pairs = self.actions[pp_rank], self.pairs[pp_rank]
+        copies, period = 0, range(0)
+        if isinstance(order, Periodic):
+            copies, period = order.copies, range(order.end - order.size, order.end)
+            pairs = range(pairs.start, pairs.stop - copies * order.size, pairs.step)
+        return sum(
+            self.hidden_of(pp_rank, position) * (1 + copies * (position in period))
+            for first in pairs
+            for position in (first, first + 1)
+        )
+
+
+def check_passes(num_stages: int, num_microbatches: int, num_tried: int = 0) -> None:
+    """Raise TooManyTasksError where a step has more passes than are run, *num_tried* before."""
+    if num_stages * num_microbatches > MAX_PASSES:
+        raise TooManyTasksError(
+            f"{num_stages} stages x {num_microbatches} microbatches are too many to simulate; "
+            f"allowed: {MAX_PASSES} in all; raise microbatch_size or dp",
+            num_tried,
+        )
+
+
+def shortened(work: StepWork, orders: Sequence[Periodic[Action]], copies: int) -> StepWork:
+    """Return *work* with fewer microbatches: *copies* of the period of its *orders*."""
+    removed = orders[0].copies - copies
+    size, group = orders[0].size * removed, orders[0].distance * removed
+    return replace(
+        work,
+        actions=[each.repeated(copies) for each in orders],
+        num_microbatches=work.num_microbatches - group,
+        pairs=[range(each.start, each.stop - size, each.step) for each in work.pairs],
+    )
 
 
 def with_overhead(time_ps: int, overhead_per_million: int) -> int:

@@ -204,6 +204,11 @@ class RankMemory:
         return self.weights_bytes + self.gradients_bytes
 
     @property
+    def grows(self) -> bool:
+        """Whether more lives with each microbatch of a long step."""
+        return self.holds_sent and any(each.kept_units is not None for each in self.virtual_stages)
+
+    @property
     def reshards(self) -> bool:
         """Whether gathered weights are freed after a forward pass but not after a backward one."""
         return any(

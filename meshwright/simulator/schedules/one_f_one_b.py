@@ -48,6 +48,7 @@ ONE_F_ONE_B = Schedule(
     around_last=all_passes,
     bubble_fraction=plain_bubble_fraction,
     refusal=refuse_virtual_stages,
+    warmup=lambda pp_rank, pp, _count, _vpp: pp - 1 - pp_rank,
 )
 
 # Without a pipeline a forward pass runs ahead, and each other one beside a backward pass of the
@@ -58,6 +59,7 @@ ONE_F_BESIDE_ONE_B = replace(
     rank_actions=lambda _rank, _pp, count, _vpp: alternate(*single_stage_passes(count), 1),
     in_flight=lambda _rank, _pp, count, _vpp: min(2, count),
     pairs=lambda _rank, _pp, count, _vpp: steady_pairs(1, count),
+    warmup=lambda *_size: 1,
     refusal=lambda pp, count, vpp: (
         BESIDE_REFUSAL.format(pp=pp) if pp > 1 else refuse_virtual_stages(pp, count, vpp)
     ),
