@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 from meshwright.simulator.engine.copies import CopyPoint
@@ -211,22 +212,32 @@ class StepWork:
         if not self.pairs:
             return 0
         order, pairs = self.actions[pp_rank], self.pairs[pp_rank]
-        copies, period = 0, range(0)
-        if isinstance(order, Periodic):
-            copies, period = order.copies, range(order.end - order.size, order.end)
-            pairs = range(pairs.start, pairs.stop - copies * order.size, pairs.step)
+        if not isinstance(order, Periodic):
+            return sum(
+                self.hidden_of(pp_rank, each) for each in chain(pairs, (i + 1 for i in pairs))
+            )
+        once = range(pairs.start, pairs.stop - order.copies * order.size, pairs.step)
+        period = range(order.end - order.size, order.end)
         return sum(
-            self.hidden_of(pp_rank, position) * (1 + copies * (position in period))
-            for first in pairs
-            for position in (first, first + 1)
+            self.hidden_of(pp_rank, order.place(each)) * (1 + order.copies * (each in period))
+            for each in chain(once, (i + 1 for i in once))
         )
 
 
-def check_passes(num_stages: int, num_microbatches: int, num_tried: int = 0) -> None:
-    """Raise TooManyTasksError where a step has more passes than are run, *num_tried* before."""
+def check_passes(
+    num_stages: int, num_microbatches: int, *, to: str = "simulate", num_tried: int = 0
+) -> None:
+    """Raise TooManyTasksError where all passes of a step are too many.
+
+    Args:
+        num_stages: Stages of the pipeline.
+        num_microbatches: Microbatches of the step.
+        to: For what.
+        num_tried: Passes that were run before.
+    """
     if num_stages * num_microbatches > MAX_PASSES:
         raise TooManyTasksError(
-            f"{num_stages} stages x {num_microbatches} microbatches are too many to simulate; "
+            f"{num_stages} stages x {num_microbatches} microbatches are too many to {to}; "
             f"allowed: {MAX_PASSES} in all; raise microbatch_size or dp",
             num_tried,
         )

@@ -37,7 +37,7 @@ def simulate_folded(work: StepWork) -> StepTimes:
     ranks, num_passes = run_shorter(work, partial(_marked_times, mesh=mesh))
     if ranks is not None:
         return _step_times(work, ranks, num_passes)
-    check_passes(work.pp * work.num_virtual_stages, work.num_microbatches, num_passes)
+    check_passes(work.pp * work.num_virtual_stages, work.num_microbatches, num_tried=num_passes)
     return _simulate(work, mesh, num_passes)
 
 
