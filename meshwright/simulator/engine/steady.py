@@ -210,6 +210,16 @@ def _tried_copies(work: StepWork, orders: Sequence[Periodic[Action]]) -> list[in
     return [each + (orders[0].copies - each) % max(1, round_trip) for each in tried]
 
 
+def reach(pp: int, vpp: int, group: int) -> tuple[int, int]:
+    """Return by how many passes a message's sender is ahead of its taker at most, and behind.
+
+    Passes are counted from the beginning of the steady part of their rank.  There a rank is ahead
+    of the next one by up to four forward passes; from the last rank a group of microbatches goes on
+    to the first one's next virtual stage, and back.
+    """
+    return (4 * pp + 4 if vpp > 1 else 4), 2 * group + 12
+
+
 def find_period(work: StepWork, records: Sequence[RankRecord]) -> Period | None:
     """Return the least period with which the steady part of a short run goes on.
 
@@ -217,11 +227,7 @@ def find_period(work: StepWork, records: Sequence[RankRecord]) -> Period | None:
         None where it shows none.
     """
     order, vpp = records[0].order, work.num_virtual_stages
-    # How far apart a pass and that whose message it waits for are in the steady parts of their
-    # ranks: those of a rank lead those of the next one by up to four passes, and from the last rank
-    # a group of microbatches goes on to the first one's next virtual stage, and back.
-    ahead = 4 * work.pp + 4 if vpp > 1 else 4
-    behind = 2 * order.distance + 12
+    ahead, behind = reach(work.pp, vpp, order.distance)
     # A collective waits for earlier ones, and gives way to messages until it is over.
     more = int(any(each.has_collectives for each in records))
     for num_groups in count(1):
