@@ -21,7 +21,7 @@ from meshwright.simulator.engine.steady import run_shorter
 from meshwright.simulator.engine.work import StepWork, check_passes, with_overhead
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import IN_STEP, REPLICATED, Axis, Mesh
-from meshwright.simulator.schedules import Phase
+from meshwright.simulator.schedules import Periodic, Phase
 
 
 def simulate_folded(work: StepWork) -> StepTimes:
@@ -55,7 +55,9 @@ def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
 
 def _simulate(work: StepWork, mesh: Mesh, num_passes: int = 0) -> StepTimes:
     """Run all of *work*, of which *num_passes* were tried before."""
-    work = replace(work, actions=[list(order) for order in work.actions])
+    orders = work.actions
+    lists = [each.repeated(each.copies) if isinstance(each, Periodic) else each for each in orders]
+    work = replace(work, actions=lists)
     ranks = [times for times, _ in _marked_times(work, mesh)]
     return _step_times(work, ranks, num_passes + sum(map(len, work.actions)))
 

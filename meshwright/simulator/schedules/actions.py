@@ -3,11 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
-from meshwright.simulator.schedules.periodic import LEAST_COPIES, Periodic
+from meshwright.simulator.schedules.periodic import Periodic
+
+# Orders of fewer microbatches than so many times those with their period once are kept whole.
+LEAST_TIMES = 8
 
 
 class Phase(StrEnum):
@@ -96,7 +99,9 @@ class Schedule:
         group = self._group_in_a_row(pp, once)
         size, copies = len(Phase) * group * vpp, (num_microbatches - once) // group
         end = self.warmup(pp_rank, pp, once, vpp) + size
-        return Periodic(actions, end, size, copies, group, moved_actions)
+        group_of = self.group if self.interleaves else None
+        make = partial(_made, self.rank_actions, group_of, (pp_rank, pp, vpp), (once, group))
+        return Periodic(actions, end, size, copies, group, moved_actions, make)
 
     def _microbatches_once(self, pp: int, num_microbatches: int, vpp: int) -> int:
         """Return the microbatches of a step in which each rank runs its period once.
@@ -112,7 +117,7 @@ class Schedule:
         periods = max(1, -(-longest // (group * vpp))) + 1
         least = periods * group + num_microbatches % group
         # Of fewer microbatches a runtime may make other groups; which, comes again with a rest.
-        most = min(num_microbatches // LEAST_COPIES, least + group * group)
+        most = min(num_microbatches // LEAST_TIMES, least + group * group)
         for once in range(least, most + 1, group):
             if self._group_in_a_row(pp, once) == group:
                 return once
@@ -152,6 +157,21 @@ def plain_bubble_fraction(pp: int, num_microbatches: int, vpp: int) -> float:
     passes = vpp * num_microbatches
     idle = pp - 1 + (vpp - 1) * max(0, pp - num_microbatches)
     return idle / (passes + idle)
+
+
+def _made(
+    rank_actions: Callable[[int, int, int, int], list[Action]],
+    group_of: Callable[[int, int], int] | None,
+    place: tuple[int, int, int],
+    microbatches: tuple[int, int],
+    copies: int,
+) -> list[Action] | None:
+    """Return the actions of a rank with *copies* of its period; None where groups differ then."""
+    (pp_rank, pp, vpp), (once, group) = place, microbatches
+    count = once + copies * group
+    if group_of is not None and group_of(pp, count) != group:
+        return None
+    return rank_actions(pp_rank, pp, count, vpp)
 
 
 def moved_actions(actions: Sequence[Action], distance: int) -> list[Action]:

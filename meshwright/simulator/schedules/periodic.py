@@ -1,14 +1,11 @@
 """Sequences of which a part comes again and again: passes of long schedules, and their times."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar, overload
 
 T = TypeVar("T")
-# Orders of fewer microbatches than so many times those with the period once are kept whole: passes
-# that all ranks share are read faster than others are made.
-LEAST_COPIES = 9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +22,7 @@ class Periodic(Sequence[T]):
         copies: How often it comes again.
         distance: By how much it moves.
         move: Moves entries by a distance.
+        make: Makes all entries for a number of copies, if that is faster; None where it cannot.
 
     >>> list(Periodic([0, 10, 12, 50], 3, 2, 2, 5, moved_times))
     [0, 10, 12, 15, 17, 20, 22, 60]
@@ -36,6 +34,7 @@ class Periodic(Sequence[T]):
     copies: int
     distance: int
     move: Callable[[Sequence[T], int], list[T]] = field(repr=False)
+    make: Callable[[int], list[T] | None] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         """Return how many entries there are, each copy counted."""
@@ -77,8 +76,8 @@ class Periodic(Sequence[T]):
 
     def repeated(self, copies: int) -> list[T]:
         """Return the entries with so many copies of the period."""
-        found = Periodic(self.once, self.end, self.size, copies, self.distance, self.move)
-        return list(found)
+        made = None if self.make is None else self.make(copies)
+        return list(replace(self, copies=copies)) if made is None else made
 
 
 def moved_times(times_ps: Sequence[int], distance_ps: int) -> list[int]:
