@@ -14,20 +14,14 @@ from itertools import accumulate, chain, count
 from operator import sub
 from typing import NamedTuple, cast
 
-from meshwright.simulator.engine.record import (
-    Mark,
-    Messages,
-    RankTimes,
-    Span,
-    moved_spans,
-)
+from meshwright.simulator.engine.record import Mark, Messages, RankTimes, Span, moved_spans
 from meshwright.simulator.engine.work import StepWork, shortened
 from meshwright.simulator.schedules import Action, Periodic, moved_actions, moved_times
 
-# The steady parts of steps that are tried, in the shortest that often shows how they go on.
+# The steady parts of steps that are tried, in the shortest that often shows how they go on, where
+# the whole step has so many times their microbatches.
 TRIED = (1, 4)
-# A step is tried that has no more than a third of the microbatches.
-MOST_TRIED = 3
+TIMES_LONGER = 3
 
 
 class Period(NamedTuple):
@@ -180,7 +174,7 @@ def run_shorter(
     copies, num_passes = _tried_copies(work, orders), 0
     while copies:
         short = shortened(work, orders, copies[0])
-        if MOST_TRIED * short.num_microbatches > work.num_microbatches:
+        if TIMES_LONGER * short.num_microbatches > work.num_microbatches:
             break
         records = [RankRecord.of(*ran, each) for ran, each in zip(run(short), orders, strict=True)]
         num_passes += sum(map(len, short.actions))
@@ -202,12 +196,10 @@ def _tried_copies(work: StepWork, orders: Sequence[Periodic[Action]]) -> list[in
         return []
     # A wave that goes down a pipeline and back makes a period of as many microbatches as it has
     # ranks: they are run twice, and some more; left out is a multiple of them.
-    least, round_trip = (
-        4 - (-(2 * work.pp + 12) // orders[0].distance),
-        work.pp // orders[0].distance,
-    )
+    most, group = orders[0].copies, orders[0].distance
+    round_trip, least = max(1, work.pp // group), 4 - (-(2 * work.pp + 12) // group)
     tried = (times * least for times in TRIED)
-    return [each + (orders[0].copies - each) % max(1, round_trip) for each in tried]
+    return [each + (most - each) % round_trip for each in tried]
 
 
 def reach(pp: int, vpp: int, group: int) -> tuple[int, int]:
