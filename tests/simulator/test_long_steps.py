@@ -23,6 +23,7 @@ from meshwright.simulator import (
     ParallelPlan,
     PlanError,
     StepResult,
+    StepTimes,
     StepWork,
     TrainingJob,
     account,
@@ -32,6 +33,7 @@ from meshwright.simulator import (
     resolve,
     simulate,
     simulate_folded,
+    simulation,
 )
 from meshwright.simulator.account import critical_path
 from meshwright.simulator.chrome_trace import chrome_trace
@@ -45,6 +47,7 @@ from meshwright.simulator.engine import (
     steady,
 )
 from meshwright.simulator.schedules import RUNTIMES, Action, Periodic, Phase, Schedule, get_schedule
+from meshwright.validate.published import load_published_runs, simulate_run
 
 CORE = PipelineRuntime.MEGATRON_CORE
 SCHEDULES = {
@@ -290,6 +293,30 @@ def test_results_of_random_plans_are_those_of_a_whole_run(count: int) -> None:
         assert result.times is not None
         found += isinstance(result.times.ranks[0].actions, Periodic)
     assert found >= 0.6 * count
+
+
+def test_results_of_long_published_runs_are_those_of_a_whole_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[BuiltStep] = []
+
+    def both(
+        built: BuiltStep, times: StepTimes, costs: CostModel, memory_limit_bytes: int | None
+    ) -> StepResult:
+        result = account(built, times, costs, memory_limit_bytes)
+        if isinstance(times.ranks[0].actions, Periodic):
+            expected = replace(built, work=whole(built.work))
+            whole_times = simulate_folded(expected.work)
+            assert result == account(expected, whole_times, costs, memory_limit_bytes)
+            found.append(built)
+        return result
+
+    monkeypatch.setattr(simulation, "account", both)
+    runs = load_published_runs()
+    long = [each for each in runs if each.plan.num_microbatches(each.job) > 100]
+    for run in long[::4]:
+        simulate_run(run)
+    assert len(found) > 8
 
 
 def test_what_overlapped_passes_hide_is_that_of_all_passes() -> None:
