@@ -15,6 +15,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.planner.plots import plot_timeline
+from meshwright.planner.plots.boxes import timeline_layers
 from meshwright.planner.search import search
 from meshwright.planner.space import SpaceLimits
 from meshwright.simulator import (
@@ -343,6 +344,23 @@ def test_what_overlapped_passes_hide_is_that_of_all_passes() -> None:
 
 def long_job(num_microbatches: int) -> TrainingJob:
     return TrainingJob(model=load_model("gpt2"), global_batch_size=num_microbatches, seq_len=1024)
+
+
+@pytest.mark.parametrize(("stack_name", "vpp"), [("megatron-core", 3), ("torchtitan", 1)])
+def test_what_lists_each_pass_lists_those_of_a_whole_run(stack_name: str, vpp: int) -> None:
+    cluster, stack, job = load_cluster("dgx-a100"), load_stack(stack_name), long_job(320)
+    schedule = "1f1b" if vpp == 1 else "interleaved"
+    plan = ParallelPlan(pp=2, dp=2, num_virtual_stages=vpp, schedule=schedule)
+    resolved = resolve(job, cluster, stack, plan)
+    costs = CostModel(cluster, stack, resolved.world_size)
+    built = build_step(job, resolved, costs)
+    result, expected = results(built, costs)
+    assert result.times is not None
+    assert expected.times is not None
+    assert isinstance(result.times.ranks[0].actions, Periodic)
+    assert chrome_trace(result) == chrome_trace(expected)
+    assert critical_path(built, result.times) == critical_path(built, expected.times)
+    assert timeline_layers(result) == timeline_layers(expected)
 
 
 def test_a_million_microbatches_take_as_much_more_as_a_thousand() -> None:
