@@ -23,7 +23,7 @@ from meshwright.simulator.account import (
 )
 from meshwright.simulator.blocks import LOGITS, BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.costs import CostModel, peak_flops_per_s
-from meshwright.simulator.engine import StepTimes, simulate_folded
+from meshwright.simulator.engine import RankTimes, StepTimes, simulate_folded
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import (
     Axis,
@@ -41,6 +41,7 @@ from meshwright.simulator.memory import (
     MemoryPeak,
     Overheads,
     PeakBytes,
+    RankMemory,
     fullest_moments,
     memory_peak,
     memory_timeline,
@@ -198,12 +199,7 @@ class RankPeaks:
         """Return the fullest instant of a rank."""
         if pp_rank not in self._known:
             memory, rank = self.built.memory[pp_rank], self.times.ranks[pp_rank]
-            order, ran, pairs = rank.actions, rank.ran, rank.pairs
-            if isinstance(order, Periodic) and not memory.grows:
-                # Each copy of the period finds what the one before it found.
-                order, ran, pairs = order.once, rank.ran_once, rank.pairs_once
-            moments = fullest_moments(memory, order, ran, rank.update_start_ps, pairs)
-            self._known[pp_rank] = memory_peak(memory, moments)
+            self._known[pp_rank] = memory_peak(memory, _moments(memory, rank))
         return self._known[pp_rank]
 
     def peak(self, fragmentation: Fragmentation) -> PeakBytes[int] | None:
@@ -236,6 +232,28 @@ class RankPeaks:
                 found = live_bytes, fragmentation.reserved_parts(live_bytes, states)
                 peak = PeakBytes(*map(max, peak, found))
         return peak
+
+
+def _moments(memory: RankMemory, rank: RankTimes) -> list[MemoryEvent]:
+    """Return a few events of a rank, among them the first fullest instant."""
+    order, update_ps = rank.actions, rank.update_start_ps
+    if not isinstance(order, Periodic):
+        return fullest_moments(memory, order, rank.ran, update_ps, rank.pairs)
+    first, size = order.end - order.size, order.size * order.copies
+    growth_bytes = order.copies * memory.growth_bytes(order.once[first : order.end])
+    if not growth_bytes:  # each copy of the period finds what the one before it found
+        return fullest_moments(memory, order.once, rank.ran_once, update_ps, rank.pairs_once)
+
+    def ran(position: int) -> tuple[Action, int, int]:
+        """Return a pass, of those of the period that of its last copy, which is the fullest."""
+        return rank.ran(position + size if position >= first else position)
+
+    events = fullest_moments(memory, order.once, ran, update_ps)
+    late = range(2 * first, len(events) - 1)  # two of each pass, and the update
+    return [
+        each._replace(activations_bytes=each.activations_bytes + growth_bytes * (place in late))
+        for place, each in enumerate(events)
+    ]
 
 
 def _stages(built: BuiltStep, peaks: RankPeaks, costs: CostModel) -> Iterator[StageMemory]:
