@@ -47,7 +47,15 @@ from meshwright.simulator.engine import (
     VirtualStageWork,
     steady,
 )
-from meshwright.simulator.schedules import RUNTIMES, Action, Periodic, Phase, Schedule, get_schedule
+from meshwright.simulator.schedules import (
+    RUNTIMES,
+    Action,
+    Periodic,
+    Phase,
+    Schedule,
+    count_refetches,
+    get_schedule,
+)
 from meshwright.validate.published import load_published_runs, simulate_run
 
 CORE = PipelineRuntime.MEGATRON_CORE
@@ -122,6 +130,15 @@ def test_messages_of_the_steady_part_come_from_within_reach(name: str) -> None:
                     assert -behind + 2 <= later <= ahead - 2
                     longest = max(longest, abs(later))
     assert longest or schedule.warmup is None or name == "1f1b with F/B overlap"
+
+
+@pytest.mark.parametrize("vpp", [3, 4, 5, 6])
+def test_virtual_stages_are_gathered_anew_as_often_as_in_the_whole_order(vpp: int) -> None:
+    schedule = get_schedule("interleaved", PipelineRuntime.PYTORCH)
+    for pp in (2, 3, 5):
+        for order in schedule.actions(pp, 40 * pp, vpp):
+            assert isinstance(order, Periodic)
+            assert count_refetches(order, vpp) == count_refetches(list(order), vpp)
 
 
 class RandomWork:
