@@ -6,7 +6,13 @@ from meshwright.faces import late_name
 from meshwright.simulator.account import AsyncRun, MemoryResult, StageMemory, StepResult
 from meshwright.simulator.blocks import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.costs import COMMUNICATION, Category, Cost, CostModel
-from meshwright.simulator.engine import StepTimes, StepWork, simulate_folded, simulate_unfolded
+from meshwright.simulator.engine import (
+    MAX_PASSES,
+    StepTimes,
+    StepWork,
+    simulate_folded,
+    simulate_unfolded,
+)
 from meshwright.simulator.errors import (
     DeadlockError,
     MistakesError,
@@ -39,7 +45,7 @@ from meshwright.simulator.schedules import (
     Schedule,
     get_schedule,
 )
-from meshwright.simulator.simulation import MAX_PASSES, account, check_plan, rank_timeline, simulate
+from meshwright.simulator.simulation import account, check_plan, rank_timeline, simulate
 from meshwright.simulator.step import BuiltStep, build_step
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from meshwright.simulator.account import CLOSING, RankPass, ResourceLane, StepResult, rank_passes
 from meshwright.simulator.costs import Category, CostModel
-from meshwright.simulator.engine import Span, SpanKind, StepTimes
+from meshwright.simulator.engine import Span, SpanKind, StepTimes, check_passes
 from meshwright.simulator.layout import NO_OFFLOAD, Axis
 from meshwright.simulator.model import LAYERS
 from meshwright.simulator.schedules import Action, Phase
@@ -71,10 +71,14 @@ def chrome_trace(result: StepResult) -> ChromeTrace:
     its replicas, and a counter of its live bytes.  Ranks that differ only in their tensor- or
     data-parallel position do the same and share a process.  A step of lanes is one process with a
     track for each.
+
+    Raises:
+        TooManyTasksError: If there are too many passes to list each.
     """
     if result.times is None:
         tracks = list(_lane_events(result))
         return ChromeTrace(displayTimeUnit="ms", otherData=_notes(result), traceEvents=tracks)
+    check_passes(result.plan.num_stages, result.num_microbatches, to="trace")
     costs = CostModel(result.cluster, result.stack, result.plan.world_size)
     built = build_step(result.job, result.plan, costs)
     events = [event for pp_rank in range(built.setting.plan.pp) for event in _names(built, pp_rank)]

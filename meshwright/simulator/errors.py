@@ -20,7 +20,14 @@ class MistakesError(PlanError):
 
 
 class TooManyTasksError(PlanError):
-    """A plan that could run, but has more tasks than are simulated."""
+    """A plan that could run, but has more tasks than are simulated.
+
+    ``num_passes`` were run before that was known.
+    """
+
+    def __init__(self, message: str, num_passes: int = 0) -> None:
+        super().__init__(message)
+        self.num_passes = num_passes
 
 
 class DeadlockError(RuntimeError):

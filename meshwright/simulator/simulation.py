@@ -23,7 +23,7 @@ from meshwright.simulator.account import (
 )
 from meshwright.simulator.blocks import LOGITS, BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.costs import CostModel, peak_flops_per_s
-from meshwright.simulator.engine import StepTimes, simulate_folded
+from meshwright.simulator.engine import RankTimes, StepTimes, simulate_folded
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import (
     Axis,
@@ -41,6 +41,7 @@ from meshwright.simulator.memory import (
     MemoryPeak,
     Overheads,
     PeakBytes,
+    RankMemory,
     fullest_moments,
     memory_peak,
     memory_timeline,
@@ -48,7 +49,7 @@ from meshwright.simulator.memory import (
     usable_bytes,
 )
 from meshwright.simulator.model import HEAD
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action, Periodic, Phase
 from meshwright.simulator.step import (
     BuiltStep,
     activation_refusal,
@@ -57,9 +58,6 @@ from meshwright.simulator.step import (
     offload_refusal,
 )
 
-# Stages x microbatches of a layout that is simulated: fifteen times the 64 x 512 of the largest
-# published steps. More would take minutes and gigabytes.
-MAX_PASSES = 500_000
 # All that a stage with nothing but the embedding holds to speak of.
 TABLE = NamedBytes("embedding table", 0)
 
@@ -113,11 +111,6 @@ def check_plan(job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: St
         refusal = offload_refusal(job, plan, cluster, stack) or activation_refusal(plan, cluster)
     if refusal is not None:
         raise PlanError(refusal)
-    if plan.num_stages * num_microbatches > MAX_PASSES:
-        raise PlanError(
-            f"{plan.num_stages} stages x {num_microbatches} microbatches are too many to simulate; "
-            f"allowed: {MAX_PASSES} in all; raise microbatch_size or dp"
-        )
     if cluster.num_nodes is not None:
         most = cluster.num_nodes * cluster.devices_per_node
         if plan.world_size > most:
@@ -205,8 +198,7 @@ class RankPeaks:
         """Return the fullest instant of a rank."""
         if pp_rank not in self._known:
             memory, rank = self.built.memory[pp_rank], self.times.ranks[pp_rank]
-            ran = rank.actions, rank.ran, rank.update_start_ps
-            self._known[pp_rank] = memory_peak(memory, fullest_moments(memory, *ran, rank.pairs))
+            self._known[pp_rank] = memory_peak(memory, _moments(memory, rank))
         return self._known[pp_rank]
 
     def peak(self, fragmentation: Fragmentation) -> PeakBytes[int] | None:
@@ -261,6 +253,28 @@ class RankPeaks:
         memory = self.built.memory[pp_rank]
         states = fragmentation.state_bytes(memory.weights_bytes, memory.gradients_bytes)
         return fragmentation.reserved_parts(live_bytes, states)
+
+
+def _moments(memory: RankMemory, rank: RankTimes) -> list[MemoryEvent]:
+    """Return a few events of a rank, among them the first fullest instant."""
+    order, update_ps = rank.actions, rank.update_start_ps
+    if not isinstance(order, Periodic):
+        return fullest_moments(memory, order, rank.ran, update_ps, rank.pairs)
+    first, size = order.end - order.size, order.size * order.copies
+    growth_bytes = order.copies * memory.growth_bytes(order.once[first : order.end])
+    if not growth_bytes:  # each copy of the period finds what the one before it found
+        return fullest_moments(memory, order.once, rank.ran_once, update_ps, rank.pairs_once)
+
+    def ran(position: int) -> tuple[Action, int, int]:
+        """Return a pass, of those of the period that of its last copy, which is the fullest."""
+        return rank.ran(position + size if position >= first else position)
+
+    events = fullest_moments(memory, order.once, ran, update_ps)
+    late = range(2 * first, len(events) - 1)  # two of each pass, and the update
+    return [
+        each._replace(activations_bytes=each.activations_bytes + growth_bytes * (place in late))
+        for place, each in enumerate(events)
+    ]
 
 
 def _stages(built: BuiltStep, peaks: RankPeaks, costs: CostModel) -> Iterator[StageMemory]:

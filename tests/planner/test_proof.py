@@ -43,6 +43,7 @@ from meshwright.planner.space import PASSES, SWITCHES
 from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
 from meshwright.simulator.blocks import BlockTable
+from meshwright.simulator.engine import steady, work
 from meshwright.simulator.model import AnyModel, Experts, LatentAttention, parse_any_model
 from meshwright.simulator.model.huggingface import read_config
 
@@ -1207,7 +1208,12 @@ def test_layouts_too_long_to_simulate_stay_in_the_proof(
     # The gap covers the optimum that was not simulated.
     assert cut.plans[0].step_ps * (1 - cut.bound_gap_fraction) <= fastest.step_ps * (1 + 1e-12)
     assert min(brute.step_ps.values()) == fastest.step_ps
-    monkeypatch.setattr(finalists, "MAX_PASSES", 0)
+    for module in (finalists, work):
+        monkeypatch.setattr(module, "MAX_PASSES", 0)
+    # Of those with many microbatches fewer are run, and that is enough.
+    long = search(job_of(case), load_cluster(case.cluster), stack, case.num_gpus, **found_with)
+    assert long.plans[0].step_ps > fastest.step_ps
+    monkeypatch.setattr(steady, "TRIED", ())
     with pytest.raises(PlanError, match="too many to simulate"):
         search(job_of(case), load_cluster(case.cluster), stack, case.num_gpus, **found_with)
 

@@ -26,6 +26,7 @@ from meshwright.planner.plots.boxes import (
 )
 from meshwright.planner.plots.lanes import plot_lanes
 from meshwright.simulator import StepResult
+from meshwright.simulator.engine import check_passes
 
 NUMBER_POINTS = 6.5
 NUMBER_PIXELS = NUMBER_POINTS * canvas.DOTS_PER_INCH / canvas.POINTS_PER_INCH
@@ -102,9 +103,13 @@ def plot_timeline(step: StepResult) -> Figure:
 
     White is idle.  Where passes or collectives are too narrow to be seen, the start and the end of
     the step are shown enlarged below the whole.  A step that is no pipeline has a row a lane.
+
+    Raises:
+        TooManyTasksError: If there are too many passes to draw each.
     """
     if step.lanes:
         return plot_lanes(step)
+    check_passes(step.plan.num_stages, step.num_microbatches, to="draw")
     figure, sheet = canvas.new_figure(), Sheet.of(step)
     windows = {"whole": Window(0.0, step.step_time_s)}
     if _is_crowded(step, sheet):

@@ -1,6 +1,7 @@
 """The files that `--out` leaves: plans, documents, tables and pictures."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from meshwright.planner.reports.output_folder import names_in, new_folder
 from meshwright.planner.reports.plan_file import SavedPlan, plan_document
 from meshwright.planner.reports.tables_csv import plans_csv, stages_csv
 from meshwright.planner.search import SearchResult
-from meshwright.simulator import ResolvedPlan, StepResult
+from meshwright.simulator import ResolvedPlan, StepResult, TooManyTasksError
 
 # Plans whose breakdowns stand side by side: with more a bar is no higher than its name.
 MOST_BARS = 6
@@ -86,10 +87,10 @@ def _write(path: Path, text: str) -> None:
 def _step_pictures(result: StepResult) -> dict[str, "Figure"]:
     from meshwright.planner.plots import plot_stage_memory, plot_timeline  # noqa: PLC0415
 
-    return {
-        "stage_memory": plot_stage_memory(result),
-        "timeline": plot_timeline(result),
-    }
+    pictures = {"stage_memory": plot_stage_memory(result)}
+    with suppress(TooManyTasksError):  # of a long step the timeline is left out
+        pictures["timeline"] = plot_timeline(result)
+    return pictures
 
 
 def _search_pictures(result: SearchResult) -> dict[str, "Figure"]:

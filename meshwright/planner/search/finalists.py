@@ -17,6 +17,7 @@ from meshwright.simulator import (
     CostModel,
     StepResult,
     StepTimes,
+    TooManyTasksError,
     account,
     build_step,
     simulate,
@@ -47,6 +48,7 @@ class Runs:
     step_ps: dict[int, int] = field(default_factory=dict)
     kept: dict[int, tuple[BuiltStep, StepTimes]] = field(default_factory=dict)
     num_passes: int = 0
+    too_long: set[int] = field(default_factory=set)
 
     def run(self, index: int) -> int:
         """Return the simulated step time of layout *index*."""
@@ -54,17 +56,17 @@ class Runs:
             built = build_step(self.space.job, self.space.plan(index), self.costs)
             times = simulate_folded(built.work)
             self.step_ps[index] = times.step_ps
-            self.num_passes += _num_passes(built)
+            self.num_passes += times.num_passes
             self._keep(index, built, times)
         return self.step_ps[index]
 
     def _keep(self, index: int, built: BuiltStep, times: StepTimes) -> None:
         self.kept[index] = built, times
-        passes = sum(_num_passes(built) for built, _ in self.kept.values())
+        passes = sum(kept.num_passes for _, kept in self.kept.values())
         for slowest in sorted(self.kept, key=self.rank, reverse=True):
             if passes <= MOST_KEPT_PASSES:
                 return
-            passes -= _num_passes(self.kept.pop(slowest)[0])
+            passes -= self.kept.pop(slowest)[1].num_passes
 
     def result(self, index: int, memory_limit_bytes: int | None) -> StepResult:
         """Return the full result of layout *index*."""
@@ -85,9 +87,16 @@ class Runs:
         )
 
     def is_too_long(self, index: int) -> bool:
-        """Whether layout *index* has too many passes to simulate."""
+        """Whether layout *index* has too many passes to simulate, which a run of many finds out."""
         stages = self.space.column("pp")[index] * self.space.column("num_virtual_stages")[index]
-        return bool(stages * self.space.num_microbatches[index] > MAX_PASSES)
+        is_long = stages * self.space.num_microbatches[index] > MAX_PASSES
+        if is_long and index not in self.too_long:
+            try:
+                self.run(index)
+            except TooManyTasksError as error:
+                self.too_long.add(index)
+                self.num_passes += error.num_passes
+        return index in self.too_long
 
     def rank(self, index: int) -> tuple[int, int, int]:
         """Return the key by which simulated layouts are ordered: time, then memory."""
@@ -105,10 +114,6 @@ class Runs:
             )
             for index in sorted(self.step_ps)
         )
-
-
-def _num_passes(built: BuiltStep) -> int:
-    return sum(map(len, built.work.actions))
 
 
 Bound = Callable[[NDArray[np.int64]], Column]

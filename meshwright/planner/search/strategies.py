@@ -97,7 +97,6 @@ class StrategyRuns(Runs):
     """The simulated layouts of replicas; short runs are kept whole to be reported."""
 
     results: dict[int, StepResult] = field(default_factory=dict)
-    too_long: set[int] = field(default_factory=set)
 
     def run(self, index: int) -> int:
         """Return the simulated step time of layout *index*."""

@@ -1,11 +1,10 @@
 """Where the time of a simulated step went, averaged over pipeline ranks."""
 
-from collections.abc import Iterator
-
 from meshwright.hwprofiles import Source
 from meshwright.simulator.costs import Category, Cost, PhaseCost
 from meshwright.simulator.engine import RankTimes, RankWork, StepTimes
 from meshwright.simulator.ledger import Moment
+from meshwright.simulator.schedules import total_ps
 from meshwright.simulator.step import BuiltStep
 
 
@@ -33,18 +32,12 @@ def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
     total = built.update_costs[pp_rank] + _exposed(built, pp_rank, work, rank)
     for cost in built.virtual_stage_costs[pp_rank]:
         total += (cost.forward + cost.backward) * built.work.num_microbatches
-    hidden_ps = sum(built.work.hidden_of(pp_rank, place) for place in _paired(rank.pairs))
+    hidden_ps = built.work.all_hidden_ps(pp_rank)
     total += PhaseCost.total([(Category.EP_COMM, Cost(-hidden_ps, built.evidence.exchanges))])
     if built.work.blocking_messages:
-        sent_ps = sum(end_ps - start_ps for start_ps, end_ps in rank.sent_ps)
+        sent_ps = total_ps(rank.messages.ends_ps) - total_ps(rank.messages.starts_ps)
         total += PhaseCost.total([(Category.PP_COMM, Cost(sent_ps, built.evidence.messages))])
     return total
-
-
-def _paired(pairs: range) -> Iterator[int]:
-    """Yield where the passes stand that ran beside another one."""
-    for first in pairs:
-        yield from (first, first + 1)
 
 
 def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) -> PhaseCost:

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from meshwright.simulator.costs import Category, PhaseCost
-from meshwright.simulator.engine import SpanKind, StepTimes
+from meshwright.simulator.engine import SpanKind, StepTimes, check_passes
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.simulator.step import BuiltStep
 
@@ -37,7 +37,11 @@ def critical_path(built: BuiltStep, times: StepTimes) -> CriticalPath:
 
     A rank that ended late did so for its own work before, or for a message; whoever sent that did
     it for the same reasons.  Of two reasons that came at the same instant it is the rank's own.
+
+    Raises:
+        TooManyTasksError: If there are too many passes to look at each.
     """
+    check_passes(built.setting.plan.num_stages, built.work.num_microbatches, to="explain")
     walk = _Walk(built, times)
     walk.run()
     return CriticalPath(

@@ -4,6 +4,7 @@ from meshwright.simulator.engine.copies import CopyPoint, HostCopies
 from meshwright.simulator.engine.graph import Task, TaskKind, TaskTimes, simulate_tasks
 from meshwright.simulator.engine.record import RankStreams, RankTimes, Span, SpanKind, StepTimes
 from meshwright.simulator.engine.work import (
+    MAX_PASSES,
     Hidden,
     Message,
     PassSegment,
@@ -11,12 +12,14 @@ from meshwright.simulator.engine.work import (
     StepWork,
     UnitWork,
     VirtualStageWork,
+    check_passes,
     num_gathers,
     with_overhead,
 )
 from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
 
 __all__ = [
+    "MAX_PASSES",
     "CopyPoint",
     "Hidden",
     "HostCopies",
@@ -34,6 +37,7 @@ __all__ = [
     "TaskTimes",
     "UnitWork",
     "VirtualStageWork",
+    "check_passes",
     "num_gathers",
     "simulate_folded",
     "simulate_tasks",

@@ -1,11 +1,11 @@
 """What ran in a step: noted by the engine as it runs, read by memory, pictures and traces."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action, Periodic, Phase
 
 
 class SpanKind(StrEnum):
@@ -43,6 +43,24 @@ class Messages(NamedTuple):
 
     starts_ps: list[int]
     ends_ps: list[int]
+
+
+class Mark(NamedTuple):
+    """What a rank had done when a pass began beside which collectives run, or its end.
+
+    Args:
+        position: Of the pass among the rank's actions.
+        gather_wait_ps: Time that passes had waited for parameters.
+        num_parts: Parts of passes that had begun.
+        num_issued: Collectives that had been issued.
+        num_queued: Those of them that had not been brought to the group.
+    """
+
+    position: int
+    gather_wait_ps: int
+    num_parts: int
+    num_issued: int
+    num_queued: int
 
 
 class Span(NamedTuple):
@@ -102,13 +120,13 @@ class RankTimes:
     """
 
     actions: Sequence[Action]
-    starts_ps: list[int]
-    ends_ps: list[int]
-    part_starts_ps: list[int]
+    starts_ps: Sequence[int]
+    ends_ps: Sequence[int]
+    part_starts_ps: Sequence[int]
     silent: tuple[tuple[Phase, int], ...]
     messages: Messages
-    collectives: list[Span]
-    closing: list[Span]
+    collectives: Sequence[Span]
+    closing: Sequence[Span]
     gather_wait_ps: int
     passes_end_ps: int
     reduce_end_ps: int
@@ -134,6 +152,19 @@ class RankTimes:
         """Return one of its passes from start to end."""
         return self.actions[position], self.starts_ps[position], self.ends_ps[position]
 
+    def ran_once(self, position: int) -> tuple[Action, int, int]:
+        """Return a pass from start to end by its position where the period stands once."""
+        order = self.actions
+        return self.ran(order.place(position) if isinstance(order, Periodic) else position)
+
+    @property
+    def pairs_once(self) -> range:
+        """The `pairs` where the period stands once."""
+        pairs, left_out = self.pairs, 0
+        if isinstance(self.actions, Periodic):
+            left_out = self.actions.size * self.actions.copies
+        return pairs and range(pairs.start, pairs.stop - left_out, pairs.step)
+
     def passes(self) -> Iterator[tuple[Action, int, int]]:
         """Return its passes, each from start to end."""
         return zip(self.actions, self.starts_ps, self.ends_ps, strict=True)
@@ -157,10 +188,23 @@ class RankTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """The outcome of a run: the step's time and each simulated rank's times."""
+    """The outcome of a run: the step's time and each simulated rank's times.
+
+    ``num_passes`` are those that the engine ran for it: fewer than there are where the steady part
+    of a long step is that of a shorter one, again and again.
+    """
 
     step_ps: int
     ranks: tuple[RankTimes, ...]
+    num_passes: int = field(default=0, compare=False, repr=False)
+
+
+def moved_spans(spans: Sequence[Span], distance_ps: int) -> list[Span]:
+    """Return *spans* so much later."""
+    return [
+        each._replace(start_ps=each.start_ps + distance_ps, end_ps=each.end_ps + distance_ps)
+        for each in spans
+    ]
 
 
 def _spans(

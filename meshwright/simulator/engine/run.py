@@ -20,7 +20,7 @@ from meshwright.simulator.engine.groups import (
     QueuedCollective,
 )
 from meshwright.simulator.engine.program import Instruction, compile_ranks
-from meshwright.simulator.engine.record import Messages, Span, SpanKind
+from meshwright.simulator.engine.record import Mark, Messages, Span, SpanKind
 from meshwright.simulator.engine.work import StepWork, UnitWork
 from meshwright.simulator.schedules import Phase, refetched
 
@@ -78,6 +78,13 @@ class RankProgress:
     end_ps: int = -1
     passed: dict[int, Phase] = field(default_factory=dict)
     copies: HostCopies | None = None
+    marks: list[Mark] = field(default_factory=list)
+
+    def mark(self, stream: CollectiveStream, position: int) -> None:
+        """Note what is done before the pass at *position*."""
+        waited, queued = self.gather_wait_ps, len(self.queue)
+        issued = len(stream.record) + queued
+        self.marks.append(Mark(position, waited, len(self.part_starts_ps), issued, queued))
 
     def close(self, kind: SpanKind, start_ps: int, time_ps: int) -> int:
         """Note what follows the last pass; return its end."""
@@ -173,6 +180,7 @@ class StepRun:
     ) -> Wait:
         """Run a pass beside which parameters are gathered, gradients reduced or others copied."""
         state = self.states[place.index]
+        state.mark(place.dp_stream, len(state.starts_ps) - 1)
         if instruction.copies:
             state.copies = state.copies or HostCopies()
             state.copies.begin(instruction.phase, instruction.copies)
@@ -236,6 +244,7 @@ class StepRun:
         """Reduce and sum what is left, wait for the gradient norm, update the parameters."""
         state, rank = self.states[place.index], self.work.ranks[place.pp_rank]
         state.passes_end_ps = now
+        state.mark(place.dp_stream, len(state.starts_ps))
         if self.work.sums_first:
             now = yield from _sum(self, place, now)
         if rank.reduce_ps:

@@ -1,11 +1,17 @@
 """What the engine runs: durations in integer picoseconds, already decided by the cost model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 from meshwright.simulator.engine.copies import CopyPoint
-from meshwright.simulator.schedules import NO_REFETCHES, Action, Refetches
+from meshwright.simulator.errors import TooManyTasksError
+from meshwright.simulator.schedules import NO_REFETCHES, Action, Periodic, Refetches
+
+# Stages x microbatches of a step that is run whole: fifteen times the 64 x 512 of the largest
+# published steps. More would take minutes and gigabytes.
+MAX_PASSES = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +206,53 @@ class StepWork:
         actions = self.actions[pp_rank]
         key = actions[first].virtual_stage, actions[first + 1].virtual_stage
         return self.ranks[pp_rank].hidden[key][position - first]
+
+    def all_hidden_ps(self, pp_rank: int) -> int:
+        """Return the picoseconds that all passes of a rank take less for those beside them."""
+        if not self.pairs:
+            return 0
+        order, pairs = self.actions[pp_rank], self.pairs[pp_rank]
+        if not isinstance(order, Periodic):
+            return sum(
+                self.hidden_of(pp_rank, each) for each in chain(pairs, (i + 1 for i in pairs))
+            )
+        once = range(pairs.start, pairs.stop - order.copies * order.size, pairs.step)
+        period = range(order.end - order.size, order.end)
+        return sum(
+            self.hidden_of(pp_rank, order.place(each)) * (1 + order.copies * (each in period))
+            for each in chain(once, (i + 1 for i in once))
+        )
+
+
+def check_passes(
+    num_stages: int, num_microbatches: int, *, to: str = "simulate", num_tried: int = 0
+) -> None:
+    """Raise TooManyTasksError where all passes of a step are too many.
+
+    Args:
+        num_stages: Stages of the pipeline.
+        num_microbatches: Microbatches of the step.
+        to: For what.
+        num_tried: Passes that were run before.
+    """
+    if num_stages * num_microbatches > MAX_PASSES:
+        raise TooManyTasksError(
+            f"{num_stages} stages x {num_microbatches} microbatches are too many to {to}; "
+            f"allowed: {MAX_PASSES} in all; raise microbatch_size or dp",
+            num_tried,
+        )
+
+
+def shortened(work: StepWork, orders: Sequence[Periodic[Action]], copies: int) -> StepWork:
+    """Return *work* with fewer microbatches: *copies* of the period of its *orders*."""
+    removed = orders[0].copies - copies
+    size, group = orders[0].size * removed, orders[0].distance * removed
+    return replace(
+        work,
+        actions=[each.repeated(copies) for each in orders],
+        num_microbatches=work.num_microbatches - group,
+        pairs=[range(each.start, each.stop - size, each.step) for each in work.pairs],
+    )
 
 
 def with_overhead(time_ps: int, overhead_per_million: int) -> int:

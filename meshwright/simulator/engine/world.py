@@ -1,12 +1,15 @@
 """Who is simulated: one representative a pipeline rank, or every rank of the mesh."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from math import prod
 
 from meshwright.simulator.engine.clock import StandingClock
 from meshwright.simulator.engine.copies import HostCopies
 from meshwright.simulator.engine.groups import CollectiveStream, Meeting
 from meshwright.simulator.engine.pairs import paired_stream
-from meshwright.simulator.engine.record import RankTimes, StepTimes
+from meshwright.simulator.engine.record import Mark, RankTimes, StepTimes
 from meshwright.simulator.engine.run import (
     AWAITED,
     RankPlace,
@@ -14,16 +17,28 @@ from meshwright.simulator.engine.run import (
     StepRun,
     collective_meeting,
 )
-from meshwright.simulator.engine.work import StepWork, with_overhead
+from meshwright.simulator.engine.steady import run_shorter
+from meshwright.simulator.engine.work import StepWork, check_passes, with_overhead
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import IN_STEP, REPLICATED, Axis, Mesh
-from meshwright.simulator.schedules import Phase
+from meshwright.simulator.schedules import Periodic, Phase
 
 
 def simulate_folded(work: StepWork) -> StepTimes:
-    """Run *work* with one representative for the equal ranks of each pipeline rank."""
+    """Run *work* with one representative for the equal ranks of each pipeline rank.
+
+    Of a long step a shorter one is run, if it shows how the steady part goes on.
+
+    Raises:
+        TooManyTasksError: If it does not, and there are too many passes to run all of them.
+    """
     # Durations in *work* know the real groups already; here only who waits for whom is left.
-    return _simulate(work, Mesh(pp=work.pp, node_size=1))
+    mesh = Mesh(pp=work.pp, node_size=1)
+    ranks, num_passes = run_shorter(work, partial(_marked_times, mesh=mesh))
+    if ranks is not None:
+        return _step_times(work, ranks, num_passes)
+    check_passes(work.pp * work.num_virtual_stages, work.num_microbatches, num_tried=num_passes)
+    return _simulate(work, mesh, num_passes)
 
 
 def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
@@ -38,7 +53,17 @@ def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
     return _simulate(work, mesh)
 
 
-def _simulate(work: StepWork, mesh: Mesh) -> StepTimes:
+def _simulate(work: StepWork, mesh: Mesh, num_passes: int = 0) -> StepTimes:
+    """Run all of *work*, of which *num_passes* were tried before."""
+    orders = work.actions
+    lists = [each.repeated(each.copies) if isinstance(each, Periodic) else each for each in orders]
+    work = replace(work, actions=lists)
+    ranks = [times for times, _ in _marked_times(work, mesh)]
+    return _step_times(work, ranks, num_passes + sum(map(len, work.actions)))
+
+
+def _marked_times(work: StepWork, mesh: Mesh) -> list[tuple[RankTimes, list[Mark]]]:
+    """Run *work*; return when each rank did what, with its marks."""
     clock = StandingClock()
     run = StepRun(work, clock, mesh.world_size)
     places = _places(clock, work, mesh)
@@ -47,11 +72,14 @@ def _simulate(work: StepWork, mesh: Mesh) -> StepTimes:
         run.states[place.index].go_on = clock.start(process)
     clock.run_dry()
     _check_finished(run)
-    ranks = tuple(
-        _rank_times(run, state, place) for state, place in zip(run.states, places, strict=True)
-    )
+    ran = zip(run.states, places, strict=True)
+    return [(_rank_times(run, state, place), state.marks) for state, place in ran]
+
+
+def _step_times(work: StepWork, ranks: Sequence[RankTimes], num_passes: int) -> StepTimes:
     end_ps = max(rank.end_ps for rank in ranks)
-    return StepTimes(step_ps=with_overhead(end_ps, work.overhead_per_million), ranks=ranks)
+    step_ps = with_overhead(end_ps, work.overhead_per_million)
+    return StepTimes(step_ps=step_ps, ranks=tuple(ranks), num_passes=num_passes)
 
 
 def _places(clock: StandingClock, work: StepWork, mesh: Mesh) -> list[RankPlace]:

@@ -84,5 +84,5 @@ class StepSetting:
         if not self.replication.keeps_units or vpp <= MOST_GATHERED:
             return [NO_REFETCHES] * vpp
         schedule = plan.schedule_of(self.shape.stack.pipeline_runtime)
-        actions = schedule.rank_actions(pp_rank, plan.pp, self.num_microbatches, vpp)
-        return count_refetches(actions, vpp)
+        order = schedule.order(pp_rank, plan.pp, self.num_microbatches, vpp)
+        return count_refetches(order, vpp)

@@ -1,6 +1,6 @@
 """Memory of a pipeline rank: what always lives, and what a pass adds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Generic, NamedTuple
@@ -26,6 +26,7 @@ from meshwright.simulator.memory.held_messages import PipelinePlace
 from meshwright.simulator.memory.sent_messages import NOTHING_SENT, SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_output_bytes
 from meshwright.simulator.model import BlockKind
+from meshwright.simulator.schedules import Action, Phase
 
 
 class Shards(NamedTuple):
@@ -202,6 +203,13 @@ class RankMemory:
     def static_bytes(self) -> int:
         """Bytes that live through the whole step."""
         return self.weights_bytes + self.gradients_bytes
+
+    def growth_bytes(self, period: Iterable[Action]) -> int:
+        """Return how much more lives after *period*, which comes again in a long step."""
+        if not self.holds_sent or self.virtual_stages[0].kept_units is None:
+            return 0
+        done = (each.virtual_stage for each in period if each.phase is Phase.BACKWARD)
+        return sum(sum(self.sent[virtual_stage]) for virtual_stage in done)
 
     @property
     def reshards(self) -> bool:

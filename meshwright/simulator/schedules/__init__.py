@@ -5,7 +5,7 @@ from functools import cache
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.schedules.actions import Action, Phase, Schedule
+from meshwright.simulator.schedules.actions import Action, Phase, Schedule, moved_actions
 from meshwright.simulator.schedules.gpipe import GPIPE
 from meshwright.simulator.schedules.interleaved import (
     any_core_group,
@@ -26,6 +26,7 @@ from meshwright.simulator.schedules.one_f_one_b import (
     ONE_F_ONE_B,
     PYTORCH_ONE_F_ONE_B,
 )
+from meshwright.simulator.schedules.periodic import Periodic, moved_times, total_ps
 
 __all__ = [
     "MOST_GATHERED",
@@ -33,6 +34,7 @@ __all__ = [
     "RUNTIMES",
     "SCHEDULES",
     "Action",
+    "Periodic",
     "Phase",
     "Refetches",
     "Schedule",
@@ -41,8 +43,11 @@ __all__ = [
     "count_refetches",
     "get_schedule",
     "group_passes",
+    "moved_actions",
+    "moved_times",
     "next_virtual_stages",
     "refetched",
+    "total_ps",
 ]
 
 

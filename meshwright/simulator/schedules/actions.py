@@ -1,11 +1,16 @@
 """The vocabulary of pipeline schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
+
+from meshwright.simulator.schedules.periodic import Periodic
+
+# Orders of fewer microbatches than so many times those with their period once are kept whole.
+LEAST_TIMES = 8
 
 
 class Phase(StrEnum):
@@ -61,6 +66,8 @@ class Schedule:
             passes are that run beside the backward pass behind them.
         group: ``(pp, num_microbatches) -> `` how many microbatches go through a virtual stage in a
             row, before the first of them goes on to the rank's next one.
+        warmup: ``(pp_rank, pp, num_microbatches, vpp) -> `` the forward passes of a rank before
+            each has a backward pass behind it; None where that is never so.
         interleaves: Whether it takes more than one virtual stage a rank.
         holds_sent: Whether PyTorch's runtime of it holds each message it sent until the step ends.
     """
@@ -75,12 +82,49 @@ class Schedule:
     refusal: Callable[[int, int, int], str | None]
     pairs: Callable[[int, int, int, int], range] = no_pairs
     group: Callable[[int, int], int] = one_of_each_rank
+    warmup: Callable[[int, int, int, int], int] | None = None
     interleaves: bool = False
     holds_sent: bool = False
 
-    def actions(self, pp: int, num_microbatches: int, vpp: int = 1) -> list[list[Action]]:
-        """Return the ordered actions of each pipeline rank."""
-        return [self.rank_actions(rank, pp, num_microbatches, vpp) for rank in range(pp)]
+    def actions(self, pp: int, num_microbatches: int, vpp: int = 1) -> list[Sequence[Action]]:
+        """Return the ordered actions of each pipeline rank, long ones with their period once."""
+        return [self.order(rank, pp, num_microbatches, vpp) for rank in range(pp)]
+
+    def order(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> Sequence[Action]:
+        """Return the ordered actions of a pipeline rank, many with their period once."""
+        once = self._microbatches_once(pp, num_microbatches, vpp)
+        actions = self.rank_actions(pp_rank, pp, once, vpp)
+        if once == num_microbatches or self.warmup is None:
+            return actions
+        group = self._group_in_a_row(pp, once)
+        size, copies = len(Phase) * group * vpp, (num_microbatches - once) // group
+        end = self.warmup(pp_rank, pp, once, vpp) + size
+        group_of = self.group if self.interleaves else None
+        make = partial(_made, self.rank_actions, group_of, (pp_rank, pp, vpp), (once, group))
+        return Periodic(actions, end, size, copies, group, moved_actions, make)
+
+    def _microbatches_once(self, pp: int, num_microbatches: int, vpp: int) -> int:
+        """Return the microbatches of a step in which each rank runs its period once.
+
+        Between warm-up and rest, forward and backward passes of a group of microbatches follow
+        those of the group before it; they are as many where they would not come often.
+        """
+        if self.warmup is None:
+            return num_microbatches
+        group = self._group_in_a_row(pp, num_microbatches)
+        longest = self.warmup(0, pp, num_microbatches, vpp)
+        # The passes that reduce gradients, of the last group, are behind the period on all ranks.
+        periods = max(1, -(-longest // (group * vpp))) + 1
+        least = periods * group + num_microbatches % group
+        # Of fewer microbatches a runtime may make other groups; which, comes again with a rest.
+        most = min(num_microbatches // LEAST_TIMES, least + group * group)
+        for once in range(least, most + 1, group):
+            if self._group_in_a_row(pp, once) == group:
+                return once
+        return num_microbatches
+
+    def _group_in_a_row(self, pp: int, num_microbatches: int) -> int:
+        return self.group(pp, num_microbatches) if self.interleaves else 1
 
     @property
     def runs_beside(self) -> bool:
@@ -113,6 +157,26 @@ def plain_bubble_fraction(pp: int, num_microbatches: int, vpp: int) -> float:
     passes = vpp * num_microbatches
     idle = pp - 1 + (vpp - 1) * max(0, pp - num_microbatches)
     return idle / (passes + idle)
+
+
+def _made(
+    rank_actions: Callable[[int, int, int, int], list[Action]],
+    group_of: Callable[[int, int], int] | None,
+    place: tuple[int, int, int],
+    microbatches: tuple[int, int],
+    copies: int,
+) -> list[Action] | None:
+    """Return the actions of a rank with *copies* of its period; None where groups differ then."""
+    (pp_rank, pp, vpp), (once, group) = place, microbatches
+    count = once + copies * group
+    if group_of is not None and group_of(pp, count) != group:
+        return None
+    return rank_actions(pp_rank, pp, count, vpp)
+
+
+def moved_actions(actions: Sequence[Action], distance: int) -> list[Action]:
+    """Return *actions* of microbatches that come so much later."""
+    return [Action(phase, stage, microbatch + distance) for phase, stage, microbatch in actions]
 
 
 def alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:

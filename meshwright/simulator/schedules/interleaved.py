@@ -147,6 +147,7 @@ def interleaved(
         refusal=lambda *size: _refusal(runtime, group_size, *size),
         pairs=order.pairs if beside else no_pairs,
         group=order.group,
+        warmup=order.warmup,
         interleaves=True,
         holds_sent=True,
     )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.simulator.schedules.actions import Action, Phase
+from meshwright.simulator.schedules.periodic import Periodic
 
 # max_active_stages of _add_unshard_reshard (torch.distributed.pipelining.schedules, PyTorch 2.13)
 MOST_GATHERED = 3
@@ -67,6 +68,15 @@ def refetched(actions: Sequence[Action], num_virtual_stages: int) -> list[bool]:
 
 def count_refetches(actions: Sequence[Action], num_virtual_stages: int) -> list[Refetches]:
     """Return how often each virtual stage of a rank is gathered anew in a step."""
+    if isinstance(actions, Periodic):
+        # What comes next, and what came before, is the same in all periods but the outer ones.
+        once, twice = (
+            count_refetches(actions.repeated(copies), num_virtual_stages) for copies in (1, 2)
+        )
+        return [
+            Refetches(*(a + (b - a) * (actions.copies - 1) for a, b in zip(*each, strict=True)))
+            for each in zip(once, twice, strict=True)
+        ]
     counts = [[0, 0] for _ in range(num_virtual_stages)]
     before: dict[int, Phase] = {}
     for action, again in zip(actions, refetched(actions, num_virtual_stages), strict=True):

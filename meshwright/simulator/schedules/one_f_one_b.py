@@ -28,6 +28,11 @@ def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> li
     return alternate(*single_stage_passes(num_microbatches), pp - 1 - pp_rank)
 
 
+def _overlapped_actions(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
+    """Return the actions of the only rank, one forward pass ahead."""
+    return alternate(*single_stage_passes(num_microbatches), 1)
+
+
 def _in_flight(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> int:
     return min(pp - pp_rank, num_microbatches)
 
@@ -48,6 +53,7 @@ ONE_F_ONE_B = Schedule(
     around_last=all_passes,
     bubble_fraction=plain_bubble_fraction,
     refusal=refuse_virtual_stages,
+    warmup=lambda pp_rank, pp, _count, _vpp: pp - 1 - pp_rank,
 )
 
 # Without a pipeline a forward pass runs ahead, and each other one beside a backward pass of the
@@ -55,9 +61,10 @@ ONE_F_ONE_B = Schedule(
 # combined_1f1b.py of core 0.16); a pipeline needs virtual stages for it.
 ONE_F_BESIDE_ONE_B = replace(
     ONE_F_ONE_B,
-    rank_actions=lambda _rank, _pp, count, _vpp: alternate(*single_stage_passes(count), 1),
+    rank_actions=_overlapped_actions,
     in_flight=lambda _rank, _pp, count, _vpp: min(2, count),
     pairs=lambda _rank, _pp, count, _vpp: steady_pairs(1, count),
+    warmup=lambda *_size: 1,
     refusal=lambda pp, count, vpp: (
         BESIDE_REFUSAL.format(pp=pp) if pp > 1 else refuse_virtual_stages(pp, count, vpp)
     ),

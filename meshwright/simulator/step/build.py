@@ -14,7 +14,7 @@ from meshwright.simulator.blocks import (
     num_angle_tables,
 )
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
-from meshwright.simulator.engine import StepWork
+from meshwright.simulator.engine import StepWork, check_passes
 from meshwright.simulator.layout import REPLICATED, ResolvedPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
 from meshwright.simulator.memory import (
@@ -148,6 +148,8 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
     )
     size = plan.pp, setting.num_microbatches, plan.num_virtual_stages
     beside = plan.expert_overlap is not None
+    if schedule.warmup is None:  # nothing of it comes again: all of it is run
+        check_passes(plan.num_stages, setting.num_microbatches)
     return StepWork(
         ranks=tuple(rank.work for rank in ranks),
         actions=schedule.actions(*size),

@@ -1,0 +1,237 @@
+"""Long steps: a shorter one is run, and its steady part repeated, where that is exact.
+
+A pass starts when the one before it on its rank is over and its message is there: times are sums
+and maxima of earlier ones, in a fixed order.  In the steady part of a schedule the passes of a
+group of microbatches wait for each other as those of the group before it.  Once all times of some
+groups are those of as many groups before, all moved alike, they solve the longer step's equations
+moved once more, and so do those of the drain, which see what they saw before.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain, count
+from operator import sub
+from typing import NamedTuple, cast
+
+from meshwright.simulator.engine.record import Mark, Messages, RankTimes, Span, moved_spans
+from meshwright.simulator.engine.work import StepWork, shortened
+from meshwright.simulator.schedules import Action, Periodic, moved_actions, moved_times
+
+# The steady parts of steps that are tried, in the shortest that often shows how they go on, where
+# the whole step has so many times their microbatches.
+TRIED = (1, 4)
+TIMES_LONGER = 3
+
+
+class Period(NamedTuple):
+    """What comes again in the steady part of a step.
+
+    Args:
+        num_groups: Groups of microbatches of a period.
+        size: Actions of a rank in it.
+        ahead: Actions that follow it on each rank, to the end of the steady part.
+        behind: Actions before it whose times, or whose collectives', decide its own.
+        time_ps: How much later it comes again.
+    """
+
+    num_groups: int
+    size: int
+    ahead: int
+    behind: int
+    time_ps: int = 0
+
+
+class RankRecord(NamedTuple):
+    """A rank's short run: its times, what was done before some passes, and its steady part.
+
+    Args:
+        times: The times.
+        marks: What was done before passes beside which collectives run, and before the end.
+        order: Its actions, with the period of the schedule once.
+        end: Where its steady part ends.
+        sent: How many messages are sent before each action, and after the last.
+    """
+
+    times: RankTimes
+    marks: Sequence[Mark]
+    order: Periodic[Action]
+    end: int
+    sent: Sequence[int]
+
+    @classmethod
+    def of(cls, times: RankTimes, marks: Sequence[Mark], order: Periodic[Action]) -> "RankRecord":
+        """Return the record of a run whose *order* has fewer copies of its period."""
+        copies = (len(times.actions) - len(order.once)) // order.size
+        sends = (action[:2] not in times.silent for action in times.actions)
+        sent = [*accumulate(sends, initial=0)] if times.silent else range(len(times.actions) + 1)
+        return cls(times, marks, order, order.end + copies * order.size, sent)
+
+    def mark(self, position: int) -> Mark:
+        """Return the first mark from *position* on."""
+        return self.marks[bisect_left(self.marks, position, key=lambda mark: mark.position)]
+
+    def later_by(self, period: Period) -> int | None:
+        """Return by how much all that decides the next period's times is later than once before.
+
+        Returns:
+            None where it is not by the same time.
+        """
+        size, last = period.size, self.end - period.size
+        first = last - period.ahead - period.behind
+        begun, done, begun_on, done_on = map(self.mark, (first, last, first + size, self.end))
+        sent, issued = self.sent[first], begun.num_issued
+        counts = self.sent[last] - sent, done.num_issued - issued
+        is_alike = begun.num_queued == begun_on.num_queued and done.num_queued == done_on.num_queued
+        if not is_alike or done_on.num_issued - begun_on.num_issued != counts[1]:
+            return None
+        times = self.times
+        spans = times.collectives[issued : done_on.num_issued]
+        sent_on, issued_on = self.sent[first + size], begun_on.num_issued - issued
+        parts = begun.num_parts, begun_on.num_parts, done.num_parts - begun.num_parts
+        later = {
+            *_differences(times.starts_ps, first, first + size, last - first),
+            *_differences(times.ends_ps, first, first + size, last - first),
+            *_differences(times.messages.ends_ps, sent, sent_on, counts[0]),
+            *_differences(times.part_starts_ps, *parts),
+            *_differences([each.start_ps for each in spans], 0, issued_on, counts[1]),
+            *_differences([each.end_ps for each in spans], 0, issued_on, counts[1]),
+        }
+        return later.pop() if len(later) == 1 else None
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether collectives run beside passes of the steady part."""
+        return self.mark(self.order.end).position < self.end
+
+    def is_in_time(self, period: Period, *, shared_port: bool) -> bool:
+        """Whether what passes issued before the end of *period* is over within one more.
+
+        What is issued no more must not keep the drain's collectives waiting.
+        """
+        end, times = self.end - period.ahead, self.times
+        issued, sent, goes_on = self.mark(end).num_issued, self.sent[end], self.has_collectives
+        last = [times.collectives[issued - 1].end_ps] if issued else []
+        last += [times.messages.ends_ps[sent - 1]] if shared_port and goes_on and sent else []
+        limit_ps = times.starts_ps[end] + (period.time_ps if goes_on else 0)
+        return max(last, default=0) <= limit_ps
+
+    def repeated(self, period: Period, copies: int) -> RankTimes:
+        """Return the times with so many more copies of *period*."""
+        times, end = self.times, self.end - period.ahead
+        begun, done = self.mark(end - period.size), self.mark(end)
+        time_ps, moved_ps = period.time_ps, copies * period.time_ps
+
+        def later(values: Sequence[int], last: int, size: int) -> Periodic[int]:
+            return Periodic(values, last, size, copies, time_ps, moved_times)
+
+        pairs, num_microbatches = times.pairs, period.num_groups * self.order.distance
+        sent, sent_before = self.sent[end], self.sent[end - period.size]
+        parts, num_parts = done.num_parts, done.num_parts - begun.num_parts
+        issued, num_issued = done.num_issued, done.num_issued - begun.num_issued
+        messages = (later(each, sent, sent - sent_before) for each in times.messages)
+        waited_ps = done.gather_wait_ps - begun.gather_wait_ps
+        return replace(
+            times,
+            actions=Periodic(
+                times.actions, end, period.size, copies, num_microbatches, moved_actions
+            ),
+            pairs=pairs and range(pairs.start, pairs.stop + copies * period.size, pairs.step),
+            starts_ps=later(times.starts_ps, end, period.size),
+            ends_ps=later(times.ends_ps, end, period.size),
+            part_starts_ps=later(times.part_starts_ps, parts, num_parts),
+            messages=Messages(*cast("Iterator[list[int]]", messages)),
+            collectives=Periodic[Span](
+                times.collectives, issued, num_issued, copies, time_ps, moved_spans
+            ),
+            closing=moved_spans(times.closing, moved_ps),
+            gather_wait_ps=times.gather_wait_ps + copies * waited_ps,
+            passes_end_ps=times.passes_end_ps + moved_ps,
+            reduce_end_ps=times.reduce_end_ps + moved_ps,
+            update_start_ps=times.update_start_ps + moved_ps,
+            end_ps=times.end_ps + moved_ps,
+        )
+
+
+def _differences(times_ps: Sequence[int], first: int, second: int, count: int) -> set[int]:
+    """Return by how much *count* times from the *second* on are later than from the *first* on."""
+    return {*map(sub, times_ps[second : second + count], times_ps[first : first + count])}
+
+
+def run_shorter(
+    work: StepWork, run: Callable[[StepWork], Iterable[tuple[RankTimes, Sequence[Mark]]]]
+) -> tuple[list[RankTimes] | None, int]:
+    """Run shorter steps than *work* for its times.
+
+    Args:
+        work: The step.
+        run: Runs one; returns for each rank when it did what, and its marks.
+
+    Returns:
+        The times of each rank, None where no step tells them; and the passes that were run.
+    """
+    orders = [each for each in work.actions if isinstance(each, Periodic)]
+    copies, num_passes = _tried_copies(work, orders), 0
+    while copies:
+        short = shortened(work, orders, copies[0])
+        if TIMES_LONGER * short.num_microbatches > work.num_microbatches:
+            break
+        records = [RankRecord.of(*ran, each) for ran, each in zip(run(short), orders, strict=True)]
+        num_passes += sum(map(len, short.actions))
+        period, left = find_period(short, records), orders[0].copies - copies.pop(0)
+        if period is None:
+            continue
+        times, rest = divmod(left, period.num_groups)
+        if not rest:
+            return [each.repeated(period, times) for each in records], num_passes
+        copies.insert(0, orders[0].copies - left + rest)
+    return None, num_passes
+
+
+def _tried_copies(work: StepWork, orders: Sequence[Periodic[Action]]) -> list[int]:
+    """Return how many copies of the period of *orders* shorter steps have, the shortest first."""
+    stages = chain.from_iterable(rank.virtual_stages for rank in work.ranks)
+    # Which copies of activations are behind at a time is not looked at.
+    if not orders or any(each.forward_copies for each in stages):
+        return []
+    # A wave that goes down a pipeline and back makes a period of as many microbatches as it has
+    # ranks: they are run twice, and some more; left out is a multiple of them.
+    most, group = orders[0].copies, orders[0].distance
+    round_trip, least = max(1, work.pp // group), 4 - (-(2 * work.pp + 12) // group)
+    tried = (times * least for times in TRIED)
+    return [each + (most - each) % round_trip for each in tried]
+
+
+def reach(pp: int, vpp: int, group: int) -> tuple[int, int]:
+    """Return by how many passes a message's sender is ahead of its taker at most, and behind.
+
+    Passes are counted from the beginning of the steady part of their rank.  There a rank is ahead
+    of the next one by up to four forward passes; from the last rank a group of microbatches goes on
+    to the first one's next virtual stage, and back.
+    """
+    return (4 * pp + 4 if vpp > 1 else 4), 2 * group + 12
+
+
+def find_period(work: StepWork, records: Sequence[RankRecord]) -> Period | None:
+    """Return the least period with which the steady part of a short run goes on.
+
+    Returns:
+        None where it shows none.
+    """
+    order, vpp = records[0].order, work.num_virtual_stages
+    ahead, behind = reach(work.pp, vpp, order.distance)
+    # A collective waits for earlier ones, and gives way to messages until it is over.
+    more = int(any(each.has_collectives for each in records))
+    for num_groups in count(1):
+        size = num_groups * order.size
+        period = Period(num_groups, size, ahead + more * size, behind + more * size)
+        needed = period.size + period.ahead + period.behind
+        if any(each.end - needed < each.order.end for each in records):
+            break
+        later = records[0].later_by(period)
+        if later is None or any(each.later_by(period) != later for each in records[1:]):
+            continue
+        period = period._replace(time_ps=later)
+        if all(each.is_in_time(period, shared_port=work.shared_port) for each in records):
+            return period
+    return None
