@@ -1,6 +1,6 @@
 """The parameters of ranks, a column over shapes for each set of stages."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -36,15 +36,25 @@ class ParameterCounts:
 
     def of_rank(self, degrees: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the parameters of a rank that holds *stages*, of each of some `degrees`."""
-        model = self._table.shapes[0].trained
-        copies = sum(copies_table(model, stage) for stage in stages)
-        weights = np.array([*block_counts(self._kinds, stages), copies], np.int64)
-        return np.asarray((self._counts @ weights)[degrees], np.int64)
+        return np.asarray((self._counts @ self._weights(stages))[degrees], np.int64)
 
     def of_experts(self, degrees: Column, stages: tuple[Stage, ...]) -> Column:
         """Return those of experts that other ranks than those of a replica hold."""
-        weights = np.array(block_counts(self._kinds, stages), np.int64)
-        return np.asarray((self._experts @ weights)[degrees], np.int64)
+        return np.asarray((self._experts @ self._weights(stages)[:-1])[degrees], np.int64)
+
+    def of_ranks(
+        self, degrees: Column, ranks: Sequence[Sequence[Stage]], member: Column
+    ) -> tuple[Column, Column]:
+        """Return all parameters and those of experts of the rank in each row, one of *ranks*."""
+        weights = np.array([self._weights(stages) for stages in ranks])
+        every, experts = self._counts @ weights.T, self._experts @ weights[:, :-1].T
+        return np.asarray(every[degrees, member]), np.asarray(experts[degrees, member])
+
+    def _weights(self, stages: Sequence[Stage]) -> Column:
+        """Return how many blocks of each kind a rank of *stages* has, and copies of the table."""
+        model = self._table.shapes[0].trained
+        copies = sum(copies_table(model, stage) for stage in stages)
+        return np.array([*block_counts(self._kinds, stages), copies], np.int64)
 
     def beside_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return what layers of such a rank hold beside their weights, for each of the layouts."""

@@ -38,17 +38,28 @@ from meshwright.simulator.units import (
     Padding,
     ParameterBytes,
     PassBytes,
-    RankStates,
     Sharding,
     StagePass,
     StageUnits,
     StageWeights,
     UnitBytes,
+    unit_states,
 )
 
 Record = TypeVar("Record")
 Part: TypeAlias = tuple[Stage, bool]
 """A virtual stage, and whether it is alone on its rank."""
+
+
+def shardings_of(kinds: Sequence[Kind]) -> list[Sharding]:
+    """Return how units are sharded in steps of one microbatch, and of several, kind by kind."""
+    return [
+        Sharding.of(
+            kind.replication.in_steps_of(count), ParameterBytes(kind.state, kind.wire.reduce_bytes)
+        )
+        for kind in kinds
+        for count in (1, 2)
+    ]
 
 
 class UnitStates(NamedTuple):
@@ -75,14 +86,7 @@ class UnitStates(NamedTuple):
         first, state = distinct(columns)
         of_layout = np.full(len(space), -1)
         of_layout[indices] = state
-        shardings = [
-            Sharding.of(
-                kind.replication.in_steps_of(count),
-                ParameterBytes(kind.state, kind.wire.reduce_bytes),
-            )
-            for kind in kinds
-            for count in (1, 2)
-        ]
+        shardings = shardings_of(kinds)
         shapes, num_ranks, num_experts, numbers = (column[first] for column in columns)
         degrees = num_ranks, num_experts
         return cls(of_layout, shapes, *degrees, numbers, shardings, columns_of(shardings))
@@ -234,7 +238,7 @@ class UnitPeaks:
         total = sum(rows * count for rows, count in zip(parts, counts, strict=True))
         weights, experts, most, of_experts, surplus, copied, buffers, *passes = np.asarray(total).T
         sharding = states.sharding(own)
-        held = RankStates.of(weights, experts, Padding(most, of_experts), sharding)
+        held = unit_states(weights, experts, Padding(most, of_experts), sharding)
         beside = self._beside.of_rank(states.shapes[own], role.stages)
         lasting, gradients = held.parameters + held.optimizer + beside, held.gradients + surplus
         microbatches = self._space.num_microbatches[group.indices]

@@ -7,6 +7,8 @@ from typing import Generic, NamedTuple
 
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.graph import Size as Bytes
+from meshwright.simulator.graph import chosen
 from meshwright.simulator.layout import (
     STACKS_OWN,
     Formats,
@@ -94,6 +96,37 @@ class StateBytes:
             precision.num_bytes,
             bucket_bytes,
         )
+
+
+class RankStates(NamedTuple):
+    """Bytes of a rank's states on its device, and of what the optimizer needs for a moment.
+
+    Whole numbers, or columns of them over many layouts.
+    """
+
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    update_temporary: Bytes
+
+    @classmethod
+    def of(cls, num_parameters: Bytes, state: StateBytes, shards: Shards) -> "RankStates":
+        """Return those of so many parameters, split over *shards*, filled up to one size.
+
+        A whole weight is in the training's format; a shard may be in fp32, its own master copy.
+        """
+        parameter = chosen(shards.parameters == 1, state.parameter, state.sharded_parameter)
+        share = -(-num_parameters // shards.optimizer)
+        return cls(
+            parameters=-(-num_parameters // shards.parameters) * parameter,
+            gradients=-(-num_parameters // shards.gradients) * (state.gradient + state.bucket),
+            optimizer=share * state.optimizer,
+            update_temporary=share * state.update_temporary,
+        )
+
+    def beside(self, other: "RankStates") -> "RankStates":
+        """Return these with *other* ones, such as those of weights that are split otherwise."""
+        return RankStates(*(one + more for one, more in zip(self, other, strict=True)))
 
 
 class PassPeak(NamedTuple, Generic[Size]):
@@ -286,15 +319,12 @@ def rank_memory(
     >>> [rank_memory(7_500_000_000, state, (), shards=each).static_bytes for each in shares]
     [120000000000, 31406250000, 16640625000, 1875000000]
     """
-    # A whole weight is in the training's format; a shard may be in fp32, its own master copy.
-    parameter = state.parameter if shards.parameters == 1 else state.sharded_parameter
-    # Shards are filled up to one size, so a rank's is rounded up.
-    optimizer_share = -(-num_parameters // shards.optimizer)
+    states = RankStates.of(num_parameters, state, shards)
     return RankMemory(
-        parameters_bytes=-(-num_parameters // shards.parameters) * parameter,
-        gradients_bytes=-(-num_parameters // shards.gradients) * (state.gradient + state.bucket),
-        optimizer_states_bytes=optimizer_share * state.optimizer,
-        update_temporary_bytes=optimizer_share * state.update_temporary,
+        parameters_bytes=int(states.parameters),
+        gradients_bytes=int(states.gradients),
+        optimizer_states_bytes=int(states.optimizer),
+        update_temporary_bytes=int(states.update_temporary),
         virtual_stages=virtual_stages,
         buffers_bytes=max((each.buffer_bytes for each in virtual_stages), default=0),
     )

@@ -13,6 +13,7 @@ from meshwright.simulator.memory import (
     PassPeak,
     PassPeaks,
     RankMemory,
+    RankStates,
     SentBytes,
     VirtualStageMemory,
     batch_bytes,
@@ -39,7 +40,7 @@ class StageUnits(NamedTuple):
     """Bytes of a virtual stage whose states are units; see `VirtualStageMemory` and `KeptUnits`.
 
     Args:
-        surplus: Gradients beyond those that `RankStates` counts.
+        surplus: Gradients beyond those that `unit_states` counts.
         copied: Rows of a table's gradient that are copied out of it for the update.
         buffers: Buffers of a microbatch's messages that live throughout the step.
         saved: Kept by a pass.
@@ -214,30 +215,21 @@ def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
     return PassPeak(output + most, stage_pass.late_bytes - units.shard)
 
 
-class RankStates(NamedTuple):
-    """Bytes of a rank's states on its device, and of what the optimizer needs for a moment."""
-
-    parameters: Size
-    gradients: Size
-    optimizer: Size
-    update_temporary: Size
-
-    @classmethod
-    def of(
-        cls, num_parameters: Size, num_experts: Size, padding: Padding, sharding: Sharding
-    ) -> "RankStates":
-        """Return those of so many parameters, and of experts of which other ranks hold others."""
-        state, of_experts = sharding.parameter.state, sharding.of_experts
-        share = sharding.shares(num_parameters + padding.most, num_experts + padding.experts)
-        share = share * (1 - sharding.on_host)
-        gradients = sharding.kept_bytes(num_parameters, padding.most)
-        gradients = gradients + of_experts.kept_bytes(num_experts, padding.experts)
-        return cls(
-            parameters=share * state.sharded_parameter,
-            gradients=gradients,
-            optimizer=share * state.optimizer,
-            update_temporary=share * state.update_temporary,
-        )
+def unit_states(
+    num_parameters: Size, num_experts: Size, padding: Padding, sharding: Sharding
+) -> RankStates:
+    """Return the states of so many parameters, and of experts of which other ranks hold others."""
+    state, of_experts = sharding.parameter.state, sharding.of_experts
+    share = sharding.shares(num_parameters + padding.most, num_experts + padding.experts)
+    share = share * (1 - sharding.on_host)
+    gradients = sharding.kept_bytes(num_parameters, padding.most)
+    gradients = gradients + of_experts.kept_bytes(num_experts, padding.experts)
+    return RankStates(
+        parameters=share * state.sharded_parameter,
+        gradients=gradients,
+        optimizer=share * state.optimizer,
+        update_temporary=share * state.update_temporary,
+    )
 
 
 def unit_rank_memory(
@@ -270,7 +262,7 @@ def unit_rank_memory(
             keeps_units=sharding.keeps_units, sums=sharding.sums
         )
     padding = Padding(*(sum(paddings[stage][own] for stage in stages) for own in range(2)))
-    states = RankStates.of(*held_parameters(shape, stages), padding, sharding)
+    states = unit_states(*held_parameters(shape, stages), padding, sharding)
     batch = batch_bytes(shape.num_tokens, shape.cp) * shape.keeps_outputs
     return RankMemory(
         parameters_bytes=int(states.parameters),
