@@ -41,7 +41,7 @@ from meshwright.simulator.memory import (
     MemoryPeak,
     Overheads,
     PeakBytes,
-    fullest_moments,
+    fullest_event,
     memory_peak,
     memory_timeline,
     most_bytes,
@@ -207,7 +207,7 @@ class RankPeaks:
         if pp_rank not in self._known:
             memory, rank = self.built.memory[pp_rank], self.times.ranks[pp_rank]
             ran = rank.actions, rank.ran, rank.update_start_ps
-            self._known[pp_rank] = memory_peak(memory, fullest_moments(memory, *ran, rank.pairs))
+            self._known[pp_rank] = memory_peak(memory, [fullest_event(memory, *ran, rank.pairs)])
         return self._known[pp_rank]
 
     def peak(self, fragmentation: Fragmentation) -> PeakBytes[int] | None:
@@ -225,8 +225,8 @@ class RankPeaks:
         larger = schedule.group(pp, count) - pp
         most: dict[int, int] = {}
         for pp_rank, memory in enumerate(self.built.memory):
-            num_passes = schedule.in_flight(pp_rank, pp, count, vpp)
-            bound = most_bytes(memory, num_passes, larger)
+            in_flight = schedule.most_in_flight(pp_rank, pp, count, vpp)
+            bound = most_bytes(memory, in_flight, larger)
             if bound is None:
                 return None
             most[pp_rank] = bound

@@ -37,7 +37,7 @@ from meshwright.planner.footprint import (
     peak_bytes,
 )
 from meshwright.planner.footprint.least import least_bytes
-from meshwright.planner.footprint.pass_table import _most
+from meshwright.planner.footprint.pass_table import most_of
 from meshwright.planner.search import search
 from meshwright.planner.space import PASSES, SWITCHES
 from meshwright.planner.space.shapes import ShapeTable
@@ -1060,8 +1060,9 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
 def test_memory_is_exact_where_floats_no_longer_are() -> None:
     sizes = np.array([[2**53 + 1, 3], [5, 2**52 + 1], [1, 1]])
     counts = np.array([[1, 0], [1, 2]])
-    assert _most(sizes, counts).tolist() == [2**53 + 7, 2**53 + 7, 3]
-    assert _most(sizes[2:], counts).tolist() == [3]
+    starts = np.array([0])
+    assert most_of(sizes, counts, starts).tolist() == [[2**53 + 7], [2**53 + 7], [3]]
+    assert most_of(sizes[2:], counts, np.array([0, 1])).tolist() == [[1, 3]]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if " on the host" in name])

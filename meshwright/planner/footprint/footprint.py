@@ -13,7 +13,7 @@ from meshwright.planner.footprint.groups import (
     pipeline_groups,
 )
 from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
-from meshwright.planner.footprint.passes import Layouts, RolePasses, Sizes
+from meshwright.planner.footprint.passes import Layouts, RoleMoments, Sizes
 from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.footprint.states import LayoutStates
 from meshwright.planner.footprint.units import UnitPeaks
@@ -76,11 +76,7 @@ class Footprint:
         self._space = space
         self._table = table
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
-        self._sizes = (
-            None
-            if space.stack.is_fully_sharded
-            else Sizes.of(table, blocks, holds_messages=space.stack.holds_messages)
-        )
+        self._sizes = None if space.stack.is_fully_sharded else Sizes(table, blocks)
 
     def peak_bytes(
         self,
@@ -127,8 +123,14 @@ def _add_group(
     ranks = []
     for role in group.pipeline.roles:
         lasting, static, at_end = states.of_role(role, sizes)
-        passes = RolePasses(
-            group.pipeline, role, sizes, sizes.workspaces(role, ways, used, devices)
+        passes = RoleMoments(
+            group.pipeline,
+            role,
+            sizes,
+            ways,
+            used,
+            devices,
+            holds_messages=space.stack.holds_messages,
         )
         # The update comes when all activations are gone: of both only the larger counts.
         at_end = static + at_end + passes.held_between_steps[own.shapes]

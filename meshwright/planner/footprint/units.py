@@ -13,12 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.footprint.groups import FullestRanks, PipelineGroup, pipeline_groups
-from meshwright.planner.footprint.pass_table import (
-    PassTable,
-    RankOrder,
-    pass_sizes,
-    representative_microbatches,
-)
+from meshwright.planner.footprint.pass_table import RolePasses, pass_table
 from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.space import Column, Role, ShapeTable, Space, block_counts, distinct
 from meshwright.simulator.blocks import (
@@ -30,7 +25,7 @@ from meshwright.simulator.blocks import (
     num_angle_tables,
 )
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import Fragmentation, batch_bytes
+from meshwright.simulator.memory import Fragmentation, batch_bytes, pass_sizes
 from meshwright.simulator.model import ENDS, BlockRun, KeptLayer, model_blocks
 from meshwright.simulator.replication import fills_rows
 from meshwright.simulator.units import (
@@ -165,7 +160,6 @@ class UnitPeaks:
         self._passes = columns_of(passes)
         self._beside = BesideWeights(table)
         self._shapes, self._member = table.by_degrees()
-        self._tables: dict[tuple[object, ...], PassTable] = {}
 
     def add_to(
         self, peaks: FullestRanks, indices: Column, tell: Callable[[int, int], None]
@@ -219,7 +213,8 @@ class UnitPeaks:
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
             static = weights.total, weights.experts, *weights.padding, found.surplus, found.copied
-            sizes = (*static, found.buffers, *pass_sizes(found))
+            memory = found.virtual_stage(keeps_units=sharding.keeps_units, sums=sharding.sums)
+            sizes = (*static, found.buffers, *pass_sizes(memory))
             if not rows.size:
                 rows = np.empty((len(used), len(sizes)), np.int64)
             for number, column in enumerate(sizes):
@@ -271,34 +266,22 @@ class UnitPeaks:
         kinds = tuple(stages.index(stage) for stage in role.stages)
         keeps_most, reshards = ranks.flags()
         ends = dict.fromkeys((role.first, role.first if keeps_most else role.last))
-        numbers, member = np.unique(ranks.num_microbatches, return_inverse=True)
-        fewest = [
-            representative_microbatches(schedule, pp, number, len(kinds))
-            for number in numbers.tolist()
-        ]
-        columns = [np.array(fewest, np.int64)[member.reshape(-1)], reshards, ranks.sums]
+        passes = RolePasses(schedule, pp, kinds, gathers=True, keeps_units=pp > 1)
+        columns = [ranks.num_microbatches, reshards, ranks.sums]
         first, member = distinct(columns)
         moving = np.zeros(len(member), np.int64)
         for number, row in enumerate(np.stack(columns, axis=1)[first].tolist()):
-            chosen = member == number
+            chosen, count = member == number, row[0]
             sizes = np.concatenate([rows[chosen] for rows in ranks.parts], axis=1)
+            own = passes._replace(reshards=bool(row[1]), sums=bool(row[2]))
+            tables = [pass_table(own, end, own.few_microbatches(end, count)) for end in ends]
             moving[chosen] = np.maximum.reduce(
                 [
-                    self._table_of(
-                        RankOrder(schedule, pp, end, row[0], kinds, *map(bool, row[1:]))
-                    ).most_moving(sizes, ranks.num_microbatches[chosen])
-                    for end in ends
+                    table.most_moving(sizes[:, table.columns], ranks.num_microbatches[chosen])
+                    for table in tables
                 ]
             )
         return moving
-
-    def _table_of(self, order: RankOrder) -> PassTable:
-        """Return the moments of a rank."""
-        # A schedule holds functions: its name is what tells it from others.
-        key = (order.schedule.name, *order[1:])
-        if key not in self._tables:
-            self._tables[key] = PassTable.of(order)
-        return self._tables[key]
 
 
 def _weights(

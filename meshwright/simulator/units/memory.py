@@ -1,6 +1,6 @@
 """The memory of a rank whose states are units of FSDP (`meshwright.simulator.units.passes`)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -156,32 +156,27 @@ class StageUnits(NamedTuple):
         )
 
     def virtual_stage(self, *, keeps_units: bool, sums: bool) -> VirtualStageMemory:
-        """Return whole numbers as what a rank's passes are followed with."""
-        forward, first, later = _whole(self.apart)
+        """Return these sizes as those of a rank's passes."""
+        forward, first, later = self.apart
+        kept = KeptUnits(
+            whole=self.whole,
+            ahead=self.ahead,
+            ahead_bytes=self.fetched,
+            reduction=PassPeak(self.reduction, self.reduced),
+        )
         return VirtualStageMemory(
-            saved_bytes=int(self.saved),
+            saved_bytes=self.saved,
             forward_workspace_bytes=forward.total_bytes,
             backward_workspace_bytes=later.total_bytes,
-            late_gradients_bytes=int(self.late),
+            late_gradients_bytes=self.late,
             first_backward=first,
-            last_backward=_whole((self.last,))[0] if sums else None,
-            reduced_gradients_bytes=int(self.reduced) if sums else 0,
-            after_forward_bytes=int(self.after_forward),
-            after_backward_bytes=int(self.after_backward),
-            kept_units=KeptUnits(
-                whole=PassPeaks(*_whole(self.whole)),
-                ahead=PassPeaks(*_whole(self.ahead)),
-                ahead_bytes=int(self.fetched),
-                reduction=PassPeak(int(self.reduction), int(self.reduced)),
-            )
-            if keeps_units
-            else None,
-            sent=SentBytes(*map(int, self.sent)),
+            last_backward=self.last if sums else None,
+            reduced_gradients_bytes=self.reduced if sums else 0,
+            after_forward_bytes=self.after_forward,
+            after_backward_bytes=self.after_backward,
+            kept_units=kept if keeps_units else None,
+            sent=SentBytes._make(self.sent),
         )
-
-
-def _whole(peaks: Iterable[PassPeak[Size]]) -> list[PassPeak[int]]:
-    return [PassPeak(*map(int, peak)) for peak in peaks]
 
 
 def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
