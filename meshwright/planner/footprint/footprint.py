@@ -56,7 +56,9 @@ def peak_bytes(
         progress: Called with what is being done, how much is done, and of how much.
     """
     asked = np.arange(len(space)) if indices is None else indices
-    live = least_bytes(space, table, blocks, asked, most_bytes=most_bytes)
+    live = np.zeros(len(asked), np.int64)
+    if most_bytes < MOST_BYTES:
+        live = least_bytes(space, table, blocks, asked, most_bytes=most_bytes)
     peaks = PeakBytes(live, np.minimum(live, MOST_LIVE_BYTES) * PARTS)
     left = live <= most_bytes
     if left.any():
@@ -73,6 +75,7 @@ class Footprint:
     """The exact memory of layouts of a space, found once for what they share."""
 
     def __init__(self, space: Space, table: ShapeTable, blocks: BlockTable) -> None:
+        blocks.prepare(table.shapes, table.kinds)
         self._space = space
         self._table = table
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None

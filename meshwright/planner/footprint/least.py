@@ -200,8 +200,9 @@ class _States(NamedTuple):
         )
         if is_sharded:  # a step of one microbatch reduces at once
             number = 2 * number + np.minimum(space.num_microbatches[indices], 2) - 1
-        numbers, used = np.unique(space.pipeline_numbers[indices], return_inverse=True)
-        columns = [counts.degrees[table.index[indices]], used.reshape(-1), number]
+        numbers = space.pipeline_numbers[indices]
+        used, pipelines = distinct([numbers])
+        columns = [counts.degrees[table.index[indices]], pipelines, number]
         columns += [space.num_shards[indices], space.expert_shards[indices]]
         first, member = distinct(columns)
         degrees, pipelines, number, *shards = (column[first] for column in columns)
@@ -220,7 +221,7 @@ class _States(NamedTuple):
         else:
             kinds = [each._replace(state=least_weights(each.state, recipe)) for each in kinds]
             split = LayoutStates.of(kinds, number, *shards)
-        known = [space.pipelines[each] for each in numbers.tolist()]
+        known = [space.pipelines[each] for each in numbers[used].tolist()]
         return cls(counts, degrees, pipelines, known, member, split)
 
     def of_rank(self, place: int) -> _RankBytes:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space import Column, distinct, few_rows
+from meshwright.planner.space import Column, few_rows
 from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.memory import (
     NUM_SIZES,
@@ -37,7 +37,7 @@ class RolePasses(NamedTuple):
         pp: Ranks of the pipeline.
         kinds: Numbers of a rank's virtual stages, those that are alike the same.
         holds_messages: Whether modules hold messages.
-        gathers: Whether passes leave gathered weights behind.
+        moves_states: Whether passes make gradients, or leave gathered weights behind.
         keeps_units: Whether these stay from a backward pass to the next pass.
         reshards: Whether they are freed after a forward pass.
         sums: Whether the last backward pass reduces sums of gradients.
@@ -47,7 +47,7 @@ class RolePasses(NamedTuple):
     pp: int
     kinds: tuple[int, ...]
     holds_messages: bool = False
-    gathers: bool = False
+    moves_states: bool = False
     keeps_units: bool = False
     reshards: bool = False
     sums: bool = False
@@ -77,7 +77,7 @@ class RolePasses(NamedTuple):
         return RankOrder(
             self.kinds,
             place,
-            self.gathers,
+            self.moves_states,
             self.keeps_units,
             self.reshards,
             self.sums,
@@ -114,7 +114,10 @@ class PassTable(NamedTuple):
 
 def joined(tables: Sequence[PassTable]) -> tuple[Column, NDArray[np.int64], Column]:
     """Return the columns of some tables, the rows of all in these, and where each one's begin."""
-    columns = np.unique(np.concatenate([table.columns for table in tables]))
+    is_used = np.zeros(1 + max(int(table.columns[-1]) for table in tables), np.bool_)
+    for table in tables:
+        is_used[table.columns] = True
+    columns = np.flatnonzero(is_used)
     rows = np.zeros((sum(len(table.rows) for table in tables), len(columns)), np.int64)
     starts, end = [], 0
     for table in tables:
@@ -151,7 +154,7 @@ def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> Pass
     counts = counts[:, columns]
     needed = counts[:, (columns % NUM_SIZES >= PassSize.FORWARD) | (columns >= num_sizes)]
     needs = np.where(needed.any(axis=1), 1 + needed.argmax(axis=1), 0)
-    left = _undominated(counts, distinct([needs, growth])[1])
+    left = _undominated(counts, 3 * needs + growth)  # growth is one of three
     # Of a GPipe rank what it keeps, of others what they have sent.
     each = np.zeros((3, order.width), np.int64)
     each[1, PassSize.SAVED] = 1

@@ -1,7 +1,7 @@
 """What passes through virtual stages keep and need, in columns over the shapes of layouts."""
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
@@ -136,7 +136,8 @@ class RoleMoments:
         self._stages = [sizes.shared(stage, ways, used, devices) for stage in stages]
         # What schedules hold is known of those that run one pass after the other.
         holds = holds_messages and pipeline.pp > 1 and not pipeline.schedule.runs_beside
-        self._passes = RolePasses(pipeline.schedule, pipeline.pp, self._kinds, holds)
+        is_late = any(kind is not None and kind.is_late for kind in ways)
+        self._passes = RolePasses(pipeline.schedule, pipeline.pp, self._kinds, holds, is_late)
         self._pairs: list[Column] = []
         if pipeline.schedule.runs_beside:
             self._pairs = [sizes.pair(*each) for each in product(stages, repeat=2)]
@@ -171,7 +172,10 @@ class RoleMoments:
         peaks = np.empty(len(first), np.int64)
         numbers, member = distinct([apart.microbatches])
         few = [self._orders(each) for each in apart.microbatches[numbers].tolist()]
-        tables = {order: pass_table(self._passes, *order) for orders in few for order in orders}
+        tables = {
+            order: pass_table(self._passes, *order)
+            for order in dict.fromkeys(chain.from_iterable(few))
+        }
         columns, counts, starts = joined([*tables.values()])
         places = {order: place for place, order in enumerate(tables)}
         own_places = np.array([[places[order] for order in orders] for orders in few])[member]

@@ -266,7 +266,7 @@ class UnitPeaks:
         kinds = tuple(stages.index(stage) for stage in role.stages)
         keeps_most, reshards = ranks.flags()
         ends = dict.fromkeys((role.first, role.first if keeps_most else role.last))
-        passes = RolePasses(schedule, pp, kinds, gathers=True, keeps_units=pp > 1)
+        passes = RolePasses(schedule, pp, kinds, moves_states=True, keeps_units=pp > 1)
         columns = [ranks.num_microbatches, reshards, ranks.sums]
         first, member = distinct(columns)
         moving = np.zeros(len(member), np.int64)

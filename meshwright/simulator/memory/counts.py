@@ -47,6 +47,8 @@ class PassSize(IntEnum):
 NUM_SIZES = len([*range(PassSize.LAST_BACKWARD + 1)])
 ACTIVATIONS = PassSize.SAVED, PassSize.OUTPUT, PassSize.GRADIENT
 ABSENT = PassSize.LATE, PassSize.REDUCED
+MESSAGES = PassSize.OUTPUT, PassSize.GRADIENT
+NEEDED = PassSize.FORWARD, PassSize.FIRST_BACKWARD, PassSize.BACKWARD, PassSize.LAST_BACKWARD
 
 
 def needed_peaks(stage: VirtualStageMemory) -> list[PassPeak[Size]]:
@@ -89,7 +91,7 @@ class RankOrder(NamedTuple):
     Args:
         kinds: Numbers of its virtual stages, those that are alike the same.
         place: Which rank it is, where a runtime holds messages as Megatron-Core's does.
-        gathers: Whether passes leave gathered weights behind.
+        moves_states: Whether passes make gradients, or leave gathered weights behind.
         keeps_units: Whether gathered units stay from a backward pass to the next pass.
         reshards: Whether they are freed after a forward pass.
         sums: Whether the last backward pass reduces sums of gradients.
@@ -99,7 +101,7 @@ class RankOrder(NamedTuple):
 
     kinds: tuple[int, ...]
     place: PipelinePlace | None = None
-    gathers: bool = True
+    moves_states: bool = True
     keeps_units: bool = False
     reshards: bool = False
     sums: bool = False
@@ -125,8 +127,8 @@ def pass_counts(order: RankOrder, actions: Sequence[Action]) -> Counts:
     states = None
     if order.keeps_units:
         states = pass_states(actions, len(order.kinds), reshards=order.reshards)
-    _count_gradients(counts, passes)
-    if order.gathers:
+    if order.moves_states:
+        _count_gradients(counts, passes)
         _count_gathered(counts, passes, states)
     _count_messages(counts, passes, actions)
     at = np.arange(len(actions))
@@ -224,7 +226,7 @@ def _count_gathered(counts: Counts, passes: _Passes, states: Sequence[PassState]
 def _count_messages(counts: Counts, passes: _Passes, actions: Sequence[Action]) -> None:
     """Count messages that a runtime holds: between two actions as many as in the second."""
     order = passes.order
-    sizes = PassSize.OUTPUT, PassSize.GRADIENT
+    sizes = MESSAGES
     if order.place is not None:
         held = message_counts(actions, order.place, len(order.kinds))
         # Modules hold their last inputs, and the gradients of these, over the step's end.

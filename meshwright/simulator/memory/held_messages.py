@@ -7,7 +7,7 @@ until its next forward pass (`set_input_tensor`), over the step's end, too, and 
 gradient, its ``grad``; so does that of a pass whose output a variable holds, by the output's graph.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, compress
@@ -63,8 +63,24 @@ def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) ->
     >>> message_counts(actions, PipelinePlace(1, 3), 1).tolist()
     [[0, 0], [0, 0], [0, 0], [1, 2], [0, 1], [0, 1]]
     """
-    num_sources = 2 * vpp
-    held = [*(_Interleaved.of(actions, place).spans() if vpp > 1 else _plain(actions))]
+    if vpp == 1:
+        return _counted(_plain(actions), 2, len(actions))
+    group = next(at for at, action in enumerate(actions) if action.virtual_stage)
+    return _interleaved_counts(place, actions[-1].microbatch + 1, group, vpp)
+
+
+@lru_cache(maxsize=1024)
+def _interleaved_counts(
+    place: PipelinePlace, num_microbatches: int, group: int, vpp: int
+) -> NDArray[np.int64]:
+    """Return the counts of a rank that runs an interleaved order."""
+    spans = _Interleaved.of(place, num_microbatches, group, vpp).spans()
+    return _counted(spans, 2 * vpp, 2 * vpp * num_microbatches)
+
+
+def _counted(spans: Iterable[HeldSpans], num_sources: int, num_actions: int) -> NDArray[np.int64]:
+    """Return how many messages of each source *spans* hold in each action."""
+    held = [*spans]
     columns = zip(*(span[:3] for span in held), strict=True)
     starts, ends, sources = (np.array([*chain.from_iterable(each)], np.int64) for each in columns)
     times = np.repeat([span.times for span in held], [len(span.starts) for span in held])
@@ -72,7 +88,7 @@ def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) ->
     places = num_sources * np.stack([starts, ends])[:, lasts] + sources[lasts]
     weights = np.stack([times, -times])[:, lasts]
     # Sums of small whole numbers, which are exact as floats.
-    num_places = num_sources * (len(actions) + 1)
+    num_places = num_sources * (num_actions + 1)
     changes = np.bincount(places.ravel(), weights.ravel(), minlength=num_places)
     return changes.astype(np.int64).reshape(-1, num_sources).cumsum(axis=0)[:-1]
 
@@ -168,20 +184,19 @@ class _Interleaved:
     backward: _Passes
 
     @classmethod
-    def of(cls, actions: Sequence[Action], place: PipelinePlace) -> "_Interleaved":
-        """Return the variables of a rank that runs *actions*."""
-        count, num_passes = actions[-1].microbatch + 1, len(actions) // 2
-        group = next(at for at, action in enumerate(actions) if action.virtual_stage)
-        vpp = num_passes // count
+    def of(
+        cls, place: PipelinePlace, num_microbatches: int, group: int, vpp: int
+    ) -> "_Interleaved":
+        """Return the variables of a rank."""
+        num_passes = vpp * num_microbatches
         warmup = min(2 * (place.pp - 1 - place.pp_rank) + (vpp - 1) * group, num_passes)
         alternated = 2 * num_passes - warmup
         positions = (
             [*range(warmup), *range(warmup, alternated, 2)],
             [*range(warmup + 1, alternated, 2), *range(alternated, 2 * num_passes)],
         )
-        return cls(
-            place, count, group, warmup, *map(_Passes.of, _orders(group, count, vpp), positions)
-        )
+        orders = _orders(group, num_microbatches, vpp)
+        return cls(place, num_microbatches, group, warmup, *map(_Passes.of, orders, positions))
 
     def spans(self) -> Iterator[HeldSpans]:
         """Yield what is held."""

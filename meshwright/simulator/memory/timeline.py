@@ -12,6 +12,8 @@ from meshwright.simulator.graph import Size, larger, largest
 from meshwright.simulator.memory.counts import (
     ABSENT,
     ACTIVATIONS,
+    MESSAGES,
+    NEEDED,
     NO_PAIRS,
     NUM_SIZES,
     PassSize,
@@ -109,7 +111,10 @@ def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[Vir
     order = RankOrder(
         kinds=tuple(kinds),
         place=memory.held_at,
-        gathers=any(each.after_forward_bytes or each.after_backward_bytes for each in stages),
+        moves_states=any(
+            each.late_gradients_bytes or each.after_forward_bytes or each.after_backward_bytes
+            for each in stages
+        ),
         keeps_units=stages[0].kept_units is not None,
         reshards=memory.reshards,
         sums=any(stage.last_backward is not None for stage in stages),
@@ -129,14 +134,15 @@ def most_moving_bytes(
         in_flight: The most of its passes that are in flight, and of those through the last stage.
         messages: The most messages that it holds.
     """
-    others, last = stages[:-1] or stages, stages[-1][PassSize.SAVED]
-    saved = largest(stage[PassSize.SAVED] for stage in others)
+    each, others = ({id(stage): stage for stage in some} for some in (stages, stages[:-1]))
+    last = stages[-1][PassSize.SAVED]
+    saved = largest(stage[PassSize.SAVED] for stage in (others or each).values())
     kept = in_flight[0] * saved + in_flight[1] * larger(last - saved, 0 * saved)
-    needed = largest(size for stage in stages for size in stage[PassSize.FORWARD :])
+    needed = largest(stage[size] for stage in each.values() for size in NEEDED)
+    sent = largest(stage[size] for stage in each.values() for size in MESSAGES)
     gathered = sum(
         larger(stage[PassSize.AFTER_FORWARD], stage[PassSize.AFTER_BACKWARD]) for stage in stages
     )
-    sent = largest(larger(stage[PassSize.OUTPUT], stage[PassSize.GRADIENT]) for stage in stages)
     return kept + larger(needed, 0 * saved) + gathered + messages * sent
 
 
