@@ -13,7 +13,7 @@ from meshwright.planner.footprint.groups import (
     pipeline_groups,
 )
 from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
-from meshwright.planner.footprint.passes import Layouts, RoleMoments, Sizes
+from meshwright.planner.footprint.passes import Layouts, Sizes
 from meshwright.planner.footprint.replicas import Kind, kinds_of
 from meshwright.planner.footprint.states import LayoutStates
 from meshwright.planner.footprint.units import UnitPeaks
@@ -126,15 +126,7 @@ def _add_group(
     ranks = []
     for role in group.pipeline.roles:
         lasting, static, at_end = states.of_role(role, sizes)
-        passes = RoleMoments(
-            group.pipeline,
-            role,
-            sizes,
-            ways,
-            used,
-            devices,
-            holds_messages=space.stack.holds_messages,
-        )
+        passes = sizes.role_moments(group.pipeline, role, ways, used, devices)
         # The update comes when all activations are gone: of both only the larger counts.
         at_end = static + at_end + passes.held_between_steps[own.shapes]
         peaks.add(group.indices, at_end, lasting)

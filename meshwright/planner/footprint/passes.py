@@ -1,6 +1,7 @@
 """What passes through virtual stages keep and need, in columns over the shapes of layouts."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -100,6 +101,26 @@ class Sizes:
             self._pairs[pair] = pair_bytes(self.blocks, forward, backward, np.maximum)
         return self._pairs[pair]
 
+    def role_moments(
+        self,
+        pipeline: Pipeline,
+        role: Role,
+        ways: Sequence[Kind | None],
+        used: Column,
+        devices: int,
+    ) -> "RoleMoments":
+        """Return the passes of ranks of a role; see `shared`."""
+        stages = list(dict.fromkeys(role.stages))
+        schedule, stack = pipeline.schedule, self._shapes[0].stack
+        # What schedules hold is known of those that run one pass after the other.
+        holds = stack.holds_messages and pipeline.pp > 1 and not schedule.runs_beside
+        is_late = any(kind is not None and kind.is_late for kind in ways)
+        kinds = tuple(map(stages.index, role.stages))
+        passes = RolePasses(schedule, pipeline.pp, kinds, holds, is_late)
+        sizes = [self.shared(stage, ways, used, devices) for stage in stages]
+        pairs = product(stages, repeat=2) if schedule.runs_beside else ()
+        return RoleMoments(role, passes, sizes, [self.pair(*each) for each in pairs])
+
     def shared_buffers(self, role: Role) -> Column:
         """Return what blocks of a rank share throughout the step, one row a shape."""
         stages = dict.fromkeys(role.stages)
@@ -110,57 +131,40 @@ class RoleMoments:
     """The passes of ranks of a role, whatever parameters they hold.
 
     Args:
-        pipeline: The pipeline.
-        role: Which of its ranks.
-        sizes: Those of layouts' shapes.
-        ways: How states are shared, as far as passes know of it.
-        used: Shapes that are asked for.
-        devices: Of a stage.
-        holds_messages: Whether modules hold messages.
+        role: Which ranks of a pipeline.
+        passes: What they run.
+        stages: Sizes of each virtual stage that differs, by way of sharing and shape, or by state.
+        pairs: What two passes beside each other add, of each shape, if some are.
     """
 
-    def __init__(  # noqa: PLR0913 -- what a role's passes are of
+    def __init__(
         self,
-        pipeline: Pipeline,
         role: Role,
-        sizes: Sizes,
-        ways: Sequence[Kind | None],
-        used: Column,
-        devices: int,
-        *,
-        holds_messages: bool,
+        passes: RolePasses,
+        stages: Sequence[NDArray[np.int64]],
+        pairs: Sequence[Column] = (),
     ) -> None:
-        self._pipeline, self._role = pipeline, role
-        stages = list(dict.fromkeys(role.stages))
-        self._kinds = tuple(stages.index(stage) for stage in role.stages)
-        self._stages = [sizes.shared(stage, ways, used, devices) for stage in stages]
-        # What schedules hold is known of those that run one pass after the other.
-        holds = holds_messages and pipeline.pp > 1 and not pipeline.schedule.runs_beside
-        is_late = any(kind is not None and kind.is_late for kind in ways)
-        self._passes = RolePasses(pipeline.schedule, pipeline.pp, self._kinds, holds, is_late)
-        self._pairs: list[Column] = []
-        if pipeline.schedule.runs_beside:
-            self._pairs = [sizes.pair(*each) for each in product(stages, repeat=2)]
+        self._role, self._passes, self._stages, self._pairs = role, passes, stages, pairs
 
     @property
     def held_between_steps(self) -> Column:
         """What modules hold of messages when all activations are gone, one row a shape."""
-        gradients = [self._stages[kind][PassSize.GRADIENT, 0] for kind in self._kinds]
+        gradients = [self._stages[kind][PassSize.GRADIENT, 0] for kind in self._passes.kinds]
         return np.asarray(MODULES_HOLD * self._passes.holds_messages * sum(gradients))
 
     def most_bytes(self, own: Layouts) -> Column:
         """Return no fewer bytes than the fullest moment of each layout's has."""
-        schedule, pp, vpp = self._pipeline.schedule, self._pipeline.pp, len(self._kinds)
+        schedule, pp, kinds = self._passes[:3]
         first, member = distinct([own.microbatches])
         found = []
         for each in own.microbatches[first].tolist():
-            in_flight = schedule.most_in_flight(self._role.first, pp, each, vpp)
+            in_flight = schedule.most_in_flight(self._role.first, pp, each, len(kinds))
             larger_by = schedule.group(pp, each) - pp
-            held = most_messages(vpp, larger_by) if self._passes.holds_messages else 0
+            held = most_messages(len(kinds), larger_by) if self._passes.holds_messages else 0
             found.append((*in_flight, held))
         passes, last, messages = np.array(found, np.int64)[member].T
         sizes: list[list[Size]] = [[*each[:, own.sharing, own.shapes]] for each in self._stages]
-        stages = [sizes[kind] for kind in self._kinds]
+        stages = [sizes[kind] for kind in kinds]
         most = most_moving_bytes(stages, (passes, last), messages)
         pairs = np.max(self._pairs, axis=0)[own.shapes] if self._pairs else 0
         return np.asarray(most + pairs, np.int64)
@@ -213,8 +217,19 @@ class RoleMoments:
 
         Only one that runs a forward pass after a backward one holds messages in forward passes.
         """
-        role, ranks = self._role, [self._role.first]
-        if self._passes.holds_messages and len(self._kinds) == 1:
-            alternates = self._pipeline.pp - num_microbatches + 1
+        role, passes, ranks = self._role, self._passes, [self._role.first]
+        if passes.holds_messages and len(passes.kinds) == 1:
+            alternates = passes.pp - num_microbatches + 1
             ranks.append(min(max(role.first, alternates), role.last))
+        elif passes.keeps_units and not self._keeps_most:
+            ranks.append(role.last)
         return ranks
+
+    @cached_property
+    def _keeps_most(self) -> bool:
+        """Whether no pass sends more than it keeps, so that fewer in flight are never fuller."""
+        sent = PassSize.OUTPUT, PassSize.GRADIENT
+        return all(
+            (each[PassSize.SAVED] >= sum(each[size] for size in sent)).all()
+            for each in self._stages
+        )
