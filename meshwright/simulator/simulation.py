@@ -37,12 +37,13 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.memory import (
     Fragmentation,
+    Growth,
     MemoryEvent,
     MemoryPeak,
     Overheads,
     PeakBytes,
     RankMemory,
-    fullest_moments,
+    fullest_event,
     memory_peak,
     memory_timeline,
     most_bytes,
@@ -198,7 +199,7 @@ class RankPeaks:
         """Return the fullest instant of a rank."""
         if pp_rank not in self._known:
             memory, rank = self.built.memory[pp_rank], self.times.ranks[pp_rank]
-            self._known[pp_rank] = memory_peak(memory, _moments(memory, rank))
+            self._known[pp_rank] = memory_peak(memory, [_fullest(memory, rank)])
         return self._known[pp_rank]
 
     def peak(self, fragmentation: Fragmentation) -> PeakBytes[int] | None:
@@ -242,8 +243,8 @@ class RankPeaks:
         larger = schedule.group(pp, count) - pp
         most: dict[int, int] = {}
         for pp_rank, memory in enumerate(self.built.memory):
-            num_passes = schedule.in_flight(pp_rank, pp, count, vpp)
-            bound = most_bytes(memory, num_passes, larger)
+            in_flight = schedule.most_in_flight(pp_rank, pp, count, vpp)
+            bound = most_bytes(memory, in_flight, larger)
             if bound is None:
                 return None
             most[pp_rank] = bound
@@ -255,26 +256,22 @@ class RankPeaks:
         return fragmentation.reserved_parts(live_bytes, states)
 
 
-def _moments(memory: RankMemory, rank: RankTimes) -> list[MemoryEvent]:
-    """Return a few events of a rank, among them the first fullest instant."""
+def _fullest(memory: RankMemory, rank: RankTimes) -> MemoryEvent:
+    """Return the first fullest instant of a rank."""
     order, update_ps = rank.actions, rank.update_start_ps
     if not isinstance(order, Periodic):
-        return fullest_moments(memory, order, rank.ran, update_ps, rank.pairs)
+        return fullest_event(memory, order, rank.ran, update_ps, rank.pairs)
     first, size = order.end - order.size, order.size * order.copies
     growth_bytes = order.copies * memory.growth_bytes(order.once[first : order.end])
     if not growth_bytes:  # each copy of the period finds what the one before it found
-        return fullest_moments(memory, order.once, rank.ran_once, update_ps, rank.pairs_once)
+        return fullest_event(memory, order.once, rank.ran_once, update_ps, rank.pairs_once)
 
     def ran(position: int) -> tuple[Action, int, int]:
         """Return a pass, of those of the period that of its last copy, which is the fullest."""
         return rank.ran(position + size if position >= first else position)
 
-    events = fullest_moments(memory, order.once, ran, update_ps)
-    late = range(2 * first, len(events) - 1)  # two of each pass, and the update
-    return [
-        each._replace(activations_bytes=each.activations_bytes + growth_bytes * (place in late))
-        for place, each in enumerate(events)
-    ]
+    grown = Growth(first, growth_bytes)
+    return fullest_event(memory, order.once, ran, update_ps, growth=grown)
 
 
 def _stages(built: BuiltStep, peaks: RankPeaks, costs: CostModel) -> Iterator[StageMemory]:

@@ -3,17 +3,17 @@
 import pytest
 
 from meshwright.hwprofiles import PipelineRuntime
-from meshwright.simulator.memory import PipelinePlace, SentBytes
-from meshwright.simulator.memory.held_messages import held_messages, most_messages
+from meshwright.simulator.memory import PipelinePlace
+from meshwright.simulator.memory.held_messages import message_counts, most_messages
 from meshwright.simulator.schedules import get_schedule
 
 
 def test_interleaved_passes_find_the_messages_that_megatron_core_holds() -> None:
     """Counted pass by pass in core 0.16.1: "megatron interleaved" of the outside plans, rank 2."""
     schedule = get_schedule("interleaved", PipelineRuntime.MEGATRON_CORE)
-    sent = [SentBytes(output=1, gradient=1), SentBytes(output=0, gradient=1)]
+    sizes = [1, 1, 0, 1]  # output and gradient of each virtual stage
     actions = schedule.rank_actions(1, 2, 4, 2)
-    held = zip(actions, held_messages(actions, sent, PipelinePlace(1, 2)), strict=True)
+    held = zip(actions, message_counts(actions, PipelinePlace(1, 2), 2) @ sizes, strict=True)
     assert " ".join(f"{action}={number}" for action, number in held) == (
         "F0.0=2 F0.1=2 F1.0=0 B1.0=1 F1.1=2 B1.1=3 F0.2=5 B0.0=6 "
         "F0.3=6 B0.1=7 F1.2=3 B1.2=4 F1.3=3 B1.3=3 B0.2=4 B0.3=6"
@@ -26,13 +26,12 @@ def test_no_rank_holds_more_messages_than_its_modules_and_groups_let_it(
     pp: int, vpp: int, group_size: int | None
 ) -> None:
     schedule = get_schedule("interleaved", PipelineRuntime.MEGATRON_CORE, group_size=group_size)
-    sent = [SentBytes(output=1, gradient=1)] * vpp
     spare = []
     for count in (each for each in range(pp, 5 * pp) if not schedule.refusal(pp, each, vpp)):
         most = most_messages(vpp, schedule.group(pp, count) - pp)
         for rank in range(pp):
             actions = schedule.rank_actions(rank, pp, count, vpp)
-            held = held_messages(actions, sent, PipelinePlace(rank, pp))
-            spare.append(most - max(held))
+            held = message_counts(actions, PipelinePlace(rank, pp), vpp).sum(axis=1)
+            spare.append(most - held.max())
     least = min(spare, default=0)
     assert least == 0 if group_size is None else least >= 0

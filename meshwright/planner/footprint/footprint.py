@@ -1,7 +1,6 @@
 """The exact peak memory of every layout of a space, without simulating any."""
 
 from collections.abc import Callable
-from dataclasses import astuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +13,9 @@ from meshwright.planner.footprint.groups import (
     pipeline_groups,
 )
 from meshwright.planner.footprint.least import MOST_BYTES, least_bytes
-from meshwright.planner.footprint.passes import Layouts, RolePasses, Sizes
+from meshwright.planner.footprint.passes import Layouts, Sizes
 from meshwright.planner.footprint.replicas import Kind, kinds_of
+from meshwright.planner.footprint.states import LayoutStates
 from meshwright.planner.footprint.units import UnitPeaks
 from meshwright.planner.space import Column, Role, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
@@ -26,7 +26,6 @@ from meshwright.simulator.memory import (
     Fragmentation,
     Overheads,
     PeakBytes,
-    StateBytes,
     num_communicators,
     symmetric_bytes,
 )
@@ -57,7 +56,9 @@ def peak_bytes(
         progress: Called with what is being done, how much is done, and of how much.
     """
     asked = np.arange(len(space)) if indices is None else indices
-    live = least_bytes(space, table, blocks, asked)
+    live = np.zeros(len(asked), np.int64)
+    if most_bytes < MOST_BYTES:
+        live = least_bytes(space, table, blocks, asked, most_bytes=most_bytes)
     peaks = PeakBytes(live, np.minimum(live, MOST_LIVE_BYTES) * PARTS)
     left = live <= most_bytes
     if left.any():
@@ -74,14 +75,11 @@ class Footprint:
     """The exact memory of layouts of a space, found once for what they share."""
 
     def __init__(self, space: Space, table: ShapeTable, blocks: BlockTable) -> None:
+        blocks.prepare(table.shapes, table.kinds)
         self._space = space
         self._table = table
         self._units = UnitPeaks(space, table, blocks) if space.stack.is_fully_sharded else None
-        self._sizes = (
-            None
-            if space.stack.is_fully_sharded
-            else Sizes.of(table, blocks, holds_messages=space.stack.holds_messages)
-        )
+        self._sizes = None if space.stack.is_fully_sharded else Sizes(table, blocks)
 
     def peak_bytes(
         self,
@@ -128,9 +126,7 @@ def _add_group(
     ranks = []
     for role in group.pipeline.roles:
         lasting, static, at_end = states.of_role(role, sizes)
-        passes = RolePasses(
-            group.pipeline, role, sizes, sizes.workspaces(role, ways, used, devices)
-        )
+        passes = sizes.role_moments(group.pipeline, role, ways, used, devices)
         # The update comes when all activations are gone: of both only the larger counts.
         at_end = static + at_end + passes.held_between_steps[own.shapes]
         peaks.add(group.indices, at_end, lasting)
@@ -156,45 +152,27 @@ class _States:
         first, self._member = distinct([degrees, own.sharing, num_shards, expert_shards])
         self._shapes, self._kinds, self._sharing = own.shapes, kinds, own.sharing[first]
         self._degrees, self._expert_shards = degrees[first], expert_shards[first]
-        is_split = np.array([kind.replication.shards for kind in kinds])[self._sharing] > 1
-        self._shards = np.where(is_split, num_shards[first, None], 1).T
-        self._is_split = is_split.T
-        known = np.array([astuple(kind.state) for kind in kinds], np.int64)[self._sharing]
-        self._state = StateBytes(*known.T)
-        moved = np.array([kind.moved for kind in kinds], np.int64)[self._sharing]
-        self._optimizer_stays, self._gradients_stay = 1 - moved.T
+        self._num_shards = num_shards[first]
+        self._states = LayoutStates.of(kinds, self._sharing, self._num_shards, self._expert_shards)
         self._fragmentation = Fragmentation.of(space.stack)
         self._is_one_graph = space.stack.cuda_graphs == CudaGraphs.WHOLE_STEP
-        self._num_shards = num_shards[first]
 
     def of_role(self, role: Role, sizes: Sizes) -> tuple[Column, Column, Column]:
         """Return what lives from step to step on a rank of a role, throughout one, and at its end.
 
         The last is what the end adds.
         """
-        state = self._state
         parameters = sizes.counts.of_rank(self._degrees, role.stages)
         experts = sizes.counts.of_experts(self._degrees, role.stages)
-        others, shards = parameters - experts, self._expert_shards
-        of_weights, of_gradients, of_optimizer = self._shards
-        splits_weights, splits_gradients, _ = self._is_split
-        weight = np.where(of_weights > 1, state.sharded_parameter, state.parameter)
-        # The optimizer's share is what it updates, with what that needs for a moment.
-        updated = (-(-others // of_optimizer) + -(-experts // shards)) * self._optimizer_stays
-        weights = (
-            -(-others // of_weights) + -(-experts // np.where(splits_weights, shards, 1))
-        ) * weight + updated * state.optimizer
-        gradients = (
-            (-(-others // of_gradients) + -(-experts // np.where(splits_gradients, shards, 1)))
-            * (state.gradient + state.bucket)
-            * self._gradients_stay
-        )[self._member]
+        held = self._states.held(parameters, experts)
+        gradients = np.asarray(held.gradients)[self._member]
+        weights = np.asarray(held.parameters + held.optimizer)
         lasting = weights[self._member] + sizes.counts.beside_bytes(self._shapes, role.stages)
         lasting = lasting + self._narrow_bytes(role, sizes)[self._member]
         buffers = sizes.counts.buffer_bytes(self._shapes, role.stages)
         buffers = buffers + sizes.shared_buffers(role)[self._shapes]
         cast = _cast_last(self._kinds, self._sharing, parameters)
-        at_end = np.asarray(updated * state.update_temporary)
+        at_end = np.asarray(held.update_temporary)
         if self._is_one_graph:
             buffers, at_end = buffers + at_end[self._member], at_end * 0
         at_end = np.maximum(at_end, cast)[self._member]

@@ -1,50 +1,252 @@
 """What layouts need at least, found at once for all: most of those that never fit go no further."""
 
-import numpy as np
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
-from meshwright.planner.space import Column, Pipeline, ShapeTable, Space, block_counts, distinct
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.planner.footprint.parameters import ParameterCounts
+from meshwright.planner.footprint.replicas import kinds_of
+from meshwright.planner.footprint.states import LayoutStates, least_weights
+from meshwright.planner.footprint.units import columns_of, shardings_of, taken
+from meshwright.planner.space import Column, Pipeline, Role, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
-from meshwright.simulator.model import BlockKind
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.schedules import first_passes
+from meshwright.simulator.units import Padding, Sharding, unit_states
 
 MOST_BYTES = 2**62
 """More than any device has."""
 
+MOST_ROLES = 4
+NO_PADDING = Padding(0, 0)
 
-def least_bytes(space: Space, table: ShapeTable, blocks: BlockTable, indices: Column) -> Column:
+
+def least_bytes(
+    space: Space,
+    table: ShapeTable,
+    blocks: BlockTable,
+    indices: Column,
+    *,
+    most_bytes: int = MOST_BYTES,
+) -> Column:
     """Return no more bytes than the live ones of each layout's fullest rank.
 
-    They are what the first rank keeps of the passes that are in flight there, all of them through
-    the virtual stage with the fewest blocks: when the last of them is done nothing has been freed.
+    They are the most, over a few ranks of a pipeline, of what a rank has at one time: its weights,
+    its optimizer's states, the gradients that are there, and what the passes keep that are in
+    flight then; and of its states when the optimizer runs.
 
     Args:
         space: The layouts.
         table: Their shapes.
         blocks: Where what blocks hold is kept.
         indices: Which layouts.
+        most_bytes: Of what is found to need more nothing else is looked at.
     """
-    blocks.prepare(table.shapes, table.kinds)
-    saved = [[blocks.memory(shape, kind).saved for kind in table.kinds] for shape in table.shapes]
-    by_shape = np.array(saved, np.int64).reshape(len(table.shapes), len(table.kinds))
-    numbers, microbatches = space.pipeline_numbers[indices], space.num_microbatches[indices]
-    first, member = distinct([numbers, microbatches])
-    kept = [
-        _kept_blocks(space.pipelines[number], count, table.kinds)
-        for number, count in zip(numbers[first].tolist(), microbatches[first].tolist(), strict=True)
-    ]
-    by_pipeline = np.array(kept, np.int64).reshape(len(kept), len(table.kinds))
-    # Column by column: rows of all layouts would take ten times the memory.
-    own = table.index[indices]
-    return sum(
-        (by_shape[own, place] * by_pipeline[member, place] for place in range(len(table.kinds))),
-        start=np.zeros(len(indices), np.int64),
-    )
+    if not len(indices):
+        return np.zeros(0, np.int64)
+    passes = _KeptBytes.of(space, table.of_layouts(indices), blocks, indices)
+    rows = np.arange(len(indices))
+    moments = passes.moments(0)
+    least = passes.at(moments[0], rows)
+    # States are found of those alone of which passes leave something.
+    rows = np.flatnonzero(least <= most_bytes)
+    if not len(rows):
+        return least
+    states = _States.of(space, table.of_layouts(indices[rows]), indices[rows])
+    member = states.member
+    for place in range(MOST_ROLES):
+        held = states.of_rank(place)
+        live = (held.lasting + held.at_end)[member]
+        for moment in moments if place == 0 else passes.moments(place):
+            run = passes.run[rows]
+            found = passes.at(moment, rows) + held.lasting[member]
+            found += held.gradients[member] * moment.has_gradients[run]
+            found += held.gathered[member] * moment.is_gathered[run]
+            live = np.maximum(live, found)
+        least[rows] = np.maximum(least[rows], live)
+        left = least[rows] <= most_bytes
+        rows, member = rows[left], member[left]
+    return least
 
 
-def _kept_blocks(pipeline: Pipeline, count: int, kinds: tuple[BlockKind, ...]) -> list[int]:
-    """Return through how many blocks of each kind the first rank keeps passes, at least."""
-    stages = pipeline.roles[0].stages
-    size = 0, pipeline.pp, count, len(stages)
-    # Of two passes beside each other one frees what the other keeps.
-    in_flight = pipeline.schedule.in_flight(*size) - bool(pipeline.schedule.pairs(*size))
-    each = [block_counts(kinds, [stage]) for stage in stages]
-    return [in_flight * min(counts) for counts in zip(*each, strict=True)]
+def _few_roles(pipeline: Pipeline) -> list[Role]:
+    """Return the roles of which one is nearly always fullest: both ends, the second, the middle."""
+    last = len(pipeline.roles) - 1
+    places = 0, last, min(1, last), last // 2
+    return [pipeline.roles[place] for place in places]
+
+
+class _Moment(NamedTuple):
+    """A time of a rank's step, one row for each pipeline and number of microbatches.
+
+    Args:
+        kept: Passes that are kept then through blocks of each kind.
+        has_gradients: 1 where gradients of all its parameters are there, else 0.
+        is_gathered: 1 where the units of a virtual stage are, else 0.
+    """
+
+    kept: NDArray[np.int64]
+    has_gradients: Column
+    is_gathered: Column
+
+
+class _KeptBytes(NamedTuple):
+    """What passes in flight keep of layouts.
+
+    ``by_shape`` has a column for each kind of block; ``run`` is the row in ``runs`` of each layout.
+    """
+
+    shapes: Column
+    by_shape: NDArray[np.int64]
+    run: Column
+    runs: list[tuple[Pipeline, int]]
+    makes_gradients: bool
+    keeps_units: bool
+
+    @classmethod
+    def of(cls, space: Space, table: ShapeTable, blocks: BlockTable, indices: Column) -> Self:
+        """Return those of the layouts *indices*."""
+        kinds, shapes, stack = table.kinds, table.shapes, space.stack
+        blocks.prepare(shapes, kinds)
+        saved = [[blocks.memory(shape, kind).saved for kind in kinds] for shape in shapes]
+        numbers, microbatches = space.pipeline_numbers[indices], space.num_microbatches[indices]
+        first, run = distinct([numbers, microbatches])
+        runs = zip(numbers[first].tolist(), microbatches[first].tolist(), strict=True)
+        return cls(
+            table.index[indices],
+            np.array(saved, np.int64).reshape(len(shapes), len(kinds)),
+            run,
+            [(space.pipelines[number], count) for number, count in runs],
+            stack.is_fully_sharded or not stack.gradient_as_bucket_view,
+            stack.is_fully_sharded,
+        )
+
+    def at(self, moment: _Moment, rows: Column) -> Column:
+        """Return what is kept in *rows* of the layouts."""
+        # Column by column: rows of all layouts would take ten times the memory.
+        found, own, run = np.zeros(len(rows), np.int64), self.shapes[rows], self.run[rows]
+        for kind in np.flatnonzero(moment.kept.any(axis=0)).tolist():
+            found += self.by_shape[own, kind] * moment.kept[run, kind]
+        return found
+
+    def moments(self, place: int) -> list[_Moment]:
+        """Return the times at which most may be live of the rank at a *place* of `_few_roles`."""
+        ranks = [(pipeline, _few_roles(pipeline)[place], count) for pipeline, count in self.runs]
+        found = [self._most_kept(*rank) for rank in ranks]
+        nothing = np.zeros(len(ranks), np.int64)
+        kept, done = (np.array(each, np.int64) for each in zip(*found, strict=True))
+        most = _Moment(kept, done, nothing)
+        if not self.keeps_units:
+            return [most]
+        # Before the last forward pass, or after the last backward pass where no gradient was there.
+        last = np.array([pipeline.own_blocks(role)[-1] for pipeline, role, _ in ranks], np.int64)
+        in_pipeline = np.array([pipeline.pp > 1 for pipeline, _, _ in ranks], np.int64)
+        return [most, _Moment((kept - last) * done[:, None], nothing + 1, in_pipeline)]
+
+    def _most_kept(self, pipeline: Pipeline, role: Role, count: int) -> tuple[Column, bool]:
+        """Return what is kept when most passes are in flight, and whether all gradients are there.
+
+        That is in the last pass of the warm-up; where the first backward pass makes gradients, in
+        the last forward pass, if all have been made by then.
+        """
+        schedule, pp, vpp = pipeline.schedule, pipeline.pp, len(role.stages)
+        size, group = (role.first, pp, count, vpp), schedule.group(pp, count)
+        # Of two passes beside each other one frees what the other keeps.
+        in_flight = schedule.in_flight(*size) - bool(schedule.pairs(*size))
+        passes, is_there = first_passes(group, count, vpp, in_flight), True
+        if self.makes_gradients:
+            done = first_passes(group, count, vpp, count * vpp - in_flight)[::-1]
+            is_there = all(done)
+            if is_there:
+                passes = [count - each for each in done]
+        return np.asarray(np.array(passes) @ pipeline.own_blocks(role), np.int64), is_there
+
+
+class _RankBytes(NamedTuple):
+    """What ranks have, beside what passes keep, a row for each of some layouts.
+
+    Args:
+        lasting: Weights and optimizer's states, always.
+        gradients: Gradients, when all are there.
+        at_end: What is there of gradients when the optimizer runs, with what that needs.
+        gathered: Gathered weights of the smallest of a rank's virtual stages.
+    """
+
+    lasting: Column
+    gradients: Column
+    at_end: Column
+    gathered: Column
+
+
+class _States(NamedTuple):
+    """The states of ranks of layouts, a row for those alike; ``member`` is that of each layout."""
+
+    counts: ParameterCounts
+    degrees: Column
+    pipelines: Column
+    known: list[Pipeline]
+    member: Column
+    split: LayoutStates | Sharding
+
+    @classmethod
+    def of(cls, space: Space, table: ShapeTable, indices: Column) -> Self:
+        """Return those of the layouts *indices*."""
+        counts, (kinds, number) = ParameterCounts(table), kinds_of(space, indices)
+        recipe, is_sharded = (
+            space.stack.recipes.get(space.job.precision),
+            space.stack.is_fully_sharded,
+        )
+        if is_sharded:  # a step of one microbatch reduces at once
+            number = 2 * number + np.minimum(space.num_microbatches[indices], 2) - 1
+        numbers = space.pipeline_numbers[indices]
+        used, pipelines = distinct([numbers])
+        columns = [counts.degrees[table.index[indices]], pipelines, number]
+        columns += [space.num_shards[indices], space.expert_shards[indices]]
+        first, member = distinct(columns)
+        degrees, pipelines, number, *shards = (column[first] for column in columns)
+        split: LayoutStates | Sharding
+        if is_sharded:
+            each = [
+                one._replace(
+                    parameter=one.parameter._replace(
+                        state=least_weights(one.parameter.state, recipe)
+                    )
+                )
+                for one in shardings_of(kinds)
+            ]
+            sharding = taken(columns_of(each), number)
+            split = sharding.with_ranks(shards[0], sharding.num_replicas, shards[1])
+        else:
+            kinds = [each._replace(state=least_weights(each.state, recipe)) for each in kinds]
+            split = LayoutStates.of(kinds, number, *shards)
+        known = [space.pipelines[each] for each in numbers[used].tolist()]
+        return cls(counts, degrees, pipelines, known, member, split)
+
+    def of_rank(self, place: int) -> _RankBytes:
+        """Return the bytes of the rank at a *place* of `_few_roles` of each pipeline."""
+        stages = [_few_roles(pipeline)[place].stages for pipeline in self.known]
+        parameters, experts = self._parameters(stages)
+        if isinstance(self.split, LayoutStates):
+            held = self.split.held(parameters, experts)
+            at_end, gathered = held.gradients + held.update_temporary, 0 * parameters
+        else:
+            held = unit_states(parameters - experts, experts, NO_PADDING, self.split)
+            at_end = held.update_temporary  # gradients are shards by then
+            gathered = self._least_gathered(stages, self.split)
+        return _RankBytes(
+            *map(np.asarray, (held.parameters + held.optimizer, held.gradients, at_end, gathered))
+        )
+
+    def _parameters(self, stages: Sequence[Sequence[Stage]]) -> tuple[Column, Column]:
+        """Return the parameters of a rank that holds *stages* of each pipeline, and of experts."""
+        return self.counts.of_ranks(self.degrees, stages, self.pipelines)
+
+    def _least_gathered(self, ranks: Sequence[Sequence[Stage]], sharding: Sharding) -> Column:
+        """Return the weights of the smallest virtual stage of *ranks* as they are gathered."""
+        places = range(max(map(len, ranks)))
+        each = [[[stages[place % len(stages)]] for stages in ranks] for place in places]
+        least = np.minimum.reduce([self._parameters(stages)[0] for stages in each])
+        weight = sharding.parameter.state.gathered_parameter * (1 - sharding.is_plain)
+        return np.asarray(least * weight, np.int64)

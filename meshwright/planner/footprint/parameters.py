@@ -1,15 +1,48 @@
 """The parameters of ranks, a column over shapes for each set of stages."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from meshwright.planner.footprint.units import BesideWeights
 from meshwright.planner.space import Column, ShapeTable, block_counts
+from meshwright.simulator.blocks import (
+    angle_table_bytes,
+    beside_weights_bytes,
+    layer_table_bytes,
+    num_angle_tables,
+)
 from meshwright.simulator.layout import Stage, copies_table
 from meshwright.simulator.memory import stand_in_bytes
 from meshwright.simulator.model import BlockKind, BlockRun, model_blocks
 from meshwright.simulator.replication import blocks_of
+
+
+class BesideWeights:
+    """The bytes that ranks hold beside their weights, from a block of each kind."""
+
+    def __init__(self, table: ShapeTable) -> None:
+        self._kinds = table.kinds
+        runs = [[BlockRun(each, 1) for each in model_blocks(kind)] for kind in table.kinds]
+        keys = [(*shape.weight_degrees, layer_table_bytes(shape)) for shape in table.shapes]
+        alike = dict(zip(keys, table.shapes, strict=True))
+        known = {
+            key: [beside_weights_bytes(shape, blocks) for blocks in runs]
+            for key, shape in alike.items()
+        }
+        of_blocks = [known[key] for key in keys]
+        self._bytes = np.array(of_blocks, np.int64).reshape(-1, len(table.kinds))
+        self._tables = np.array([*map(angle_table_bytes, table.shapes)], np.int64)
+        self._model = table.shapes[0].trained
+
+    def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
+        """Return those of a rank that holds *stages*, for each of the layouts."""
+        counts = np.array(block_counts(self._kinds, stages), np.int64)
+        return np.asarray((self._bytes @ counts)[shape_index], np.int64)
+
+    def angle_tables(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
+        """Return what such a rank's cos/sin caches take, which its passes make."""
+        each = self._tables * num_angle_tables(self._model, stages)
+        return np.asarray(each[shape_index], np.int64)
 
 
 class ParameterCounts:
@@ -36,15 +69,25 @@ class ParameterCounts:
 
     def of_rank(self, degrees: Column, stages: tuple[Stage, ...]) -> Column:
         """Return the parameters of a rank that holds *stages*, of each of some `degrees`."""
-        model = self._table.shapes[0].trained
-        copies = sum(copies_table(model, stage) for stage in stages)
-        weights = np.array([*block_counts(self._kinds, stages), copies], np.int64)
-        return np.asarray((self._counts @ weights)[degrees], np.int64)
+        return np.asarray((self._counts @ self._weights(stages))[degrees], np.int64)
 
     def of_experts(self, degrees: Column, stages: tuple[Stage, ...]) -> Column:
         """Return those of experts that other ranks than those of a replica hold."""
-        weights = np.array(block_counts(self._kinds, stages), np.int64)
-        return np.asarray((self._experts @ weights)[degrees], np.int64)
+        return np.asarray((self._experts @ self._weights(stages)[:-1])[degrees], np.int64)
+
+    def of_ranks(
+        self, degrees: Column, ranks: Sequence[Sequence[Stage]], member: Column
+    ) -> tuple[Column, Column]:
+        """Return all parameters and those of experts of the rank in each row, one of *ranks*."""
+        weights = np.array([self._weights(stages) for stages in ranks])
+        every, experts = self._counts @ weights.T, self._experts @ weights[:, :-1].T
+        return np.asarray(every[degrees, member]), np.asarray(experts[degrees, member])
+
+    def _weights(self, stages: Sequence[Stage]) -> Column:
+        """Return how many blocks of each kind a rank of *stages* has, and copies of the table."""
+        model = self._table.shapes[0].trained
+        copies = sum(copies_table(model, stage) for stage in stages)
+        return np.array([*block_counts(self._kinds, stages), copies], np.int64)
 
     def beside_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
         """Return what layers of such a rank hold beside their weights, for each of the layouts."""

@@ -1,182 +1,233 @@
-"""What lives in the passes of a pipeline rank as counts of its sizes, once for all layouts alike.
+"""The fullest moments of ranks that run passes in one order, as counts of their sizes."""
 
-The counts are read off `kept_levels` of the simulator: it only adds and subtracts sizes, so
-sizes that are powers of 2 ** 32 give a number whose digits say how often each of them counts.
-"""
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space import PERIODS, Column
+from meshwright.planner.space import Column, few_rows
 from meshwright.simulator import Phase, Schedule
-from meshwright.simulator.graph import Size
-from meshwright.simulator.memory import PassPeak, PassPeaks, RankMemory, pass_levels, pass_states
-from meshwright.simulator.units import StageUnits
+from meshwright.simulator.memory import (
+    NUM_SIZES,
+    PassSize,
+    PipelinePlace,
+    RankOrder,
+    pass_counts,
+)
+from meshwright.simulator.schedules import Action
 
-DIGIT_BITS = 32
-NUM_SIZES = 19
+# An interleaved order repeats itself with every group of g microbatches once its warm-up is over;
+# warm-up takes fewer than (v + 1) g of the v m passes, so 3 g microbatches show every moment.  What
+# a runtime holds of messages changes once more, when the first pass after the warm-up is backward:
+# fewer than 2 v g passes later; what is held until the step ends grows with each, but for the last
+# group, which looks ahead to no other.
+PERIODS = 3
+MOST_ROUNDS = 2
+PERIODS_OF_MESSAGES = 5
+PERIODS_OF_UNITS = 4
 
 
-class RankOrder(NamedTuple):
-    """What a rank runs; ``kinds`` numbers its virtual stages, those that are alike the same.
+class RolePasses(NamedTuple):
+    """What ranks run, whatever their sizes.
 
-    ``reshards`` says that gathered weights are freed after a forward pass, ``sums`` that gradients
-    are summed until the last microbatch, outside a pipeline.
+    Args:
+        schedule: Their order of passes.
+        pp: Ranks of the pipeline.
+        kinds: Numbers of a rank's virtual stages, those that are alike the same.
+        holds_messages: Whether modules hold messages.
+        moves_states: Whether passes make gradients, or leave gathered weights behind.
+        keeps_units: Whether these stay from a backward pass to the next pass.
+        reshards: Whether they are freed after a forward pass.
+        sums: Whether the last backward pass reduces sums of gradients.
     """
 
     schedule: Schedule
     pp: int
-    pp_rank: int
-    num_microbatches: int
     kinds: tuple[int, ...]
-    reshards: bool
-    sums: bool
+    holds_messages: bool = False
+    moves_states: bool = False
+    keeps_units: bool = False
+    reshards: bool = False
+    sums: bool = False
+
+    def few_microbatches(self, pp_rank: int, num_microbatches: int) -> int:
+        """Return as few microbatches as show the fullest moments of so many.
+
+        1F1B repeats itself once its warm-up is over.  Backward passes of GPipe differ by equal
+        steps.  Where groups leave a rest the whole order is walked.
+        """
+        schedule, pp = self.schedule, self.pp
+        if len(self.kinds) == 1:
+            ahead = 0 if schedule.holds_sent or schedule.runs_beside else pp - 1 - pp_rank
+            # What was sent alone lives for as many backward passes as the warm-up has forward ones.
+            ahead += ahead * self.keeps_units
+            return min(ahead + 1 + len(Phase), num_microbatches)
+        group = schedule.group(pp, num_microbatches)
+        periods = PERIODS_OF_UNITS if self.keeps_units else PERIODS
+        few = group * (PERIODS_OF_MESSAGES if self.holds_messages else periods)
+        is_like = few < num_microbatches and not num_microbatches % group
+        return few if is_like and schedule.group(pp, few) == group else num_microbatches
+
+    def order(self, pp_rank: int, num_microbatches: int) -> RankOrder:
+        """Return what decides the counts of a rank."""
+        place = PipelinePlace(pp_rank, self.pp) if self.holds_messages else None
+        size = pp_rank, self.pp, num_microbatches, len(self.kinds)
+        return RankOrder(
+            self.kinds,
+            place,
+            self.moves_states,
+            self.keeps_units,
+            self.reshards,
+            self.sums,
+            self.schedule.holds_sent,
+            self.schedule.pairs(*size),
+        )
 
 
-def representative_microbatches(
-    schedule: Schedule, pp: int, num_microbatches: int, num_stages: int
-) -> int:
-    """Return as few of a rank's microbatches as show its fullest moments.
-
-    1F1B repeats itself once its warm-up is over, and so does an interleaved order, but for what
-    each microbatch sends, and for its last period, which looks ahead to no other.  Backward
-    passes of GPipe differ by equal steps.  With groups larger than the pipeline the whole order is
-    walked.
-    """
-    count = 2 * pp + 1
-    if num_stages > 1 and num_microbatches % pp:
-        count = num_microbatches
-    elif schedule.holds_sent:
-        count = (PERIODS + 1) * pp if num_stages > 1 else 3
-    return min(num_microbatches, count)
-
-
-@dataclass(frozen=True, slots=True)
-class PassTable:
+class PassTable(NamedTuple):
     """Moments of a rank: how often each size of its virtual stages counts.
 
-    Each microbatch more than *num_microbatches* adds ``growth`` to the moment of the same row.
+    ``columns`` are those of `pass_counts` that count at all, of sizes kind by kind, then of pairs
+    of kinds.  Each microbatch more than *num_microbatches* adds ``growth`` to the moment of a row.
     """
 
+    columns: Column
     rows: NDArray[np.int64]
     growth: NDArray[np.int64]
     num_microbatches: int
-
-    @classmethod
-    def of(cls, order: RankOrder) -> "PassTable":
-        """Return the moments of a rank that runs *order*."""
-        num_kinds = max(order.kinds) + 1
-        symbols = [1 << DIGIT_BITS * number for number in range(NUM_SIZES * num_kinds)]
-        virtual_stages = [
-            symbolic_stage(symbols[NUM_SIZES * kind : NUM_SIZES * (kind + 1)]).virtual_stage(
-                keeps_units=order.pp > 1, sums=order.sums
-            )
-            for kind in range(num_kinds)
-        ]
-        memory = RankMemory(
-            parameters_bytes=0,
-            gradients_bytes=0,
-            virtual_stages=tuple(virtual_stages[kind] for kind in order.kinds),
-            holds_sent=order.schedule.holds_sent,
-        )
-        pairs = [*dict.fromkeys(_moments(order, memory))]
-        rows, growth = (_digits(each, len(symbols)) for each in zip(*pairs, strict=True))
-        return cls(rows, growth, order.num_microbatches)
 
     def most_moving(self, sizes: NDArray[np.int64], num_microbatches: Column) -> Column:
         """Return the most that moves in the passes of ranks.
 
         Args:
-            sizes: Those of `pass_sizes`, kind by kind, one row a rank.
+            sizes: Those of the columns, a row a rank.
             num_microbatches: Of each.
         """
         left_out, counts = num_microbatches - self.num_microbatches, self.rows
         if left_out.any() and self.growth.any():
             counts = np.concatenate([self.rows, self.growth], axis=1)
             sizes = np.concatenate([sizes, left_out[:, None] * sizes], axis=1)
-        is_used = counts.any(axis=0)
-        return _most(sizes[:, is_used], counts[:, is_used])
+        return most_of(sizes, counts, np.zeros(1, np.int64))[:, 0]
 
 
-def _most(sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> Column:
-    """Return the largest sum of *sizes*, a row a rank, each as often as some row of *counts* says.
+def joined(tables: Sequence[PassTable]) -> tuple[Column, NDArray[np.int64], Column]:
+    """Return the columns of some tables, the rows of all in these, and where each one's begin."""
+    is_used = np.zeros(1 + max(int(table.columns[-1]) for table in tables), np.bool_)
+    for table in tables:
+        is_used[table.columns] = True
+    columns = np.flatnonzero(is_used)
+    rows = np.zeros((sum(len(table.rows) for table in tables), len(columns)), np.int64)
+    starts, end = [], 0
+    for table in tables:
+        starts.append(end)
+        end += len(table.rows)
+        rows[starts[-1] : end, np.searchsorted(columns, table.columns)] = table.rows
+    return columns, rows, np.array(starts, np.int64)
 
+
+def pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassTable:
+    """Return the moments among which the peak of a rank is, whatever its sizes.
+
+    *num_microbatches* is as few as show them.
+    """
+    if len(passes.kinds) == 1:
+        # GPipe is alike on all ranks, 1F1B where as many passes are ahead.
+        alike = min(passes.pp - pp_rank, num_microbatches)
+        if passes.schedule.holds_sent:
+            alike = min(passes.pp, 2)  # without a pipeline there is no schedule
+        return _pass_table(passes._replace(pp=alike), 0, num_microbatches)
+    return _pass_table(passes, pp_rank, num_microbatches)
+
+
+@lru_cache(maxsize=4096)
+def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassTable:
+    schedule, num_stages = passes.schedule, len(passes.kinds)
+    order = passes.order(pp_rank, num_microbatches)
+    actions = schedule.rank_actions(pp_rank, passes.pp, num_microbatches, num_stages)
+    counts, growth = pass_counts(order, actions), _growth(passes, order, actions)
+    num_sizes = order.num_kinds * NUM_SIZES
+    if passes.holds_messages:  # what is live after a pass is, and more, in the one behind it
+        counts, growth = counts[::2], growth[::2]
+    columns = np.flatnonzero(counts.any(axis=0))
+    counts = counts[:, columns]
+    needed = counts[:, (columns % NUM_SIZES >= PassSize.FORWARD) | (columns >= num_sizes)]
+    needs = np.where(needed.any(axis=1), 1 + needed.argmax(axis=1), 0)
+    left = _undominated(counts, 3 * needs + growth)  # growth is one of three
+    # Of a GPipe rank what it keeps, of others what they have sent.
+    each = np.zeros((3, order.width), np.int64)
+    each[1, PassSize.SAVED] = 1
+    for kind in passes.kinds:
+        each[2, [NUM_SIZES * kind + PassSize.OUTPUT, NUM_SIZES * kind + PassSize.GRADIENT]] += 1
+    grown = each[growth[left]][:, columns]
+    return PassTable(columns, counts[left], grown, num_microbatches)
+
+
+def _growth(passes: RolePasses, order: RankOrder, actions: list[Action]) -> Column:
+    """Return what each microbatch that is left out adds to a row: nothing, a pass, or messages."""
+    found = np.zeros((len(actions), 2), np.int64)
+    if not passes.schedule.holds_sent or passes.pp == 1:
+        return found.ravel()
+    if len(order.kinds) == 1:
+        found[:-1] = 1
+        found[-1] = 2 * order.keeps_units
+    elif order.keeps_units:
+        forward = [place for place, each in enumerate(actions) if each.phase is Phase.FORWARD]
+        found[forward[-min(len(forward), 2 * passes.pp * len(order.kinds))] :] = 2
+    return found.ravel()
+
+
+def most_of(
+    sizes: NDArray[np.int64], counts: NDArray[np.int64], starts: Column
+) -> NDArray[np.int64]:
+    """Return the largest sum of *sizes*, a row a rank, each as often as a row of *counts* says.
+
+    That is of the rows from each of *starts* to the next one, in a column each.
     Libraries multiply matrices of floats ten times as fast as whole numbers; below 2 ** 53 floats
     are exact.
     """
     most = np.abs(counts).max(axis=0) @ np.abs(sizes).max(axis=0, initial=0).astype(np.float64)
     if most >= 2**53:
-        return np.asarray((sizes @ counts.T).max(axis=1), np.int64)
+        return np.maximum.reduceat(sizes @ counts.T, starts, axis=1)
     # OpenBLAS uses one thread up to 2 ** 18 multiplications; others would wait in a loop.
     num_rows = max(2, 2**17 // max(1, counts.size))
-    blocks = np.zeros((-(-len(sizes) // num_rows), num_rows, sizes.shape[1]))
-    blocks.reshape(-1, sizes.shape[1])[: len(sizes)] = sizes
-    product = blocks @ counts.T.astype(np.float64)
-    return np.asarray(product.max(axis=2).ravel()[: len(sizes)], np.int64)
+    weights = counts.T.astype(np.float64)
+    found = np.empty((len(sizes), len(starts)), np.int64)
+    for rows in few_rows(len(sizes), num_rows):
+        product = sizes[rows].astype(np.float64) @ weights
+        found[rows] = np.maximum.reduceat(product, starts, axis=1)
+    return found
 
 
-def _moments(order: RankOrder, memory: RankMemory) -> Iterator[tuple[int, int]]:
-    """Yield what moves in each moment, and what each microbatch that is left out adds to that."""
-    schedule, pp, pp_rank, count, kinds, reshards, _ = order
-    actions = schedule.rank_actions(pp_rank, pp, count, len(kinds))
-    states = pass_states(actions, len(kinds), reshards=reshards)
-    sent = sum(map(sum, memory.sent))
-    forward = [index for index, action in enumerate(actions) if action.phase is Phase.FORWARD]
-    for index, levels in enumerate(pass_levels(memory, actions, states)):
-        growth = 0
-        if schedule.holds_sent and len(kinds) > 1:
-            growth = sent if index >= forward[-min(len(forward), 2 * pp * len(kinds))] else 0
-        elif schedule.holds_sent:
-            growth = sent if index == len(actions) - 1 else memory.virtual_stages[0].saved_bytes
-        for level in levels:
-            yield level.moving_bytes, growth
+def _undominated(kept: NDArray[np.int64], alike: Column) -> Column:
+    """Return the rows of *kept* that no other one of those *alike* reaches in every count.
 
-
-def _digits(numbers: Sequence[int], num_digits: int) -> NDArray[np.int64]:
-    """Return the signed digits of *numbers*, the lowest first, one row a number.
-
-    >>> _digits([5 - 2 * 2**32, 7], 3).tolist()
-    [[5, -2, 0], [7, 0, 0]]
+    Nor is there one between two others: while passes of one virtual stage are kept and those of
+    another one are freed, the counts move in even steps, and an end of these has most bytes.
     """
-    # Half of the base on every digit makes all of them positive, so that none borrows.
-    half = 1 << (DIGIT_BITS - 1)
-    halves = sum(half << DIGIT_BITS * place for place in range(num_digits))
-    length = num_digits * DIGIT_BITS // 8
-    raw = b"".join((number + halves).to_bytes(length, "little") for number in numbers)
-    digits = np.frombuffer(raw, np.dtype("<u4")).astype(np.int64) - half
-    return digits.reshape(len(numbers), num_digits)
+    left = _ends_of_steps(kept, alike)
+    # The fullest of those alike first: none that comes later reaches it.
+    left = left[np.lexsort((-kept[left].sum(axis=1), alike[left]))]
+    found = []
+    for _ in range(MOST_ROUNDS):
+        group = alike[left]
+        is_first = np.ones(len(left), np.bool_)
+        is_first[1:] = group[1:] != group[:-1]
+        fullest = left[is_first]
+        found.append(fullest)
+        is_reached = (kept[left] <= kept[fullest[is_first.cumsum() - 1]]).all(axis=1)
+        left = left[~is_reached]
+        if not len(left):
+            break
+    # More rounds would take longer than the few moments that they leave out.
+    return np.concatenate([*found, left])
 
 
-def pass_sizes(stage: StageUnits) -> tuple[Size, ...]:
-    """Return the sizes of a virtual stage that its passes are made of."""
-    peaks = (*stage.apart, *stage.whole, *stage.ahead, stage.last)
-    held = (stage.saved, stage.late, stage.after_forward, stage.after_backward, stage.fetched)
-    totals = (peak.total_bytes for peak in peaks)
-    return (*held, stage.reduction, stage.reduced, *stage.sent, *totals)
-
-
-def symbolic_stage(symbols: Sequence[int]) -> StageUnits:
-    """Return the virtual stage whose `pass_sizes` are *symbols*."""
-    saved, late, after_forward, after_backward, fetched, reduction, reduced, *sent = symbols[:9]
-    peaks: list[PassPeak[Size]] = [PassPeak(symbol, 0) for symbol in symbols[9:]]
-    return StageUnits(
-        surplus=0,
-        copied=0,
-        buffers=0,
-        saved=saved,
-        late=late,
-        after_forward=after_forward,
-        after_backward=after_backward,
-        reduction=reduction,
-        reduced=reduced,
-        fetched=fetched,
-        sent=(sent[0], sent[1]),
-        apart=PassPeaks(*peaks[:3]),
-        whole=PassPeaks(*peaks[3:6]),
-        ahead=PassPeaks(*peaks[6:9]),
-        last=peaks[9],
-    )
+def _ends_of_steps(kept: NDArray[np.int64], alike: Column) -> Column:
+    """Return the rows of *kept* where even steps from one of those *alike* to the next end."""
+    order = np.argsort(alike, kind="stable")
+    steps, goes_on = np.diff(kept[order], axis=0), np.diff(alike[order]) == 0
+    is_between = (steps[1:] == steps[:-1]).all(axis=1) & goes_on[1:] & goes_on[:-1]
+    is_end = np.concatenate([[True], ~is_between, [True]])[: len(order)]
+    return np.asarray(order[is_end], np.int64)

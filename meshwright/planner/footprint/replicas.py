@@ -9,25 +9,25 @@ from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Offload, Units
 from meshwright.planner.space import Column, ShapeTable, Space, distinct
-from meshwright.simulator.blocks import BlockTable
+from meshwright.simulator.blocks import BlockShape, BlockTable
+from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import DP_CP, MAX_ZERO_STAGE, GroupSpan, Mesh, Stage
 from meshwright.simulator.memory import (
-    FULLNESS,
     BlockBytes,
     LateGradients,
+    SentBytes,
     StateBytes,
+    VirtualStageMemory,
 )
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import (
     Replication,
     StagePart,
     WireBytes,
-    bucket_cast_peak,
-    flat_pass_bytes,
     reduced_parts,
     replication_of,
 )
-from meshwright.simulator.step import unit_workspace_bytes
+from meshwright.simulator.step import PassSharing
 
 
 def makes_gradients_once(space: Space, indices: Column) -> Column:
@@ -86,10 +86,7 @@ class Kind(NamedTuple):
 
     def cast_bytes(self, num_parameters: int) -> int:
         """Return what holds gradients that are reduced together in another format than theirs."""
-        casts, replication = self.wire.casts, self.replication
-        if casts is None or replication.dp_cp == 1:
-            return 0
-        return casts.buffer_bytes(num_parameters, replication.shards.gradients)
+        return PassSharing(self.replication, self.state, self.wire).cast_bytes(num_parameters)
 
     @property
     def moved(self) -> tuple[bool, bool]:
@@ -129,8 +126,8 @@ def _flat_sets(space: Space, indices: Column) -> Column:
     return np.asarray(space.column(DP_CP)[indices] // space.num_shards[indices], np.int64)
 
 
-class ReplicaWorkspaces:
-    """What passes hold of sharded states and of gradients that are cast, beside all else."""
+class StageSharing:
+    """What replicas of each shape add to the passes through stages."""
 
     def __init__(
         self,
@@ -143,61 +140,50 @@ class ReplicaWorkspaces:
         self._blocks = blocks
         self._parts: dict[tuple[int, int, Replication, Stage], tuple[StagePart, ...]] = {}
 
-    def added_to(
-        self, passes: NDArray[np.int64], kind: Kind | None, stage: Stage, used: Column, devices: int
-    ) -> NDArray[np.int64]:
-        """Return *passes*, the bytes of forward and backward, with what replicas add to them.
+    def memory(
+        self, alone: VirtualStageMemory, kind: Kind, stage: Stage, index: int, devices: int
+    ) -> VirtualStageMemory:
+        """Return the memory of a virtual stage of one shape.
 
         Args:
-            passes: One column a shape.
-            kind: How states are shared, if that adds anything.
+            alone: That of passes that no replicas add to, in columns over shapes.
+            kind: How states are shared.
             stage: Whose passes.
-            used: Shapes that are asked for.
+            index: The shape's.
             devices: Of a stage: data- times tensor-parallel ranks.
         """
-        if kind is None:
-            return passes
-        whole = passes.copy()
-        for index in used.tolist():
-            whole[:, index] = self._pair(kind, stage, index, devices, *passes[:, index].tolist())
-        return whole
-
-    def _pair(
-        self, kind: Kind, stage: Stage, index: int, devices: int, forward: int, backward: int
-    ) -> tuple[int, int]:
-        shape, replication = self._table.shapes[index], kind.replication
-        dp = devices // shape.tp
-        if replication.has_flat_units:
-            shards, rest = divmod(dp, kind.num_sets)
-            if rest or shards * shape.tp % (shape.ep * shape.expert_tp):  # of no layout
-                return forward, backward
-            sharing = shards, dp
-            return flat_pass_bytes(shape, stage, self._blocks[index], kind.state, sharing)
-        key = (shape.tp, dp, replication, stage)
+        shape = self._table.shapes[index]
+        memory = replace(
+            alone,
+            saved_bytes=_of_row(alone.saved_bytes, index),
+            forward_workspace_bytes=_of_row(alone.forward_workspace_bytes, index),
+            backward_workspace_bytes=_of_row(alone.backward_workspace_bytes, index),
+            sent=SentBytes(*(_of_row(size, index) for size in alone.sent)),
+        )
+        replication = _spanned(kind, shape, devices // shape.tp)
+        if replication is None:
+            return memory
+        key = shape.tp, devices // shape.tp, replication, stage
         if key not in self._parts:
-            spanned = replication._replace(span=GroupSpan(dp, 1, dp))
-            self._parts[key] = reduced_parts(shape, stage, spanned)
-        parts = self._parts[key]
+            self._parts[key] = reduced_parts(shape, stage, replication)
+        late = None
         if kind.is_late:
-            return self._late_pair(kind, stage, index, parts, forward)
-        if not parts:
-            return forward, backward
-        if not replication.in_units:
-            peak = bucket_cast_peak(self._blocks[index], stage, parts, kind.cast_bytes)
-            return forward, max(backward, peak.total_bytes)
-        units = [sum(part.buckets) for part in parts]
-        spanned = replication._replace(span=GroupSpan(dp, 1, dp))
-        workspace = unit_workspace_bytes(kind.state, spanned, units)
-        largest = max(size for part in parts for size in part.all_buckets)
-        return forward + workspace[0], backward + workspace[1] + kind.cast_bytes(largest)
+            late = LateGradients.of(self._walked, shape, kind.state.gradient)
+        sharing = PassSharing(replication, kind.state, kind.wire)
+        return sharing.added_to(memory, shape, stage, self._blocks[index], self._parts[key], late)
 
-    def _late_pair(
-        self, kind: Kind, stage: Stage, index: int, parts: tuple[StagePart, ...], forward: int
-    ) -> tuple[int, int]:
-        late = LateGradients.of(self._walked, self._table.shapes[index], kind.state.gradient)
-        assert late is not None
-        peak = late.fullest(stage)
-        if parts and kind.cast_bytes(1):
-            cast = bucket_cast_peak(self._blocks[index], stage, parts, kind.cast_bytes, late)
-            peak = max(peak, cast, key=FULLNESS)
-        return forward - late.total_bytes(stage), peak.total_bytes
+
+def _of_row(size: Size, row: int) -> int:
+    return size if isinstance(size, int) else int(size[row])
+
+
+def _spanned(kind: Kind, shape: BlockShape, dp: int) -> Replication | None:
+    """Return the replication of *kind* over so many ranks; None where that is of no layout."""
+    replication = kind.replication
+    if not replication.has_flat_units:
+        return replication._replace(span=GroupSpan(dp, 1, dp))
+    shards, rest = divmod(dp, kind.num_sets)
+    if rest or shards * shape.tp % (shape.ep * shape.expert_tp):
+        return None
+    sets = GroupSpan(kind.num_sets, shards, dp) if kind.num_sets > 1 else None
+    return replication._replace(span=GroupSpan(shards, 1, shards), replica_span=sets)

@@ -1,11 +1,80 @@
-"""What the states of a model take at least, however devices divide them."""
+"""The states of ranks in columns, and what those of a model take however devices divide them."""
 
-from meshwright.hwprofiles import Offload, StackProfile
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from meshwright.hwprofiles import EightBitRecipe, Offload, StackProfile
+from meshwright.planner.footprint.replicas import Kind
+from meshwright.planner.space import Column
 from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.layout import gradient_bytes
-from meshwright.simulator.memory import StateBytes
+from meshwright.simulator.memory import RankStates, Shards, StateBytes
 from meshwright.simulator.model import count_trained_parameters
 from meshwright.simulator.replication import EIGHT_BIT_BYTES
+
+MOST_WEIGHT_BYTES = 4
+OF_OPTIMIZER = np.array([[False], [False], [True]])
+
+
+class LayoutStates(NamedTuple):
+    """How states are split and what a parameter costs, all of it as columns over layouts.
+
+    Args:
+        state: Bytes of a parameter.
+        shards: Ranks that share each kind of state.
+        expert_shards: Those that share states of routed experts.
+        stays: 1 where the optimizer's states are on the device, and where gradients are, else 0.
+    """
+
+    state: StateBytes
+    shards: Shards
+    expert_shards: Shards
+    stays: tuple[Column, Column]
+
+    @classmethod
+    def of(
+        cls, kinds: Sequence[Kind], sharing: Column, num_shards: Column, expert_shards: Column
+    ) -> Self:
+        """Return those of layouts, each of which has one of *kinds*, by its number in *sharing*."""
+        state = np.array([astuple(kind.state) for kind in kinds], np.int64)[sharing].T
+        is_split = np.array([kind.replication.shards for kind in kinds])[sharing].T > 1
+        moved = np.array([kind.moved for kind in kinds], np.int64)[sharing].T
+        return cls(
+            StateBytes(*state),
+            Shards(*np.where(is_split, num_shards, 1)),
+            # Of the optimizer's states they know themselves whether it splits them.
+            Shards(*np.where(is_split | OF_OPTIMIZER, expert_shards, 1)),
+            (1 - moved[0], 1 - moved[1]),
+        )
+
+    def held(self, parameters: Column, experts: Column) -> RankStates:
+        """Return the states of ranks with so many parameters, so many of them of experts."""
+        found = RankStates.of(parameters - experts, self.state, self.shards)
+        found = found.beside(RankStates.of(experts, self.state, self.expert_shards))
+        optimizer, gradients = self.stays
+        return RankStates(
+            found.parameters,
+            found.gradients * gradients,
+            found.optimizer * optimizer,
+            found.update_temporary * optimizer,
+        )
+
+
+def least_weights(state: StateBytes, recipe: EightBitRecipe | None) -> StateBytes:
+    """Return *state* with weights in as few bytes as some of them have by an 8-bit *recipe*."""
+    if recipe is None:
+        return state
+    held = EIGHT_BIT_BYTES if recipe.holds_parameters else MOST_WEIGHT_BYTES
+    gathered = EIGHT_BIT_BYTES if recipe.gathers_parameters else MOST_WEIGHT_BYTES
+    return replace(
+        state,
+        parameter=min(state.parameter, held),
+        sharded_parameter=min(state.sharded_parameter, held),
+        gathered_parameter=min(state.gathered_parameter, gathered),
+    )
 
 
 def least_state_bytes(
@@ -32,9 +101,7 @@ def least_state_bytes(
         return 0
     formats = plan.gradient_formats
     state = StateBytes.of(stack, job.precision, formats, plan.moment_precision)
-    weight, recipe = min(state.parameter, state.sharded_parameter), stack.recipes.get(job.precision)
-    if recipe is not None and recipe.holds_parameters:
-        weight = min(weight, EIGHT_BIT_BYTES)
+    state = least_weights(state, stack.recipes.get(job.precision))
     gradient = min(gradient_bytes(stack, job.precision, formats))
-    each = weight + gradient + state.optimizer
+    each = min(state.parameter, state.sharded_parameter) + gradient + state.optimizer
     return count_trained_parameters(job.model) * each // num_gpus

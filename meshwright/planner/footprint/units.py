@@ -7,48 +7,60 @@ are alike in structure, and so is the fullest moment of all ranks that run passe
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import product
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.footprint.groups import FullestRanks, PipelineGroup, pipeline_groups
-from meshwright.planner.footprint.pass_table import (
-    PassTable,
-    RankOrder,
-    pass_sizes,
-    representative_microbatches,
-)
+from meshwright.planner.footprint.parameters import BesideWeights
+from meshwright.planner.footprint.pass_table import RolePasses
+from meshwright.planner.footprint.passes import Layouts, RoleMoments
 from meshwright.planner.footprint.replicas import Kind, kinds_of
-from meshwright.planner.space import Column, Role, ShapeTable, Space, block_counts, distinct
+from meshwright.planner.space import (
+    Column,
+    Pipeline,
+    Role,
+    ShapeTable,
+    Space,
+    distinct,
+)
 from meshwright.simulator.blocks import (
     BlockShape,
     BlockTable,
-    angle_table_bytes,
-    beside_weights_bytes,
-    layer_table_bytes,
-    num_angle_tables,
 )
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import Fragmentation, batch_bytes
-from meshwright.simulator.model import ENDS, BlockRun, KeptLayer, model_blocks
+from meshwright.simulator.memory import Fragmentation, PassSize, batch_bytes, pass_sizes
+from meshwright.simulator.model import ENDS, KeptLayer
 from meshwright.simulator.replication import fills_rows
 from meshwright.simulator.units import (
     ENDINGS,
     Padding,
     ParameterBytes,
     PassBytes,
-    RankStates,
     Sharding,
     StagePass,
     StageUnits,
     StageWeights,
     UnitBytes,
+    unit_states,
 )
 
 Record = TypeVar("Record")
 Part: TypeAlias = tuple[Stage, bool]
 """A virtual stage, and whether it is alone on its rank."""
+
+
+def shardings_of(kinds: Sequence[Kind]) -> list[Sharding]:
+    """Return how units are sharded in steps of one microbatch, and of several, kind by kind."""
+    return [
+        Sharding.of(
+            kind.replication.in_steps_of(count), ParameterBytes(kind.state, kind.wire.reduce_bytes)
+        )
+        for kind in kinds
+        for count in (1, 2)
+    ]
 
 
 class UnitStates(NamedTuple):
@@ -75,14 +87,7 @@ class UnitStates(NamedTuple):
         first, state = distinct(columns)
         of_layout = np.full(len(space), -1)
         of_layout[indices] = state
-        shardings = [
-            Sharding.of(
-                kind.replication.in_steps_of(count),
-                ParameterBytes(kind.state, kind.wire.reduce_bytes),
-            )
-            for kind in kinds
-            for count in (1, 2)
-        ]
+        shardings = shardings_of(kinds)
         shapes, num_ranks, num_experts, numbers = (column[first] for column in columns)
         degrees = num_ranks, num_experts
         return cls(of_layout, shapes, *degrees, numbers, shardings, columns_of(shardings))
@@ -117,35 +122,7 @@ class PartSizes(NamedTuple):
     rows: NDArray[np.int64]
 
 
-NUM_STATIC, REDUCED = 7, 6  # columns before those of passes; and that one of them
-
-
-class BesideWeights:
-    """The bytes that ranks hold beside their weights, from a block of each kind."""
-
-    def __init__(self, table: ShapeTable) -> None:
-        self._kinds = table.kinds
-        runs = [[BlockRun(each, 1) for each in model_blocks(kind)] for kind in table.kinds]
-        keys = [(*shape.weight_degrees, layer_table_bytes(shape)) for shape in table.shapes]
-        alike = dict(zip(keys, table.shapes, strict=True))
-        known = {
-            key: [beside_weights_bytes(shape, blocks) for blocks in runs]
-            for key, shape in alike.items()
-        }
-        of_blocks = [known[key] for key in keys]
-        self._bytes = np.array(of_blocks, np.int64).reshape(-1, len(table.kinds))
-        self._tables = np.array([*map(angle_table_bytes, table.shapes)], np.int64)
-        self._model = table.shapes[0].trained
-
-    def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
-        """Return those of a rank that holds *stages*, for each of the layouts."""
-        counts = np.array(block_counts(self._kinds, stages), np.int64)
-        return np.asarray((self._bytes @ counts)[shape_index], np.int64)
-
-    def angle_tables(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
-        """Return what such a rank's cos/sin caches take, which its passes make."""
-        each = self._tables * num_angle_tables(self._model, stages)
-        return np.asarray(each[shape_index], np.int64)
+NUM_STATIC = 7  # columns before those of passes
 
 
 class UnitPeaks:
@@ -161,7 +138,6 @@ class UnitPeaks:
         self._passes = columns_of(passes)
         self._beside = BesideWeights(table)
         self._shapes, self._member = table.by_degrees()
-        self._tables: dict[tuple[object, ...], PassTable] = {}
 
     def add_to(
         self, peaks: FullestRanks, indices: Column, tell: Callable[[int, int], None]
@@ -215,7 +191,8 @@ class UnitPeaks:
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
             static = weights.total, weights.experts, *weights.padding, found.surplus, found.copied
-            sizes = (*static, found.buffers, *pass_sizes(found))
+            memory = found.virtual_stage(keeps_units=sharding.keeps_units, sums=sharding.sums)
+            sizes = (*static, found.buffers, *pass_sizes(memory))
             if not rows.size:
                 rows = np.empty((len(used), len(sizes)), np.int64)
             for number, column in enumerate(sizes):
@@ -229,23 +206,25 @@ class UnitPeaks:
     ) -> tuple[Column, Column]:
         """Return the live bytes of the fullest of the role's ranks, and its states'."""
         own = states.of_layout[group.indices]
-        parts = [each.rows[each.row_of[own]] for each in sizes]
+        first, member = distinct([own])
+        used = own[first]
+        parts = [each.rows[each.row_of[used]] for each in sizes]
         counts = [role.stages.count(stage) for stage, _ in _parts(role)]
         total = sum(rows * count for rows, count in zip(parts, counts, strict=True))
         weights, experts, most, of_experts, surplus, copied, buffers, *passes = np.asarray(total).T
-        sharding = states.sharding(own)
-        held = RankStates.of(weights, experts, Padding(most, of_experts), sharding)
-        beside = self._beside.of_rank(states.shapes[own], role.stages)
-        lasting, gradients = held.parameters + held.optimizer + beside, held.gradients + surplus
+        sharding, shapes = states.sharding(used), states.shapes[used]
+        held = unit_states(weights, experts, Padding(most, of_experts), sharding)
+        lasting = held.parameters + held.optimizer + self._beside.of_rank(shapes, role.stages)
+        gradients, tables = held.gradients + surplus, self._beside.angle_tables(shapes, role.stages)
+        updating = held.update_temporary + copied * (1 - sharding.on_host)
+        updating = updating - passes[PassSize.REDUCED]
         microbatches = self._space.num_microbatches[group.indices]
-        buffers = buffers + self._batch_bytes(group)
+        pass_parts = [rows.T[NUM_STATIC:, None] for rows in parts]
         sums = np.asarray(sharding.sums, np.int64)
-        pass_parts = [rows[:, NUM_STATIC:] for rows in parts]
-        moving = self._most_moving(_Ranks(group, role, microbatches, sums, pass_parts))
-        updating = held.update_temporary + copied * (1 - sharding.on_host) - passes[REDUCED]
-        tables = self._beside.angle_tables(states.shapes[own], role.stages)
-        live = lasting + gradients + tables + microbatches * buffers + np.maximum(moving, updating)
-        kept = Fragmentation.of(self._space.stack).state_bytes(lasting, gradients)
+        moving = _most_moving(group.pipeline, role, pass_parts, sums, (member, microbatches))
+        live = (lasting + gradients + tables)[member] + np.maximum(moving, updating[member])
+        live = live + microbatches * (buffers[member] + self._batch_bytes(group))
+        kept = Fragmentation.of(self._space.stack).state_bytes(lasting, gradients)[member]
         return np.asarray(live, np.int64), np.asarray(kept, np.int64)
 
     def _batch_bytes(self, group: PipelineGroup) -> Column:
@@ -255,46 +234,41 @@ class UnitPeaks:
         is_held = group.pipeline.pp > 1 and stack.keeps_stage_outputs
         return np.asarray(batch_bytes(size * job.seq_len // cp, cp) * is_held, np.int64)
 
-    def _most_moving(self, ranks: "_Ranks") -> Column:
-        """Return the most that moves in the passes of the role's ranks, of each layout.
 
-        It grows or shrinks from one rank of a role to the next, so it is most on the first or the
-        last; on the first if no pass sends more than it keeps, as fewer are in flight on others.
-        """
-        role, pipeline = ranks.role, ranks.group.pipeline
-        schedule, pp = pipeline.schedule, pipeline.pp
-        stages = [stage for stage, _ in _parts(role)]
-        kinds = tuple(stages.index(stage) for stage in role.stages)
-        keeps_most, reshards = ranks.flags()
-        ends = dict.fromkeys((role.first, role.first if keeps_most else role.last))
-        numbers, member = np.unique(ranks.num_microbatches, return_inverse=True)
-        fewest = [
-            representative_microbatches(schedule, pp, number, len(kinds))
-            for number in numbers.tolist()
-        ]
-        columns = [np.array(fewest, np.int64)[member.reshape(-1)], reshards, ranks.sums]
-        first, member = distinct(columns)
-        moving = np.zeros(len(member), np.int64)
-        for number, row in enumerate(np.stack(columns, axis=1)[first].tolist()):
-            chosen = member == number
-            sizes = np.concatenate([rows[chosen] for rows in ranks.parts], axis=1)
-            moving[chosen] = np.maximum.reduce(
-                [
-                    self._table_of(
-                        RankOrder(schedule, pp, end, row[0], kinds, *map(bool, row[1:]))
-                    ).most_moving(sizes, ranks.num_microbatches[chosen])
-                    for end in ends
-                ]
-            )
-        return moving
+def _most_moving(
+    pipeline: Pipeline,
+    role: Role,
+    parts: list[NDArray[np.int64]],
+    sums: Column,
+    layouts: tuple[Column, Column],
+) -> Column:
+    """Return the most that moves in the passes of the role's ranks, of each layout.
 
-    def _table_of(self, order: RankOrder) -> PassTable:
-        """Return the moments of a rank."""
-        # A schedule holds functions: its name is what tells it from others.
-        key = (order.schedule.name, *order[1:])
-        if key not in self._tables:
-            self._tables[key] = PassTable.of(order)
-        return self._tables[key]
+    It grows or shrinks from one rank of a role to the next, so it is most on the first or the last.
+
+    Args:
+        pipeline: The pipeline.
+        role: Which of its ranks.
+        parts: Sizes of each virtual stage that differs, by state.
+        sums: Of each state whether gradients are summed whole until the last microbatch.
+        layouts: The state of each layout, and its microbatches.
+    """
+    stages = list(dict.fromkeys(role.stages))
+    kinds = tuple(map(stages.index, role.stages))
+    keeps = RolePasses(
+        pipeline.schedule, pipeline.pp, kinds, moves_states=True, keeps_units=pipeline.pp > 1
+    )
+    frees = [part[PassSize.AFTER_FORWARD] < part[PassSize.AFTER_BACKWARD] for part in parts]
+    reshards = np.any(frees, axis=0)[0]
+    states, microbatches = layouts
+    moving = np.zeros(len(states), np.int64)
+    for reshard, summed in product((False, True), repeat=2):
+        rows = np.flatnonzero(((reshards == reshard) & (sums == summed))[states])
+        if len(rows):
+            passes = keeps._replace(reshards=reshard, sums=summed)
+            own = Layouts(states[rows], microbatches[rows], np.zeros_like(rows))
+            moving[rows] = RoleMoments(role, passes, parts).bytes(own)
+    return moving
 
 
 def _weights(
@@ -308,25 +282,6 @@ def _weights(
     keys = np.stack(columns, axis=1)[first].tolist()
     each = [StageWeights.of(shapes[member], stage, *ranks) for member, *ranks in keys]
     return columns_of(each), own
-
-
-class _Ranks(NamedTuple):
-    """Ranks of a role in layouts with one pipeline, and the `pass_sizes` of each part."""
-
-    group: PipelineGroup
-    role: Role
-    num_microbatches: Column
-    sums: Column
-    parts: list[NDArray[np.int64]]
-
-    def flags(self) -> tuple[bool, Column]:
-        """Return whether all passes keep what they send, and which layouts free what they take."""
-        keeps_most, reshards = True, np.zeros(len(self.sums), np.bool_)
-        for rows in self.parts:
-            saved, _, after_forward, after_backward, _, _, _, output, gradient = rows.T[:9]
-            keeps_most &= bool((saved >= output + gradient).all())
-            reshards |= after_forward < after_backward
-        return keeps_most, reshards.astype(np.int64)
 
 
 def _parts(role: Role) -> list[Part]:

@@ -14,13 +14,6 @@ from meshwright.planner.space.limits import (
     is_searched,
     launcher_of,
 )
-from meshwright.planner.space.moments import (
-    BESIDE,
-    PERIODS,
-    MessageColumns,
-    fullest_moments,
-    representative_microbatches,
-)
 from meshwright.planner.space.pipelines import (
     Pipeline,
     Role,
@@ -52,18 +45,15 @@ from meshwright.planner.space.waste import undivided_splits, waste_hints
 
 __all__ = [
     "ACTIVATIONS",
-    "BESIDE",
     "COLUMNS",
     "LONG_SEQUENCE",
     "PASSES",
-    "PERIODS",
     "RULES",
     "SWITCHES",
     "Candidates",
     "Column",
     "Launcher",
     "Mask",
-    "MessageColumns",
     "Pipeline",
     "Role",
     "ShapeTable",
@@ -79,13 +69,11 @@ __all__ = [
     "divisors",
     "enumerate_space",
     "few_rows",
-    "fullest_moments",
     "is_constant",
     "is_searched",
     "lacks",
     "launcher_of",
     "lays_out_unequal",
-    "representative_microbatches",
     "undivided_splits",
     "waste_hints",
 ]

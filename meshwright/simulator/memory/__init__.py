@@ -9,11 +9,17 @@ from meshwright.simulator.memory.block_bytes import (
     pass_workspace_bytes,
     stage_messages,
 )
+from meshwright.simulator.memory.counts import (
+    NUM_SIZES,
+    PassSize,
+    RankOrder,
+    pairs_of,
+    pass_counts,
+    pass_sizes,
+)
 from meshwright.simulator.memory.held_messages import (
-    HeldSpans,
+    MODULES_HOLD,
     PipelinePlace,
-    held_between_steps,
-    held_spans,
     most_messages,
 )
 from meshwright.simulator.memory.late_gradients import LateGradients
@@ -28,13 +34,13 @@ from meshwright.simulator.memory.overheads import (
     usable_bytes,
     workspace_bytes,
 )
-from meshwright.simulator.memory.pass_states import pass_states
 from meshwright.simulator.memory.rank import (
     FULLNESS,
     KeptUnits,
     PassPeak,
     PassPeaks,
     RankMemory,
+    RankStates,
     Shards,
     StateBytes,
     VirtualStageMemory,
@@ -54,22 +60,25 @@ from meshwright.simulator.memory.stage_outputs import (
 )
 from meshwright.simulator.memory.stand_ins import stand_in_bytes
 from meshwright.simulator.memory.timeline import (
+    Growth,
     MemoryEvent,
     MemoryPeak,
-    fullest_moments,
+    fullest_event,
     memory_peak,
     memory_timeline,
     most_bytes,
-    pass_levels,
+    most_moving_bytes,
 )
 
 __all__ = [
     "FULLNESS",
+    "MODULES_HOLD",
+    "NUM_SIZES",
     "PARTS",
     "SYMMETRIC",
     "BlockBytes",
     "Fragmentation",
-    "HeldSpans",
+    "Growth",
     "KeptUnits",
     "LateGradients",
     "MemoryEvent",
@@ -77,10 +86,13 @@ __all__ = [
     "Overheads",
     "PassPeak",
     "PassPeaks",
+    "PassSize",
     "PeakBytes",
     "PipelinePlace",
     "PresentBytes",
     "RankMemory",
+    "RankOrder",
+    "RankStates",
     "SentBytes",
     "Shards",
     "StateBytes",
@@ -88,9 +100,7 @@ __all__ = [
     "batch_bytes",
     "block_bytes",
     "captures_whole_layers",
-    "fullest_moments",
-    "held_between_steps",
-    "held_spans",
+    "fullest_event",
     "kept_logits_bytes",
     "kept_output_bytes",
     "memory_peak",
@@ -98,10 +108,12 @@ __all__ = [
     "message_buffer_bytes",
     "most_bytes",
     "most_messages",
+    "most_moving_bytes",
     "num_communicators",
     "pair_bytes",
-    "pass_levels",
-    "pass_states",
+    "pairs_of",
+    "pass_counts",
+    "pass_sizes",
     "pass_workspace_bytes",
     "rank_memory",
     "sharded_workspace_bytes",

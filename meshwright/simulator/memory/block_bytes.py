@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from meshwright.hwprofiles import CudaGraphImpl, CudaGraphs, Precision
 from meshwright.simulator.blocks import (
@@ -158,7 +158,7 @@ def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
     )
 
 
-def stage_messages(blocks: Mapping[BlockKind, BlockBytes[int]], stage: Stage) -> SentBytes:
+def stage_messages(blocks: Mapping[BlockKind, BlockBytes[Any]], stage: Stage) -> SentBytes:
     """Return what *stage* sends in a microbatch; a gradient is as large as what it received."""
     return SentBytes(
         output=0 if stage.has_head else blocks[stage.contents[-1].kind].sent,

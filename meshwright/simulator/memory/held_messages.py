@@ -7,18 +7,22 @@ until its next forward pass (`set_input_tensor`), over the step's end, too, and 
 gradient, its ``grad``; so does that of a pass whose output a variable holds, by the output's graph.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, compress
+from itertools import chain, compress
 from operator import gt
 from typing import NamedTuple, TypeAlias
 
-from meshwright.simulator.memory.sent_messages import SentBytes
+import numpy as np
+from numpy.typing import NDArray
+
 from meshwright.simulator.schedules import Action, Phase, group_passes
 
 Numbers: TypeAlias = list[int]
 NONE = -1
+MODULES_HOLD = 2
+"""Tensors as large as its input that a module holds over the step's end."""
 
 
 class PipelinePlace(NamedTuple):
@@ -41,35 +45,52 @@ class HeldSpans(NamedTuple):
     times: int = 1
 
 
-def held_messages(
-    actions: Sequence[Action], sent: Sequence[SentBytes], place: PipelinePlace
-) -> list[int]:
-    """Return the bytes that are held in each action beside what passes keep and need.
+def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) -> NDArray[np.int64]:
+    """Return how many messages are held in each action beside what passes keep and need.
+
+    A backward pass itself needs the gradient of its output, from its first operator to its last.
 
     Args:
         actions: What a rank runs.
-        sent: What each of its virtual stages sends.
         place: Which rank it is.
+        vpp: Its virtual stages.
+
+    Returns:
+        A row for each action, a column for each source of `HeldSpans`.
 
     >>> order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
     >>> actions = [Action(Phase(name), 0, index) for name, index in order]
-    >>> held_messages(actions, [SentBytes(output=10, gradient=1)], PipelinePlace(1, 3))
-    [0, 0, 0, 12, 1, 1]
+    >>> message_counts(actions, PipelinePlace(1, 3), 1).tolist()
+    [[0, 0], [0, 0], [0, 0], [1, 2], [0, 1], [0, 1]]
     """
-    sizes = [size_bytes for each in sent for size_bytes in each]
-    changes = [0] * (len(actions) + 1)
-    for starts, ends, sources, times in held_spans(actions, place):
-        for start, end, source in zip(starts, ends, sources, strict=True):
-            if end > start:
-                size_bytes = sizes[source] * times
-                changes[start] += size_bytes
-                changes[end] -= size_bytes
-    return [*accumulate(changes[:-1])]
+    if vpp == 1:
+        return _counted(_plain(actions), 2, len(actions))
+    group = next(at for at, action in enumerate(actions) if action.virtual_stage)
+    return _interleaved_counts(place, actions[-1].microbatch + 1, group, vpp)
 
 
-def held_between_steps(sent: Sequence[SentBytes]) -> int:
-    """Return what lies in the modules until the next step: their last inputs, and gradients."""
-    return sum(2 * each.gradient for each in sent)
+@lru_cache(maxsize=1024)
+def _interleaved_counts(
+    place: PipelinePlace, num_microbatches: int, group: int, vpp: int
+) -> NDArray[np.int64]:
+    """Return the counts of a rank that runs an interleaved order."""
+    spans = _Interleaved.of(place, num_microbatches, group, vpp).spans()
+    return _counted(spans, 2 * vpp, 2 * vpp * num_microbatches)
+
+
+def _counted(spans: Iterable[HeldSpans], num_sources: int, num_actions: int) -> NDArray[np.int64]:
+    """Return how many messages of each source *spans* hold in each action."""
+    held = [*spans]
+    columns = zip(*(span[:3] for span in held), strict=True)
+    starts, ends, sources = (np.array([*chain.from_iterable(each)], np.int64) for each in columns)
+    times = np.repeat([span.times for span in held], [len(span.starts) for span in held])
+    lasts = ends > starts
+    places = num_sources * np.stack([starts, ends])[:, lasts] + sources[lasts]
+    weights = np.stack([times, -times])[:, lasts]
+    # Sums of small whole numbers, which are exact as floats.
+    num_places = num_sources * (num_actions + 1)
+    changes = np.bincount(places.ravel(), weights.ravel(), minlength=num_places)
+    return changes.astype(np.int64).reshape(-1, num_sources).cumsum(axis=0)[:-1]
 
 
 def most_messages(vpp: int, larger: int) -> int:
@@ -80,21 +101,6 @@ def most_messages(vpp: int, larger: int) -> int:
     pipeline.
     """
     return 2 * vpp + 3 + 2 * larger
-
-
-def held_spans(actions: Sequence[Action], place: PipelinePlace) -> Iterator[HeldSpans]:
-    """Yield what a rank holds beside what its passes keep and need.
-
-    A backward pass itself needs the gradient of its output, from its first operator to its last.
-
-    Args:
-        actions: What it runs.
-        place: Which rank it is.
-    """
-    if any(action.virtual_stage for action in actions):
-        yield from _Interleaved.of(actions, place).spans()
-    else:
-        yield from _plain(actions)
 
 
 def _plain(actions: Sequence[Action]) -> Iterator[HeldSpans]:
@@ -178,20 +184,19 @@ class _Interleaved:
     backward: _Passes
 
     @classmethod
-    def of(cls, actions: Sequence[Action], place: PipelinePlace) -> "_Interleaved":
-        """Return the variables of a rank that runs *actions*."""
-        count, num_passes = actions[-1].microbatch + 1, len(actions) // 2
-        group = next(at for at, action in enumerate(actions) if action.virtual_stage)
-        vpp = num_passes // count
+    def of(
+        cls, place: PipelinePlace, num_microbatches: int, group: int, vpp: int
+    ) -> "_Interleaved":
+        """Return the variables of a rank."""
+        num_passes = vpp * num_microbatches
         warmup = min(2 * (place.pp - 1 - place.pp_rank) + (vpp - 1) * group, num_passes)
         alternated = 2 * num_passes - warmup
         positions = (
             [*range(warmup), *range(warmup, alternated, 2)],
             [*range(warmup + 1, alternated, 2), *range(alternated, 2 * num_passes)],
         )
-        return cls(
-            place, count, group, warmup, *map(_Passes.of, _orders(group, count, vpp), positions)
-        )
+        orders = _orders(group, num_microbatches, vpp)
+        return cls(place, num_microbatches, group, warmup, *map(_Passes.of, orders, positions))
 
     def spans(self) -> Iterator[HeldSpans]:
         """Yield what is held."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple, Self
 
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
+from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.block_bytes import BlockBytes, block_bytes
 from meshwright.simulator.memory.rank import FULLNESS, PassPeak, VirtualStageMemory
@@ -52,8 +53,5 @@ class LateGradients(NamedTuple):
 
     def added_to(self, virtual_stage: VirtualStageMemory, stage: Stage) -> VirtualStageMemory:
         """Return the memory of *stage* with its gradients late."""
-        return replace(
-            virtual_stage,
-            late_gradients_bytes=self.total_bytes(stage),
-            first_backward=self.fullest(stage),
-        )
+        late_bytes, fullest = self.total_bytes(stage), PassPeak[Size](*self.fullest(stage))
+        return replace(virtual_stage, late_gradients_bytes=late_bytes, first_backward=fullest)

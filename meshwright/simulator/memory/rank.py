@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.graph import Size as Bytes
+from meshwright.simulator.graph import chosen, larger, largest
 from meshwright.simulator.layout import (
     STACKS_OWN,
     Formats,
@@ -97,6 +99,37 @@ class StateBytes:
         )
 
 
+class RankStates(NamedTuple):
+    """Bytes of a rank's states on its device, and of what the optimizer needs for a moment.
+
+    Whole numbers, or columns of them over many layouts.
+    """
+
+    parameters: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    update_temporary: Bytes
+
+    @classmethod
+    def of(cls, num_parameters: Bytes, state: StateBytes, shards: Shards) -> "RankStates":
+        """Return those of so many parameters, split over *shards*, filled up to one size.
+
+        A whole weight is in the training's format; a shard may be in fp32, its own master copy.
+        """
+        parameter = chosen(shards.parameters == 1, state.parameter, state.sharded_parameter)
+        share = -(-num_parameters // shards.optimizer)
+        return cls(
+            parameters=-(-num_parameters // shards.parameters) * parameter,
+            gradients=-(-num_parameters // shards.gradients) * (state.gradient + state.bucket),
+            optimizer=share * state.optimizer,
+            update_temporary=share * state.update_temporary,
+        )
+
+    def beside(self, other: "RankStates") -> "RankStates":
+        """Return these with *other* ones, such as those of weights that are split otherwise."""
+        return RankStates(*(one + more for one, more in zip(self, other, strict=True)))
+
+
 class PassPeak(NamedTuple, Generic[Size]):
     """The fullest instant of a pass: what it needs, and gradients that are not there yet."""
 
@@ -132,10 +165,10 @@ class KeptUnits:
         reduction: What reducing the gradients needs after the last pass, and those that go by it.
     """
 
-    whole: PassPeaks[int]
-    ahead: PassPeaks[int]
-    ahead_bytes: int
-    reduction: PassPeak[int]
+    whole: PassPeaks[Bytes]
+    ahead: PassPeaks[Bytes]
+    ahead_bytes: Bytes
+    reduction: PassPeak[Bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,18 +186,18 @@ class VirtualStageMemory:
     are the workspaces of passes that gather the units themselves.
     """
 
-    saved_bytes: int
-    forward_workspace_bytes: int
-    backward_workspace_bytes: int
-    late_gradients_bytes: int = 0
-    first_backward: PassPeak[int] | None = None
-    last_backward: PassPeak[int] | None = None
-    reduced_gradients_bytes: int = 0
-    after_forward_bytes: int = 0
-    after_backward_bytes: int = 0
+    saved_bytes: Bytes
+    forward_workspace_bytes: Bytes
+    backward_workspace_bytes: Bytes
+    late_gradients_bytes: Bytes = 0
+    first_backward: PassPeak[Bytes] | None = None
+    last_backward: PassPeak[Bytes] | None = None
+    reduced_gradients_bytes: Bytes = 0
+    after_forward_bytes: Bytes = 0
+    after_backward_bytes: Bytes = 0
     kept_units: KeptUnits | None = None
     sent: SentBytes = NOTHING_SENT
-    buffer_bytes: int = 0
+    buffer_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,24 +253,27 @@ class RankMemory:
 
 
 def virtual_stage_memory(
-    shape: BlockShape, stage: Stage, blocks: Mapping[BlockKind, BlockBytes[int]]
+    shape: BlockShape, stage: Stage, blocks: Mapping[BlockKind, BlockBytes[Any]]
 ) -> VirtualStageMemory:
-    """Return the memory of one pass through *stage*, whose *blocks* are of *shape*."""
+    """Return the memory of one pass through *stage*, whose *blocks* are of *shape*.
+
+    Sizes of blocks may be columns over shapes with the same software.
+    """
     forward, backward = pass_workspace_bytes(
         blocks,
         stage,
-        max,
+        larger,
         holds_gradient=shape.stack.holds_messages,
         has_pools=captures_whole_layers(shape),
     )
     saved = sum(count * blocks[kind].saved for kind, count in stage.passes)
     sent = stage_messages(blocks, stage)
     return VirtualStageMemory(
-        saved_bytes=saved + int(kept_output_bytes(shape, sent)),
+        saved_bytes=saved + kept_output_bytes(shape, sent),
         forward_workspace_bytes=forward,
         backward_workspace_bytes=backward,
         sent=sent,
-        buffer_bytes=max(blocks[kind].buffer for kind, _ in stage.contents),
+        buffer_bytes=largest(blocks[kind].buffer for kind, _ in stage.contents),
     )
 
 
@@ -294,17 +330,14 @@ def rank_memory(
     >>> [rank_memory(7_500_000_000, state, (), shards=each).static_bytes for each in shares]
     [120000000000, 31406250000, 16640625000, 1875000000]
     """
-    # A whole weight is in the training's format; a shard may be in fp32, its own master copy.
-    parameter = state.parameter if shards.parameters == 1 else state.sharded_parameter
-    # Shards are filled up to one size, so a rank's is rounded up.
-    optimizer_share = -(-num_parameters // shards.optimizer)
+    states = RankStates.of(num_parameters, state, shards)
     return RankMemory(
-        parameters_bytes=-(-num_parameters // shards.parameters) * parameter,
-        gradients_bytes=-(-num_parameters // shards.gradients) * (state.gradient + state.bucket),
-        optimizer_states_bytes=optimizer_share * state.optimizer,
-        update_temporary_bytes=optimizer_share * state.update_temporary,
+        parameters_bytes=int(states.parameters),
+        gradients_bytes=int(states.gradients),
+        optimizer_states_bytes=int(states.optimizer),
+        update_temporary_bytes=int(states.update_temporary),
         virtual_stages=virtual_stages,
-        buffers_bytes=max((each.buffer_bytes for each in virtual_stages), default=0),
+        buffers_bytes=max((int(each.buffer_bytes) for each in virtual_stages), default=0),
     )
 
 

@@ -5,10 +5,12 @@ lists in which a runtime keeps works and operations (torch/distributed/pipelinin
 PyTorch 2.13).
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from meshwright.simulator.schedules import Action, Phase
+import numpy as np
+from numpy.typing import NDArray
+
+Counts: TypeAlias = NDArray[np.int64]
 
 
 class SentBytes(NamedTuple):
@@ -26,44 +28,40 @@ class SentBytes(NamedTuple):
 NOTHING_SENT = SentBytes()
 
 
-def sent_bytes_until_end(actions: Sequence[Action], sent: Sequence[SentBytes]) -> list[int]:
-    """Return the sent bytes that live during each action, and after the last: all sent so far.
+def kept_until_end(is_backward: NDArray[np.bool_], own: Counts) -> tuple[Counts, Counts]:
+    """Return the outputs and gradients that live during each action, and after the last: all sent.
 
     The runtimes of GPipe and of interleaved schedules wait for their sends when all passes are
     done.  An output counts once its backward pass is over: until then it is kept anyway.
 
-    >>> actions = [Action(Phase(name), 0, index) for name in "FB" for index in (0, 1)]
-    >>> sent_bytes_until_end(actions, [SentBytes(output=10, gradient=1)])
-    [0, 0, 0, 11, 22]
+    Args:
+        is_backward: Whether each action is a backward pass.
+        own: 1 in the column of its virtual stage, or of the kind of that.
+
+    >>> order = np.array([False, False, True, True])
+    >>> [each.ravel().tolist() for each in kept_until_end(order, np.ones((4, 1), np.int64))]
+    [[0, 0, 0, 1, 2], [0, 0, 0, 1, 2]]
     """
-    live_bytes = [0]
-    for phase, virtual_stage, _ in actions:
-        live_bytes.append(
-            live_bytes[-1] + (sum(sent[virtual_stage]) if phase is Phase.BACKWARD else 0)
-        )
-    return live_bytes
+    sent = (own * is_backward[:, None]).cumsum(axis=0)
+    found = np.concatenate([np.zeros_like(sent[:1]), sent])
+    return found, found
 
 
-def sent_bytes_until_next(actions: Sequence[Action], sent: SentBytes) -> list[int]:
-    """Return the sent bytes that live during each action of 1F1B, and after the last.
+def kept_until_next(is_backward: NDArray[np.bool_], own: Counts) -> tuple[Counts, Counts]:
+    """Return those of 1F1B, as `kept_until_end`.
 
     A gradient lives until the next backward pass has made another.  The last output that was sent
     alone, that of the forward pass before the last of the warm-up, lives until a gradient is sent
     alone, after the last forward pass.
 
-    >>> order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
-    >>> actions = [Action(Phase(name), 0, index) for name, index in order]
-    >>> sent_bytes_until_next(actions, SentBytes(output=10, gradient=1))
-    [0, 0, 0, 11, 11, 1, 1]
+    >>> order = np.array([False, False, True, False, True, True])
+    >>> [each.ravel().tolist() for each in kept_until_next(order, np.ones((6, 1), np.int64))]
+    [[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1]]
     """
-    phases = [action.phase for action in actions]
     # Schedule1F1B keeps what it sends alone in `send_work`: warm-up outputs but for the last, then
     # gradients once no forward pass is left.  All else goes in a batch with a receive.
-    warmup = phases.index(Phase.BACKWARD)
-    steady = phases.count(Phase.FORWARD) - warmup  # passes after which a forward pass follows
-    live_bytes, done = [0], 0
-    for phase in phases:
-        done += phase is Phase.BACKWARD
-        output = sent.output if 1 <= warmup - 1 <= done <= steady else 0
-        live_bytes.append(output + (sent.gradient if done else 0))
-    return live_bytes
+    warmup = int(is_backward.argmax())
+    steady = len(is_backward) // 2 - warmup  # passes after which a forward pass follows
+    done = np.concatenate([[0], is_backward.cumsum()])
+    output = (done >= warmup - 1) & (done <= steady) & (done > 0) & (warmup > 1)
+    return output[:, None] * own[:1], (done > 0)[:, None] * own[:1]

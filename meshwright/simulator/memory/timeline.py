@@ -1,17 +1,34 @@
 """The live bytes of a pipeline rank, action by action, and their peak."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
-from meshwright.simulator.memory.held_messages import (
-    held_between_steps,
-    held_messages,
-    most_messages,
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.simulator.graph import Size, larger, largest
+from meshwright.simulator.memory.counts import (
+    ABSENT,
+    ACTIVATIONS,
+    MESSAGES,
+    NEEDED,
+    NO_PAIRS,
+    NUM_SIZES,
+    PassSize,
+    RankOrder,
+    needed_peaks,
+    pairs_of,
+    pass_counts,
+    pass_sizes,
 )
-from meshwright.simulator.memory.pass_states import LiveBytes, PassState, kept_levels, pass_states
-from meshwright.simulator.memory.rank import PassPeak, RankMemory
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.memory.held_messages import MODULES_HOLD, most_messages
+from meshwright.simulator.memory.rank import RankMemory, VirtualStageMemory
+from meshwright.simulator.schedules import Action
+
+MOST_EXACT = 2**62
+"""Sums of whole numbers below it fit into 64 bits."""
 
 RanAction = tuple[Action, int, int]
 """An action with its start and end in picoseconds."""
@@ -46,198 +63,96 @@ class MemoryEvent(NamedTuple):
         return self.activations_bytes + self.buffers_bytes - self.absent_bytes
 
 
-NO_PAIRS = range(0)
+class _Levels(NamedTuple):
+    """Live bytes beside the static ones, during each action and after it.
+
+    *activations* stay, *buffers* are a momentary need; *absent* bytes of gradients that count as
+    static are not there.
+    """
+
+    activations: NDArray[np.int64]
+    buffers: NDArray[np.int64]
+    absent: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, memory: RankMemory, actions: Sequence[Action], pairs: range) -> "_Levels":
+        """Return those of a rank."""
+        order, stages = _order_of(memory, pairs)
+        counts = pass_counts(order, actions)
+        sizes = np.zeros((3, order.width), object)
+        for kind, stage in enumerate(stages):
+            first, found = NUM_SIZES * kind, pass_sizes(stage)
+            activations, buffers, absent = sizes[:, first : first + NUM_SIZES]
+            for size, size_bytes in enumerate(found[: PassSize.FORWARD]):
+                if size in ACTIVATIONS:
+                    activations[size] = size_bytes
+                elif size in ABSENT:
+                    absent[size] = -size_bytes  # counted as not there
+                else:
+                    buffers[size] = size_bytes
+            needed = needed_peaks(stage)
+            buffers[PassSize.FORWARD :] = [peak.buffers_bytes for peak in needed]
+            absent[PassSize.FORWARD :] = [peak.absent_bytes for peak in needed]
+        if pairs:
+            each = [memory.pairs_bytes[pair] for pair in pairs_of(len(stages))]
+            sizes[1, len(stages) * NUM_SIZES :] = each
+        most = np.abs(sizes).max() * int(np.abs(counts).sum(axis=1).max())
+        levels = counts @ (sizes if most >= MOST_EXACT else sizes.astype(np.int64)).T
+        levels[:, 0] += memory.buffers_bytes
+        return cls(*levels.T)
 
 
-def pass_levels(
-    memory: RankMemory,
-    actions: Sequence[Action],
-    states: Sequence[PassState] | None = None,
-    pairs: range = NO_PAIRS,
-) -> Iterator[tuple[LiveBytes, LiveBytes]]:
-    """Yield the live bytes of a rank in each action and after it, beside its static ones.
+def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[VirtualStageMemory]]:
+    """Return what decides the counts of a rank, and its virtual stages that differ."""
+    stages = memory.virtual_stages
+    # What a pair needs follows from more than the sizes of either.
+    places = {stage: place for place, stage in enumerate(dict.fromkeys(stages))}
+    kinds = range(len(stages)) if pairs else map(places.__getitem__, stages)
+    order = RankOrder(
+        kinds=tuple(kinds),
+        place=memory.held_at,
+        moves_states=any(
+            each.late_gradients_bytes or each.after_forward_bytes or each.after_backward_bytes
+            for each in stages
+        ),
+        keeps_units=stages[0].kept_units is not None,
+        reshards=memory.reshards,
+        sums=any(stage.last_backward is not None for stage in stages),
+        holds_sent=memory.holds_sent,
+        pairs=pairs,
+    )
+    return order, stages if pairs else [*places]
+
+
+def most_moving_bytes(
+    stages: Sequence[Sequence[Size]], in_flight: tuple[Size, Size], messages: Size
+) -> Size:
+    """Return no fewer bytes than move in a rank's fullest instant, in whatever order passes run.
 
     Args:
-        memory: The rank's sizes.
-        actions: What it runs, in order.
-        states: The states of that, if they are known.
-        pairs: Where forward passes are in it that run beside the backward pass behind them.
+        stages: The `pass_sizes` of its virtual stages, none of which keeps units between passes.
+        in_flight: The most of its passes that are in flight, and of those through the last stage.
+        messages: The most messages that it holds.
     """
-    if memory.virtual_stages[0].kept_units is None:
-        levels = _plain_levels(memory, actions)
-        return _paired_levels(memory, actions, levels, pairs) if pairs else levels
-    if states is None:
-        states = pass_states(actions, len(memory.virtual_stages), reshards=memory.reshards)
-    return kept_levels(memory, actions, states)
+    each, others = ({id(stage): stage for stage in some} for some in (stages, stages[:-1]))
+    last = stages[-1][PassSize.SAVED]
+    saved = largest(stage[PassSize.SAVED] for stage in (others or each).values())
+    kept = in_flight[0] * saved + in_flight[1] * larger(last - saved, 0 * saved)
+    needed = largest(stage[size] for stage in each.values() for size in NEEDED)
+    sent = largest(stage[size] for stage in each.values() for size in MESSAGES)
+    gathered = sum(
+        larger(stage[PassSize.AFTER_FORWARD], stage[PassSize.AFTER_BACKWARD]) for stage in stages
+    )
+    return kept + larger(needed, 0 * saved) + gathered + messages * sent
 
 
-class _Held(NamedTuple):
-    """What a rank that keeps no units holds between its passes, beside what is saved for backward.
-
-    ``gathered`` weights and ``late`` gradients, which no pass has made yet, are by virtual stage.
-    """
-
-    gathered: tuple[int, ...]
-    late: tuple[int, ...]
-    reduced: int
-
-    @classmethod
-    def first(cls, memory: RankMemory) -> "_Held":
-        """Return what it holds before its first pass."""
-        stages = memory.virtual_stages
-        return cls((0,) * len(stages), tuple(stage.late_gradients_bytes for stage in stages), 0)
-
-
-class _Pass(NamedTuple):
-    """A pass of such a rank, and its levels beside what is saved.
-
-    ``keeps`` is saved before it, ``frees`` no more after it.
-    """
-
-    keeps: int
-    during: LiveBytes
-    frees: int
-    after: LiveBytes
-    held: _Held
-
-    @classmethod
-    def of(cls, memory: RankMemory, held: _Held, action: Action, *, is_last: bool) -> "_Pass":
-        """Return the pass of *action* after which a rank that *held* something holds `held`.
-
-        Args:
-            memory: The rank's sizes.
-            held: What it held before.
-            action: The pass.
-            is_last: Whether it is the last backward pass of its virtual stage.
-        """
-        index, is_forward = action.virtual_stage, action.phase is Phase.FORWARD
-        stage, (gathered, late, reduced) = memory.virtual_stages[index], held
-        moment, gathers = PassPeak(stage.forward_workspace_bytes, 0), stage.after_forward_bytes
-        if not is_forward:
-            moment, gathers = (
-                PassPeak(stage.backward_workspace_bytes, 0),
-                stage.after_backward_bytes,
-            )
-            if late[index] and stage.first_backward is not None:
-                moment = stage.first_backward
-            elif is_last and stage.last_backward is not None:
-                moment = stage.last_backward
-            late = (*late[:index], 0, *late[index + 1 :])
-        absent = sum(late) + reduced
-        elsewhere = sum(gathered) - gathered[index]  # the workspace of its own pass has it
-        during = LiveBytes(0, moment.buffers_bytes + elsewhere, absent + moment.absent_bytes)
-        reduced += stage.reduced_gradients_bytes if is_last else 0
-        gathered = (*gathered[:index], gathers, *gathered[index + 1 :])
-        after = LiveBytes(0, sum(gathered), sum(late) + reduced)
-        saved = stage.saved_bytes
-        keeps, frees = (saved, 0) if is_forward else (0, saved)
-        return cls(keeps, during, frees, after, _Held(gathered, late, reduced))
-
-
-def _last_backward(actions: Sequence[Action], num_virtual_stages: int) -> set[int]:
-    """Return the positions of the last backward pass of each virtual stage."""
-    last: dict[int, int] = {}
-    for position in reversed(range(len(actions))):
-        phase, index, _ = actions[position]
-        if phase is Phase.BACKWARD:
-            last.setdefault(index, position)
-        if len(last) == num_virtual_stages:
-            break
-    return set(last.values())
-
-
-def _passes(memory: RankMemory, actions: Sequence[Action]) -> Iterator[_Pass]:
-    """Yield the passes of a rank that keeps no units between them; those alike are one record."""
-    held = _Held.first(memory)
-    last = _last_backward(actions, len(memory.virtual_stages))
-    # By identity: what is held between passes hashes slowly, and is the same again and again.
-    known: dict[tuple[int, Phase, int, bool], _Pass] = {}
-    alike = {held: held}
-    for position, (phase, index, _) in enumerate(actions):
-        key = (id(held), phase, index, position in last)
-        one = known.get(key)
-        if one is None:
-            one = _Pass.of(memory, held, actions[position], is_last=position in last)
-            one = known[key] = one._replace(held=alike.setdefault(one.held, one.held))
-        yield one
-        held = one[4]
-
-
-def _plain_levels(
-    memory: RankMemory, actions: Sequence[Action]
-) -> Iterator[tuple[LiveBytes, LiveBytes]]:
-    """Yield the levels of a rank that keeps no units between its passes."""
-    saved = memory.buffers_bytes
-    held = _held(memory, actions)
-    passes = zip(_passes(memory, actions), held, held[1:], strict=False)
-    for (keeps, during, frees, after, _), holds, left in passes:
-        saved += keeps
-        full = during._replace(activations=saved + holds)
-        saved -= frees
-        yield full, after._replace(activations=saved + left)
-
-
-def _held(memory: RankMemory, actions: Sequence[Action]) -> list[int]:
-    """Return what a runtime holds of messages in each action, and after the last."""
-    if memory.held_at is None:
-        return [0] * (len(actions) + 1)
-    held = held_messages(actions, memory.sent, memory.held_at)
-    return [*held, held_between_steps(memory.sent)]
-
-
-def _paired_levels(
-    memory: RankMemory,
-    actions: Sequence[Action],
-    levels: Iterator[tuple[LiveBytes, LiveBytes]],
-    pairs: range,
-) -> Iterator[tuple[LiveBytes, LiveBytes]]:
-    """Yield *levels* as they are where passes run beside each other: one level for both of a pair.
-
-    Until both end, what the forward pass keeps is counted with what it needs.
-    """
-    full = LiveBytes(0, 0, 0)
-    for position, (during, after) in enumerate(levels):
-        if position in pairs:
-            made, gone = (actions[place].virtual_stage for place in (position, position + 1))
-            before = during.activations - memory.virtual_stages[made].saved_bytes
-            full = LiveBytes(before, memory.pairs_bytes[made, gone], during.absent)
-            yield full, full
-        elif position - 1 in pairs:
-            yield full, after
-        else:
-            yield during, after
-
-
-def _fullest_levels(
-    memory: RankMemory, actions: Sequence[Action], pairs: range
-) -> Iterator[tuple[int, tuple[LiveBytes, LiveBytes]]]:
-    """Yield the position and the levels of passes of which one is the first fullest.
-
-    Of passes alike it is the first of those that find most saved.
-    """
-    if memory.virtual_stages[0].kept_units is not None or pairs:
-        yield from enumerate(pass_levels(memory, actions, pairs=pairs))
-        return
-    saved, held = memory.buffers_bytes, _held(memory, actions)
-    most: dict[int, tuple[int, int, int, _Pass]] = {}
-    for position, (one, holds) in enumerate(zip(_passes(memory, actions), held, strict=False)):
-        saved += one[0]
-        found, live = most.get(id(one)), saved + holds
-        saved -= one[2]
-        if found is None or live > found[0]:
-            most[id(one)] = live, position, saved, one
-    for live, position, left, one in sorted(most.values(), key=lambda found: found[1]):
-        during = one.during._replace(activations=live)
-        yield position, (during, one.after._replace(activations=left + held[position + 1]))
-
-
-def most_bytes(memory: RankMemory, num_passes: int, larger: int) -> int | None:
+def most_bytes(memory: RankMemory, in_flight: tuple[int, int], larger_by: int) -> int | None:
     """Return no fewer bytes than a rank's fullest instant has, in whatever order its passes run.
 
     Args:
         memory: The rank's sizes.
-        num_passes: The most of its passes that are in flight.
-        larger: By how many microbatches groups are larger than the pipeline.
+        in_flight: The most of its passes that are in flight, and of those through the last stage.
+        larger_by: By how many microbatches groups are larger than the pipeline.
 
     Returns:
         None where gathered units are kept between passes, or passes run beside each other.
@@ -245,25 +160,19 @@ def most_bytes(memory: RankMemory, num_passes: int, larger: int) -> int | None:
     stages = memory.virtual_stages
     if stages[0].kept_units is not None or memory.pairs_bytes:
         return None
-    needed = [0]
-    for stage in stages:
-        needed += stage.forward_workspace_bytes, stage.backward_workspace_bytes
-        apart = stage.first_backward, stage.last_backward
-        needed += [peak.total_bytes for peak in apart if peak is not None]
-    passes = num_passes * max(stage.saved_bytes for stage in stages) + max(needed)
-    gathered = sum(max(each.after_forward_bytes, each.after_backward_bytes) for each in stages)
-    messages = 0 if memory.held_at is None else most_messages(len(stages), larger)
-    held = memory.buffers_bytes + gathered + messages * max(map(max, memory.sent))
-    return memory.static_bytes + held + max(passes, memory.update_temporary_bytes)
+    messages = 0 if memory.held_at is None else most_messages(len(stages), larger_by)
+    moving = most_moving_bytes([*map(pass_sizes, stages)], in_flight, messages)
+    held = memory.static_bytes + memory.buffers_bytes
+    return held + max(int(moving), memory.update_temporary_bytes)
 
 
-def update_level(memory: RankMemory) -> LiveBytes:
-    """Return what lives beside the static bytes when the optimizer runs."""
-    kept = (stage.kept_units for stage in memory.virtual_stages)
-    reduced = sum(units.reduction.absent_bytes for units in kept if units is not None)
-    reduced += sum(stage.reduced_gradients_bytes for stage in memory.virtual_stages)
-    left = 0 if memory.held_at is None else held_between_steps(memory.sent)
-    return LiveBytes(memory.buffers_bytes + left, memory.update_temporary_bytes, reduced)
+def update_level(memory: RankMemory) -> tuple[int, int, int]:
+    """Return what lives when the optimizer runs: activations, buffers, and what is absent."""
+    reduced = sum(pass_sizes(stage)[PassSize.REDUCED] for stage in memory.virtual_stages)
+    left = 0
+    if memory.held_at is not None:
+        left = sum(MODULES_HOLD * int(each.gradient) for each in memory.sent)
+    return memory.buffers_bytes + left, memory.update_temporary_bytes, int(reduced)
 
 
 def memory_timeline(
@@ -277,18 +186,34 @@ def memory_timeline(
         update_ps: When the optimizer starts.
         pairs: Where among them forward passes are that ran beside the backward pass behind them.
     """
-    levels = pass_levels(memory, [action for action, _, _ in passes], pairs=pairs)
-    return _events(memory, zip(passes, levels, strict=True), update_ps)
+    levels = _Levels.of(memory, [action for action, _, _ in passes], pairs)
+    rows = zip(*(column.tolist() for column in levels), strict=True)
+    events = []
+    for row, level in enumerate(rows):
+        events.append(_pass_event(passes[row // 2], level, is_over=row % 2 == 1))
+    return [*events, _event(update_ps, "optimizer", update_level(memory))]
 
 
-def fullest_moments(
+class Growth(NamedTuple):
+    """Activations that a rank keeps beside those of its passes, from the action at a place on."""
+
+    first: int
+    size_bytes: int
+
+
+NO_GROWTH = Growth(0, 0)
+
+
+def fullest_event(
     memory: RankMemory,
     actions: Sequence[Action],
     ran: Callable[[int], RanAction],
     update_ps: int,
     pairs: range = NO_PAIRS,
-) -> list[MemoryEvent]:
-    """Return a few events of `memory_timeline` in order, among them the first fullest instant.
+    *,
+    growth: Growth = NO_GROWTH,
+) -> MemoryEvent:
+    """Return the first fullest instant of `memory_timeline`.
 
     Args:
         memory: The rank's sizes.
@@ -296,32 +221,31 @@ def fullest_moments(
         ran: Returns the action at a position with its times.
         update_ps: When the optimizer starts.
         pairs: Where among them forward passes are that ran beside the backward pass behind them.
+        growth: What periods of the order that are left out of *actions* leave.
     """
-    levels = _fullest_levels(memory, actions, pairs)
-    return _events(memory, ((ran(position), pair) for position, pair in levels), update_ps)
+    activations, buffers, absent = _Levels.of(memory, actions, pairs)
+    activations[2 * growth.first :] += growth.size_bytes  # two rows of each pass
+    row = int((activations + buffers - absent).argmax())
+    level = int(activations[row]), int(buffers[row]), int(absent[row])
+    event = _pass_event(ran(row // 2), level, is_over=row % 2 == 1)
+    update = _event(update_ps, "optimizer", update_level(memory))
+    return max(event, update, key=attrgetter("moving_bytes"))
 
 
-def _events(
-    memory: RankMemory,
-    ran: Iterable[tuple[RanAction, tuple[LiveBytes, LiveBytes]]],
-    update_ps: int,
-) -> list[MemoryEvent]:
-    events: list[MemoryEvent] = []
-    for (action, start_ps, end_ps), (during, after) in ran:
-        events.append(_event(start_ps, str(action), during, action))
-        events.append(_event(end_ps, f"after {action}", after, action))
-    events.append(_event(update_ps, "optimizer", update_level(memory)))
-    return events
+def _pass_event(ran: RanAction, level: tuple[int, int, int], *, is_over: bool) -> MemoryEvent:
+    action, start_ps, end_ps = ran
+    time_ps, moment = (end_ps, f"after {action}") if is_over else (start_ps, str(action))
+    return _event(time_ps, moment, level, action)
 
 
 def _event(
-    time_ps: int, moment: str, level: LiveBytes, action: Action | None = None
+    time_ps: int, moment: str, level: tuple[int, int, int], action: Action | None = None
 ) -> MemoryEvent:
+    activations, buffers, absent = level
     # Behind blocks whose kept tensors are gone a pass may need less than they were: what is kept is
     # less, no buffer.
-    less = min(0, level.buffers)
-    kept, buffers = level.activations + less, level.buffers - less
-    return MemoryEvent(time_ps, moment, kept, buffers, action, level.absent)
+    less = min(0, buffers)
+    return MemoryEvent(time_ps, moment, activations + less, buffers - less, action, absent)
 
 
 def memory_peak(memory: RankMemory, events: Iterable[MemoryEvent]) -> MemoryPeak:

@@ -10,6 +10,7 @@ from meshwright.simulator.schedules.gpipe import GPIPE
 from meshwright.simulator.schedules.interleaved import (
     any_core_group,
     core_group,
+    first_passes,
     group_passes,
     interleaved,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "any_core_group",
     "core_group",
     "count_refetches",
+    "first_passes",
     "get_schedule",
     "group_passes",
     "moved_actions",

@@ -126,6 +126,16 @@ class Schedule:
     def _group_in_a_row(self, pp: int, num_microbatches: int) -> int:
         return self.group(pp, num_microbatches) if self.interleaves else 1
 
+    def most_in_flight(
+        self, pp_rank: int, pp: int, num_microbatches: int, vpp: int
+    ) -> tuple[int, int]:
+        """Return the most passes of a rank in flight, and of those through its last stage."""
+        # Through the last stage of whole groups as many are in flight as with no other stage.
+        is_whole = num_microbatches % self.group(pp, num_microbatches) == 0
+        counts = vpp, 1 if is_whole else vpp
+        most, last = (self.in_flight(pp_rank, pp, num_microbatches, count) for count in counts)
+        return most, last
+
     @property
     def runs_beside(self) -> bool:
         """Whether it runs forward passes beside backward passes of other microbatches."""

@@ -202,13 +202,22 @@ def _around_last(group: int, warmup: int, num_microbatches: int, vpp: int) -> li
     backward = num_microbatches * vpp - (vpp - 1) * ((num_microbatches - 1) % group + 1)
     forward = min(num_microbatches * vpp, warmup + backward)
 
-    def among(first: int) -> list[int]:
-        """Return how many of the *first* passes go through each virtual stage."""
-        rounds, rest = divmod(first, group * vpp)
-        size = min(group, num_microbatches - rounds * group)
-        done = rounds * group
-        stages, part = divmod(rest, size) if rest else (0, 0)
-        return [*[done + size] * stages, done + part, *[done] * vpp][:vpp]
+    size = group, num_microbatches, vpp
+    forward_passes = map(sub, first_passes(*size, forward), first_passes(*size, before))
+    backward_passes = reversed(first_passes(*size, backward))
+    return list(zip(forward_passes, backward_passes, strict=True))
 
-    forward_passes = map(sub, among(forward), among(before))
-    return list(zip(forward_passes, reversed(among(backward)), strict=True))
+
+def first_passes(group: int, num_microbatches: int, vpp: int, count: int) -> list[int]:
+    """Return how many of the first *count* forward passes go through each virtual stage.
+
+    Backward passes begin with the last one.
+
+    >>> first_passes(4, 8, 2, 7), first_passes(4, 6, 2, 10)
+    ([4, 3], [6, 4])
+    """
+    rounds, rest = divmod(count, group * vpp)
+    size = min(group, num_microbatches - rounds * group)
+    done = rounds * group
+    stages, part = divmod(rest, size) if rest else (0, 0)
+    return [*[done + size] * stages, done + part, *[done] * vpp][:vpp]

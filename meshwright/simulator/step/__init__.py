@@ -22,19 +22,20 @@ from meshwright.simulator.step.offload import (
     part_copies,
     rank_host_bytes,
     rank_update_cost,
-    unit_workspace_bytes,
 )
 from meshwright.simulator.step.rank import (
     VirtualStageCost,
     message_between,
     virtual_stage_cost,
 )
+from meshwright.simulator.step.sharing import PassSharing
 
 __all__ = [
     "OFFLOAD_STAGES",
     "PPM",
     "BuiltStep",
     "HostSide",
+    "PassSharing",
     "VirtualStageCost",
     "activation_host_bytes",
     "activation_refusal",
@@ -50,6 +51,5 @@ __all__ = [
     "part_copies",
     "rank_host_bytes",
     "rank_update_cost",
-    "unit_workspace_bytes",
     "virtual_stage_cost",
 ]

@@ -18,7 +18,6 @@ from meshwright.simulator.engine import StepWork, check_passes
 from meshwright.simulator.layout import REPLICATED, ResolvedPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
 from meshwright.simulator.memory import (
-    FULLNESS,
     LateGradients,
     PipelinePlace,
     RankMemory,
@@ -31,15 +30,11 @@ from meshwright.simulator.memory import (
     virtual_stage_memory,
     with_copies,
     with_states,
-    with_workspace,
 )
 from meshwright.simulator.replication import (
     blocks_of,
-    bucket_cast_peak,
-    flat_pass_bytes,
     held_parameters,
     narrow_shard_bytes,
-    shard_counts,
     shards_of,
 )
 from meshwright.simulator.schedules import get_schedule
@@ -50,7 +45,6 @@ from meshwright.simulator.step.offload import (
     host_share,
     offloaded_memory,
     rank_host_bytes,
-    unit_workspace_bytes,
 )
 from meshwright.simulator.step.rank import (
     PricedRank,
@@ -58,6 +52,7 @@ from meshwright.simulator.step.rank import (
     VirtualStageCost,
     price_ranks,
 )
+from meshwright.simulator.step.sharing import PassSharing
 from meshwright.simulator.units import ParameterBytes, PassBytes, holds_units, unit_rank_memory
 
 PPM = 1_000_000
@@ -217,22 +212,14 @@ def _angle_bytes(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
-    shape, replication = context.setting.shape, context.setting.replication
-    virtual_stage = virtual_stage_memory(shape, stage, context.blocks)
-    if replication.has_flat_units:
-        blocks, state = context.blocks, context.host.state
-        passes = flat_pass_bytes(shape, stage, blocks, state, shard_counts(replication))
-        virtual_stage = replace(
-            virtual_stage, forward_workspace_bytes=passes[0], backward_workspace_bytes=passes[1]
-        )
-    elif replication.in_units:
-        units = [sum(part.buckets) for part in context.setting.parts[stage]]
-        virtual_stage = with_workspace(
-            virtual_stage, unit_workspace_bytes(context.host.state, replication, units)
-        )
-    if context.late is not None:
-        virtual_stage = context.late.added_to(virtual_stage, stage)
-    return _with_casts(context, stage, virtual_stage)
+    setting, blocks = context.setting, context.blocks
+    alone = virtual_stage_memory(setting.shape, stage, blocks)
+    parts = setting.parts[stage]
+    return _sharing(context).added_to(alone, setting.shape, stage, blocks, parts, context.late)
+
+
+def _sharing(context: StepContext) -> PassSharing:
+    return PassSharing(context.setting.replication, context.host.state, context.setting.wire)
 
 
 def _memory_of_stages(
@@ -265,7 +252,7 @@ def _memory_of_stages(
         return memory
     # Reduced as one after the last pass, gradients are cast when activations are gone: the copy
     # takes the place of what the update needs, not of what a pass does.
-    at_end = max(memory.update_temporary_bytes, _cast_bytes(context, sum(held)))
+    at_end = max(memory.update_temporary_bytes, _sharing(context).cast_bytes(sum(held)))
     return replace(memory, update_temporary_bytes=at_end)
 
 
@@ -287,34 +274,3 @@ def _offloaded(context: StepContext, memory: RankMemory, stages: tuple[Stage, ..
     memory = offloaded_memory(memory, replication, host_bytes)
     host_bytes = memory.host_bytes + activation_host_bytes(context.blocks, stages)
     return replace(memory, host_bytes=host_bytes)
-
-
-def _with_casts(
-    context: StepContext, stage: Stage, virtual_stage: VirtualStageMemory
-) -> VirtualStageMemory:
-    """Return *virtual_stage* with buckets of gradients that are cast for the wire, if any are."""
-    parts = context.setting.parts[stage]
-    largest = max((size for part in parts for size in part.all_buckets), default=0)
-    if not _cast_bytes(context, largest):
-        return virtual_stage
-    if context.setting.replication.in_units:
-        return with_workspace(virtual_stage, (0, _cast_bytes(context, largest)))
-
-    def cast_bytes(size: int) -> int:
-        return _cast_bytes(context, size)
-
-    needed = bucket_cast_peak(context.blocks, stage, parts, cast_bytes).total_bytes
-    backward = max(virtual_stage.backward_workspace_bytes, needed)
-    first = virtual_stage.first_backward
-    if first is not None:
-        cast = bucket_cast_peak(context.blocks, stage, parts, cast_bytes, context.late)
-        first = max(first, cast, key=FULLNESS)
-    return replace(virtual_stage, backward_workspace_bytes=backward, first_backward=first)
-
-
-def _cast_bytes(context: StepContext, num_parameters: int) -> int:
-    """Return what holds gradients that are reduced together in another format than their own."""
-    casts, replication = context.setting.wire.casts, context.setting.replication
-    if casts is None or replication.dp_cp == 1:
-        return 0
-    return casts.buffer_bytes(num_parameters, replication.shards.gradients)

@@ -314,12 +314,13 @@ def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Ite
     shape, blocks = participants.shape, participants.case.costs.blocks
     sizes = block_bytes(blocks, shape)
     virtual_stage = virtual_stage_memory(shape, participants.whole_stage, sizes)
-    spaces = (virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
+    spaces = virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes
+    saved, *needed = map(int, (virtual_stage.saved_bytes, *spaces))
     largest = _largest_tensor(participants)
     state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)
     for worker, place in enumerate(participants.workers):
         task_bytes = [
-            TaskBytes(task, virtual_stage.saved_bytes, spaces[number % 2])
+            TaskBytes(task, saved, needed[number % 2])
             for each in rounds[worker]
             for number, task in enumerate(each.passes)
         ]

@@ -2,10 +2,10 @@
 
 from meshwright.simulator.units.bytes import ENDINGS, PassBytes, UnitBytes
 from meshwright.simulator.units.memory import (
-    RankStates,
     StageUnits,
     holds_units,
     unit_rank_memory,
+    unit_states,
 )
 from meshwright.simulator.units.passes import StagePass
 from meshwright.simulator.units.sharding import ParameterBytes, Sharding
@@ -16,7 +16,6 @@ __all__ = [
     "Padding",
     "ParameterBytes",
     "PassBytes",
-    "RankStates",
     "Sharding",
     "StagePass",
     "StageUnits",
@@ -24,4 +23,5 @@ __all__ = [
     "UnitBytes",
     "holds_units",
     "unit_rank_memory",
+    "unit_states",
 ]

@@ -1,6 +1,6 @@
 """The memory of a rank whose states are units of FSDP (`meshwright.simulator.units.passes`)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from meshwright.simulator.memory import (
     PassPeak,
     PassPeaks,
     RankMemory,
+    RankStates,
     SentBytes,
     VirtualStageMemory,
     batch_bytes,
@@ -39,7 +40,7 @@ class StageUnits(NamedTuple):
     """Bytes of a virtual stage whose states are units; see `VirtualStageMemory` and `KeptUnits`.
 
     Args:
-        surplus: Gradients beyond those that `RankStates` counts.
+        surplus: Gradients beyond those that `unit_states` counts.
         copied: Rows of a table's gradient that are copied out of it for the update.
         buffers: Buffers of a microbatch's messages that live throughout the step.
         saved: Kept by a pass.
@@ -155,32 +156,27 @@ class StageUnits(NamedTuple):
         )
 
     def virtual_stage(self, *, keeps_units: bool, sums: bool) -> VirtualStageMemory:
-        """Return whole numbers as what a rank's passes are followed with."""
-        forward, first, later = _whole(self.apart)
+        """Return these sizes as those of a rank's passes."""
+        forward, first, later = self.apart
+        kept = KeptUnits(
+            whole=self.whole,
+            ahead=self.ahead,
+            ahead_bytes=self.fetched,
+            reduction=PassPeak(self.reduction, self.reduced),
+        )
         return VirtualStageMemory(
-            saved_bytes=int(self.saved),
+            saved_bytes=self.saved,
             forward_workspace_bytes=forward.total_bytes,
             backward_workspace_bytes=later.total_bytes,
-            late_gradients_bytes=int(self.late),
+            late_gradients_bytes=self.late,
             first_backward=first,
-            last_backward=_whole((self.last,))[0] if sums else None,
-            reduced_gradients_bytes=int(self.reduced) if sums else 0,
-            after_forward_bytes=int(self.after_forward),
-            after_backward_bytes=int(self.after_backward),
-            kept_units=KeptUnits(
-                whole=PassPeaks(*_whole(self.whole)),
-                ahead=PassPeaks(*_whole(self.ahead)),
-                ahead_bytes=int(self.fetched),
-                reduction=PassPeak(int(self.reduction), int(self.reduced)),
-            )
-            if keeps_units
-            else None,
-            sent=SentBytes(*map(int, self.sent)),
+            last_backward=self.last if sums else None,
+            reduced_gradients_bytes=self.reduced if sums else 0,
+            after_forward_bytes=self.after_forward,
+            after_backward_bytes=self.after_backward,
+            kept_units=kept if keeps_units else None,
+            sent=SentBytes._make(self.sent),
         )
-
-
-def _whole(peaks: Iterable[PassPeak[Size]]) -> list[PassPeak[int]]:
-    return [PassPeak(*map(int, peak)) for peak in peaks]
 
 
 def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
@@ -214,30 +210,21 @@ def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
     return PassPeak(output + most, stage_pass.late_bytes - units.shard)
 
 
-class RankStates(NamedTuple):
-    """Bytes of a rank's states on its device, and of what the optimizer needs for a moment."""
-
-    parameters: Size
-    gradients: Size
-    optimizer: Size
-    update_temporary: Size
-
-    @classmethod
-    def of(
-        cls, num_parameters: Size, num_experts: Size, padding: Padding, sharding: Sharding
-    ) -> "RankStates":
-        """Return those of so many parameters, and of experts of which other ranks hold others."""
-        state, of_experts = sharding.parameter.state, sharding.of_experts
-        share = sharding.shares(num_parameters + padding.most, num_experts + padding.experts)
-        share = share * (1 - sharding.on_host)
-        gradients = sharding.kept_bytes(num_parameters, padding.most)
-        gradients = gradients + of_experts.kept_bytes(num_experts, padding.experts)
-        return cls(
-            parameters=share * state.sharded_parameter,
-            gradients=gradients,
-            optimizer=share * state.optimizer,
-            update_temporary=share * state.update_temporary,
-        )
+def unit_states(
+    num_parameters: Size, num_experts: Size, padding: Padding, sharding: Sharding
+) -> RankStates:
+    """Return the states of so many parameters, and of experts of which other ranks hold others."""
+    state, of_experts = sharding.parameter.state, sharding.of_experts
+    share = sharding.shares(num_parameters + padding.most, num_experts + padding.experts)
+    share = share * (1 - sharding.on_host)
+    gradients = sharding.kept_bytes(num_parameters, padding.most)
+    gradients = gradients + of_experts.kept_bytes(num_experts, padding.experts)
+    return RankStates(
+        parameters=share * state.sharded_parameter,
+        gradients=gradients,
+        optimizer=share * state.optimizer,
+        update_temporary=share * state.update_temporary,
+    )
 
 
 def unit_rank_memory(
@@ -270,7 +257,7 @@ def unit_rank_memory(
             keeps_units=sharding.keeps_units, sums=sharding.sums
         )
     padding = Padding(*(sum(paddings[stage][own] for stage in stages) for own in range(2)))
-    states = RankStates.of(*held_parameters(shape, stages), padding, sharding)
+    states = unit_states(*held_parameters(shape, stages), padding, sharding)
     batch = batch_bytes(shape.num_tokens, shape.cp) * shape.keeps_outputs
     return RankMemory(
         parameters_bytes=int(states.parameters),

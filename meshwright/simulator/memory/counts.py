@@ -1,0 +1,271 @@
+"""The order of a rank's passes as one matrix: what lives in each of them and after it, how often.
+
+Its rows are the times at which the peak may be, in the order of the actions; its columns are the
+sizes of the virtual stages (`pass_sizes`), kind by kind.  Rows times sizes are a timeline.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.simulator.graph import Size
+from meshwright.simulator.memory.held_messages import (
+    MODULES_HOLD,
+    PipelinePlace,
+    message_counts,
+)
+from meshwright.simulator.memory.pass_states import PassState, pass_states
+from meshwright.simulator.memory.rank import PassPeak, VirtualStageMemory
+from meshwright.simulator.memory.sent_messages import kept_until_end, kept_until_next
+from meshwright.simulator.schedules import Action, Phase
+
+Counts: TypeAlias = NDArray[np.int64]
+NO_PAIRS = range(0)
+
+
+class PassSize(IntEnum):
+    """The sizes of a virtual stage that count: what lives between passes, then what one needs."""
+
+    SAVED = 0
+    LATE = 1
+    AFTER_FORWARD = 2
+    AFTER_BACKWARD = 3
+    FETCHED = 4
+    REDUCTION = 5
+    REDUCED = 6
+    OUTPUT = 7
+    GRADIENT = 8
+    FORWARD = 9
+    FIRST_BACKWARD = 10
+    BACKWARD = 11
+    LAST_BACKWARD = 18
+
+
+NUM_SIZES = len([*range(PassSize.LAST_BACKWARD + 1)])
+ACTIVATIONS = PassSize.SAVED, PassSize.OUTPUT, PassSize.GRADIENT
+ABSENT = PassSize.LATE, PassSize.REDUCED
+MESSAGES = PassSize.OUTPUT, PassSize.GRADIENT
+NEEDED = PassSize.FORWARD, PassSize.FIRST_BACKWARD, PassSize.BACKWARD, PassSize.LAST_BACKWARD
+
+
+def needed_peaks(stage: VirtualStageMemory) -> list[PassPeak[Size]]:
+    """Return what passes through a virtual stage need, from `PassSize.FORWARD` on.
+
+    Forward, first and later backward of passes that gather units themselves, that find them whole,
+    and that find their buffers; and the last backward.
+    """
+    nothing = 0 * stage.saved_bytes
+    forward, backward = (
+        PassPeak(each, nothing)
+        for each in (stage.forward_workspace_bytes, stage.backward_workspace_bytes)
+    )
+    apart = forward, stage.first_backward or backward, backward
+    kept = stage.kept_units
+    found = (*apart, *apart, *apart) if kept is None else (*apart, *kept.whole, *kept.ahead)
+    return [*found, stage.last_backward or backward]
+
+
+def pass_sizes(stage: VirtualStageMemory) -> list[Size]:
+    """Return the sizes of a virtual stage as `PassSize` numbers them."""
+    kept = stage.kept_units
+    nothing = 0 * stage.saved_bytes
+    return [
+        stage.saved_bytes,
+        stage.late_gradients_bytes,
+        stage.after_forward_bytes,
+        stage.after_backward_bytes,
+        nothing if kept is None else kept.ahead_bytes,
+        nothing if kept is None else kept.reduction.buffers_bytes,
+        stage.reduced_gradients_bytes if kept is None else kept.reduction.absent_bytes,
+        *stage.sent,
+        *(peak.total_bytes for peak in needed_peaks(stage)),
+    ]
+
+
+class RankOrder(NamedTuple):
+    """What decides the counts of a rank beside its actions.
+
+    Args:
+        kinds: Numbers of its virtual stages, those that are alike the same.
+        place: Which rank it is, where a runtime holds messages as Megatron-Core's does.
+        moves_states: Whether passes make gradients, or leave gathered weights behind.
+        keeps_units: Whether gathered units stay from a backward pass to the next pass.
+        reshards: Whether they are freed after a forward pass.
+        sums: Whether the last backward pass reduces sums of gradients.
+        holds_sent: Whether messages that were sent live until the step ends, with *keeps_units*.
+        pairs: Where forward passes are that run beside the backward pass behind them.
+    """
+
+    kinds: tuple[int, ...]
+    place: PipelinePlace | None = None
+    moves_states: bool = True
+    keeps_units: bool = False
+    reshards: bool = False
+    sums: bool = False
+    holds_sent: bool = False
+    pairs: range = NO_PAIRS
+
+    @property
+    def num_kinds(self) -> int:
+        """Virtual stages that differ."""
+        return max(self.kinds) + 1
+
+    @property
+    def width(self) -> int:
+        """Columns of its counts: of the sizes, then those of pairs of kinds."""
+        return self.num_kinds * NUM_SIZES + (self.num_kinds**2 if self.pairs else 0)
+
+
+def pass_counts(order: RankOrder, actions: Sequence[Action]) -> Counts:
+    """Return how often each size counts during each action, and after it: two rows an action."""
+    passes = _Passes.of(order, actions)
+    counts = np.zeros((2 * len(actions), order.num_kinds, NUM_SIZES), np.int64)
+    _count_saved(counts, passes)
+    states = None
+    if order.keeps_units:
+        states = pass_states(actions, len(order.kinds), reshards=order.reshards)
+    if order.moves_states:
+        _count_gradients(counts, passes)
+        _count_gathered(counts, passes, states)
+    _count_messages(counts, passes, actions)
+    at = np.arange(len(actions))
+    counts[2 * at, passes.kinds, passes.needed(states)] = 1
+    flat = counts.reshape(2 * len(actions), -1)
+    return _with_pairs(flat, passes) if order.pairs else flat
+
+
+class _Passes(NamedTuple):
+    """The passes of a rank as columns, and where each virtual stage has its backward passes."""
+
+    order: RankOrder
+    is_backward: NDArray[np.bool_]
+    virtual: Counts
+    kinds: Counts
+    first: dict[int, int]
+    last: dict[int, int]
+
+    @classmethod
+    def of(cls, order: RankOrder, actions: Sequence[Action]) -> "_Passes":
+        backward = Phase.BACKWARD  # looked up once
+        phases, virtual_stages, _ = zip(*actions, strict=True)
+        is_backward = np.array([phase is backward for phase in phases])
+        virtual = np.array(virtual_stages, np.int64)
+        at = np.flatnonzero(is_backward)
+        first, last = (
+            dict(zip(virtual[each].tolist(), each.tolist(), strict=True)) for each in (at[::-1], at)
+        )
+        kinds = np.array(order.kinds, np.int64)[virtual]
+        return cls(order, is_backward, virtual, kinds, first, last)
+
+    def needed(self, states: Sequence[PassState] | None) -> Counts:
+        """Return the column of what each pass needs."""
+        needed = np.where(self.is_backward, PassSize.BACKWARD, PassSize.FORWARD)
+        if self.order.sums:
+            needed[[*self.last.values()]] = PassSize.LAST_BACKWARD
+        needed[[*self.first.values()]] = PassSize.FIRST_BACKWARD
+        if states is not None:
+            needed += 3 * np.array([state.found for state in states])
+        return needed
+
+
+def _count_saved(counts: Counts, passes: _Passes) -> None:
+    """Count what passes keep: while a pass runs its own, a forward already, a backward still."""
+    own = np.eye(counts.shape[1], dtype=np.int64)[passes.kinds]
+    is_backward = passes.is_backward[:, None]
+    kept = np.where(is_backward, -own, own).cumsum(axis=0)
+    counts[0::2, :, PassSize.SAVED] = kept + own * is_backward
+    counts[1::2, :, PassSize.SAVED] = kept
+
+
+def _count_gradients(counts: Counts, passes: _Passes) -> None:
+    """Count gradients that count as static and are not there, and what reductions need."""
+    order, never = passes.order, len(passes.virtual)
+    for stage, kind in enumerate(order.kinds):
+        first, last = (each.get(stage, never) for each in (passes.first, passes.last))
+        counts[: 2 * first, kind, PassSize.LATE] -= 1
+        if order.keeps_units:
+            counts[2 * last + 1 : 2 * last + 2, kind, PassSize.REDUCTION] += 1
+            counts[2 * last + 2 :, kind, PassSize.REDUCED] -= 1
+        elif order.sums:
+            counts[2 * last + 1 :, kind, PassSize.REDUCED] -= 1
+
+
+def _count_gathered(counts: Counts, passes: _Passes, states: Sequence[PassState] | None) -> None:
+    """Count weights that stay gathered between passes; those of a pass are in what it needs."""
+    begun: list[tuple[int, int] | None] = [None] * len(passes.order.kinds)
+    spans: list[tuple[int, int, int, int]] = []
+
+    def end(stage: int, row: int) -> None:
+        since = begun[stage]
+        if since is not None:
+            spans.append((since[0], row, passes.order.kinds[stage], since[1]))
+        begun[stage] = None
+
+    after = np.where(passes.is_backward, PassSize.AFTER_BACKWARD, PassSize.AFTER_FORWARD).tolist()
+    for position, (stage, size) in enumerate(zip(passes.virtual.tolist(), after, strict=True)):
+        row = 2 * position
+        if states is not None:
+            for each in states[position].freed:
+                end(each, row)
+            for each in states[position].fetched:
+                begun[each] = row, PassSize.FETCHED
+        end(stage, row)
+        begun[stage] = row + 1, size
+    for stage in range(len(begun)):
+        end(stage, len(counts))
+    starts, ends, kinds, sizes = np.array(spans, np.int64).T
+    changes = np.zeros((len(counts) + 1, *counts.shape[1:]), np.int64)
+    np.add.at(changes, (starts, kinds, sizes), 1)
+    np.add.at(changes, (ends, kinds, sizes), -1)
+    counts += changes[:-1].cumsum(axis=0)
+
+
+def _count_messages(counts: Counts, passes: _Passes, actions: Sequence[Action]) -> None:
+    """Count messages that a runtime holds: between two actions as many as in the second."""
+    order = passes.order
+    sizes = MESSAGES
+    if order.place is not None:
+        held = message_counts(actions, order.place, len(order.kinds))
+        # Modules hold their last inputs, and the gradients of these, over the step's end.
+        held = np.concatenate([held, [[0, MODULES_HOLD] * len(order.kinds)]])
+        of_kinds = np.eye(counts.shape[1], dtype=np.int64)[[*order.kinds]].T
+        each = of_kinds @ held.reshape(len(held), -1, len(sizes))
+        counts[0::2, :, sizes] = each[:-1]
+        counts[1::2, :, sizes] = each[1:]
+    elif order.keeps_units:
+        own = np.eye(counts.shape[1], dtype=np.int64)[passes.kinds]
+        kept = kept_until_end if order.holds_sent else kept_until_next
+        for size, each in zip(sizes, kept(passes.is_backward, own), strict=True):
+            counts[0::2, :, size] = each[:-1]
+            counts[1::2, :, size] = each[1:]
+
+
+def _with_pairs(counts: Counts, passes: _Passes) -> Counts:
+    """Return *counts* with one time for both passes of a pair: what was kept before them, and more.
+
+    Until both end, what the forward pass keeps is counted with what the pair needs.
+    """
+    order, num_kinds = passes.order, passes.order.num_kinds
+    found = np.zeros((len(counts), order.width), np.int64)
+    found[:, : counts.shape[1]] = counts
+    made = np.array(order.pairs, np.int64)
+    if len(made):
+        kinds = passes.kinds[made]
+        full = counts[2 * made].reshape(len(made), num_kinds, NUM_SIZES)
+        full[np.arange(len(made)), kinds, PassSize.SAVED] -= 1
+        full[:, :, PassSize.FORWARD :] = 0
+        rows = np.zeros((len(made), order.width), np.int64)
+        rows[:, : counts.shape[1]] = full.reshape(len(made), -1)
+        columns = counts.shape[1] + num_kinds * kinds + passes.kinds[made + 1]
+        rows[np.arange(len(made)), columns] = 1
+        for place in range(3):
+            found[2 * made + place] = rows
+    return found
+
+
+def pairs_of(num_kinds: int) -> list[tuple[int, int]]:
+    """Return the kinds of forward and backward passes in the order of the columns of pairs."""
+    return [(made, gone) for made in range(num_kinds) for gone in range(num_kinds)]
