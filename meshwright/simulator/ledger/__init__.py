@@ -10,7 +10,12 @@ from meshwright.simulator.ledger.closing import (
 )
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective, price
 from meshwright.simulator.ledger.messages import message_collectives
-from meshwright.simulator.ledger.rank import pass_entries, rank_ledger
+from meshwright.simulator.ledger.rank import (
+    closing_entries,
+    pass_entries,
+    rank_ledger,
+    stage_entries,
+)
 from meshwright.simulator.ledger.replicas import (
     Exchange,
     bucket_exchanges,
@@ -29,6 +34,7 @@ __all__ = [
     "StepCollective",
     "StepSetting",
     "bucket_exchanges",
+    "closing_entries",
     "gradient_norm",
     "gradient_reductions",
     "held_exchanges",
@@ -39,6 +45,7 @@ __all__ = [
     "price",
     "rank_ledger",
     "replica_sums",
+    "stage_entries",
     "sums_first",
     "tensor_sums",
     "tied_table",

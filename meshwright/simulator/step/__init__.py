@@ -11,6 +11,12 @@ from meshwright.simulator.step.build import (
     build_step,
     overhead_per_million,
 )
+from meshwright.simulator.step.exchanges import (
+    PartExchanges,
+    RankExchanges,
+    StageExchanges,
+    rank_exchanges,
+)
 from meshwright.simulator.step.offload import (
     OFFLOAD_STAGES,
     HostSide,
@@ -35,6 +41,9 @@ __all__ = [
     "PPM",
     "BuiltStep",
     "HostSide",
+    "PartExchanges",
+    "RankExchanges",
+    "StageExchanges",
     "VirtualStageCost",
     "activation_host_bytes",
     "activation_refusal",
@@ -48,6 +57,7 @@ __all__ = [
     "overhead_per_million",
     "owned_share",
     "part_copies",
+    "rank_exchanges",
     "rank_host_bytes",
     "rank_update_cost",
     "unit_workspace_bytes",
