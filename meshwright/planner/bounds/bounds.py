@@ -18,9 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
-from meshwright.planner.bounds.beside import HiddenTimes
 from meshwright.planner.bounds.data_parallel import DataParallelTimes
-from meshwright.planner.bounds.ranks import Exchanges, Layouts, Ranks, Replicas, time_of
+from meshwright.planner.bounds.ranks import (
+    Exchanges,
+    HiddenTimes,
+    Layouts,
+    Ranks,
+    Replicas,
+    time_of,
+)
 from meshwright.planner.bounds.ways import WayTable
 from meshwright.planner.space import (
     Column,

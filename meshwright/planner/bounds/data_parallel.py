@@ -70,7 +70,7 @@ class DataParallelTimes(NamedTuple):
 def end_part(stage: Stage, exchanges: StageExchanges) -> Stage:
     """Return the blocks of *stage* that are gathered last, and reduced first."""
     parts = exchanges.gathers or exchanges.reductions
-    return parts[-1].stage if parts else stage
+    return parts[-1].part.stage if parts else stage
 
 
 def _of_buckets(stages: Sequence[StageExchanges]) -> DataParallelTimes:

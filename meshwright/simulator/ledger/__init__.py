@@ -5,7 +5,6 @@ from meshwright.simulator.ledger.closing import (
     gradient_norm,
     left_sums,
     sums_first,
-    tensor_sums,
     tied_table,
 )
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective, price
@@ -17,18 +16,14 @@ from meshwright.simulator.ledger.rank import (
     stage_entries,
 )
 from meshwright.simulator.ledger.replicas import (
-    Exchange,
     bucket_exchanges,
     gradient_reductions,
-    held_exchanges,
     parameter_gathers,
-    replica_sums,
 )
 from meshwright.simulator.ledger.setting import StepSetting
 
 __all__ = [
     "NORM_BYTES",
-    "Exchange",
     "LedgerEntry",
     "Moment",
     "StepCollective",
@@ -37,16 +32,13 @@ __all__ = [
     "closing_entries",
     "gradient_norm",
     "gradient_reductions",
-    "held_exchanges",
     "left_sums",
     "message_collectives",
     "parameter_gathers",
     "pass_entries",
     "price",
     "rank_ledger",
-    "replica_sums",
     "stage_entries",
     "sums_first",
-    "tensor_sums",
     "tied_table",
 ]

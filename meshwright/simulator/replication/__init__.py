@@ -3,7 +3,6 @@
 from meshwright.simulator.replication.buckets import (
     bucket_limit,
     bucket_parts,
-    stage_bucket_limit,
     used_map_bytes,
 )
 from meshwright.simulator.replication.cast_memory import bucket_cast_peak
@@ -74,7 +73,6 @@ __all__ = [
     "shard_padding",
     "shards_of",
     "spread",
-    "stage_bucket_limit",
     "stage_parameters",
     "sum_parameters",
     "unit_matrices",

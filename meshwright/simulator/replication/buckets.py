@@ -68,13 +68,6 @@ def gradient_buckets(
         experts: Those of experts that other ranks than those of a replica hold, not the others.
     """
     usual = stage_bucket_limit(shape, stage, dp)
-    return _limited_buckets(shape, stage, usual, shards=shards, experts=experts)
-
-
-def _limited_buckets(
-    shape: BlockShape, stage: Stage, usual: int, *, shards: bool, experts: bool = False
-) -> tuple[GradientBucket, ...]:
-    """Return `gradient_buckets`, of which all but the first hold *usual* parameters."""
     # DDP's first bucket is small, so that an all-reduce starts sooner.
     limit = shape.stack.first_gradient_bucket_parameters or usual
     buckets: list[GradientBucket] = []
@@ -248,18 +241,12 @@ def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
     return USED_BYTES * sum(tensors)
 
 
+@lru_cache(maxsize=4096)  # pipelines of a search have many stages in common
 def bucket_parts(
     shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
 ) -> tuple[StagePart, ...]:
     """Return *stage* cut where `gradient_buckets` are complete, in model order."""
-    return _bucket_parts(shape, stage, stage_bucket_limit(shape, stage, dp), shards=shards)
-
-
-@lru_cache(maxsize=4096)  # pipelines of a search have many stages in common
-def _bucket_parts(
-    shape: BlockShape, stage: Stage, limit: int, *, shards: bool
-) -> tuple[StagePart, ...]:
     of_experts: tuple[GradientBucket, ...] = ()
     if shape.expert_parameters:
-        of_experts = _limited_buckets(shape, stage, limit, shards=shards, experts=True)
-    return cut_at(stage, _limited_buckets(shape, stage, limit, shards=shards), of_experts)
+        of_experts = gradient_buckets(shape, stage, dp, shards=shards, experts=True)
+    return cut_at(stage, gradient_buckets(shape, stage, dp, shards=shards), of_experts)

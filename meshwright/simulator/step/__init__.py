@@ -3,7 +3,6 @@
 from meshwright.simulator.step.activations import (
     activation_host_bytes,
     activation_refusal,
-    copied_bytes,
 )
 from meshwright.simulator.step.build import (
     PPM,
@@ -20,18 +19,14 @@ from meshwright.simulator.step.exchanges import (
 from meshwright.simulator.step.offload import (
     OFFLOAD_STAGES,
     HostSide,
-    copy_back_ps,
     host_refusal,
     node_host_bytes,
     offload_refusal,
     owned_share,
-    part_copies,
     rank_host_bytes,
-    rank_update_cost,
     unit_workspace_bytes,
 )
 from meshwright.simulator.step.rank import (
-    VirtualStageCost,
     message_between,
     virtual_stage_cost,
 )
@@ -44,22 +39,17 @@ __all__ = [
     "PartExchanges",
     "RankExchanges",
     "StageExchanges",
-    "VirtualStageCost",
     "activation_host_bytes",
     "activation_refusal",
     "build_step",
-    "copied_bytes",
-    "copy_back_ps",
     "host_refusal",
     "message_between",
     "node_host_bytes",
     "offload_refusal",
     "overhead_per_million",
     "owned_share",
-    "part_copies",
     "rank_exchanges",
     "rank_host_bytes",
-    "rank_update_cost",
     "unit_workspace_bytes",
     "virtual_stage_cost",
 ]

@@ -13,7 +13,7 @@ from meshwright.simulator.blocks import (
     beside_weights_bytes,
     num_angle_tables,
 )
-from meshwright.simulator.costs import Cost, CostModel, PhaseCost
+from meshwright.simulator.costs import BlockCost, Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork
 from meshwright.simulator.layout import REPLICATED, ResolvedPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
@@ -47,7 +47,6 @@ from meshwright.simulator.step.activations import activation_host_bytes
 from meshwright.simulator.step.beside import exchange_source
 from meshwright.simulator.step.offload import (
     HostSide,
-    host_share,
     offloaded_memory,
     rank_host_bytes,
     unit_workspace_bytes,
@@ -55,7 +54,6 @@ from meshwright.simulator.step.offload import (
 from meshwright.simulator.step.rank import (
     PricedRank,
     StepContext,
-    VirtualStageCost,
     price_ranks,
 )
 from meshwright.simulator.units import ParameterBytes, PassBytes, holds_units, unit_rank_memory
@@ -87,7 +85,7 @@ class BuiltStep:
     setting: StepSetting
     work: StepWork
     evidence: Evidence
-    virtual_stage_costs: tuple[tuple[VirtualStageCost, ...], ...]
+    virtual_stage_costs: tuple[tuple[BlockCost, ...], ...]
     update_costs: tuple[PhaseCost, ...]
     closing_costs: tuple[Mapping[Moment, Cost], ...]
     memory: tuple[RankMemory, ...]
@@ -116,13 +114,13 @@ def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltS
         work=_step_work(context, ranks),
         evidence=_evidence(context, ranks),
         virtual_stage_costs=tuple(tuple(map(context.pass_cost, stages)) for stages in by_rank),
-        update_costs=tuple(rank.update for rank in ranks),
-        closing_costs=tuple(rank.closing for rank in ranks),
+        update_costs=tuple(rank.exchanges.update for rank in ranks),
+        closing_costs=tuple(rank.exchanges.closing for rank in ranks),
         memory=tuple(
             _placed(context, memory[stages], pp_rank) for pp_rank, stages in enumerate(by_rank)
         ),
         host_shares=tuple(
-            host_share(host, setting, pp_rank, rank.work) for pp_rank, rank in enumerate(ranks)
+            rank.exchanges.host_share(setting, pp_rank) for pp_rank, rank in enumerate(ranks)
         ),
     )
 
@@ -135,7 +133,7 @@ def _evidence(context: StepContext, ranks: Sequence[PricedRank]) -> Evidence:
     link = costs.cluster.host_link
     host = Source.DATASHEET if link is None else link.kind  # without a link nothing is copied
     exchanges = exchange_source(costs, setting)
-    return Evidence(message.transfer.source, ranks[0].replicas, host, exchanges)
+    return Evidence(message.transfer.source, ranks[0].exchanges.source, host, exchanges)
 
 
 def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
@@ -160,7 +158,7 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
         keeps_units=replication.keeps_units,
         sums_first=sums_first(stack),
         norm_ps=max(
-            sum(rank.closing[each].time_ps for each in (Moment.TOKENS, Moment.NORM))
+            sum(rank.exchanges.closing[each].time_ps for each in (Moment.TOKENS, Moment.NORM))
             for rank in ranks
         ),
         overhead_per_million=overhead_per_million(stack),

@@ -5,9 +5,10 @@ The engine runs this between the parts of passes, lower bounds are chains of it:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple
 
-from meshwright.hwprofiles import Source
+from meshwright.hwprofiles import Offload, Source
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import UnitWork
 from meshwright.simulator.layout import Stage
@@ -23,9 +24,16 @@ from meshwright.simulator.replication import (
     StagePart,
     buffer_copies,
     filled_parameters,
+    part_gathers,
     updated_cast_bytes,
 )
-from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
+from meshwright.simulator.step.offload import (
+    HostSide,
+    UnitCopies,
+    copy_back_ps,
+    part_copies,
+    rank_update_cost,
+)
 
 NOTHING = UnitWork(0)
 
@@ -33,12 +41,13 @@ NOTHING = UnitWork(0)
 class PartExchanges(NamedTuple):
     """A part of a stage, and what forward and backward passes through it wait for and hand on.
 
-    What is computed there is left open.
+    What is computed there is left open.  Of its times ``copies`` are from and to the host.
     """
 
-    stage: Stage
+    part: StagePart
     forward: UnitWork
     backward: UnitWork
+    copies: UnitCopies = UnitCopies()
 
 
 class StageExchanges(NamedTuple):
@@ -83,6 +92,27 @@ class RankExchanges(NamedTuple):
         """What follows the update before the next step."""
         return self.copied_back_ps + self.closing[Moment.UPDATED].time_ps
 
+    def host_share(self, setting: StepSetting, pp_rank: int) -> Fraction:
+        """Return the host's part in all that a rank's data-parallel stream does in a step.
+
+        What computation waits for on that stream is split by it.
+        """
+        replication, count = setting.replication, setting.num_microbatches
+        if replication.offload is Offload.NONE:
+            return Fraction(0)
+        host_ps, busy_ps = self.copied_back_ps, self.updated_ps
+        refetches = setting.refetches(pp_rank)
+        for stage, each in zip(self.virtual_stages, refetches, strict=True):
+            for part, forward, backward, copies in stage.units:
+                gathers, again_ps = 0, (count - 1) * copies.again_ps
+                if replication.gathers_units:
+                    gathers = part_gathers(part, replication, count, each)
+                reductions = setting.num_reductions
+                host_ps += gathers * copies.in_ps + reductions * copies.out_ps + again_ps
+                busy_ps += gathers * (forward.gather_ps + forward.unpack_ps) + again_ps
+                busy_ps += reductions * (backward.reduce_ps + backward.pack_ps)
+        return Fraction(host_ps, busy_ps)
+
 
 def rank_exchanges(
     setting: StepSetting,
@@ -125,14 +155,14 @@ def _stage_exchanges(setting: StepSetting, side: HostSide, stage: Stage) -> Stag
             alike = part[1:]  # but for their stages
             if alike not in known:
                 known[alike] = _unit(setting, side, part, gather_ps, cost.time_ps, last_ps)
-            units.append(known[alike]._replace(stage=part.stage))
+            units.append(known[alike]._replace(part=part))
     return StageExchanges(
         gathers=tuple(
-            PartExchanges(part.stage, UnitWork(0, cost.time_ps), NOTHING)
+            PartExchanges(part, UnitWork(0, cost.time_ps), NOTHING)
             for part, cost in ([] if replication.gathers_units else gathers)
         ),
         reductions=tuple(
-            PartExchanges(part.stage, NOTHING, UnitWork(0, reduce_ps=cost.time_ps))
+            PartExchanges(part, NOTHING, UnitWork(0, reduce_ps=cost.time_ps))
             for part, cost in ([] if replication.in_units else reductions)
         ),
         units=_with_ahead(units, sum(cost.time_ps for _, cost in ahead)),
@@ -179,7 +209,7 @@ def _unit(
         unpack_ps=copied.unpack_ps + written_ps,
         pack_ps=copied.pack_ps,
     )
-    return PartExchanges(part.stage, forward, backward)
+    return PartExchanges(part, forward, backward, copies)
 
 
 def _with_ahead(units: list[PartExchanges], ahead_ps: int) -> tuple[PartExchanges, ...]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp, Source
+from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.costs import Cost, CostModel, PhaseCost
+from meshwright.simulator.costs import BlockCost, CostModel
 from meshwright.simulator.engine import (
     CopyPoint,
     Message,
@@ -21,17 +21,8 @@ from meshwright.simulator.memory import BlockBytes, LateGradients, stage_message
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.step.activations import backward_points, copied_bytes, forward_points
 from meshwright.simulator.step.beside import hidden_exchanges
-from meshwright.simulator.step.exchanges import StageExchanges, rank_exchanges
+from meshwright.simulator.step.exchanges import RankExchanges, StageExchanges, rank_exchanges
 from meshwright.simulator.step.offload import HostSide
-
-
-@dataclass(frozen=True, slots=True)
-class VirtualStageCost:
-    """Cost of one forward and one backward pass through a virtual stage."""
-
-    forward: PhaseCost
-    backward: PhaseCost
-
 
 NO_MESSAGE = Message()
 
@@ -53,10 +44,10 @@ class StepContext:
     host: HostSide
     late: LateGradients | None = None
     exchanges: dict[Stage, StageExchanges] = field(default_factory=dict)
-    _passes: dict[Stage, "VirtualStageCost"] = field(default_factory=dict)
+    _passes: dict[Stage, BlockCost] = field(default_factory=dict)
     _messages: dict[tuple[int, bool], Message] = field(default_factory=dict)
 
-    def pass_cost(self, stage: Stage) -> "VirtualStageCost":
+    def pass_cost(self, stage: Stage) -> BlockCost:
         """Return the cost of a pass through *stage*, found once."""
         if stage not in self._passes:
             self._passes[stage] = virtual_stage_cost(self.costs, self.setting.shape, stage)
@@ -75,24 +66,16 @@ class StepContext:
 
 
 class PricedRank(NamedTuple):
-    """A rank's work, the price of its update, and of what closes its step by when it comes.
-
-    ``replicas`` is what the times of its gradients' reductions rest on.
-    """
+    """A rank's work, and what it has of exchanges with its replicas."""
 
     work: RankWork
-    update: PhaseCost
-    closing: Mapping[Moment, Cost]
-    replicas: Source
+    exchanges: RankExchanges
 
 
-def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> VirtualStageCost:
+def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> BlockCost:
     """Return the cost of a pass through *stage*."""
-    forward = backward = PhaseCost()
-    for kind, count in stage.passes:
-        block = costs.block_cost(shape, kind)
-        forward, backward = forward + block.forward * count, backward + block.backward * count
-    return VirtualStageCost(forward, backward)
+    blocks = [costs.block_cost(shape, kind) * count for kind, count in stage.passes]
+    return BlockCost.total(blocks)
 
 
 def message_between(
@@ -146,7 +129,7 @@ def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
         gather_ps=exchanges.updated_ps,
         hidden=hidden_exchanges(setting, context.costs, stages),
     )
-    return PricedRank(work, exchanges.update, closing, exchanges.source)
+    return PricedRank(work, exchanges)
 
 
 def _virtual_stage_work(
@@ -161,21 +144,23 @@ def _virtual_stage_work(
         forward_message=context.message(messages.output, crosses_nodes=hops.forward),
         backward_message=context.message(messages.gradient, crosses_nodes=hops.backward),
         gathers=tuple(
-            PassSegment(context.pass_cost(each.stage).forward.time_ps, each.forward.gather_ps)
+            PassSegment(context.pass_cost(each.part.stage).forward.time_ps, each.forward.gather_ps)
             for each in exchanges.gathers
         ),
         # Last layers first.
         reductions=tuple(
-            PassSegment(context.pass_cost(each.stage).backward.time_ps, each.backward.reduce_ps)
+            PassSegment(
+                context.pass_cost(each.part.stage).backward.time_ps, each.backward.reduce_ps
+            )
             for each in reversed(exchanges.reductions)
         ),
         # Where parameters are not sharded, forward passes have none.
         forward_units=tuple(
-            replace(each.forward, compute_ps=context.pass_cost(each.stage).forward.time_ps)
+            replace(each.forward, compute_ps=context.pass_cost(each.part.stage).forward.time_ps)
             for each in (exchanges.units if replication.gathers_units else ())
         ),
         backward_units=tuple(
-            replace(each.backward, compute_ps=context.pass_cost(each.stage).backward.time_ps)
+            replace(each.backward, compute_ps=context.pass_cost(each.part.stage).backward.time_ps)
             for each in reversed(exchanges.units)
         ),
         forward_copies=forward_copies,
