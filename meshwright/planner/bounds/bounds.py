@@ -18,12 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
-from meshwright.planner.bounds.beside import HiddenTimes
-from meshwright.planner.bounds.data_parallel import DataParallelCosts, DataParallelTimes
-from meshwright.planner.bounds.ranks import Layouts, Ranks, Replicas, Sharing, time_of
-from meshwright.planner.bounds.ways import WayTable, end_blocks
+from meshwright.planner.bounds.data_parallel import DataParallelTimes
+from meshwright.planner.bounds.ranks import (
+    Exchanges,
+    HiddenTimes,
+    Layouts,
+    Ranks,
+    Replicas,
+    time_of,
+)
+from meshwright.planner.bounds.ways import WayTable
 from meshwright.planner.space import (
-    SWITCHES,
     Column,
     Pipeline,
     ShapeTable,
@@ -34,7 +39,6 @@ from meshwright.planner.space import (
 )
 from meshwright.simulator import CostModel
 from meshwright.simulator.layout import DP_CP
-from meshwright.simulator.ledger import left_sums
 from meshwright.simulator.step import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
@@ -49,8 +53,7 @@ class StepBounds:
         self._table = table
         self._costs = costs
         self._times = ShapeTimes.empty(table, costs)
-        self._data_parallel = DataParallelCosts(costs)
-        self._left_sums = np.array([left_sums(shape) for shape in table.shapes], np.int64)
+        self._exchanges = Exchanges(space, table, costs)
         self._hidden, self._ways = HiddenTimes(table, costs), WayTable.of(space.pipelines)
 
     def rough_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
@@ -70,8 +73,8 @@ class StepBounds:
             return np.zeros(0, np.int64)
         shapes = self._table.index[indices]
         self._times.price(self._table, shapes[distinct([shapes])[0]])
-        nothing: tuple[list[Sharing], Column] = [], np.zeros(len(indices), np.int64)
-        sharing, member = nothing if is_rough else self._sharing(indices)
+        nothing: tuple[list[list[Replicas]], Column] = [], np.zeros(len(indices), np.int64)
+        sharing, member = nothing if is_rough else self._exchanges.of(indices)
         bounds = [
             self._bounds(self._layouts(indices[rows], member[rows]), sharing)
             for rows in few_rows(len(indices), MOST_ROWS)
@@ -104,18 +107,7 @@ class StepBounds:
             sharing=sharing,
         )
 
-    def _sharing(self, indices: NDArray[np.int64]) -> tuple[list[Sharing], Column]:
-        """Return how replicas share states, and which way each of *indices* does."""
-        # Of a layout's other choices none moves these times: layouts that share them share a row.
-        names = ("tp", "cp", "dp", "ep", "etp", "zero_stage", *SWITCHES)
-        columns = [self._space.column(name)[indices] for name in names]
-        leaves = self._left_sums[self._table.index[indices]]
-        first, member = distinct([*columns, leaves, self._space.pipeline_numbers[indices]])
-        shared, chosen = (self._space, self._table, self._costs), indices[first].tolist()
-        plans = self._space.plans_without_stages(chosen)
-        return [Sharing.of(*shared, *each) for each in zip(chosen, plans, strict=True)], member
-
-    def _bounds(self, layouts: Layouts, sharing: list[Sharing]) -> Column:
+    def _bounds(self, layouts: Layouts, sharing: list[list[Replicas]]) -> Column:
         first = self._ranks(layouts, sharing, 0)
         # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
         delay = _gather_delay(first)
@@ -145,7 +137,7 @@ class StepBounds:
         # different ranks.
         return _largest(total, _reduced(first, at_first)) + norm + update
 
-    def _ranks(self, layouts: Layouts, sharing: list[Sharing], place: int) -> Ranks:
+    def _ranks(self, layouts: Layouts, sharing: list[list[Replicas]], place: int) -> Ranks:
         """Return *layouts* in the role at *place* of their pipelines."""
         pipelines, table = self._ways.pipelines, self._ways
         first, member = distinct([layouts.pipeline, layouts.num_microbatches])
@@ -166,23 +158,13 @@ class StepBounds:
             replicas=self._replicas(sharing, place, layouts.sharing),
         )
 
-    def _replicas(self, sharing: list[Sharing], place: int, member: Column) -> Replicas:
+    def _replicas(self, sharing: list[list[Replicas]], place: int, member: Column) -> Replicas:
         """Return the data-parallel side of layouts in the role at *place* of their pipelines."""
-        none = [0] * len(self._table.kinds)
-        rows: list[tuple[DataParallelTimes, int, list[int], list[int]]] = []
-        for each in sharing:
-            pipeline = self._ways.pipelines[each.pipeline]
-            if place >= len(pipeline.roles):
-                rows.append((DataParallelTimes(), 0, none, none))
-                continue
-            role = pipeline.roles[place]
-            times = self._data_parallel.times(each.shape, role, each.side)
-            first = end_blocks(pipeline, role.stages[0], times.first_virtual_stage_blocks)
-            last = end_blocks(pipeline, role.stages[-1], times.last_virtual_stage_blocks)
-            rows.append((times, each.shared_ps, first, last))
-        columns = zip(*(rows or [(DataParallelTimes(), 0, none, none)]), strict=True)
-        times_of, *others = (np.array(each, np.int64)[member] for each in columns)
-        return Replicas(DataParallelTimes(*times_of.T), *others)
+        none = np.zeros(len(self._table.kinds), np.int64)
+        nothing = Replicas(DataParallelTimes(), none, none)
+        rows = [roles[place] if place < len(roles) else nothing for roles in sharing] or [nothing]
+        times, *blocks = (np.array(each, np.int64)[member] for each in zip(*rows, strict=True))
+        return Replicas(DataParallelTimes(*times.T), *blocks)
 
 
 def _are_far(space: Space, indices: Column, cluster: Cluster) -> NDArray[np.bool_]:
@@ -288,8 +270,8 @@ def _reduced(ranks: Ranks, end: Column) -> Column:
     replicas, times = ranks.replicas, ranks.replicas.times
     ready = ranks.backward(replicas.first_end)
     queued = end - ranks.backward(ranks.ways.first) + ready + times.first_virtual_stage
-    shared = replicas.shared_ps * ranks.ways.is_end
-    return _largest(end + times.exposed, queued) + times.sums_last + shared
+    tied = times.tied * ranks.ways.is_end
+    return _largest(end + times.exposed, queued) + times.closing + tied
 
 
 def _reductions_alone(ranks: Ranks, delay: Column) -> Column:
@@ -310,7 +292,7 @@ def _reductions_alone(ranks: Ranks, delay: Column) -> Column:
         + (group - 1) * ranks.backward(ways.last)
         + ranks.backward(ranks.replicas.last_end)
     )
-    return np.asarray(ready + times.every_virtual_stage + times.sums_last, np.int64)
+    return np.asarray(ready + times.every_virtual_stage + times.closing, np.int64)
 
 
 def _port_alone(ranks: Ranks) -> Column:

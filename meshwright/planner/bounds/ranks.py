@@ -1,55 +1,143 @@
 """Layouts and their ranks as columns: what their passes, messages and replicas take."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.bounds.data_parallel import DataParallelTimes
+from meshwright.hwprofiles import Offload, Units
+from meshwright.planner.bounds.data_parallel import DataParallelTimes, end_part
 from meshwright.planner.bounds.ways import Counts, Ways
-from meshwright.planner.space import Column, ShapeTable, Space
+from meshwright.planner.space import (
+    SWITCHES,
+    Column,
+    ShapeTable,
+    Space,
+    block_counts,
+    distinct,
+)
 from meshwright.simulator import CostModel, ResolvedPlan
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Mesh
-from meshwright.simulator.ledger import price, tied_table
-from meshwright.simulator.memory import StateBytes
-from meshwright.simulator.replication import replication_of, wire_bytes
-from meshwright.simulator.step import HostSide
-
-
-class Sharing(NamedTuple):
-    """How the replicas of some layouts share states: those of one pipeline, degrees, switches."""
-
-    pipeline: int
-    shape: BlockShape
-    side: HostSide
-    shared_ps: int
-    """The all-reduce of a tied table."""
-
-    @classmethod
-    def of(
-        cls, space: Space, table: ShapeTable, costs: CostModel, index: int, plan: ResolvedPlan
-    ) -> "Sharing":
-        """Return that of layout *index* of a space, which is *plan* but for its stages."""
-        stack, precision, shape = space.stack, space.job.precision, table.shapes[table.index[index]]
-        mesh = Mesh.of(plan, costs.cluster.devices_per_node)
-        wire = wire_bytes(shape, plan)
-        state = StateBytes.of(stack, precision, plan.gradient_formats, plan.moment_precision)
-        return cls(
-            int(space.pipeline_numbers[index]),
-            shape,
-            HostSide(costs, wire, state, replication_of(plan, stack, mesh)),
-            price(costs, tied_table(shape, wire, mesh, plan)).time_ps,
-        )
+from meshwright.simulator.costs import exchange_times
+from meshwright.simulator.layout import MAX_ZERO_STAGE, Stage
+from meshwright.simulator.ledger import StepSetting, left_sums
+from meshwright.simulator.model import ENDS
+from meshwright.simulator.step import HostSide, StageExchanges, rank_exchanges
 
 
 class Replicas(NamedTuple):
     """Data-parallel times of layouts in one role, and blocks reduced first of two stages."""
 
     times: DataParallelTimes
-    shared_ps: Column
     first_end: Counts
     last_end: Counts
+
+
+class Exchanges:
+    """The exchanges of ranks in each role of layouts; those that are alike are found once."""
+
+    def __init__(self, space: Space, table: ShapeTable, costs: CostModel) -> None:
+        self._space, self._table, self._costs = space, table, costs
+        self._left_sums = np.array([left_sums(shape) for shape in table.shapes], np.int64)
+        self._shapes: dict[tuple[object, ...], BlockShape] = {}
+        self._known: dict[tuple[object, ...], Replicas] = {}
+        self._stages: dict[object, dict[Stage, StageExchanges]] = {}
+
+    def of(self, indices: Column) -> tuple[list[list[Replicas]], Column]:
+        """Return them by role, of some layouts, and whose each of *indices* has."""
+        space = self._space
+        # Of a layout's other choices none moves these times.
+        names = ("tp", "cp", "dp", "ep", "etp", "zero_stage", *SWITCHES)
+        columns = [space.column(name)[indices] for name in names]
+        # Units of Megatron-FSDP are gathered ahead of layers by what runs again.
+        is_sharded = space.column("zero_stage")[indices] == MAX_ZERO_STAGE
+        is_flat = is_sharded & (space.stack.units is Units.FLAT)
+        numbers = (
+            self._left_sums[self._table.index[indices]],
+            space.column("recompute")[indices] * is_flat,
+            space.pipeline_numbers[indices],
+        )
+        first, member = distinct([*columns, *numbers])
+        chosen = indices[first].tolist()
+        plans = space.plans_without_stages(chosen)
+        return [self._by_role(*each) for each in zip(chosen, plans, strict=True)], member
+
+    def _by_role(self, index: int, plan: ResolvedPlan) -> list[Replicas]:
+        """Return those of layout *index*, which is *plan* but for its stages."""
+        costs, space = self._costs, self._space
+        shape = self._table.shapes[self._table.index[index]]
+        is_flat = space.stack.units is Units.FLAT and plan.zero_stage == MAX_ZERO_STAGE
+        again = (shape.recompute, shape.modules) if is_flat else ()
+        weights = (shape.weight_degrees, left_sums(shape), shape.is_unwrapped, again)
+        # One shape of all with such weights: what stages are made of is found once for it.
+        shape = self._shapes.setdefault(weights, shape)
+        # Of one microbatch: with more of them a rank exchanges and copies no less.
+        job = replace(space.job, global_batch_size=plan.dp * plan.microbatch_size)
+        setting = StepSetting.without_stages(job, plan, shape, costs.cluster.devices_per_node)
+        side = HostSide(costs, setting.wire, setting.state, setting.replication)
+        alike = (
+            shape,
+            (plan.cp, plan.dp),
+            setting.wire,
+            None if plan.offload is Offload.NONE else setting.state,
+            setting.replication,
+        )
+        return [
+            self._of_rank(setting, side, alike, role.stages)
+            for role in space.pipelines[space.pipeline_numbers[index]].roles
+        ]
+
+    def _of_rank(
+        self, setting: StepSetting, side: HostSide, alike: object, stages: tuple[Stage, ...]
+    ) -> Replicas:
+        key = (alike, stages)
+        if key not in self._known:
+            rank = rank_exchanges(
+                setting.of_stages(stages), side, stages, self._stages.setdefault(alike, {})
+            )
+            ends = [end_part(stages[place], rank.virtual_stages[place]) for place in (0, -1)]
+            blocks = (np.array(block_counts(self._space.kinds, [each])) for each in ends)
+            times = DataParallelTimes.of(rank, side.replication, side.costs.stack)
+            self._known[key] = Replicas(times, *blocks)
+        return self._known[key]
+
+
+class HiddenTimes:
+    """The most that a pass beside another takes less than alone, of the blocks of each shape.
+
+    A pair shares what it hides by what each of its passes exchanges, of which it is no more than
+    the stack's share: a pass takes no less than its blocks without that, whatever is beside it.
+    """
+
+    def __init__(self, table: ShapeTable, costs: CostModel) -> None:
+        self._table = table
+        self._costs = costs
+        self._known: dict[int, list[int]] = {}
+
+    def of(self, shapes: Column, overlaps: Column) -> NDArray[np.int64] | int:
+        """Return picoseconds of layouts by their *shapes*, none where nothing *overlaps*.
+
+        Returns:
+            Columns for forward and backward of each kind of block, as `ShapeTimes.blocks` has them;
+            0 where nothing overlaps at all.
+        """
+        if not overlaps.any():
+            return 0
+        hidden = np.zeros((len(shapes), 2 * len(self._table.kinds)), np.int64)
+        for number in np.unique(shapes[overlaps > 0]).tolist():
+            if number not in self._known:
+                self._known[number] = self._most_ps(self._table.shapes[number])
+            hidden[(shapes == number) & (overlaps > 0)] = self._known[number]
+        return hidden
+
+    def _most_ps(self, shape: BlockShape) -> list[int]:
+        most = [0] * (2 * len(self._table.kinds))
+        for place, kind in enumerate(self._table.kinds[: -len(ENDS)]):
+            for phase, times in enumerate(exchange_times(self._costs, shape, kind)):
+                share = self._costs.stack.ep_overlap_fraction * sum(times)
+                most[2 * place + phase] = int(share) + 1 if times else 0
+        return most
 
 
 class Layouts(NamedTuple):

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space import Column, Pipeline, Role, block_counts
-from meshwright.simulator.layout import Stage
+from meshwright.planner.space import Column, Pipeline, Role
 
 Counts = NDArray[np.int64]
 
@@ -102,9 +101,3 @@ def _ways(pipeline: Pipeline, role: Role, num_longest: int) -> tuple[object, ...
         role.first == 0 or role.last == pipeline.pp - 1,
         len(role.stages) > 1,
     )
-
-
-def end_blocks(pipeline: Pipeline, stage: Stage, num_blocks: int) -> list[int]:
-    """Return how many of each kind are among the last *num_blocks* blocks of *stage*."""
-    part = stage.part(stage.num_blocks - num_blocks, stage.num_blocks)
-    return block_counts(pipeline.kinds, [part])

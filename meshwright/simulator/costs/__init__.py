@@ -18,7 +18,7 @@ from meshwright.simulator.costs.compute import (
     peak_flops_per_s,
 )
 from meshwright.simulator.costs.cost import COMMUNICATION, Category, Cost, PhaseCost
-from meshwright.simulator.costs.cost_model import CostModel
+from meshwright.simulator.costs.cost_model import BlockCost, CostModel
 from meshwright.simulator.costs.host import issue_ps
 from meshwright.simulator.costs.links import (
     bus_factor,
@@ -32,6 +32,7 @@ __all__ = [
     "ALIGNED_BYTES",
     "ALIGNED_ELEMENTS",
     "COMMUNICATION",
+    "BlockCost",
     "Category",
     "CollectiveCall",
     "Cost",

@@ -1,5 +1,7 @@
 """Operator x hardware x stack -> time.  Bounds, engine and reports all read this one model."""
 
+from dataclasses import dataclass
+
 from meshwright.hwprofiles import Cluster, CollectiveOp, Precision, Source, StackProfile
 from meshwright.simulator.blocks import (
     BlockOperators,
@@ -43,14 +45,16 @@ COMMUNICATION_OF: dict[MeshAxis, Category] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Forward and backward cost of one block for one microbatch; recompute is in backward."""
+    """Forward and backward cost of blocks for one microbatch; recompute is in backward."""
 
-    __slots__ = ("backward", "forward")
+    forward: PhaseCost
+    backward: PhaseCost
 
-    def __init__(self, forward: PhaseCost, backward: PhaseCost) -> None:
-        self.forward = forward
-        self.backward = backward
+    def __mul__(self, count: int) -> "BlockCost":
+        """Return the cost of *count* such blocks."""
+        return BlockCost(self.forward * count, self.backward * count)
 
     @classmethod
     def total(cls, layers: "list[BlockCost]") -> "BlockCost":

@@ -42,8 +42,8 @@ from meshwright.simulator.model import (
 from meshwright.simulator.replication import (
     Replication,
     WireBytes,
+    num_weights,
     unit_matrices,
-    unit_shards,
 )
 
 HEAD_NORMS = "query_norm.", "key_norm."
@@ -162,7 +162,7 @@ def gradient_norm(
     if shape.stack.norm_by_axis:
         norm_bytes = shape.stack.gradient_bytes  # get_total_norm keeps a gradient's format
         norms, of_experts = (
-            norm_bytes * sum(len(unit_shards(shape, each, 1, of_experts=own)) for each in stages)
+            norm_bytes * sum(num_weights(shape, each, of_experts=own) for each in stages)
             for own in (False, True)
         )
         sums = [

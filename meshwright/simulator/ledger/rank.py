@@ -26,6 +26,7 @@ from meshwright.simulator.ledger.closing import (
 from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
 from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.replicas import (
+    Exchange,
     bucket_exchanges,
     gradient_reductions,
     held_exchanges,
@@ -42,7 +43,7 @@ from meshwright.simulator.replication import (
     part_gathers,
     used_map_bytes,
 )
-from meshwright.simulator.schedules import Refetches
+from meshwright.simulator.schedules import NO_REFETCHES, Refetches
 
 
 class RankLedger(NamedTuple):
@@ -100,7 +101,7 @@ def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iter
 
 
 def stage_entries(
-    setting: StepSetting, stage: Stage, refetches: Refetches
+    setting: StepSetting, stage: Stage, refetches: Refetches = NO_REFETCHES
 ) -> tuple[LedgerEntry, ...]:
     """Return what replicas exchange in the passes of *stage*: all gathers, then all reductions."""
     replication, parts = setting.replication, setting.parts[stage]
@@ -121,21 +122,24 @@ def stage_entries(
     ]
     reduced = [(part, setting.num_reductions) for part in parts]
     summed = [(part, 1) for part in parts if replication.sums_replicas_last]
-    return tuple(
-        LedgerEntry(
-            moment,
-            part,
-            bucket_exchanges(exchange, part, setting.wire, replication),
-            num_times,
-        )
-        for moment, exchange, exchanged in (
-            (Moment.GATHER, parameter_gathers, gathered),
-            (Moment.AHEAD, parameter_gathers, unused),
-            (Moment.REDUCE, gradient_reductions, reduced),
-            (Moment.REPLICAS, replica_sums, summed),
-        )
-        for part, num_times in exchanged
+    return (
+        *_part_entries(setting, Moment.GATHER, parameter_gathers, gathered),
+        *_part_entries(setting, Moment.AHEAD, parameter_gathers, unused),
+        *_part_entries(setting, Moment.REDUCE, gradient_reductions, reduced),
+        *_part_entries(setting, Moment.REPLICAS, replica_sums, summed),
     )
+
+
+def _part_entries(
+    setting: StepSetting, moment: Moment, exchange: Exchange, parts: list[tuple[StagePart, int]]
+) -> Iterator[LedgerEntry]:
+    """Yield the *exchange* of each of *parts*, so many times each; layers share theirs."""
+    known: dict[object, tuple[StepCollective, ...]] = {}
+    for part, num_times in parts:
+        if part.sizes not in known:
+            exchanged = exchange, part, setting.wire, setting.replication
+            known[part.sizes] = bucket_exchanges(*exchanged)
+        yield LedgerEntry(moment, part, known[part.sizes], num_times)
 
 
 def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator[LedgerEntry]:

@@ -1,7 +1,7 @@
 """What the ledger of a plan follows from: its stages, its groups and its formats."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.blocks import BlockShape
@@ -40,22 +40,36 @@ class StepSetting:
         cls, job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, node_size: int = 1
     ) -> "StepSetting":
         """Return the setting of *plan* on nodes of so many devices."""
-        mesh, shape = Mesh.of(plan, node_size), BlockShape.of(job, plan, stack)
-        replication = replication_of(plan, stack, mesh)
-        stages = plan_stages(job.model, plan)
+        shape = BlockShape.of(job, plan, stack)
+        return cls.without_stages(job, plan, shape, node_size).of_stages(
+            plan_stages(job.model, plan)
+        )
+
+    @classmethod
+    def without_stages(
+        cls, job: TrainingJob, plan: ResolvedPlan, shape: BlockShape, node_size: int
+    ) -> "StepSetting":
+        """Return the setting of a plan, which has a *shape*, but for its stages."""
+        mesh, stack = Mesh.of(plan, node_size), shape.stack
         return cls(
             job=job,
             plan=plan,
-            stages=stages,
+            stages=(),
             shape=shape,
             mesh=mesh,
             wire=wire_bytes(shape, plan),
             state=StateBytes.of(stack, job.precision, plan.gradient_formats, plan.moment_precision),
-            replication=replication,
-            parts={
-                stage: reduced_parts(shape, stage, replication) for stage in dict.fromkeys(stages)
-            },
+            replication=replication_of(plan, stack, mesh),
+            parts={},
         )
+
+    def of_stages(self, stages: tuple[Stage, ...]) -> "StepSetting":
+        """Return the setting with *stages*, of a whole pipeline or of one rank."""
+        parts = {
+            stage: reduced_parts(self.shape, stage, self.replication)
+            for stage in dict.fromkeys(stages)
+        }
+        return replace(self, stages=stages, parts=parts)
 
     @property
     def num_microbatches(self) -> int:

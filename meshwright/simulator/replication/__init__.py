@@ -3,7 +3,6 @@
 from meshwright.simulator.replication.buckets import (
     bucket_limit,
     bucket_parts,
-    stage_bucket_limit,
     used_map_bytes,
 )
 from meshwright.simulator.replication.cast_memory import bucket_cast_peak
@@ -37,6 +36,7 @@ from meshwright.simulator.replication.unit_parts import (
     fills_rows,
     is_tied,
     keeps_last_layer,
+    num_weights,
     padding,
     shard_padding,
     unit_shards,
@@ -63,6 +63,7 @@ __all__ = [
     "is_tied",
     "keeps_last_layer",
     "narrow_shard_bytes",
+    "num_weights",
     "padding",
     "part_gathers",
     "reduced_parts",
@@ -72,7 +73,6 @@ __all__ = [
     "shard_padding",
     "shards_of",
     "spread",
-    "stage_bucket_limit",
     "stage_parameters",
     "sum_parameters",
     "unit_matrices",

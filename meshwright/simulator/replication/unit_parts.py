@@ -5,6 +5,7 @@ fewer, or none, and all are filled up to as many as the first has (`FSDPParam` o
 torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -69,6 +70,7 @@ def filled(weights: Sequence[Rows], num_ranks: int) -> int:
     return sum(each.size for each in weights) + padding(weights, num_ranks)
 
 
+@lru_cache(maxsize=4096)  # pipelines of a search have many stages in common
 def unit_parts(
     shape: BlockShape, stage: Stage, num_shards: int = 1, num_expert_shards: int = 1
 ) -> tuple[StagePart, ...]:
@@ -207,6 +209,11 @@ def unit_shards(
     return sizes
 
 
+def num_weights(shape: BlockShape, unit: Stage, *, of_experts: bool = False) -> int:
+    """Return how many weights *unit* has; see `unit_shards`."""
+    return sum(count for _, count in _counted_weights(shape, unit, of_experts=of_experts))
+
+
 def filled_parameters(
     shape: BlockShape, stages: Sequence[Stage], replication: Replication
 ) -> HeldParameters:
@@ -256,9 +263,12 @@ def _counted_weights(
     shape: BlockShape, unit: Stage, *, of_experts: bool
 ) -> Iterator[tuple[Rows, int]]:
     """Yield the weights of *unit*, and how many there are of each."""
+    counts: Counter[BlockKind] = Counter()
+    for kind, count in unit.blocks:
+        counts[kind] += count
     for kind, weights in _module_weights(shape, of_experts=of_experts):
-        count = sum(count for each, count in unit.blocks if each == kind)
-        yield from ((weight, count) for weight in weights)
+        if counts[kind]:
+            yield from ((weight, counts[kind]) for weight in weights)
     if copies_table(shape.trained, unit) and not of_experts:
         yield Rows(shape.local_vocab_size, shape.model.hidden_size), 1
 

@@ -3,7 +3,6 @@
 from meshwright.simulator.step.activations import (
     activation_host_bytes,
     activation_refusal,
-    copied_bytes,
 )
 from meshwright.simulator.step.build import (
     PPM,
@@ -11,20 +10,22 @@ from meshwright.simulator.step.build import (
     build_step,
     overhead_per_million,
 )
+from meshwright.simulator.step.exchanges import (
+    PartExchanges,
+    RankExchanges,
+    StageExchanges,
+    rank_exchanges,
+)
 from meshwright.simulator.step.offload import (
     OFFLOAD_STAGES,
     HostSide,
-    copy_back_ps,
     host_refusal,
     node_host_bytes,
     offload_refusal,
     owned_share,
-    part_copies,
     rank_host_bytes,
-    rank_update_cost,
 )
 from meshwright.simulator.step.rank import (
-    VirtualStageCost,
     message_between,
     virtual_stage_cost,
 )
@@ -35,21 +36,20 @@ __all__ = [
     "PPM",
     "BuiltStep",
     "HostSide",
+    "PartExchanges",
     "PassSharing",
-    "VirtualStageCost",
+    "RankExchanges",
+    "StageExchanges",
     "activation_host_bytes",
     "activation_refusal",
     "build_step",
-    "copied_bytes",
-    "copy_back_ps",
     "host_refusal",
     "message_between",
     "node_host_bytes",
     "offload_refusal",
     "overhead_per_million",
     "owned_share",
-    "part_copies",
+    "rank_exchanges",
     "rank_host_bytes",
-    "rank_update_cost",
     "virtual_stage_cost",
 ]

@@ -13,7 +13,7 @@ from meshwright.simulator.blocks import (
     beside_weights_bytes,
     num_angle_tables,
 )
-from meshwright.simulator.costs import Cost, CostModel, PhaseCost
+from meshwright.simulator.costs import BlockCost, Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork, check_passes
 from meshwright.simulator.layout import REPLICATED, ResolvedPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
@@ -42,14 +42,12 @@ from meshwright.simulator.step.activations import activation_host_bytes
 from meshwright.simulator.step.beside import exchange_source
 from meshwright.simulator.step.offload import (
     HostSide,
-    host_share,
     offloaded_memory,
     rank_host_bytes,
 )
 from meshwright.simulator.step.rank import (
     PricedRank,
     StepContext,
-    VirtualStageCost,
     price_ranks,
 )
 from meshwright.simulator.step.sharing import PassSharing
@@ -82,7 +80,7 @@ class BuiltStep:
     setting: StepSetting
     work: StepWork
     evidence: Evidence
-    virtual_stage_costs: tuple[tuple[VirtualStageCost, ...], ...]
+    virtual_stage_costs: tuple[tuple[BlockCost, ...], ...]
     update_costs: tuple[PhaseCost, ...]
     closing_costs: tuple[Mapping[Moment, Cost], ...]
     memory: tuple[RankMemory, ...]
@@ -111,13 +109,13 @@ def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltS
         work=_step_work(context, ranks),
         evidence=_evidence(context, ranks),
         virtual_stage_costs=tuple(tuple(map(context.pass_cost, stages)) for stages in by_rank),
-        update_costs=tuple(rank.update for rank in ranks),
-        closing_costs=tuple(rank.closing for rank in ranks),
+        update_costs=tuple(rank.exchanges.update for rank in ranks),
+        closing_costs=tuple(rank.exchanges.closing for rank in ranks),
         memory=tuple(
             _placed(context, memory[stages], pp_rank) for pp_rank, stages in enumerate(by_rank)
         ),
         host_shares=tuple(
-            host_share(host, setting, pp_rank, rank.work) for pp_rank, rank in enumerate(ranks)
+            rank.exchanges.host_share(setting, pp_rank) for pp_rank, rank in enumerate(ranks)
         ),
     )
 
@@ -130,7 +128,7 @@ def _evidence(context: StepContext, ranks: Sequence[PricedRank]) -> Evidence:
     link = costs.cluster.host_link
     host = Source.DATASHEET if link is None else link.kind  # without a link nothing is copied
     exchanges = exchange_source(costs, setting)
-    return Evidence(message.transfer.source, ranks[0].replicas, host, exchanges)
+    return Evidence(message.transfer.source, ranks[0].exchanges.source, host, exchanges)
 
 
 def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
@@ -157,7 +155,7 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
         keeps_units=replication.keeps_units,
         sums_first=sums_first(stack),
         norm_ps=max(
-            sum(rank.closing[each].time_ps for each in (Moment.TOKENS, Moment.NORM))
+            sum(rank.exchanges.closing[each].time_ps for each in (Moment.TOKENS, Moment.NORM))
             for rank in ranks
         ),
         overhead_per_million=overhead_per_million(stack),

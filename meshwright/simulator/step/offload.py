@@ -8,14 +8,12 @@ out as they are reduced, updated 16-bit parameters come back (Ren et al. 2021, a
 
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from itertools import chain
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Cluster, Offload, Source, StackProfile
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
-from meshwright.simulator.engine import RankWork
 from meshwright.simulator.layout import (
     STACKS_OWN,
     Axis,
@@ -25,7 +23,6 @@ from meshwright.simulator.layout import (
     TrainingJob,
     chosen_formats,
 )
-from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
 from meshwright.simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
 from meshwright.simulator.replication import (
     FP32_UPDATE_TRAFFIC_BYTES,
@@ -34,7 +31,6 @@ from meshwright.simulator.replication import (
     StagePart,
     WireBytes,
     filled_parameters,
-    sum_parameters,
     unit_shards,
     update_cost,
 )
@@ -206,37 +202,6 @@ def part_copies(side: HostSide, part: StagePart) -> UnitCopies:
 def owned_share(num_parameters: int, replication: Replication) -> int:
     """Return the parameters of *num_parameters* whose states a rank keeps on its host."""
     return -(-num_parameters // replication.span.num_ranks)
-
-
-def host_share(side: HostSide, setting: StepSetting, pp_rank: int, work: RankWork) -> Fraction:
-    """Return the host's part in all that a rank's data-parallel stream does in a step.
-
-    What computation waits for on that stream is split by it.
-
-    Args:
-        side: What the copies follow from.
-        setting: What the rank's ledger follows from.
-        pp_rank: Its place in the pipeline.
-        work: Its work, copies included.
-    """
-    if setting.replication.offload is Offload.NONE:
-        return Fraction(0)
-    stages, again = setting.rank_stages(pp_rank), setting.num_microbatches - 1
-    host_ps = copy_back_ps(side, sum_parameters(setting.shape, stages))
-    busy_ps = work.gather_ps
-    virtual_stages = rank_ledger(setting, pp_rank).virtual_stages
-    for entries, virtual_stage in zip(virtual_stages, work.virtual_stages, strict=True):
-        units = (*virtual_stage.backward_units, *reversed(virtual_stage.forward_units))
-        # Without forward units, gathers of a first pass copy nothing.
-        for entry, unit in zip(reversed(entries), units, strict=False):
-            copies, count = part_copies(side, entry.part), entry.num_times
-            if entry.moment is Moment.GATHER:
-                host_ps += count * copies.in_ps
-                busy_ps += count * (unit.gather_ps + unit.unpack_ps)
-            else:
-                host_ps += count * copies.out_ps + again * copies.again_ps
-                busy_ps += count * (unit.reduce_ps + unit.pack_ps) + again * copies.again_ps
-    return Fraction(host_ps, busy_ps)
 
 
 def rank_update_cost(

@@ -1,51 +1,28 @@
 """What each rank of a step computes, sends and reduces, from the costs of its parts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.hwprofiles import CollectiveOp, Source
+from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.costs import Cost, CostModel, PhaseCost
+from meshwright.simulator.costs import BlockCost, CostModel
 from meshwright.simulator.engine import (
     CopyPoint,
     Message,
     PassSegment,
     RankWork,
-    UnitWork,
     VirtualStageWork,
 )
 from meshwright.simulator.layout import Axis, Stage
-from meshwright.simulator.ledger import (
-    LedgerEntry,
-    Moment,
-    StepSetting,
-    message_collectives,
-    price,
-    rank_ledger,
-)
+from meshwright.simulator.ledger import Moment, StepSetting, message_collectives, price
 from meshwright.simulator.memory import BlockBytes, LateGradients, stage_messages
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.replication import (
-    StagePart,
-    buffer_copies,
-    filled_parameters,
-    held_parameters,
-    updated_cast_bytes,
-)
 from meshwright.simulator.step.activations import backward_points, copied_bytes, forward_points
 from meshwright.simulator.step.beside import hidden_exchanges
-from meshwright.simulator.step.offload import HostSide, copy_back_ps, part_copies, rank_update_cost
-
-
-@dataclass(frozen=True, slots=True)
-class VirtualStageCost:
-    """Cost of one forward and one backward pass through a virtual stage."""
-
-    forward: PhaseCost
-    backward: PhaseCost
-
+from meshwright.simulator.step.exchanges import RankExchanges, StageExchanges, rank_exchanges
+from meshwright.simulator.step.offload import HostSide
 
 NO_MESSAGE = Message()
 
@@ -66,10 +43,11 @@ class StepContext:
     blocks: Mapping[BlockKind, BlockBytes[int]]
     host: HostSide
     late: LateGradients | None = None
-    _passes: dict[Stage, "VirtualStageCost"] = field(default_factory=dict)
+    exchanges: dict[Stage, StageExchanges] = field(default_factory=dict)
+    _passes: dict[Stage, BlockCost] = field(default_factory=dict)
     _messages: dict[tuple[int, bool], Message] = field(default_factory=dict)
 
-    def pass_cost(self, stage: Stage) -> "VirtualStageCost":
+    def pass_cost(self, stage: Stage) -> BlockCost:
         """Return the cost of a pass through *stage*, found once."""
         if stage not in self._passes:
             self._passes[stage] = virtual_stage_cost(self.costs, self.setting.shape, stage)
@@ -88,24 +66,16 @@ class StepContext:
 
 
 class PricedRank(NamedTuple):
-    """A rank's work, the price of its update, and of what closes its step by when it comes.
-
-    ``replicas`` is what the times of its gradients' reductions rest on.
-    """
+    """A rank's work, and what it has of exchanges with its replicas."""
 
     work: RankWork
-    update: PhaseCost
-    closing: Mapping[Moment, Cost]
-    replicas: Source
+    exchanges: RankExchanges
 
 
-def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> VirtualStageCost:
+def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> BlockCost:
     """Return the cost of a pass through *stage*."""
-    forward = backward = PhaseCost()
-    for kind, count in stage.passes:
-        block = costs.block_cost(shape, kind)
-        forward, backward = forward + block.forward * count, backward + block.backward * count
-    return VirtualStageCost(forward, backward)
+    blocks = [costs.block_cost(shape, kind) * count for kind, count in stage.passes]
+    return BlockCost.total(blocks)
 
 
 def message_between(
@@ -143,76 +113,58 @@ def price_ranks(context: StepContext) -> tuple[PricedRank, ...]:
 
 
 def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
-    costs, setting = context.costs, context.setting
-    stages, ledger = setting.rank_stages(pp_rank), rank_ledger(setting, pp_rank)
-    closing = {entry.moment: price(costs, entry.collectives) for entry in ledger.closing}
-    reductions = [entry for entry in ledger.entries if entry.moment is Moment.REDUCE]
-    first = reductions[0] if reductions else ledger.at(Moment.PASSES_DONE)
+    setting, stages = context.setting, context.setting.rank_stages(pp_rank)
+    exchanges = rank_exchanges(setting, context.host, stages, context.exchanges)
+    closing = exchanges.closing
     virtual_stages = {
-        stage: _virtual_stage_work(context, stage, entries, hops)
-        for stage, entries in dict(zip(stages, ledger.virtual_stages, strict=True)).items()
+        stage: _virtual_stage_work(context, stage, each, hops)
+        for stage, each in dict(zip(stages, exchanges.virtual_stages, strict=True)).items()
     }
-    held = held_parameters(setting.shape, stages)
-    cast_bytes = updated_cast_bytes(setting.shape, stages, setting.replication)
-    wire, replication = setting.wire, setting.replication
-    updated = filled_parameters(setting.shape, stages, replication)
-    update = rank_update_cost(costs, updated, wire, replication, cast_bytes)
     work = RankWork(
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
         reduce_ps=closing[Moment.PASSES_DONE].time_ps,
         sums_ps=closing[Moment.SUMS].time_ps,
         shared_embedding_ps=closing[Moment.TIED_TABLE].time_ps,
-        optimizer_ps=update.time_ps,
-        gather_ps=copy_back_ps(context.host, sum(held)) + closing[Moment.UPDATED].time_ps,
-        hidden=hidden_exchanges(setting, costs, stages),
+        optimizer_ps=exchanges.update.time_ps,
+        gather_ps=exchanges.updated_ps,
+        hidden=hidden_exchanges(setting, context.costs, stages),
     )
-    return PricedRank(work, update, closing, price(costs, first.collectives).source)
+    return PricedRank(work, exchanges)
 
 
 def _virtual_stage_work(
-    context: StepContext,
-    stage: Stage,
-    entries: tuple[LedgerEntry, ...],
-    hops: Hops,
+    context: StepContext, stage: Stage, exchanges: StageExchanges, hops: Hops
 ) -> VirtualStageWork:
     replication, pass_cost = context.setting.replication, context.pass_cost(stage)
     messages = stage_messages(context.blocks, stage)
-    gathers, ahead, reductions, sums = (
-        [entry for entry in entries if entry.moment is moment]
-        for moment in (Moment.GATHER, Moment.AHEAD, Moment.REDUCE, Moment.REPLICAS)
-    )
-    units: tuple[tuple[UnitWork, ...], ...] = (), ()
-    if replication.in_units:
-        ahead_ps = sum(_entry_ps(context, entry) for entry in ahead)
-        sums_ps = [_entry_ps(context, entry) for entry in sums] or [0] * len(reductions)
-        units = _units(context, gathers, [*zip(reductions, sums_ps, strict=True)], ahead_ps)
-    copies = _copies(context, stage)
-    if replication.gathers_units:
-        gathers = []
-    if replication.in_units:
-        reductions = []
+    forward_copies, backward_copies = _copies(context, stage)
     return VirtualStageWork(
         forward_ps=pass_cost.forward.time_ps,
         backward_ps=pass_cost.backward.time_ps,
         forward_message=context.message(messages.output, crosses_nodes=hops.forward),
         backward_message=context.message(messages.gradient, crosses_nodes=hops.backward),
         gathers=tuple(
-            PassSegment(
-                context.pass_cost(entry.part.stage).forward.time_ps, _entry_ps(context, entry)
-            )
-            for entry in gathers
+            PassSegment(context.pass_cost(each.part.stage).forward.time_ps, each.forward.gather_ps)
+            for each in exchanges.gathers
         ),
         # Last layers first.
         reductions=tuple(
             PassSegment(
-                context.pass_cost(entry.part.stage).backward.time_ps, _entry_ps(context, entry)
+                context.pass_cost(each.part.stage).backward.time_ps, each.backward.reduce_ps
             )
-            for entry in reversed(reductions)
+            for each in reversed(exchanges.reductions)
         ),
-        forward_units=units[0],
-        backward_units=units[1],
-        forward_copies=copies[0],
-        backward_copies=copies[1],
+        # Where parameters are not sharded, forward passes have none.
+        forward_units=tuple(
+            replace(each.forward, compute_ps=context.pass_cost(each.part.stage).forward.time_ps)
+            for each in (exchanges.units if replication.gathers_units else ())
+        ),
+        backward_units=tuple(
+            replace(each.backward, compute_ps=context.pass_cost(each.part.stage).backward.time_ps)
+            for each in reversed(exchanges.units)
+        ),
+        forward_copies=forward_copies,
+        backward_copies=backward_copies,
         reduces_each_pass=replication.reduces_each_microbatch,
     )
 
@@ -234,64 +186,6 @@ def _copies(
         tuple(forward_points(*given, forward[first:])),
         tuple(backward_points(*given, backward)),
     )
-
-
-def _units(
-    context: StepContext,
-    gathers: Sequence[LedgerEntry],
-    reductions: Sequence[tuple[LedgerEntry, int]],
-    ahead_ps: int,
-) -> tuple[tuple[UnitWork, ...], tuple[UnitWork, ...]]:
-    """Return the units of each forward pass in model order, and of each backward pass reversed.
-
-    Where parameters are not sharded, a forward pass has none.  What is gathered ahead and unused
-    comes before what a backward pass gathers first: that of the last layer.  Beside each reduction
-    stands the time of the sum over replicas that follows the last one.
-    """
-    setting = context.setting
-    replication = setting.replication
-    # Only then a pass finds sums of earlier ones, which have the format of the wire already.
-    adds_up = not replication.reduces_each_microbatch and setting.num_microbatches > 1
-    gathered = [_entry_ps(context, entry) for entry in gathers]
-    if not replication.gathers_units:
-        gathered = [0] * len(reductions)
-    forward, backward = [], []
-    for gather_ps, (entry, last_ps) in zip(gathered, reductions, strict=True):
-        part, pass_cost = entry.part, context.pass_cost(entry.part.stage)
-        copies = part_copies(context.host, part)
-        copied = buffer_copies(context.costs, part, setting.wire, replication, adds_up=adds_up)
-        unit = UnitWork(
-            pass_cost.forward.time_ps,
-            gather_ps + copies.in_ps,
-            unpack_ps=copied.unpack_ps,
-            stays=part.stays or not replication.reshards,
-            is_once=part.is_once,
-        )
-        forward.append(unit)
-        backward.append(
-            replace(
-                unit,
-                compute_ps=pass_cost.backward.time_ps,
-                reduce_ps=_entry_ps(context, entry) + copies.out_ps,
-                again_ps=copies.again_ps,
-                last_ps=last_ps,
-                unpack_ps=copied.unpack_ps + _transposes_ps(context, part),
-                pack_ps=copied.pack_ps,
-            )
-        )
-    if ahead_ps:
-        last = max(place for place, unit in enumerate(backward) if not unit.stays)
-        backward[last] = replace(backward[last], gather_ps=backward[last].gather_ps + ahead_ps)
-    return tuple(forward) if replication.gathers_units else (), tuple(reversed(backward))
-
-
-def _transposes_ps(context: StepContext, part: StagePart) -> int:
-    """Return the time in which backward writes transposes of a part's weights, each read once."""
-    return context.costs.memory_traffic(2 * part.transposed).time_ps if part.transposed else 0
-
-
-def _entry_ps(context: StepContext, entry: LedgerEntry) -> int:
-    return price(context.costs, entry.collectives).time_ps
 
 
 def _crosses(context: StepContext, pp_rank: int, step: int) -> bool:

@@ -14,7 +14,14 @@ from typing import NamedTuple
 from meshwright.hwprofiles import Source
 from meshwright.simulator.account import StepResult
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.costs import Category, Cost, PhaseCost, port_bytes_per_s, ports_per_node
+from meshwright.simulator.costs import (
+    BlockCost,
+    Category,
+    Cost,
+    PhaseCost,
+    port_bytes_per_s,
+    ports_per_node,
+)
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import ParameterServer, Stage, whole_model
@@ -26,7 +33,7 @@ from meshwright.simulator.memory import (
     with_states,
 )
 from meshwright.simulator.replication import WireBytes, spread, stage_parameters
-from meshwright.simulator.step import VirtualStageCost, virtual_stage_cost
+from meshwright.simulator.step import virtual_stage_cost
 from meshwright.simulator.strategies.async_rounds import WorkerRound, account_rounds
 from meshwright.simulator.strategies.graph_step import (
     GraphDevice,
@@ -252,7 +259,7 @@ def _add_passes(
     pass_cost = virtual_stage_cost(case.costs, participants.shape, participants.whole_stage)
     if worker == len(participants.workers) - 1:
         slow = participants.options.slow_worker
-        pass_cost = VirtualStageCost(
+        pass_cost = BlockCost(
             stretched(pass_cost.forward, slow), stretched(pass_cost.backward, slow)
         )
     after = (*each.pulls.values(), *(task for tasks in each.read_after.values() for task in tasks))

@@ -1,0 +1,225 @@
+"""What a rank exchanges with its replicas in a step, and its update: times that no pass decides.
+
+The engine runs this between the parts of passes, lower bounds are chains of it: both read it here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from meshwright.hwprofiles import Offload, Source
+from meshwright.simulator.costs import Cost, CostModel, PhaseCost
+from meshwright.simulator.engine import UnitWork
+from meshwright.simulator.layout import Stage
+from meshwright.simulator.ledger import (
+    LedgerEntry,
+    Moment,
+    StepSetting,
+    closing_entries,
+    price,
+    stage_entries,
+)
+from meshwright.simulator.replication import (
+    StagePart,
+    buffer_copies,
+    filled_parameters,
+    part_gathers,
+    updated_cast_bytes,
+)
+from meshwright.simulator.step.offload import (
+    HostSide,
+    UnitCopies,
+    copy_back_ps,
+    part_copies,
+    rank_update_cost,
+)
+
+NOTHING = UnitWork(0)
+
+
+class PartExchanges(NamedTuple):
+    """A part of a stage, and what forward and backward passes through it wait for and hand on.
+
+    What is computed there is left open.  Of its times ``copies`` are from and to the host.
+    """
+
+    part: StagePart
+    forward: UnitWork
+    backward: UnitWork
+    copies: UnitCopies = UnitCopies()
+
+
+class StageExchanges(NamedTuple):
+    """What replicas exchange in the passes through a virtual stage, parts in model order.
+
+    Args:
+        gathers: Parts of the first forward pass, where parameters are gathered under it.
+        reductions: Parts of backward passes that reduce gradients under them.
+        units: Parts of each pass, where parameters or gradients are sharded.
+        source: What the times of its reductions rest on, if it has any.
+    """
+
+    gathers: tuple[PartExchanges, ...] = ()
+    reductions: tuple[PartExchanges, ...] = ()
+    units: tuple[PartExchanges, ...] = ()
+    source: Source | None = None
+
+
+class RankExchanges(NamedTuple):
+    """The exchanges of a rank's virtual stages, and what closes its step.
+
+    Args:
+        virtual_stages: In model order.
+        closing: What the ledger has at the end, by its moment.
+        update: The optimizer.
+        copied_back_ps: What updated parameters take from the host beyond the update.
+    """
+
+    virtual_stages: tuple[StageExchanges, ...]
+    closing: Mapping[Moment, Cost]
+    update: PhaseCost
+    copied_back_ps: int
+
+    @property
+    def source(self) -> Source:
+        """What the times of gradients' reductions rest on."""
+        sources = (each.source for each in self.virtual_stages if each.source is not None)
+        return next(sources, self.closing[Moment.PASSES_DONE].source)
+
+    @property
+    def updated_ps(self) -> int:
+        """What follows the update before the next step."""
+        return self.copied_back_ps + self.closing[Moment.UPDATED].time_ps
+
+    def host_share(self, setting: StepSetting, pp_rank: int) -> Fraction:
+        """Return the host's part in all that a rank's data-parallel stream does in a step.
+
+        What computation waits for on that stream is split by it.
+        """
+        replication, count = setting.replication, setting.num_microbatches
+        if replication.offload is Offload.NONE:
+            return Fraction(0)
+        host_ps, busy_ps = self.copied_back_ps, self.updated_ps
+        refetches = setting.refetches(pp_rank)
+        for stage, each in zip(self.virtual_stages, refetches, strict=True):
+            for part, forward, backward, copies in stage.units:
+                gathers, again_ps = 0, (count - 1) * copies.again_ps
+                if replication.gathers_units:
+                    gathers = part_gathers(part, replication, count, each)
+                reductions = setting.num_reductions
+                host_ps += gathers * copies.in_ps + reductions * copies.out_ps + again_ps
+                busy_ps += gathers * (forward.gather_ps + forward.unpack_ps) + again_ps
+                busy_ps += reductions * (backward.reduce_ps + backward.pack_ps)
+        return Fraction(host_ps, busy_ps)
+
+
+def rank_exchanges(
+    setting: StepSetting,
+    side: HostSide,
+    stages: tuple[Stage, ...],
+    known: dict[Stage, StageExchanges],
+) -> RankExchanges:
+    """Return what a rank that holds *stages* exchanges; those of *known* stages are not found anew.
+
+    Of equal settings, but for their stages, all ranks may share these.
+    """
+    costs, shape, replication = side.costs, setting.shape, setting.replication
+    for stage in dict.fromkeys(stages):
+        if stage not in known:
+            known[stage] = _stage_exchanges(setting, side, stage)
+    entries = [*closing_entries(setting, stages)]
+    cast_bytes = updated_cast_bytes(shape, stages, replication)
+    updated = filled_parameters(shape, stages, replication)
+    return RankExchanges(
+        virtual_stages=tuple(known[stage] for stage in stages),
+        closing={entry.moment: price(costs, entry.collectives) for entry in entries},
+        update=rank_update_cost(costs, updated, setting.wire, replication, cast_bytes),
+        copied_back_ps=copy_back_ps(side, sum(entries[0].part.buckets)),
+    )
+
+
+def _stage_exchanges(setting: StepSetting, side: HostSide, stage: Stage) -> StageExchanges:
+    replication, entries = setting.replication, stage_entries(setting, stage)
+    gathers, ahead, reductions, sums = (
+        _priced(side.costs, [entry for entry in entries if entry.moment is moment])
+        for moment in (Moment.GATHER, Moment.AHEAD, Moment.REDUCE, Moment.REPLICAS)
+    )
+    units: list[PartExchanges] = []
+    if replication.in_units:
+        none = [0] * len(reductions)
+        gathered = [cost.time_ps for _, cost in gathers] if replication.gathers_units else none
+        summed = [cost.time_ps for _, cost in sums] or none
+        known: dict[tuple[object, ...], PartExchanges] = {}
+        for (part, cost), gather_ps, last_ps in zip(reductions, gathered, summed, strict=True):
+            alike = part[1:]  # but for their stages
+            if alike not in known:
+                known[alike] = _unit(setting, side, part, gather_ps, cost.time_ps, last_ps)
+            units.append(known[alike]._replace(part=part))
+    return StageExchanges(
+        gathers=tuple(
+            PartExchanges(part, UnitWork(0, cost.time_ps), NOTHING)
+            for part, cost in ([] if replication.gathers_units else gathers)
+        ),
+        reductions=tuple(
+            PartExchanges(part, NOTHING, UnitWork(0, reduce_ps=cost.time_ps))
+            for part, cost in ([] if replication.in_units else reductions)
+        ),
+        units=_with_ahead(units, sum(cost.time_ps for _, cost in ahead)),
+        source=reductions[0][1].source if reductions else None,
+    )
+
+
+def _priced(costs: CostModel, entries: Sequence[LedgerEntry]) -> list[tuple[StagePart, Cost]]:
+    """Return the parts of *entries* of one moment with their price; equal parts have one."""
+    alike = {entry.part.sizes: entry.collectives for entry in entries}
+    known = {sizes: price(costs, collectives) for sizes, collectives in alike.items()}
+    return [(entry.part, known[entry.part.sizes]) for entry in entries]
+
+
+def _unit(
+    setting: StepSetting,
+    side: HostSide,
+    part: StagePart,
+    gather_ps: int,
+    reduce_ps: int,
+    last_ps: int,
+) -> PartExchanges:
+    """Return a unit with its copies, from the times of its collectives."""
+    replication = setting.replication
+    # Only then a pass finds sums of earlier ones, which have the format of the wire already.
+    adds_up = not replication.reduces_each_microbatch and setting.num_microbatches > 1
+    copies = part_copies(side, part)
+    copied = buffer_copies(side.costs, part, setting.wire, replication, adds_up=adds_up)
+    forward = UnitWork(
+        0,
+        gather_ps + copies.in_ps,
+        unpack_ps=copied.unpack_ps,
+        stays=part.stays or not replication.reshards,
+        is_once=part.is_once,
+    )
+    # Backward writes transposes of weights, each of which is read once.
+    transposes = 2 * part.transposed
+    written_ps = side.costs.memory_traffic(transposes).time_ps if transposes else 0
+    backward = replace(
+        forward,
+        reduce_ps=reduce_ps + copies.out_ps,
+        again_ps=copies.again_ps,
+        last_ps=last_ps,
+        unpack_ps=copied.unpack_ps + written_ps,
+        pack_ps=copied.pack_ps,
+    )
+    return PartExchanges(part, forward, backward, copies)
+
+
+def _with_ahead(units: list[PartExchanges], ahead_ps: int) -> tuple[PartExchanges, ...]:
+    """Return *units* with what is gathered ahead and unused.
+
+    It comes before what a backward pass gathers first: that of the last layer.
+    """
+    if ahead_ps:
+        last = max(place for place, unit in enumerate(units) if not unit.backward.stays)
+        backward = units[last].backward
+        backward = replace(backward, gather_ps=backward.gather_ps + ahead_ps)
+        units[last] = units[last]._replace(backward=backward)
+    return tuple(units)
