@@ -206,6 +206,7 @@ def search_document(
             for plan, like in zip(result.plans, result.like, strict=True)
         ],
         "frontier": [_frontier_fields(point) for point in result.frontier],
+        "frontier_left_out": result.num_below,
         "launcher": result.launcher or None,
         "not_launched": result.not_launched or None,
         "unlaunchable": _unlaunchable_fields(result.unlaunchable),
@@ -257,6 +258,7 @@ def _frontier_fields(point: FrontierPoint) -> dict[str, Json]:
         "step_time_s": point.step_ps / PS_PER_S,
         "device_bytes": point.device_bytes,
         "proven": point.proven,
+        "bound_gap_fraction": point.bound_gap_fraction,
     }
 
 

@@ -67,6 +67,12 @@ def search_report(
         layouts = "1 layout" if count == 1 else f"{count} layouts"
         shown = f"memory against time, {layouts} that no other beats in both"
         parts += [Text(), Text(shown), _frontier_table(result)]
+        if result.num_below:
+            least = f"{result.frontier[0].device_bytes / GIBI:.1f} GiB"
+            below = f"{counted(result.num_below, 'layout')} below {least}"
+            parts.append(
+                Text(f"left out: {below}, as their steps take too many passes to simulate")
+            )
     if result.plans:
         parts += warning_lines(result.plans[0].warnings)
     hints = waste_hints(result.job, result.cluster, result.num_gpus)
@@ -213,9 +219,13 @@ def _frontier_table(result: SearchResult) -> ColumnTable:
         _column("step s", [f"{point.step_ps / PS_PER_S:.4g}" for point in points], is_first=True),
         *_layout_columns(rows),
         *_server_columns(result, [each.plan for each in points]),
-        _column("proven", [yes_no(point.proven) for point in points]),
+        _column("proven", [_proven_text(point) for point in points]),
     ]
     return ColumnTable(columns, _shared(rows))
+
+
+def _proven_text(point: FrontierPoint) -> str:
+    return yes_no(point.proven) if point.proven else f"within {point.bound_gap_fraction:.1%}"
 
 
 def _column(head: str, cells: Sequence[str], *, is_first: bool = False) -> Column:

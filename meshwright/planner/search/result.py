@@ -39,12 +39,15 @@ class FrontierPoint:
         step_ps: Simulated time of the step.
         device_bytes: Memory of the fullest device.
         proven: Whether no layout of the whole space, simulated or not, beats it.
+        bound_gap_fraction: How much faster an unsimulated layout within its memory could be, as a
+            share of its time; 0 where ``proven``.
     """
 
     plan: ResolvedPlan
     step_ps: int
     device_bytes: int
     proven: bool
+    bound_gap_fraction: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +105,8 @@ class SearchResult(Shown):
             one does as well (`search.alike`).
         evaluated: Every simulated layout.
         frontier: Memory against time, sorted by bytes; more bytes only for less time.
+        num_below: Feasible layouts below the least memory that ``frontier`` came to, as they would
+            take too many passes to simulate.
         density: Every feasible layout by memory and lower bound of its time; None of none.
         nearest: The layout closest to fitting, where none fits.
         launcher: Framework and version whose files start each of ``plans``; empty for none.
@@ -125,6 +130,7 @@ class SearchResult(Shown):
     like: tuple[tuple[ResolvedPlan, ...], ...]
     evaluated: tuple[SimulatedPlan, ...]
     frontier: tuple[FrontierPoint, ...]
+    num_below: int
     density: Density | None
     nearest: Nearest | None = None
     launcher: str = ""

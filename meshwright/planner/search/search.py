@@ -19,7 +19,7 @@ from meshwright.planner.bounds import StepBounds
 from meshwright.planner.footprint import device_bytes_column, host_bytes_column, peak_bytes
 from meshwright.planner.search.alike import Rows
 from meshwright.planner.search.finalists import Field, Finalists, Progress, Proof, Runs
-from meshwright.planner.search.frontier import find_frontier
+from meshwright.planner.search.frontier import find_frontier, num_below
 from meshwright.planner.search.nearest import find_nearest, find_unlaunchable
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.strategies import strategy_field
@@ -56,7 +56,7 @@ MOST_PLANS = 1000
 # (beyond it the gap is reported), for the runners-up, and for the frontier.
 PROOF_PASSES = 20_000_000
 RUNNER_UP_PASSES = 100_000
-FRONTIER_PASSES = 100_000
+FRONTIER_PASSES = 1_000_000
 
 
 def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-only
@@ -102,9 +102,8 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     finalists, rejections = _finalists(field, candidates)
     density = finalists.density  # of the bounds before any is sharpened
     proof, ranking = _rank(finalists, top, tell)
-    frontier = find_frontier(
-        finalists, proof.proven, max_passes=runs.num_passes + FRONTIER_PASSES, tell=tell
-    )
+    best, most_passes = next(iter(ranking), None), runs.num_passes + FRONTIER_PASSES
+    frontier = find_frontier(finalists, best, max_passes=most_passes, tell=tell)
     result = SearchResult(
         job=job,
         cluster=cluster,
@@ -121,6 +120,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         like=_alike(space, ranking),
         evaluated=runs.evaluated(limit_bytes),
         frontier=frontier,
+        num_below=num_below(finalists, frontier),
         density=density,
         launcher="" if space.launcher is None else space.launcher.title,
         not_launched=launcher_of(job, stack, asked)[1],
