@@ -1099,6 +1099,29 @@ def test_the_rough_bound_of_a_family_holds_whatever_the_switches(name: str) -> N
     assert 0.5 < np.median(rough / np.array(list(brute.step_ps.values()))) <= 1
 
 
+def test_bounds_share_what_is_known_of_their_costs_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of other jobs with such costs are as with their own; those of one are priced once."""
+    cluster, stack = load_cluster("dgx-h100"), load_stack("torchtitan")
+    limits = SpaceLimits(recompute=(Recompute.NONE,), max_microbatch_size=2)
+    shared = CostModel(cluster, stack, 8)
+
+    def bounds_ps(model: ModelSpec, costs: CostModel) -> list[list[int]]:
+        job = TrainingJob(model=model, global_batch_size=16, seq_len=512)
+        space = enumerate_space(job, stack, 8, limits)
+        bounds, every = StepBounds(space, ShapeTable.of(space), costs), np.arange(len(space))
+        return [find(every).tolist() for find in (bounds.rough_bounds_ps, bounds.lower_bounds_ps)]
+
+    models = SMALL, SMALL.model_copy(update={"vocab_size": 32000}), GROUPED
+    found = [bounds_ps(model, shared) for model in models]
+    assert found == [bounds_ps(model, CostModel(cluster, stack, 8)) for model in models]
+    assert found[0] != found[1]
+    monkeypatch.delattr(CostModel, "operator_cost")
+    monkeypatch.delattr(CostModel, "collective")
+    assert [bounds_ps(model, shared) for model in models] == found
+
+
 @pytest.mark.parametrize(("frees", "least"), [(True, 0.5), (False, 0.35)])
 def test_no_bound_exceeds_a_step_that_waits_for_its_network(*, frees: bool, least: float) -> None:
     """Nothing but the port is busy all the time, so a gather too many would show.

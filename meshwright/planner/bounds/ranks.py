@@ -1,5 +1,6 @@
 """Layouts and their ranks as columns: what their passes, messages and replicas take."""
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,15 +35,31 @@ class Replicas(NamedTuple):
     last_end: Counts
 
 
+class KnownExchanges:
+    """Exchanges of a job's ranks that are known, by what decides them.
+
+    ``shapes`` has one of all shapes that divide weights alike: what stages are made of is found
+    once for it.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[tuple[object, ...], BlockShape] = {}
+        self.ranks: dict[tuple[object, ...], Replicas] = {}
+        self.stages: dict[object, dict[Stage, StageExchanges]] = {}
+
+
+def _exchanges_of_jobs() -> defaultdict[object, KnownExchanges]:
+    """Return what is known of each job: nothing yet."""
+    return defaultdict(KnownExchanges)
+
+
 class Exchanges:
     """The exchanges of ranks in each role of layouts; those that are alike are found once."""
 
     def __init__(self, space: Space, table: ShapeTable, costs: CostModel) -> None:
         self._space, self._table, self._costs = space, table, costs
         self._left_sums = np.array([left_sums(shape) for shape in table.shapes], np.int64)
-        self._shapes: dict[tuple[object, ...], BlockShape] = {}
-        self._known: dict[tuple[object, ...], Replicas] = {}
-        self._stages: dict[object, dict[Stage, StageExchanges]] = {}
+        self._known = costs.kept(_exchanges_of_jobs)[space.job, space.kinds]
 
     def of(self, indices: Column) -> tuple[list[list[Replicas]], Column]:
         """Return them by role, of some layouts, and whose each of *indices* has."""
@@ -70,8 +87,7 @@ class Exchanges:
         is_flat = space.stack.units is Units.FLAT and plan.zero_stage == MAX_ZERO_STAGE
         again = (shape.recompute, shape.modules) if is_flat else ()
         weights = (shape.weight_degrees, left_sums(shape), shape.is_unwrapped, again)
-        # One shape of all with such weights: what stages are made of is found once for it.
-        shape = self._shapes.setdefault(weights, shape)
+        shape = self._known.shapes.setdefault(weights, shape)
         # Of one microbatch: with more of them a rank exchanges and copies no less.
         job = replace(space.job, global_batch_size=plan.dp * plan.microbatch_size)
         setting = StepSetting.without_stages(job, plan, shape, costs.cluster.devices_per_node)
@@ -92,15 +108,15 @@ class Exchanges:
         self, setting: StepSetting, side: HostSide, alike: object, stages: tuple[Stage, ...]
     ) -> Replicas:
         key = (alike, stages)
-        if key not in self._known:
+        if key not in self._known.ranks:
             rank = rank_exchanges(
-                setting.of_stages(stages), side, stages, self._stages.setdefault(alike, {})
+                setting.of_stages(stages), side, stages, self._known.stages.setdefault(alike, {})
             )
             ends = [end_part(stages[place], rank.virtual_stages[place]) for place in (0, -1)]
             blocks = (np.array(block_counts(self._space.kinds, [each])) for each in ends)
             times = DataParallelTimes.of(rank, side.replication, side.costs.stack)
-            self._known[key] = Replicas(times, *blocks)
-        return self._known[key]
+            self._known.ranks[key] = Replicas(times, *blocks)
+        return self._known.ranks[key]
 
 
 class HiddenTimes:

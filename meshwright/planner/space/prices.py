@@ -17,31 +17,41 @@ from meshwright.simulator.blocks import (
     RingMessages,
 )
 from meshwright.simulator.costs import issue_ps
-from meshwright.simulator.layout import GroupSpan, MeshAxis
+from meshwright.simulator.layout import ExpertAxis, GroupSpan, MeshAxis
 from meshwright.simulator.model import BlockKind, LayerGroup
 
 
 class Prices:
     """What operators of walks take, each priced once for what decides its time."""
 
-    def __init__(self, costs: CostModel) -> None:
-        self.costs = costs
+    def __init__(self) -> None:
         self._times_ps: dict[tuple[object, ...], dict[tuple[int, ...], int]] = {}
         self._spans: dict[GroupSpan, int] = {}
+        self._blocks: dict[BlockKind, dict[BlockShape, list[int]]] = {}
 
-    def block_times(self, shapes: Sequence[BlockShape], kind: BlockKind) -> NDArray[np.int64]:
+    def block_times(
+        self, costs: CostModel, shapes: Sequence[BlockShape], kind: BlockKind
+    ) -> NDArray[np.int64]:
         """Return picoseconds forward and backward, with what runs again, of blocks of *shapes*.
 
         They are those of `CostModel.block_cost`: one row a shape.
         """
+        known = self._blocks.setdefault(kind, {})
+        new = [shape for shape in dict.fromkeys(shapes) if shape not in known]
+        known.update(zip(new, self._block_times(costs, new, kind).tolist(), strict=True))
+        return np.array([known[shape] for shape in shapes], np.int64).reshape(-1, 2)
+
+    def _block_times(
+        self, costs: CostModel, shapes: Sequence[BlockShape], kind: BlockKind
+    ) -> NDArray[np.int64]:
         if isinstance(kind, LayerGroup):
-            each = [self.block_times(shapes, layer) for layer in kind.layers]
+            each = [self.block_times(costs, shapes, layer) for layer in kind.layers]
             return np.asarray(np.sum(each, axis=0), np.int64)
         times = np.zeros((len(shapes), 2), np.int64)
-        for operators, rows, places in self.costs.blocks.columns(shapes, kind):
+        for operators, rows, places in costs.blocks.columns(shapes, kind):
             # Of shapes with one row all but what decides how groups lie is the same.
             numbers = np.array(rows, np.int64)
-            found = _Rows(numbers, [shapes[place] for place in places], self)
+            found = _Rows(numbers, [shapes[place] for place in places], self, costs)
             times[places] = found.times(operators)
         return times
 
@@ -50,12 +60,16 @@ class Prices:
 
         Walks of other structure have many in common.
         """
-        key = (type(operator), _alike(operator), shape.precision, shape.dispatcher)
+        key: tuple[object, ...] = type(operator), _alike(operator), shape.precision
+        if isinstance(operator, Collective) and operator.axis is ExpertAxis.EP:
+            key = *key, shape.dispatcher, shape.trained.experts
         return self._times_ps.setdefault(key, {})
 
-    def span_numbers(self, axis: MeshAxis, shapes: Sequence[BlockShape]) -> Column:
+    def span_numbers(
+        self, costs: CostModel, axis: MeshAxis, shapes: Sequence[BlockShape]
+    ) -> Column:
         """Return the number of the span that groups of an axis have, for each of *shapes*."""
-        spans, of = self._spans, self.costs.spans.of_block
+        spans, of = self._spans, costs.spans.of_block
         each = [spans.setdefault(of(axis, shape), len(spans)) for shape in shapes]
         return np.array(each, np.int64)
 
@@ -66,6 +80,7 @@ class _Rows(NamedTuple):
     numbers: Column
     shapes: list[BlockShape]
     prices: Prices
+    costs: CostModel
 
     def times(self, operators: BlockOperators) -> NDArray[np.int64]:
         """Return the picoseconds forward and backward of each row."""
@@ -85,7 +100,9 @@ class _Rows(NamedTuple):
         columns = [column[self.numbers] for column in _columns(operator)]
         if isinstance(operator, Collective | RingMessages):
             if operator.axis not in spans:
-                spans[operator.axis] = self.prices.span_numbers(operator.axis, self.shapes)
+                spans[operator.axis] = self.prices.span_numbers(
+                    self.costs, operator.axis, self.shapes
+                )
             columns.append(spans[operator.axis])
         columns = columns or [np.zeros(len(self.numbers), np.int64)]
         first, member = distinct(columns)
@@ -94,7 +111,7 @@ class _Rows(NamedTuple):
         for place, each in zip(first.tolist(), map(tuple, sizes), strict=True):
             if each not in known:
                 one = _in_row(operator, int(self.numbers[place]))
-                _, cost = self.prices.costs.operator_cost(one, self.shapes[place])
+                _, cost = self.costs.operator_cost(one, self.shapes[place])
                 known[each] = cost.time_ps
             found.append(known[each])
         return np.array(found, np.int64)[member]
@@ -104,7 +121,7 @@ class _Rows(NamedTuple):
         nothing = np.zeros(len(self.numbers), np.int64)
         columns = [column[self.numbers] for each in passes for column in _columns(each)]
         first, member = distinct(columns or [nothing])
-        rows, costs = self.numbers[first].tolist(), self.prices.costs
+        rows, costs = self.numbers[first].tolist(), self.costs
         known = [
             issue_ps([_in_row(each, row) for each in passes], costs.stack, costs.cluster)
             for row in rows

@@ -111,22 +111,22 @@ class ShapeTimes:
     messages: NDArray[np.int64]
     known: dict[tuple[int | None, ...], list[list[int]]]
     priced: set[int]
-    prices: Prices
+    costs: CostModel
 
     @classmethod
     def empty(cls, table: ShapeTable, costs: CostModel) -> "ShapeTimes":
         """Return the times of no shape yet: zeros."""
         blocks = np.zeros((len(table.shapes), 2 * len(table.kinds)), np.int64)
         messages = np.zeros((len(table.shapes), len(table.kinds), 4), np.int64)
-        return cls(blocks, messages, {}, set(), Prices(costs))
+        return cls(blocks, messages, {}, set(), costs)
 
     def price(self, table: ShapeTable, used: Column) -> None:
         """Find the times of the shapes that *used* indexes."""
-        costs = self.prices.costs
+        costs, prices = self.costs, self.costs.kept(Prices)
         new = [index for index in dict.fromkeys(used.tolist()) if index not in self.priced]
         self.priced.update(new)
         shapes = [table.shapes[index] for index in new]
-        times = [self.prices.block_times(shapes, kind) for kind in table.kinds]
+        times = [prices.block_times(costs, shapes, kind) for kind in table.kinds]
         self.blocks[new] = np.concatenate(times, axis=1)
         for index, shape in zip(new, shapes, strict=True):
             # Recomputation is of layers: shapes that differ in it share the messages.

@@ -1,6 +1,8 @@
 """Operator x hardware x stack -> time.  Bounds, engine and reports all read this one model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from meshwright.hwprofiles import Cluster, CollectiveOp, Precision, Source, StackProfile
 from meshwright.simulator.blocks import (
@@ -37,6 +39,7 @@ from meshwright.simulator.costs.spans import GroupSpans
 from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, GroupSpan, MeshAxis
 from meshwright.simulator.model import BlockKind, LayerGroup
 
+Table = TypeVar("Table")
 COMMUNICATION_OF: dict[MeshAxis, Category] = {
     Axis.TP: Category.TP_COMM,
     Axis.CP: Category.CP_COMM,
@@ -67,7 +70,7 @@ class CostModel:
     """Times of operators for one cluster, stack and world size.
 
     Results are kept per operator and per block shape: many plans of a search share them.
-    The results are pure functions of the arguments.
+    The results are pure functions of the arguments.  What others make of them is `kept` here.
     """
 
     def __init__(self, cluster: Cluster, stack: StackProfile, world_size: int) -> None:
@@ -79,6 +82,13 @@ class CostModel:
         self._products: dict[tuple[Gemm | ImplicitGemm, Precision], Cost] = {}
         self._blocks: dict[tuple[BlockShape, BlockKind], BlockCost] = {}
         self._collectives: dict[tuple[CollectiveOp, int, GroupSpan, MeshAxis], Cost] = {}
+        self._kept: dict[object, object] = {}
+
+    def kept(self, table: Callable[[], Table]) -> Table:
+        """Return the *table* of such times, one for all who ask; it is empty at first."""
+        if table not in self._kept:
+            self._kept[table] = table()
+        return cast("Table", self._kept[table])
 
     def block_cost(self, shape: BlockShape, kind: BlockKind) -> BlockCost:
         """Return the cost of one block of *kind* for one microbatch on one rank."""

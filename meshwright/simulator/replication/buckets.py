@@ -241,7 +241,6 @@ def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
     return USED_BYTES * sum(tensors)
 
 
-@lru_cache(maxsize=4096)  # pipelines of a search have many stages in common
 def bucket_parts(
     shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
 ) -> tuple[StagePart, ...]:
