@@ -1053,9 +1053,13 @@ def test_the_search_finds_what_brute_force_finds(name: str) -> None:
         assert memory.peak_bytes == memory.worst_stage.peak_bytes
     assert found.space_size == found.feasible + sum(found.rejections.values())
     for point in found.frontier:
-        if point.proven:
-            within = [t for i, t in fitting.items() if brute.device_bytes[i] <= point.device_bytes]
-            assert point.step_ps == min(within)
+        within = [t for i, t in fitting.items() if brute.device_bytes[i] <= point.device_bytes]
+        assert point.step_ps * (1 - point.bound_gap_fraction) <= min(within) + 1
+        assert not point.proven or point.step_ps == min(within)
+    # The curve goes down to the least memory of all, but for a level of 5 %.
+    least = min(brute.device_bytes[i] for i in fitting)
+    assert found.num_below == 0
+    assert found.frontier[0].device_bytes * 0.95 < least + 1
 
 
 def test_memory_is_exact_where_floats_no_longer_are() -> None:

@@ -129,17 +129,24 @@ def test_search_report_without_a_plan_says_what_is_nearest(found: SearchResult) 
 
 def test_frontier_is_shown_in_short_with_both_ends(found: SearchResult) -> None:
     points = tuple(
-        FrontierPoint(plan=PLAN, step_ps=(100 - n) * 10**12, device_bytes=n * 2**30, proven=n == 1)
+        FrontierPoint(
+            plan=PLAN,
+            step_ps=(100 - n) * 10**12,
+            device_bytes=n * 2**30,
+            proven=n == 1,
+            bound_gap_fraction=0.0 if n == 1 else 0.03,
+        )
         for n in range(1, 41)
     )
-    text = text_of(search_report(replace(found, frontier=points)), 130)
+    text = text_of(search_report(replace(found, frontier=points, num_below=2)), 130)
+    assert "left out: 2 layouts below 1.0 GiB" in text
     lines = text.splitlines()
     start = next(index for index, line in enumerate(lines) if "memory against time" in line)
     shown = [line.split() for line in lines[start + 3 : start + 3 + MAX_FRONTIER_LINES]]
     assert shown[0][:2] == ["1.0", "99"]
     assert shown[0][-1] == "yes"
     assert shown[-1][:2] == ["40.0", "60"]
-    assert shown[-1][-1] == "no"
+    assert shown[-1][-2:] == ["within", "3.0%"]
 
 
 def test_facts_of_a_cluster_have_units_and_the_sources_of_its_parts() -> None:

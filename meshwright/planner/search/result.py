@@ -130,8 +130,8 @@ class SearchResult(Shown):
     like: tuple[tuple[ResolvedPlan, ...], ...]
     evaluated: tuple[SimulatedPlan, ...]
     frontier: tuple[FrontierPoint, ...]
-    num_below: int
     density: Density | None
+    num_below: int = 0
     nearest: Nearest | None = None
     launcher: str = ""
     not_launched: str = ""
