@@ -1,6 +1,6 @@
 """What layouts need at least, found at once for all: most of those that never fit go no further."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -21,54 +21,6 @@ MOST_BYTES = 2**62
 
 MOST_ROLES = 4
 NO_PADDING = Padding(0, 0)
-
-
-def least_bytes(
-    space: Space,
-    table: ShapeTable,
-    blocks: BlockTable,
-    indices: Column,
-    *,
-    most_bytes: int = MOST_BYTES,
-) -> Column:
-    """Return no more bytes than the live ones of each layout's fullest rank.
-
-    They are the most, over a few ranks of a pipeline, of what a rank has at one time: its weights,
-    its optimizer's states, the gradients that are there, and what the passes keep that are in
-    flight then; and of its states when the optimizer runs.
-
-    Args:
-        space: The layouts.
-        table: Their shapes.
-        blocks: Where what blocks hold is kept.
-        indices: Which layouts.
-        most_bytes: Of what is found to need more nothing else is looked at.
-    """
-    if not len(indices):
-        return np.zeros(0, np.int64)
-    passes = _KeptBytes.of(space, table.of_layouts(indices), blocks, indices)
-    rows = np.arange(len(indices))
-    moments = passes.moments(0)
-    least = passes.at(moments[0], rows)
-    # States are found of those alone of which passes leave something.
-    rows = np.flatnonzero(least <= most_bytes)
-    if not len(rows):
-        return least
-    states = _States.of(space, table.of_layouts(indices[rows]), indices[rows])
-    member = states.member
-    for place in range(MOST_ROLES):
-        held = states.of_rank(place)
-        live = (held.lasting + held.at_end)[member]
-        for moment in moments if place == 0 else passes.moments(place):
-            run = passes.run[rows]
-            found = passes.at(moment, rows) + held.lasting[member]
-            found += held.gradients[member] * moment.has_gradients[run]
-            found += held.gathered[member] * moment.is_gathered[run]
-            live = np.maximum(live, found)
-        least[rows] = np.maximum(least[rows], live)
-        left = least[rows] <= most_bytes
-        rows, member = rows[left], member[left]
-    return least
 
 
 def _few_roles(pipeline: Pipeline) -> list[Role]:
@@ -92,8 +44,8 @@ class _Moment(NamedTuple):
     is_gathered: Column
 
 
-class _KeptBytes(NamedTuple):
-    """What passes in flight keep of layouts.
+class PassColumns(NamedTuple):
+    """What passes in flight keep of layouts, whole or partial.
 
     ``by_shape`` has a column for each kind of block; ``run`` is the row in ``runs`` of each layout.
     """
@@ -164,7 +116,7 @@ class _KeptBytes(NamedTuple):
         return np.asarray(np.array(passes) @ pipeline.own_blocks(role), np.int64), is_there
 
 
-class _RankBytes(NamedTuple):
+class RankBytes(NamedTuple):
     """What ranks have, beside what passes keep, a row for each of some layouts.
 
     Args:
@@ -180,7 +132,7 @@ class _RankBytes(NamedTuple):
     gathered: Column
 
 
-class _States(NamedTuple):
+class StateColumns(NamedTuple):
     """The states of ranks of layouts, a row for those alike; ``member`` is that of each layout."""
 
     counts: ParameterCounts
@@ -224,8 +176,8 @@ class _States(NamedTuple):
         known = [space.pipelines[each] for each in numbers[used].tolist()]
         return cls(counts, degrees, pipelines, known, member, split)
 
-    def of_rank(self, place: int) -> _RankBytes:
-        """Return the bytes of the rank at a *place* of `_few_roles` of each pipeline."""
+    def of_rank(self, place: int, rows: Column) -> RankBytes:
+        """Return the bytes of the rank at a *place* of `_few_roles`, of the layouts in *rows*."""
         stages = [_few_roles(pipeline)[place].stages for pipeline in self.known]
         parameters, experts = self._parameters(stages)
         if isinstance(self.split, LayoutStates):
@@ -235,9 +187,8 @@ class _States(NamedTuple):
             held = unit_states(parameters - experts, experts, NO_PADDING, self.split)
             at_end = held.update_temporary  # gradients are shards by then
             gathered = self._least_gathered(stages, self.split)
-        return _RankBytes(
-            *map(np.asarray, (held.parameters + held.optimizer, held.gradients, at_end, gathered))
-        )
+        found = held.parameters + held.optimizer, held.gradients, at_end, gathered
+        return RankBytes(*(np.asarray(column)[self.member[rows]] for column in found))
 
     def _parameters(self, stages: Sequence[Sequence[Stage]]) -> tuple[Column, Column]:
         """Return the parameters of a rank that holds *stages* of each pipeline, and of experts."""
@@ -250,3 +201,73 @@ class _States(NamedTuple):
         least = np.minimum.reduce([self._parameters(stages)[0] for stages in each])
         weight = sharding.parameter.state.gathered_parameter * (1 - sharding.is_plain)
         return np.asarray(least * weight, np.int64)
+
+
+def least_bytes(
+    space: Space,
+    table: ShapeTable,
+    blocks: BlockTable,
+    indices: Column,
+    *,
+    most_bytes: int = MOST_BYTES,
+) -> Column:
+    """Return no more bytes than the live ones of each layout's fullest rank.
+
+    They are the most, over a few ranks of a pipeline, of what a rank has at one time: its weights,
+    its optimizer's states, the gradients that are there, and what the passes keep that are in
+    flight then; and of its states when the optimizer runs.
+
+    Args:
+        space: The layouts.
+        table: Their shapes.
+        blocks: Where what blocks hold is kept.
+        indices: Which layouts.
+        most_bytes: Of what is found to need more nothing else is looked at.
+    """
+    if not len(indices):
+        return np.zeros(0, np.int64)
+
+    def states_of(rows: Column) -> list[StateColumns]:
+        own = indices[rows]
+        return [StateColumns.of(space, table.of_layouts(own), own)]
+
+    passes = PassColumns.of(space, table.of_layouts(indices), blocks, indices)
+    return least_of_columns(passes, states_of, most_bytes=most_bytes)
+
+
+def least_of_columns(
+    passes: PassColumns,
+    states_of: Callable[[Column], Sequence[StateColumns]],
+    *,
+    most_bytes: int = MOST_BYTES,
+) -> Column:
+    """Return no more bytes than the live ones of layouts, or of any that partial layouts become.
+
+    Args:
+        passes: What passes of each keep; of shapes that are left open the least.
+        states_of: Returns the states of some rows, in all ways that are left open.
+        most_bytes: Of what is found to need more nothing else is looked at.
+    """
+    rows = np.arange(len(passes.run))
+    moments = passes.moments(0)
+    least = passes.at(moments[0], rows)
+    # States are found of those alone of which passes leave something.
+    rows = np.flatnonzero(least <= most_bytes)
+    if not len(rows):
+        return least
+    states = states_of(rows)
+    places = np.arange(len(rows))
+    for place in range(MOST_ROLES):
+        every = [each.of_rank(place, places) for each in states]
+        held = RankBytes(*map(np.minimum.reduce, zip(*every, strict=True)))
+        live = held.lasting + held.at_end
+        for moment in moments if place == 0 else passes.moments(place):
+            run = passes.run[rows]
+            found = passes.at(moment, rows) + held.lasting
+            found += held.gradients * moment.has_gradients[run]
+            found += held.gathered * moment.is_gathered[run]
+            live = np.maximum(live, found)
+        least[rows] = np.maximum(least[rows], live)
+        left = least[rows] <= most_bytes
+        rows, places = rows[left], places[left]
+    return least
