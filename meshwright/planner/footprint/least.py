@@ -83,19 +83,27 @@ class PassColumns(NamedTuple):
             found += self.by_shape[own, kind] * moment.kept[run, kind]
         return found
 
-    def moments(self, place: int) -> list[_Moment]:
-        """Return the times at which most may be live of the rank at a *place* of `_few_roles`."""
-        ranks = [(pipeline, _few_roles(pipeline)[place], count) for pipeline, count in self.runs]
-        found = [self._most_kept(*rank) for rank in ranks]
-        nothing = np.zeros(len(ranks), np.int64)
-        kept, done = (np.array(each, np.int64) for each in zip(*found, strict=True))
-        most = _Moment(kept, done, nothing)
+    def moments(self, place: int, rows: Column) -> list[_Moment]:
+        """Return the times at which most may be live of the rank at a *place* of `_few_roles`.
+
+        What is returned is of the runs of *rows* alone.
+        """
+        used = self.run[rows[distinct([self.run[rows]])[0]]]
+        ranks = [
+            (pipeline, _few_roles(pipeline)[place], count)
+            for pipeline, count in (self.runs[run] for run in used.tolist())
+        ]
+        kept, last = np.zeros((2, len(self.runs), self.by_shape.shape[1]), np.int64)
+        done, in_pipeline = np.zeros((2, len(self.runs)), np.int64)
+        found = zip(*(self._most_kept(*rank) for rank in ranks), strict=True)
+        kept[used], done[used] = (np.array(each) for each in found)
+        most = _Moment(kept, done, 0 * done)
         if not self.keeps_units:
             return [most]
         # Before the last forward pass, or after the last backward pass where no gradient was there.
-        last = np.array([pipeline.own_blocks(role)[-1] for pipeline, role, _ in ranks], np.int64)
-        in_pipeline = np.array([pipeline.pp > 1 for pipeline, _, _ in ranks], np.int64)
-        return [most, _Moment((kept - last) * done[:, None], nothing + 1, in_pipeline)]
+        last[used] = [pipeline.own_blocks(role)[-1] for pipeline, role, _ in ranks]
+        in_pipeline[used] = [pipeline.pp > 1 for pipeline, _, _ in ranks]
+        return [most, _Moment((kept - last) * done[:, None], 0 * done + 1, in_pipeline)]
 
     def _most_kept(self, pipeline: Pipeline, role: Role, count: int) -> tuple[Column, bool]:
         """Return what is kept when most passes are in flight, and whether all gradients are there.
@@ -249,7 +257,7 @@ def least_of_columns(
         most_bytes: Of what is found to need more nothing else is looked at.
     """
     rows = np.arange(len(passes.run))
-    moments = passes.moments(0)
+    moments = passes.moments(0, rows)
     least = passes.at(moments[0], rows)
     # States are found of those alone of which passes leave something.
     rows = np.flatnonzero(least <= most_bytes)
@@ -258,10 +266,12 @@ def least_of_columns(
     states = states_of(rows)
     places = np.arange(len(rows))
     for place in range(MOST_ROLES):
+        if not len(rows):
+            break
         every = [each.of_rank(place, places) for each in states]
         held = RankBytes(*map(np.minimum.reduce, zip(*every, strict=True)))
         live = held.lasting + held.at_end
-        for moment in moments if place == 0 else passes.moments(place):
+        for moment in moments if place == 0 else passes.moments(place, rows):
             run = passes.run[rows]
             found = passes.at(moment, rows) + held.lasting
             found += held.gradients * moment.has_gradients[run]
