@@ -14,6 +14,7 @@ from meshwright.simulator.memory import (
     PassSize,
     PipelinePlace,
     RankOrder,
+    RankPasses,
     pass_counts,
 )
 from meshwright.simulator.schedules import Action
@@ -145,8 +146,8 @@ def pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassT
 def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassTable:
     schedule, num_stages = passes.schedule, len(passes.kinds)
     order = passes.order(pp_rank, num_microbatches)
-    actions = schedule.rank_actions(pp_rank, passes.pp, num_microbatches, num_stages)
-    counts, growth = pass_counts(order, actions), _growth(passes, order, actions)
+    ran = _rank_passes(schedule, pp_rank, passes.pp, num_microbatches, num_stages)
+    counts, growth = pass_counts(order, ran), _growth(passes, order, ran.actions)
     num_sizes = order.num_kinds * NUM_SIZES
     if passes.holds_messages:  # what is live after a pass is, and more, in the one behind it
         counts, growth = counts[::2], growth[::2]
@@ -164,7 +165,15 @@ def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> Pass
     return PassTable(columns, counts[left], grown, num_microbatches)
 
 
-def _growth(passes: RolePasses, order: RankOrder, actions: list[Action]) -> Column:
+@lru_cache(maxsize=2048)
+def _rank_passes(
+    schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, num_stages: int
+) -> RankPasses:
+    """Return what a rank runs, whatever its virtual stages are."""
+    return RankPasses.of(schedule.rank_actions(pp_rank, pp, num_microbatches, num_stages))
+
+
+def _growth(passes: RolePasses, order: RankOrder, actions: Sequence[Action]) -> Column:
     """Return what each microbatch that is left out adds to a row: nothing, a pass, or messages."""
     found = np.zeros((len(actions), 2), np.int64)
     if not passes.schedule.holds_sent or passes.pp == 1:
