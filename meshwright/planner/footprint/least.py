@@ -1,6 +1,7 @@
 """What layouts need at least, found at once for all: most of those that never fit go no further."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -21,6 +22,7 @@ MOST_BYTES = 2**62
 
 MOST_ROLES = 4
 NO_PADDING = Padding(0, 0)
+NOTHING = np.zeros((), np.int64)
 
 
 def _few_roles(pipeline: Pipeline) -> list[Role]:
@@ -89,24 +91,27 @@ class PassColumns(NamedTuple):
         What is returned is of the runs of *rows* alone.
         """
         used = self.run[rows[distinct([self.run[rows]])[0]]]
-        ranks = [
-            (pipeline, _few_roles(pipeline)[place], count)
-            for pipeline, count in (self.runs[run] for run in used.tolist())
-        ]
+        by_pipeline: dict[int, tuple[Pipeline, list[int]]] = {}
+        for run in used.tolist():
+            pipeline, _ = self.runs[run]
+            by_pipeline.setdefault(id(pipeline), (pipeline, []))[1].append(run)
         kept, last = np.zeros((2, len(self.runs), self.by_shape.shape[1]), np.int64)
         done, in_pipeline = np.zeros((2, len(self.runs)), np.int64)
-        found = zip(*(self._most_kept(*rank) for rank in ranks), strict=True)
-        kept[used], done[used] = (np.array(each) for each in found)
+        for pipeline, runs in by_pipeline.values():
+            role = _few_roles(pipeline)[place]
+            own, counts = pipeline.own_blocks(role), [self.runs[run][1] for run in runs]
+            found = [self._most_kept(pipeline, role, count) for count in counts]
+            kept[runs] = np.array([passes for passes, _ in found]) @ own
+            done[runs] = [is_there for _, is_there in found]
+            last[runs], in_pipeline[runs] = own[-1], pipeline.pp > 1
         most = _Moment(kept, done, 0 * done)
         if not self.keeps_units:
             return [most]
         # Before the last forward pass, or after the last backward pass where no gradient was there.
-        last[used] = [pipeline.own_blocks(role)[-1] for pipeline, role, _ in ranks]
-        in_pipeline[used] = [pipeline.pp > 1 for pipeline, _, _ in ranks]
         return [most, _Moment((kept - last) * done[:, None], 0 * done + 1, in_pipeline)]
 
-    def _most_kept(self, pipeline: Pipeline, role: Role, count: int) -> tuple[Column, bool]:
-        """Return what is kept when most passes are in flight, and whether all gradients are there.
+    def _most_kept(self, pipeline: Pipeline, role: Role, count: int) -> tuple[list[int], bool]:
+        """Return the passes by virtual stage when most are in flight, and if all gradients are.
 
         That is in the last pass of the warm-up; where the first backward pass makes gradients, in
         the last forward pass, if all have been made by then.
@@ -121,7 +126,7 @@ class PassColumns(NamedTuple):
             is_there = all(done)
             if is_there:
                 passes = [count - each for each in done]
-        return np.asarray(np.array(passes) @ pipeline.own_blocks(role), np.int64), is_there
+        return passes, is_there
 
 
 class RankBytes(NamedTuple):
@@ -190,13 +195,16 @@ class StateColumns(NamedTuple):
         parameters, experts = self._parameters(stages)
         if isinstance(self.split, LayoutStates):
             held = self.split.held(parameters, experts)
-            at_end, gathered = held.gradients + held.update_temporary, 0 * parameters
+            at_end, gathered = held.gradients + held.update_temporary, NOTHING
         else:
             held = unit_states(parameters - experts, experts, NO_PADDING, self.split)
             at_end = held.update_temporary  # gradients are shards by then
             gathered = self._least_gathered(stages, self.split)
         found = held.parameters + held.optimizer, held.gradients, at_end, gathered
-        return RankBytes(*(np.asarray(column)[self.member[rows]] for column in found))
+        member = self.member[rows]
+        # What is nothing at all is no column of zeros.
+        each = map(np.asarray, found)
+        return RankBytes(*(column[member] if column.ndim else column for column in each))
 
     def _parameters(self, stages: Sequence[Sequence[Stage]]) -> tuple[Column, Column]:
         """Return the parameters of a rank that holds *stages* of each pipeline, and of experts."""
@@ -269,13 +277,14 @@ def least_of_columns(
         if not len(rows):
             break
         every = [each.of_rank(place, places) for each in states]
-        held = RankBytes(*map(np.minimum.reduce, zip(*every, strict=True)))
+        held = RankBytes(*(reduce(np.minimum, each) for each in zip(*every, strict=True)))
         live = held.lasting + held.at_end
         for moment in moments if place == 0 else passes.moments(place, rows):
             run = passes.run[rows]
             found = passes.at(moment, rows) + held.lasting
             found += held.gradients * moment.has_gradients[run]
-            found += held.gathered * moment.is_gathered[run]
+            if moment.is_gathered.any():
+                found += held.gathered * moment.is_gathered[run]
             live = np.maximum(live, found)
         least[rows] = np.maximum(least[rows], live)
         left = least[rows] <= most_bytes

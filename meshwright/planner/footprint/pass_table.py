@@ -91,12 +91,13 @@ class PassTable(NamedTuple):
     """Moments of a rank: how often each size of its virtual stages counts.
 
     ``columns`` are those of `pass_counts` that count at all, of sizes kind by kind, then of pairs
-    of kinds.  Each microbatch more than *num_microbatches* adds ``growth`` to the moment of a row.
+    of kinds.  Each microbatch more than *num_microbatches* adds ``growth`` to the moment of a row;
+    None is nothing.
     """
 
     columns: Column
     rows: NDArray[np.int64]
-    growth: NDArray[np.int64]
+    growth: NDArray[np.int64] | None
     num_microbatches: int
 
     def most_moving(self, sizes: NDArray[np.int64], num_microbatches: Column) -> Column:
@@ -107,7 +108,7 @@ class PassTable(NamedTuple):
             num_microbatches: Of each.
         """
         left_out, counts = num_microbatches - self.num_microbatches, self.rows
-        if left_out.any() and self.growth.any():
+        if self.growth is not None and left_out.any():
             counts = np.concatenate([self.rows, self.growth], axis=1)
             sizes = np.concatenate([sizes, left_out[:, None] * sizes], axis=1)
         return most_of(sizes, counts, np.zeros(1, np.int64))[:, 0]
@@ -156,6 +157,8 @@ def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> Pass
     needed = counts[:, (columns % NUM_SIZES >= PassSize.FORWARD) | (columns >= num_sizes)]
     needs = np.where(needed.any(axis=1), 1 + needed.argmax(axis=1), 0)
     left = _undominated(counts, 3 * needs + growth)  # growth is one of three
+    if not growth.any():
+        return PassTable(columns, counts[left], None, num_microbatches)
     # Of a GPipe rank what it keeps, of others what they have sent.
     each = np.zeros((3, order.width), np.int64)
     each[1, PassSize.SAVED] = 1

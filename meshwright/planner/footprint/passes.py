@@ -204,7 +204,7 @@ class RoleMoments:
         sizes = self._columns(columns, own)
         most = most_of(sizes, counts, starts)
         for number, table in enumerate(tables.values()):
-            if table.growth.any():
+            if table.growth is not None:
                 of_table = sizes[:, np.searchsorted(columns, table.columns)]
                 most[:, number] = table.most_moving(of_table, own.microbatches)
         numbers = {rank: number for number, rank in enumerate(tables)}
