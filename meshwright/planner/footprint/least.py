@@ -1,6 +1,7 @@
 """What layouts need at least, found at once for all: most of those that never fit go no further."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -21,54 +22,7 @@ MOST_BYTES = 2**62
 
 MOST_ROLES = 4
 NO_PADDING = Padding(0, 0)
-
-
-def least_bytes(
-    space: Space,
-    table: ShapeTable,
-    blocks: BlockTable,
-    indices: Column,
-    *,
-    most_bytes: int = MOST_BYTES,
-) -> Column:
-    """Return no more bytes than the live ones of each layout's fullest rank.
-
-    They are the most, over a few ranks of a pipeline, of what a rank has at one time: its weights,
-    its optimizer's states, the gradients that are there, and what the passes keep that are in
-    flight then; and of its states when the optimizer runs.
-
-    Args:
-        space: The layouts.
-        table: Their shapes.
-        blocks: Where what blocks hold is kept.
-        indices: Which layouts.
-        most_bytes: Of what is found to need more nothing else is looked at.
-    """
-    if not len(indices):
-        return np.zeros(0, np.int64)
-    passes = _KeptBytes.of(space, table.of_layouts(indices), blocks, indices)
-    rows = np.arange(len(indices))
-    moments = passes.moments(0)
-    least = passes.at(moments[0], rows)
-    # States are found of those alone of which passes leave something.
-    rows = np.flatnonzero(least <= most_bytes)
-    if not len(rows):
-        return least
-    states = _States.of(space, table.of_layouts(indices[rows]), indices[rows])
-    member = states.member
-    for place in range(MOST_ROLES):
-        held = states.of_rank(place)
-        live = (held.lasting + held.at_end)[member]
-        for moment in moments if place == 0 else passes.moments(place):
-            run = passes.run[rows]
-            found = passes.at(moment, rows) + held.lasting[member]
-            found += held.gradients[member] * moment.has_gradients[run]
-            found += held.gathered[member] * moment.is_gathered[run]
-            live = np.maximum(live, found)
-        least[rows] = np.maximum(least[rows], live)
-        left = least[rows] <= most_bytes
-        rows, member = rows[left], member[left]
-    return least
+NOTHING = np.zeros((), np.int64)
 
 
 def _few_roles(pipeline: Pipeline) -> list[Role]:
@@ -92,8 +46,8 @@ class _Moment(NamedTuple):
     is_gathered: Column
 
 
-class _KeptBytes(NamedTuple):
-    """What passes in flight keep of layouts.
+class PassColumns(NamedTuple):
+    """What passes in flight keep of layouts, whole or partial.
 
     ``by_shape`` has a column for each kind of block; ``run`` is the row in ``runs`` of each layout.
     """
@@ -131,22 +85,33 @@ class _KeptBytes(NamedTuple):
             found += self.by_shape[own, kind] * moment.kept[run, kind]
         return found
 
-    def moments(self, place: int) -> list[_Moment]:
-        """Return the times at which most may be live of the rank at a *place* of `_few_roles`."""
-        ranks = [(pipeline, _few_roles(pipeline)[place], count) for pipeline, count in self.runs]
-        found = [self._most_kept(*rank) for rank in ranks]
-        nothing = np.zeros(len(ranks), np.int64)
-        kept, done = (np.array(each, np.int64) for each in zip(*found, strict=True))
-        most = _Moment(kept, done, nothing)
+    def moments(self, place: int, rows: Column) -> list[_Moment]:
+        """Return the times at which most may be live of the rank at a *place* of `_few_roles`.
+
+        What is returned is of the runs of *rows* alone.
+        """
+        used = self.run[rows[distinct([self.run[rows]])[0]]]
+        by_pipeline: dict[int, tuple[Pipeline, list[int]]] = {}
+        for run in used.tolist():
+            pipeline, _ = self.runs[run]
+            by_pipeline.setdefault(id(pipeline), (pipeline, []))[1].append(run)
+        kept, last = np.zeros((2, len(self.runs), self.by_shape.shape[1]), np.int64)
+        done, in_pipeline = np.zeros((2, len(self.runs)), np.int64)
+        for pipeline, runs in by_pipeline.values():
+            role = _few_roles(pipeline)[place]
+            own, counts = pipeline.own_blocks(role), [self.runs[run][1] for run in runs]
+            found = [self._most_kept(pipeline, role, count) for count in counts]
+            kept[runs] = np.array([passes for passes, _ in found]) @ own
+            done[runs] = [is_there for _, is_there in found]
+            last[runs], in_pipeline[runs] = own[-1], pipeline.pp > 1
+        most = _Moment(kept, done, 0 * done)
         if not self.keeps_units:
             return [most]
         # Before the last forward pass, or after the last backward pass where no gradient was there.
-        last = np.array([pipeline.own_blocks(role)[-1] for pipeline, role, _ in ranks], np.int64)
-        in_pipeline = np.array([pipeline.pp > 1 for pipeline, _, _ in ranks], np.int64)
-        return [most, _Moment((kept - last) * done[:, None], nothing + 1, in_pipeline)]
+        return [most, _Moment((kept - last) * done[:, None], 0 * done + 1, in_pipeline)]
 
-    def _most_kept(self, pipeline: Pipeline, role: Role, count: int) -> tuple[Column, bool]:
-        """Return what is kept when most passes are in flight, and whether all gradients are there.
+    def _most_kept(self, pipeline: Pipeline, role: Role, count: int) -> tuple[list[int], bool]:
+        """Return the passes by virtual stage when most are in flight, and if all gradients are.
 
         That is in the last pass of the warm-up; where the first backward pass makes gradients, in
         the last forward pass, if all have been made by then.
@@ -161,10 +126,10 @@ class _KeptBytes(NamedTuple):
             is_there = all(done)
             if is_there:
                 passes = [count - each for each in done]
-        return np.asarray(np.array(passes) @ pipeline.own_blocks(role), np.int64), is_there
+        return passes, is_there
 
 
-class _RankBytes(NamedTuple):
+class RankBytes(NamedTuple):
     """What ranks have, beside what passes keep, a row for each of some layouts.
 
     Args:
@@ -180,7 +145,7 @@ class _RankBytes(NamedTuple):
     gathered: Column
 
 
-class _States(NamedTuple):
+class StateColumns(NamedTuple):
     """The states of ranks of layouts, a row for those alike; ``member`` is that of each layout."""
 
     counts: ParameterCounts
@@ -224,20 +189,22 @@ class _States(NamedTuple):
         known = [space.pipelines[each] for each in numbers[used].tolist()]
         return cls(counts, degrees, pipelines, known, member, split)
 
-    def of_rank(self, place: int) -> _RankBytes:
-        """Return the bytes of the rank at a *place* of `_few_roles` of each pipeline."""
+    def of_rank(self, place: int, rows: Column) -> RankBytes:
+        """Return the bytes of the rank at a *place* of `_few_roles`, of the layouts in *rows*."""
         stages = [_few_roles(pipeline)[place].stages for pipeline in self.known]
         parameters, experts = self._parameters(stages)
         if isinstance(self.split, LayoutStates):
             held = self.split.held(parameters, experts)
-            at_end, gathered = held.gradients + held.update_temporary, 0 * parameters
+            at_end, gathered = held.gradients + held.update_temporary, NOTHING
         else:
             held = unit_states(parameters - experts, experts, NO_PADDING, self.split)
             at_end = held.update_temporary  # gradients are shards by then
             gathered = self._least_gathered(stages, self.split)
-        return _RankBytes(
-            *map(np.asarray, (held.parameters + held.optimizer, held.gradients, at_end, gathered))
-        )
+        found = held.parameters + held.optimizer, held.gradients, at_end, gathered
+        member = self.member[rows]
+        # What is nothing at all is no column of zeros.
+        each = map(np.asarray, found)
+        return RankBytes(*(column[member] if column.ndim else column for column in each))
 
     def _parameters(self, stages: Sequence[Sequence[Stage]]) -> tuple[Column, Column]:
         """Return the parameters of a rank that holds *stages* of each pipeline, and of experts."""
@@ -250,3 +217,76 @@ class _States(NamedTuple):
         least = np.minimum.reduce([self._parameters(stages)[0] for stages in each])
         weight = sharding.parameter.state.gathered_parameter * (1 - sharding.is_plain)
         return np.asarray(least * weight, np.int64)
+
+
+def least_bytes(
+    space: Space,
+    table: ShapeTable,
+    blocks: BlockTable,
+    indices: Column,
+    *,
+    most_bytes: int = MOST_BYTES,
+) -> Column:
+    """Return no more bytes than the live ones of each layout's fullest rank.
+
+    They are the most, over a few ranks of a pipeline, of what a rank has at one time: its weights,
+    its optimizer's states, the gradients that are there, and what the passes keep that are in
+    flight then; and of its states when the optimizer runs.
+
+    Args:
+        space: The layouts.
+        table: Their shapes.
+        blocks: Where what blocks hold is kept.
+        indices: Which layouts.
+        most_bytes: Of what is found to need more nothing else is looked at.
+    """
+    if not len(indices):
+        return np.zeros(0, np.int64)
+
+    def states_of(rows: Column) -> list[StateColumns]:
+        own = indices[rows]
+        return [StateColumns.of(space, table.of_layouts(own), own)]
+
+    passes = PassColumns.of(space, table.of_layouts(indices), blocks, indices)
+    return least_of_columns(passes, states_of, most_bytes=most_bytes)
+
+
+def least_of_columns(
+    passes: PassColumns,
+    states_of: Callable[[Column], Sequence[StateColumns]],
+    *,
+    most_bytes: int = MOST_BYTES,
+) -> Column:
+    """Return no more bytes than the live ones of layouts, or of any that partial layouts become.
+
+    Args:
+        passes: What passes of each keep; of shapes that are left open the least.
+        states_of: Returns the states of some rows, in all ways that are left open.
+        most_bytes: Of what is found to need more nothing else is looked at.
+    """
+    rows = np.arange(len(passes.run))
+    moments = passes.moments(0, rows)
+    least = passes.at(moments[0], rows)
+    # States are found of those alone of which passes leave something.
+    rows = np.flatnonzero(least <= most_bytes)
+    if not len(rows):
+        return least
+    states = states_of(rows)
+    places = np.arange(len(rows))
+    for place in range(MOST_ROLES):
+        if not len(rows):
+            break
+        every = [each.of_rank(place, places) for each in states]
+        held = RankBytes(*(reduce(np.minimum, each) for each in zip(*every, strict=True)))
+        live = held.lasting + held.at_end
+        for moment in moments if place == 0 else passes.moments(place, rows):
+            run = passes.run[rows]
+            found = passes.at(moment, rows) + held.lasting
+            found += held.gradients * moment.has_gradients[run]
+            if moment.is_gathered.any():
+                found += held.gathered * moment.is_gathered[run]
+            live = np.maximum(live, found)
+        least[rows] = np.maximum(least[rows], live)
+        left = least[rows] <= most_bytes
+        rows, places = rows[left], places[left]
+    return least

@@ -14,6 +14,7 @@ from meshwright.simulator.memory import (
     PassSize,
     PipelinePlace,
     RankOrder,
+    RankPasses,
     pass_counts,
 )
 from meshwright.simulator.schedules import Action
@@ -90,12 +91,13 @@ class PassTable(NamedTuple):
     """Moments of a rank: how often each size of its virtual stages counts.
 
     ``columns`` are those of `pass_counts` that count at all, of sizes kind by kind, then of pairs
-    of kinds.  Each microbatch more than *num_microbatches* adds ``growth`` to the moment of a row.
+    of kinds.  Each microbatch more than *num_microbatches* adds ``growth`` to the moment of a row;
+    None is nothing.
     """
 
     columns: Column
     rows: NDArray[np.int64]
-    growth: NDArray[np.int64]
+    growth: NDArray[np.int64] | None
     num_microbatches: int
 
     def most_moving(self, sizes: NDArray[np.int64], num_microbatches: Column) -> Column:
@@ -106,7 +108,7 @@ class PassTable(NamedTuple):
             num_microbatches: Of each.
         """
         left_out, counts = num_microbatches - self.num_microbatches, self.rows
-        if left_out.any() and self.growth.any():
+        if self.growth is not None and left_out.any():
             counts = np.concatenate([self.rows, self.growth], axis=1)
             sizes = np.concatenate([sizes, left_out[:, None] * sizes], axis=1)
         return most_of(sizes, counts, np.zeros(1, np.int64))[:, 0]
@@ -145,8 +147,8 @@ def pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassT
 def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassTable:
     schedule, num_stages = passes.schedule, len(passes.kinds)
     order = passes.order(pp_rank, num_microbatches)
-    actions = schedule.rank_actions(pp_rank, passes.pp, num_microbatches, num_stages)
-    counts, growth = pass_counts(order, actions), _growth(passes, order, actions)
+    ran = _rank_passes(schedule, pp_rank, passes.pp, num_microbatches, num_stages)
+    counts, growth = pass_counts(order, ran), _growth(passes, order, ran.actions)
     num_sizes = order.num_kinds * NUM_SIZES
     if passes.holds_messages:  # what is live after a pass is, and more, in the one behind it
         counts, growth = counts[::2], growth[::2]
@@ -155,6 +157,8 @@ def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> Pass
     needed = counts[:, (columns % NUM_SIZES >= PassSize.FORWARD) | (columns >= num_sizes)]
     needs = np.where(needed.any(axis=1), 1 + needed.argmax(axis=1), 0)
     left = _undominated(counts, 3 * needs + growth)  # growth is one of three
+    if not growth.any():
+        return PassTable(columns, counts[left], None, num_microbatches)
     # Of a GPipe rank what it keeps, of others what they have sent.
     each = np.zeros((3, order.width), np.int64)
     each[1, PassSize.SAVED] = 1
@@ -164,7 +168,15 @@ def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> Pass
     return PassTable(columns, counts[left], grown, num_microbatches)
 
 
-def _growth(passes: RolePasses, order: RankOrder, actions: list[Action]) -> Column:
+@lru_cache(maxsize=2048)
+def _rank_passes(
+    schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, num_stages: int
+) -> RankPasses:
+    """Return what a rank runs, whatever its virtual stages are."""
+    return RankPasses.of(schedule.rank_actions(pp_rank, pp, num_microbatches, num_stages))
+
+
+def _growth(passes: RolePasses, order: RankOrder, actions: Sequence[Action]) -> Column:
     """Return what each microbatch that is left out adds to a row: nothing, a pass, or messages."""
     found = np.zeros((len(actions), 2), np.int64)
     if not passes.schedule.holds_sent or passes.pp == 1:

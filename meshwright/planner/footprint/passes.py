@@ -17,7 +17,9 @@ from meshwright.simulator.graph import Size, largest
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
     MODULES_HOLD,
+    MOVING,
     NUM_SIZES,
+    PLAINLY_MOVING,
     BlockBytes,
     PassSize,
     VirtualStageMemory,
@@ -29,7 +31,7 @@ from meshwright.simulator.memory import (
     virtual_stage_memory,
 )
 
-MOST_ROWS = 4096  # at a time: what is made of them stays in caches
+MOST_ROWS = 256  # at a time: few orders are theirs, and what is made of them stays in caches
 
 
 def sizes_matrix(stage: VirtualStageMemory, num_rows: int) -> NDArray[np.int64]:
@@ -163,7 +165,10 @@ class RoleMoments:
             held = most_messages(len(kinds), larger_by) if self._passes.holds_messages else 0
             found.append((*in_flight, held))
         passes, last, messages = np.array(found, np.int64)[member].T
-        sizes: list[list[Size]] = [[*each[:, own.sharing, own.shapes]] for each in self._stages]
+        names = MOVING if self._passes.moves_states else PLAINLY_MOVING
+        sizes: list[dict[PassSize, Size]] = [
+            {size: each[size, own.sharing, own.shapes] for size in names} for each in self._stages
+        ]
         stages = [sizes[kind] for kind in kinds]
         most = most_moving_bytes(stages, (passes, last), messages)
         pairs = np.max(self._pairs, axis=0)[own.shapes] if self._pairs else 0
@@ -176,23 +181,35 @@ class RoleMoments:
         peaks = np.empty(len(first), np.int64)
         numbers, member = distinct([apart.microbatches])
         few = [self._orders(each) for each in apart.microbatches[numbers].tolist()]
-        tables = {
-            order: pass_table(self._passes, *order)
-            for order in dict.fromkeys(chain.from_iterable(few))
-        }
-        columns, counts, starts = joined([*tables.values()])
-        places = {order: place for place, order in enumerate(tables)}
-        own_places = np.array([[places[order] for order in orders] for orders in few])[member]
-        for rows in few_rows(len(first), MOST_ROWS):
-            here = apart.chosen(np.arange(len(first))[rows])
-            sizes = self._columns(columns, here)
-            most = most_of(sizes, counts, starts)
-            for number, table in enumerate(tables.values()):
-                if table.growth.any():
-                    of_table = sizes[:, np.searchsorted(columns, table.columns)]
-                    most[:, number] = table.most_moving(of_table, here.microbatches)
-            peaks[rows] = np.take_along_axis(most, own_places[rows], axis=1).max(axis=1)
+        places = {orders: place for place, orders in enumerate(dict.fromkeys(few))}
+        place = np.array([places[orders] for orders in few])[member]
+        known, by_place = [*places], np.argsort(place, kind="stable")
+        for some in few_rows(len(first), MOST_ROWS):
+            rows = by_place[some]
+            begin, end = place[rows[0]], place[rows[-1]] + 1
+            most = self._most(known[begin:end], place[rows] - begin, apart.chosen(rows))
+            peaks[rows] = most
         return peaks[family]
+
+    def _most(
+        self, ranks: Sequence[tuple[tuple[int, int], ...]], place: Column, own: Layouts
+    ) -> Column:
+        """Return the most that moves on the fullest of the *ranks* at the *place* of each layout.
+
+        A rank is a number, with as few microbatches as show its peak.
+        """
+        every = dict.fromkeys(chain.from_iterable(ranks))
+        tables = {rank: pass_table(self._passes, *rank) for rank in every}
+        columns, counts, starts = joined([*tables.values()])
+        sizes = self._columns(columns, own)
+        most = most_of(sizes, counts, starts)
+        for number, table in enumerate(tables.values()):
+            if table.growth is not None:
+                of_table = sizes[:, np.searchsorted(columns, table.columns)]
+                most[:, number] = table.most_moving(of_table, own.microbatches)
+        numbers = {rank: number for number, rank in enumerate(tables)}
+        of_ranks = np.array([[numbers[rank] for rank in each] for each in ranks])
+        return np.asarray(np.take_along_axis(most, of_ranks[place], axis=1).max(axis=1))
 
     def _columns(self, columns: Column, own: Layouts) -> NDArray[np.int64]:
         """Return the sizes of some columns of a `PassTable`, a row a layout."""

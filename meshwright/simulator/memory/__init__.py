@@ -10,9 +10,12 @@ from meshwright.simulator.memory.block_bytes import (
     stage_messages,
 )
 from meshwright.simulator.memory.counts import (
+    MOVING,
     NUM_SIZES,
+    PLAINLY_MOVING,
     PassSize,
     RankOrder,
+    RankPasses,
     pairs_of,
     pass_counts,
     pass_sizes,
@@ -73,8 +76,10 @@ from meshwright.simulator.memory.timeline import (
 __all__ = [
     "FULLNESS",
     "MODULES_HOLD",
+    "MOVING",
     "NUM_SIZES",
     "PARTS",
+    "PLAINLY_MOVING",
     "SYMMETRIC",
     "BlockBytes",
     "Fragmentation",
@@ -92,6 +97,7 @@ __all__ = [
     "PresentBytes",
     "RankMemory",
     "RankOrder",
+    "RankPasses",
     "RankStates",
     "SentBytes",
     "Shards",

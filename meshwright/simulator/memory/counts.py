@@ -49,6 +49,8 @@ ACTIVATIONS = PassSize.SAVED, PassSize.OUTPUT, PassSize.GRADIENT
 ABSENT = PassSize.LATE, PassSize.REDUCED
 MESSAGES = PassSize.OUTPUT, PassSize.GRADIENT
 NEEDED = PassSize.FORWARD, PassSize.FIRST_BACKWARD, PassSize.BACKWARD, PassSize.LAST_BACKWARD
+PLAINLY_MOVING = PassSize.SAVED, *MESSAGES, PassSize.FORWARD, PassSize.BACKWARD
+MOVING = PassSize.SAVED, PassSize.AFTER_FORWARD, PassSize.AFTER_BACKWARD, *MESSAGES, *NEEDED
 
 
 def needed_peaks(stage: VirtualStageMemory) -> list[PassPeak[Size]]:
@@ -119,70 +121,73 @@ class RankOrder(NamedTuple):
         return self.num_kinds * NUM_SIZES + (self.num_kinds**2 if self.pairs else 0)
 
 
-def pass_counts(order: RankOrder, actions: Sequence[Action]) -> Counts:
-    """Return how often each size counts during each action, and after it: two rows an action."""
-    passes = _Passes.of(order, actions)
-    counts = np.zeros((2 * len(actions), order.num_kinds, NUM_SIZES), np.int64)
-    _count_saved(counts, passes)
-    states = None
-    if order.keeps_units:
-        states = pass_states(actions, len(order.kinds), reshards=order.reshards)
-    if order.moves_states:
-        _count_gradients(counts, passes)
-        _count_gathered(counts, passes, states)
-    _count_messages(counts, passes, actions)
-    at = np.arange(len(actions))
-    counts[2 * at, passes.kinds, passes.needed(states)] = 1
-    flat = counts.reshape(2 * len(actions), -1)
-    return _with_pairs(flat, passes) if order.pairs else flat
+class RankPasses(NamedTuple):
+    """The passes of a rank as columns, and where each virtual stage's backward passes are.
 
+    ``first`` and ``last`` are by virtual stage.
+    """
 
-class _Passes(NamedTuple):
-    """The passes of a rank as columns, and where each virtual stage has its backward passes."""
-
-    order: RankOrder
+    actions: Sequence[Action]
     is_backward: NDArray[np.bool_]
-    virtual: Counts
-    kinds: Counts
+    virtual_stages: Counts
     first: dict[int, int]
     last: dict[int, int]
 
     @classmethod
-    def of(cls, order: RankOrder, actions: Sequence[Action]) -> "_Passes":
+    def of(cls, actions: Sequence[Action]) -> "RankPasses":
+        """Return those of *actions*."""
         backward = Phase.BACKWARD  # looked up once
         phases, virtual_stages, _ = zip(*actions, strict=True)
         is_backward = np.array([phase is backward for phase in phases])
-        virtual = np.array(virtual_stages, np.int64)
         at = np.flatnonzero(is_backward)
+        found = np.array(virtual_stages, np.int64)
         first, last = (
-            dict(zip(virtual[each].tolist(), each.tolist(), strict=True)) for each in (at[::-1], at)
+            dict(zip(found[each].tolist(), each.tolist(), strict=True)) for each in (at[::-1], at)
         )
-        kinds = np.array(order.kinds, np.int64)[virtual]
-        return cls(order, is_backward, virtual, kinds, first, last)
-
-    def needed(self, states: Sequence[PassState] | None) -> Counts:
-        """Return the column of what each pass needs."""
-        needed = np.where(self.is_backward, PassSize.BACKWARD, PassSize.FORWARD)
-        if self.order.sums:
-            needed[[*self.last.values()]] = PassSize.LAST_BACKWARD
-        needed[[*self.first.values()]] = PassSize.FIRST_BACKWARD
-        if states is not None:
-            needed += 3 * np.array([state.found for state in states])
-        return needed
+        return cls(actions, is_backward, found, first, last)
 
 
-def _count_saved(counts: Counts, passes: _Passes) -> None:
+def pass_counts(order: RankOrder, passes: RankPasses) -> Counts:
+    """Return how often each size counts during each action, and after it: two rows an action."""
+    num_actions, kinds = len(passes.actions), np.array(order.kinds, np.int64)[passes.virtual_stages]
+    own = np.eye(order.num_kinds, dtype=np.int64)[kinds]
+    counts = np.zeros((2 * num_actions, order.num_kinds, NUM_SIZES), np.int64)
+    _count_saved(counts, passes, own)
+    states = None
+    if order.keeps_units:
+        states = pass_states(passes.actions, len(order.kinds), reshards=order.reshards)
+    if order.moves_states:
+        _count_gradients(counts, order, passes)
+        _count_gathered(counts, order, passes, states)
+    _count_messages(counts, order, passes, own)
+    counts[2 * np.arange(num_actions), kinds, _needed(order, passes, states)] = 1
+    flat = counts.reshape(2 * num_actions, -1)
+    return _with_pairs(flat, order, kinds) if order.pairs else flat
+
+
+def _needed(order: RankOrder, passes: RankPasses, states: Sequence[PassState] | None) -> Counts:
+    """Return the column of what each pass needs."""
+    needed = np.where(passes.is_backward, PassSize.BACKWARD, PassSize.FORWARD)
+    if order.moves_states:
+        if order.sums:
+            needed[[*passes.last.values()]] = PassSize.LAST_BACKWARD
+        needed[[*passes.first.values()]] = PassSize.FIRST_BACKWARD
+    if states is not None:
+        needed += 3 * np.array([state.found for state in states])
+    return needed
+
+
+def _count_saved(counts: Counts, passes: RankPasses, own: Counts) -> None:
     """Count what passes keep: while a pass runs its own, a forward already, a backward still."""
-    own = np.eye(counts.shape[1], dtype=np.int64)[passes.kinds]
     is_backward = passes.is_backward[:, None]
     kept = np.where(is_backward, -own, own).cumsum(axis=0)
     counts[0::2, :, PassSize.SAVED] = kept + own * is_backward
     counts[1::2, :, PassSize.SAVED] = kept
 
 
-def _count_gradients(counts: Counts, passes: _Passes) -> None:
+def _count_gradients(counts: Counts, order: RankOrder, passes: RankPasses) -> None:
     """Count gradients that count as static and are not there, and what reductions need."""
-    order, never = passes.order, len(passes.virtual)
+    never = len(passes.actions)
     for stage, kind in enumerate(order.kinds):
         first, last = (each.get(stage, never) for each in (passes.first, passes.last))
         counts[: 2 * first, kind, PassSize.LATE] -= 1
@@ -193,19 +198,23 @@ def _count_gradients(counts: Counts, passes: _Passes) -> None:
             counts[2 * last + 1 :, kind, PassSize.REDUCED] -= 1
 
 
-def _count_gathered(counts: Counts, passes: _Passes, states: Sequence[PassState] | None) -> None:
+def _count_gathered(
+    counts: Counts, order: RankOrder, passes: RankPasses, states: Sequence[PassState] | None
+) -> None:
     """Count weights that stay gathered between passes; those of a pass are in what it needs."""
-    begun: list[tuple[int, int] | None] = [None] * len(passes.order.kinds)
+    begun: list[tuple[int, int] | None] = [None] * len(order.kinds)
     spans: list[tuple[int, int, int, int]] = []
 
     def end(stage: int, row: int) -> None:
         since = begun[stage]
         if since is not None:
-            spans.append((since[0], row, passes.order.kinds[stage], since[1]))
+            spans.append((since[0], row, order.kinds[stage], since[1]))
         begun[stage] = None
 
     after = np.where(passes.is_backward, PassSize.AFTER_BACKWARD, PassSize.AFTER_FORWARD).tolist()
-    for position, (stage, size) in enumerate(zip(passes.virtual.tolist(), after, strict=True)):
+    for position, (stage, size) in enumerate(
+        zip(passes.virtual_stages.tolist(), after, strict=True)
+    ):
         row = 2 * position
         if states is not None:
             for each in states[position].freed:
@@ -223,12 +232,11 @@ def _count_gathered(counts: Counts, passes: _Passes, states: Sequence[PassState]
     counts += changes[:-1].cumsum(axis=0)
 
 
-def _count_messages(counts: Counts, passes: _Passes, actions: Sequence[Action]) -> None:
+def _count_messages(counts: Counts, order: RankOrder, passes: RankPasses, own: Counts) -> None:
     """Count messages that a runtime holds: between two actions as many as in the second."""
-    order = passes.order
     sizes = MESSAGES
     if order.place is not None:
-        held = message_counts(actions, order.place, len(order.kinds))
+        held = message_counts(passes.actions, order.place, len(order.kinds))
         # Modules hold their last inputs, and the gradients of these, over the step's end.
         held = np.concatenate([held, [[0, MODULES_HOLD] * len(order.kinds)]])
         of_kinds = np.eye(counts.shape[1], dtype=np.int64)[[*order.kinds]].T
@@ -236,30 +244,29 @@ def _count_messages(counts: Counts, passes: _Passes, actions: Sequence[Action]) 
         counts[0::2, :, sizes] = each[:-1]
         counts[1::2, :, sizes] = each[1:]
     elif order.keeps_units:
-        own = np.eye(counts.shape[1], dtype=np.int64)[passes.kinds]
         kept = kept_until_end if order.holds_sent else kept_until_next
         for size, each in zip(sizes, kept(passes.is_backward, own), strict=True):
             counts[0::2, :, size] = each[:-1]
             counts[1::2, :, size] = each[1:]
 
 
-def _with_pairs(counts: Counts, passes: _Passes) -> Counts:
+def _with_pairs(counts: Counts, order: RankOrder, of_passes: Counts) -> Counts:
     """Return *counts* with one time for both passes of a pair: what was kept before them, and more.
 
     Until both end, what the forward pass keeps is counted with what the pair needs.
     """
-    order, num_kinds = passes.order, passes.order.num_kinds
+    num_kinds = order.num_kinds
     found = np.zeros((len(counts), order.width), np.int64)
     found[:, : counts.shape[1]] = counts
     made = np.array(order.pairs, np.int64)
     if len(made):
-        kinds = passes.kinds[made]
+        kinds = of_passes[made]
         full = counts[2 * made].reshape(len(made), num_kinds, NUM_SIZES)
         full[np.arange(len(made)), kinds, PassSize.SAVED] -= 1
         full[:, :, PassSize.FORWARD :] = 0
         rows = np.zeros((len(made), order.width), np.int64)
         rows[:, : counts.shape[1]] = full.reshape(len(made), -1)
-        columns = counts.shape[1] + num_kinds * kinds + passes.kinds[made + 1]
+        columns = counts.shape[1] + num_kinds * kinds + of_passes[made + 1]
         rows[np.arange(len(made)), columns] = 1
         for place in range(3):
             found[2 * made + place] = rows

@@ -45,7 +45,7 @@ class HeldSpans(NamedTuple):
     times: int = 1
 
 
-def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) -> NDArray[np.int64]:
+def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) -> NDArray[np.int16]:
     """Return how many messages are held in each action beside what passes keep and need.
 
     A backward pass itself needs the gradient of its output, from its first operator to its last.
@@ -69,16 +69,16 @@ def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) ->
     return _interleaved_counts(place, actions[-1].microbatch + 1, group, vpp)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2048)
 def _interleaved_counts(
     place: PipelinePlace, num_microbatches: int, group: int, vpp: int
-) -> NDArray[np.int64]:
+) -> NDArray[np.int16]:
     """Return the counts of a rank that runs an interleaved order."""
     spans = _Interleaved.of(place, num_microbatches, group, vpp).spans()
     return _counted(spans, 2 * vpp, 2 * vpp * num_microbatches)
 
 
-def _counted(spans: Iterable[HeldSpans], num_sources: int, num_actions: int) -> NDArray[np.int64]:
+def _counted(spans: Iterable[HeldSpans], num_sources: int, num_actions: int) -> NDArray[np.int16]:
     """Return how many messages of each source *spans* hold in each action."""
     held = [*spans]
     columns = zip(*(span[:3] for span in held), strict=True)
@@ -90,7 +90,8 @@ def _counted(spans: Iterable[HeldSpans], num_sources: int, num_actions: int) -> 
     # Sums of small whole numbers, which are exact as floats.
     num_places = num_sources * (num_actions + 1)
     changes = np.bincount(places.ravel(), weights.ravel(), minlength=num_places)
-    return changes.astype(np.int64).reshape(-1, num_sources).cumsum(axis=0)[:-1]
+    held_at = changes.reshape(-1, num_sources).cumsum(axis=0)[:-1]
+    return held_at.astype(np.int16)  # orders are kept: few are ever held
 
 
 def most_messages(vpp: int, larger: int) -> int:

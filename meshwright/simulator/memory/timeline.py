@@ -1,6 +1,6 @@
 """The live bytes of a pipeline rank, action by action, and their peak."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -13,11 +13,13 @@ from meshwright.simulator.memory.counts import (
     ABSENT,
     ACTIVATIONS,
     MESSAGES,
+    MOVING,
     NEEDED,
     NO_PAIRS,
     NUM_SIZES,
     PassSize,
     RankOrder,
+    RankPasses,
     needed_peaks,
     pairs_of,
     pass_counts,
@@ -78,7 +80,7 @@ class _Levels(NamedTuple):
     def of(cls, memory: RankMemory, actions: Sequence[Action], pairs: range) -> "_Levels":
         """Return those of a rank."""
         order, stages = _order_of(memory, pairs)
-        counts = pass_counts(order, actions)
+        counts = pass_counts(order, RankPasses.of(actions))
         sizes = np.zeros((3, order.width), object)
         for kind, stage in enumerate(stages):
             first, found = NUM_SIZES * kind, pass_sizes(stage)
@@ -112,7 +114,7 @@ def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[Vir
         kinds=tuple(kinds),
         place=memory.held_at,
         moves_states=any(
-            each.late_gradients_bytes or each.after_forward_bytes or each.after_backward_bytes
+            each.after_forward_bytes or each.after_backward_bytes or each.first_backward is not None
             for each in stages
         ),
         keeps_units=stages[0].kept_units is not None,
@@ -125,12 +127,13 @@ def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[Vir
 
 
 def most_moving_bytes(
-    stages: Sequence[Sequence[Size]], in_flight: tuple[Size, Size], messages: Size
+    stages: Sequence[Mapping[PassSize, Size]], in_flight: tuple[Size, Size], messages: Size
 ) -> Size:
     """Return no fewer bytes than move in a rank's fullest instant, in whatever order passes run.
 
     Args:
-        stages: The `pass_sizes` of its virtual stages, none of which keeps units between passes.
+        stages: The `pass_sizes` of its virtual stages, none of which keeps units between passes:
+            those that are `MOVING`, or `PLAINLY_MOVING` where passes change no states.
         in_flight: The most of its passes that are in flight, and of those through the last stage.
         messages: The most messages that it holds.
     """
@@ -138,11 +141,15 @@ def most_moving_bytes(
     last = stages[-1][PassSize.SAVED]
     saved = largest(stage[PassSize.SAVED] for stage in (others or each).values())
     kept = in_flight[0] * saved + in_flight[1] * larger(last - saved, 0 * saved)
-    needed = largest(stage[size] for stage in each.values() for size in NEEDED)
-    sent = largest(stage[size] for stage in each.values() for size in MESSAGES)
-    gathered = sum(
-        larger(stage[PassSize.AFTER_FORWARD], stage[PassSize.AFTER_BACKWARD]) for stage in stages
+    needed = largest(
+        size for stage in each.values() for name, size in stage.items() if name in NEEDED
     )
+    sent = largest(stage[size] for stage in each.values() for size in MESSAGES)
+    gathered: Size = 0
+    for stage in stages:
+        if PassSize.AFTER_FORWARD in stage:
+            after = stage[PassSize.AFTER_FORWARD], stage[PassSize.AFTER_BACKWARD]
+            gathered = gathered + larger(*after)
     return kept + larger(needed, 0 * saved) + gathered + messages * sent
 
 
@@ -161,7 +168,9 @@ def most_bytes(memory: RankMemory, in_flight: tuple[int, int], larger_by: int) -
     if stages[0].kept_units is not None or memory.pairs_bytes:
         return None
     messages = 0 if memory.held_at is None else most_messages(len(stages), larger_by)
-    moving = most_moving_bytes([*map(pass_sizes, stages)], in_flight, messages)
+    sizes = {stage: pass_sizes(stage) for stage in stages}
+    named = {stage: {name: each[name] for name in MOVING} for stage, each in sizes.items()}
+    moving = most_moving_bytes([named[stage] for stage in stages], in_flight, messages)
     held = memory.static_bytes + memory.buffers_bytes
     return held + max(int(moving), memory.update_temporary_bytes)
 
