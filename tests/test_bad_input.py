@@ -80,7 +80,19 @@ MISTAKES = {
     "other digits": ([*STEP, "--gpus", "\uff18"], ["--gpus", "whole number"]),
     "batch": ([*STEP, "--global-batch", "0"], ["--global-batch 0"]),
     "steps too long": (
-        [*STEP, "--global-batch", "10000000"],
+        [
+            *STEP,
+            *[
+                "--stack",
+                "torchtitan@0.2",
+                "--pp",
+                "2",
+                "--schedule",
+                "gpipe",
+                "--global-batch",
+                "10000000",
+            ],
+        ],
         ["microbatches", "raise microb"],
     ),
     "top": ([*SEARCH, "--top", "0"], ["--top 0", "1 to 1000"]),

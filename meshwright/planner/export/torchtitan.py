@@ -275,6 +275,9 @@ def _read_segments(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
     return {"stack.allocator": str(allocator)}
 
 
+LAUNCH_CODECS: Mapping[str, Codec] = {"segments of a launch": Codec(read=_read_segments)}
+"""What PyTorch reads of the environment, whoever starts it."""
+
 PROGRAM = Program(
     files=_files,
     command=_command,
@@ -295,6 +298,6 @@ PROGRAM = Program(
         "reshard of torchtitan": Codec(_write_reshard, _read_reshard),
         "compiled of torchtitan": Codec(read=_read_compiled),
         "checkpoints of torchtitan": Codec(_write_checkpoints, _read_checkpoints),
-        "segments of torchtitan": Codec(read=_read_segments),
+        **LAUNCH_CODECS,
     },
 )
