@@ -202,7 +202,7 @@ def test_search_json_has_the_promised_keys(run: Runner) -> None:
     assert times == sorted(times)
     assert all(plan.keys() >= STEP_KEYS for plan in document["plans"])
     assert all(
-        point.keys() == {"plan", "step_time_s", "device_bytes", "proven"}
+        point.keys() == {"plan", "step_time_s", "device_bytes", "proven", "bound_gap_fraction"}
         for point in document["frontier"]
     )
 

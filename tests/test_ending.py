@@ -84,8 +84,10 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
     words = [*COMMAND, *STEP, "--json", str(tmp_path / "x.json")]
+    # Python would keep the first part of what it compiles, and trip over it from then on.
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        words, capture_output=True, text=True, check=False, preexec_fn=limit, timeout=60
+        words, env=env, capture_output=True, text=True, check=False, preexec_fn=limit, timeout=60
     )
     assert done.returncode == 2
     assert done.stderr == f"error: {tmp_path / 'x.json'} cannot be written: File too large\n"
