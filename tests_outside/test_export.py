@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -351,6 +352,12 @@ def accelerate_keys() -> set[str]:
 
 # What each framework knows, and the plans that are tried; torchtitan's own parser refuses, and
 # the constants of the script for torchrun are its own.
+def torch_variables() -> set[str]:
+    """Return the variables of the environment that PyTorch's library asks for by name."""
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    return {each.decode() for each in re.findall(rb"PYTORCH_[A-Z_]+", library.read_bytes())}
+
+
 KNOWN: Mapping[str, tuple[Callable[[], set[str]], tuple[str, ...], str]] = {
     "megatron-lm": (lambda: recorded("megatron_lm"), CORE_PLANS, ""),
     "megatron-bridge": (bridge_keys, CORE_PLANS, ""),
@@ -372,7 +379,7 @@ def test_every_key_is_one_of_the_frameworks_own_and_a_misspelt_one_is_not(
 ) -> None:
     known, _, version = KNOWN[name]
     keys = keys_of(plan_of_words(words, "dgx-h100"), name, version)
-    own = known()
+    own = known() | torch_variables()
     assert {*keys} <= own
     assert not {f"{key}x" for key in keys} & own
     choices = {"recipe": "=", "mixed_precision": "=", "activation-checkpoint": ":"}
