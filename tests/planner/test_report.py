@@ -147,6 +147,15 @@ def test_frontier_is_shown_in_short_with_both_ends(found: SearchResult) -> None:
     assert shown[0][-1] == "yes"
     assert shown[-1][:2] == ["40.0", "60"]
     assert shown[-1][-2:] == ["within", "3.0%"]
+    assert lines[start].endswith(f"in both; {MAX_FRONTIER_LINES} shown")
+
+
+def test_a_curve_of_which_all_is_proven_has_no_column_for_it(found: SearchResult) -> None:
+    point = FrontierPoint(plan=PLAN, step_ps=10**12, device_bytes=2**30, proven=True)
+    text = text_of(search_report(replace(found, frontier=(point,))), 130)
+    *_, curve = text.partition("memory against time, ")
+    assert curve.startswith("1 layout that no other beats in both, proven\n")
+    assert "yes" not in curve.splitlines()[3]
 
 
 def test_facts_of_a_cluster_have_units_and_the_sources_of_its_parts() -> None:

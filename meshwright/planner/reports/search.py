@@ -62,17 +62,7 @@ def search_report(
         parts += [_plans_table(result, budget), Text()]
     told = [] if largest is None else [("largest", str(largest))]
     parts.append(facts_table([*told, *_facts(result)]))
-    if result.frontier:
-        count = len(result.frontier)
-        layouts = "1 layout" if count == 1 else f"{count} layouts"
-        shown = f"memory against time, {layouts} that no other beats in both"
-        parts += [Text(), Text(shown), _frontier_table(result)]
-        if result.num_below:
-            least = f"{result.frontier[0].device_bytes / GIBI:.1f} GiB"
-            below = f"{counted(result.num_below, 'layout')} below {least}"
-            parts.append(
-                Text(f"left out: {below}, as their steps take too many passes to simulate")
-            )
+    parts += _frontier_parts(result)
     if result.plans:
         parts += warning_lines(result.plans[0].warnings)
     hints = waste_hints(result.job, result.cluster, result.num_gpus)
@@ -211,16 +201,38 @@ def _like_text(count: int) -> str:
     return f"and {count} like it" if count else ""
 
 
-def _frontier_table(result: SearchResult) -> ColumnTable:
-    points = _thinned(result.frontier)
+def _frontier_parts(result: SearchResult) -> Iterator[RenderableType]:
+    """Yield the curve of memory against time, and what of it is left out."""
+    if not result.frontier:
+        return
+    points, is_proven = _thinned(result.frontier), all(each.proven for each in result.frontier)
+    layouts = f"{counted(len(result.frontier), 'layout')} that no other beats in both"
+    shown = f"; {len(points)} shown" if len(points) < len(result.frontier) else ""
+    yield Text()
+    yield Text(f"memory against time, {layouts}{', proven' if is_proven else ''}{shown}")
+    yield _frontier_table(result, points, is_proven=is_proven)
+    if result.num_below:
+        below = f"{counted(result.num_below, 'layout')} below {_gib_text(result.frontier[0])} GiB"
+        yield Text(f"left out: {below}, as their steps take too many passes to simulate")
+
+
+def _gib_text(point: FrontierPoint) -> str:
+    return f"{point.device_bytes / GIBI:.1f}"
+
+
+def _frontier_table(
+    result: SearchResult, points: Sequence[FrontierPoint], *, is_proven: bool
+) -> ColumnTable:
+    """Return *points* of the curve; where not all are proven with what is known of each."""
     rows = [_row(result, each.plan) for each in points]
     columns = [
-        _column("GiB", [f"{point.device_bytes / GIBI:.1f}" for point in points], is_first=True),
+        _column("GiB", [_gib_text(point) for point in points], is_first=True),
         _column("step s", [f"{point.step_ps / PS_PER_S:.4g}" for point in points], is_first=True),
         *_layout_columns(rows),
         *_server_columns(result, [each.plan for each in points]),
-        _column("proven", [_proven_text(point) for point in points]),
     ]
+    if not is_proven:
+        columns.append(_column("proven", [_proven_text(point) for point in points]))
     return ColumnTable(columns, _shared(rows))
 
 

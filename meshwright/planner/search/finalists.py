@@ -183,11 +183,6 @@ class Proof:
     next_bound_ps: int | None
     is_proven: bool
 
-    @property
-    def proven(self) -> int | None:
-        """The fastest layout, if it is."""
-        return self.indices[0] if self.is_proven else None
-
 
 @dataclass(frozen=True)
 class Finalists:

@@ -64,9 +64,10 @@ class Periodic(Sequence[T]):
 
     def __eq__(self, other: object) -> bool:
         """Whether *other* has the same entries."""
-        if not isinstance(other, Sequence) or len(self) != len(other):
-            return NotImplemented if not isinstance(other, Sequence) else False
-        return all(mine == its for mine, its in zip(self, other, strict=True))
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        is_as_long = len(self) == len(other)
+        return is_as_long and all(mine == its for mine, its in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # as lists have none
 
