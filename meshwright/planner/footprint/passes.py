@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from meshwright.simulator.memory import (
     most_messages,
     most_moving_bytes,
     pair_bytes,
+    pairs_of,
     pass_sizes,
     virtual_stage_memory,
 )
@@ -100,7 +101,7 @@ class Sizes:
         """Return what two passes beside each other add, of each shape."""
         pair = forward, backward
         if pair not in self._pairs:
-            self._pairs[pair] = pair_bytes(self.blocks, forward, backward, np.maximum)
+            self._pairs[pair] = np.asarray(pair_bytes(self.blocks, forward, backward))
         return self._pairs[pair]
 
     def role_moments(
@@ -120,8 +121,9 @@ class Sizes:
         kinds = tuple(map(stages.index, role.stages))
         passes = RolePasses(schedule, pipeline.pp, kinds, holds, is_late)
         sizes = [self.shared(stage, ways, used, devices) for stage in stages]
-        pairs = product(stages, repeat=2) if schedule.runs_beside else ()
-        return RoleMoments(role, passes, sizes, [self.pair(*each) for each in pairs])
+        pairs = pairs_of(len(stages)) if schedule.runs_beside else []
+        added = [self.pair(stages[forward], stages[backward]) for forward, backward in pairs]
+        return RoleMoments(role, passes, sizes, added)
 
     def shared_buffers(self, role: Role) -> Column:
         """Return what blocks of a rank share throughout the step, one row a shape."""

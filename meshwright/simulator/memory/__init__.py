@@ -5,7 +5,6 @@ from meshwright.simulator.memory.block_bytes import (
     BlockBytes,
     PresentBytes,
     block_bytes,
-    captures_whole_layers,
     pass_workspace_bytes,
     stage_messages,
 )
@@ -105,7 +104,6 @@ __all__ = [
     "VirtualStageMemory",
     "batch_bytes",
     "block_bytes",
-    "captures_whole_layers",
     "fullest_event",
     "kept_logits_bytes",
     "kept_output_bytes",
