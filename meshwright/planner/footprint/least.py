@@ -77,7 +77,7 @@ class PassColumns(NamedTuple):
         )
 
     def at(self, moment: _Moment, rows: Column) -> Column:
-        """Return what is kept in *rows* of the layouts."""
+        """Return the bytes that passes keep in *rows* of the layouts."""
         # Column by column: rows of all layouts would take ten times the memory.
         found, own, run = np.zeros(len(rows), np.int64), self.shapes[rows], self.run[rows]
         for kind in np.flatnonzero(moment.kept.any(axis=0)).tolist():
@@ -129,7 +129,7 @@ class PassColumns(NamedTuple):
 
 
 class RankBytes(NamedTuple):
-    """What ranks have, beside what passes keep, a row for each of some layouts.
+    """Bytes of ranks beside those that passes keep, a row for each of some layouts.
 
     Args:
         lasting: Weights and optimizer's states, always.
