@@ -324,7 +324,7 @@ def _memory(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceE
     live = {0: static_bytes}
     events = rank_timeline(built, times, pp_rank)
     for event in events:
-        live[event.time_ps] = static_bytes + event.moving_bytes
+        live[event.time_ps] = static_bytes + event.dynamic_bytes
     updated_ps = times.ranks[pp_rank].update_start_ps
     updated_ps += built.work.ranks[pp_rank].optimizer_ps
     live[updated_ps] = static_bytes - events[-1].absent_bytes

@@ -37,16 +37,16 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.memory import (
     Fragmentation,
-    Growth,
     MemoryEvent,
     MemoryPeak,
     Overheads,
     PeakBytes,
+    PeriodGrowth,
     RankMemory,
     fullest_event,
     memory_peak,
     memory_timeline,
-    most_bytes,
+    peak_upper_bound,
     usable_bytes,
 )
 from meshwright.simulator.model import HEAD
@@ -244,7 +244,7 @@ class RankPeaks:
         most: dict[int, int] = {}
         for pp_rank, memory in enumerate(self.built.memory):
             in_flight = schedule.most_in_flight(pp_rank, pp, count, vpp)
-            bound = most_bytes(memory, in_flight, larger)
+            bound = peak_upper_bound(memory, in_flight, larger)
             if bound is None:
                 return None
             most[pp_rank] = bound
@@ -270,7 +270,7 @@ def _fullest(memory: RankMemory, rank: RankTimes) -> MemoryEvent:
         """Return a pass, of those of the period that of its last copy, which is the fullest."""
         return rank.ran(position + size if position >= first else position)
 
-    grown = Growth(first, growth_bytes)
+    grown = PeriodGrowth(first, growth_bytes)
     return fullest_event(memory, order.once, ran, update_ps, growth=grown)
 
 

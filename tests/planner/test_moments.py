@@ -28,7 +28,7 @@ def test_a_few_groups_show_the_moments_of_any_number(
             columns = np.unique(np.concatenate([table.columns for table in tables]))
             sizes = np.random.default_rng(rank).integers(0, 1000, (40, 1 + columns.max()))
             most = [
-                table.most_moving(sizes[:, table.columns], np.full(40, orders[-1])).tolist()
+                table.most_dynamic(sizes[:, table.columns], np.full(40, orders[-1])).tolist()
                 for table in tables
             ]
             assert most[0] == most[1] == most[2]

@@ -31,18 +31,15 @@ from meshwright.hwprofiles import (
 from meshwright.planner import SpaceLimits, enumerate_space
 from meshwright.planner.bounds.bounds import StepBounds
 from meshwright.planner.footprint import (
-    PassColumns,
-    StateColumns,
     device_bytes_column,
     host_bytes_column,
-    least_bytes,
-    least_of_columns,
     least_state_bytes,
     peak_bytes,
 )
+from meshwright.planner.footprint.least import least_bytes
 from meshwright.planner.footprint.pass_table import most_of
 from meshwright.planner.search import search
-from meshwright.planner.space import PASSES, SWITCHES, distinct
+from meshwright.planner.space import PASSES, SWITCHES
 from meshwright.planner.space.shapes import ShapeTable
 from meshwright.simulator import CostModel, ModelSpec, PlanError, TrainingJob, load_model, simulate
 from meshwright.simulator.blocks import BlockTable
@@ -1016,32 +1013,6 @@ def test_most_of_what_layouts_need_is_known_before_their_passes_are_walked(name:
     brute = brute_force(name)
     shares = sorted(spare / brute.device_bytes[i] for i, spare in brute.spare_bytes.items())
     assert shares[len(shares) // 2] < KNOWN[name]
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_no_layout_needs_less_than_is_known_while_its_switches_are_open(name: str) -> None:
-    """Of layouts alike in degrees, pipeline and microbatches the least of any shape and state."""
-    case = CASES[name]
-    space = enumerate_space(job_of(case), stack_of(case), case.num_gpus, limits_of(case))
-    table, blocks, every = ShapeTable.of(space), BlockTable(), np.arange(len(space))
-    passes = PassColumns.of(space, table, blocks, every)
-    names = ("tp", "cp", "ep", "etp", "dp_shard")
-    first, node = distinct([*(space.column(each) for each in names), passes.run])
-    leaves = [np.flatnonzero(node == number) for number in range(len(first))]
-    saved = np.array([passes.by_shape[table.index[each]].min(axis=0) for each in leaves])
-    open_passes = passes._replace(
-        shapes=np.arange(len(first)), by_shape=saved, run=passes.run[first]
-    )
-    ways = [
-        np.array([each[number % len(each)] for each in leaves])
-        for number in range(max(map(len, leaves)))
-    ]
-    least = least_of_columns(
-        open_passes, lambda rows: [StateColumns.of(space, table, way[rows]) for way in ways]
-    )
-    whole = least_bytes(space, table, blocks, every)
-    assert (least[node] <= whole).all()
-    assert (least > 0.3 * np.array([whole[each].min() for each in leaves])).all()
 
 
 @pytest.mark.parametrize("name", CASES)

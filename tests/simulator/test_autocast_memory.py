@@ -60,7 +60,7 @@ def test_autocast_holds_the_casts_of_recomputed_layers_until_the_loss() -> None:
     def forward(num_layers: int, *, has_head: bool = True) -> int:
         layers = (BlockRun("layer", num_layers),) if num_layers else ()
         stage = Stage(layers, has_embedding=True, has_head=has_head)
-        return pass_workspace_bytes(block_bytes(TABLE, full), stage, max)[0]
+        return pass_workspace_bytes(block_bytes(TABLE, full), stage)[0]
 
     casts = cached_bytes(full)
     assert [forward(n) - forward(0) for n in range(4)] == [n * casts for n in range(4)]

@@ -112,8 +112,8 @@ def test_the_pool_of_graphs_is_beside_what_ends_of_the_model_need() -> None:
         HEAD: block(5, 40, 50),
     }
     stage = Stage((BlockRun(TRANSFORMER_LAYER, 2),), has_embedding=True, has_head=True)
-    assert pass_workspace_bytes(blocks, stage, max) == (40, 50)
-    assert pass_workspace_bytes(blocks, stage, max, has_pools=True) == (40 + 20, 50 + 30)
+    assert pass_workspace_bytes(blocks, stage) == (40, 50)
+    assert pass_workspace_bytes(blocks, stage, has_pools=True) == (40 + 20, 50 + 30)
 
 
 def step_of(stack: StackProfile, **fields: object) -> StepResult:

@@ -199,7 +199,7 @@ def test_what_one_pass_keeps_comes_as_the_other_frees_it(plan: ResolvedPlan) -> 
     times = simulate_folded(built.work)
     for memory, rank in zip(built.memory, times.ranks, strict=True):
         events = memory_timeline(memory, list(rank.passes()), rank.update_start_ps, rank.pairs)
-        levels = [each.moving_bytes for each in events]
+        levels = [each.dynamic_bytes for each in events]
         for first in rank.pairs:
             made, gone = (rank.actions[first + each].virtual_stage for each in (0, 1))
             stages = memory.virtual_stages

@@ -3,7 +3,13 @@
 import pytest
 
 from meshwright.hwprofiles import PipelineRuntime
-from meshwright.simulator.memory import PipelinePlace
+from meshwright.simulator.memory import (
+    PipelinePlace,
+    RankMemory,
+    SentBytes,
+    VirtualStageMemory,
+    memory_timeline,
+)
 from meshwright.simulator.memory.held_messages import message_counts, most_messages
 from meshwright.simulator.schedules import get_schedule
 
@@ -18,6 +24,27 @@ def test_interleaved_passes_find_the_messages_that_megatron_core_holds() -> None
         "F0.0=2 F0.1=2 F1.0=0 B1.0=1 F1.1=2 B1.1=3 F0.2=5 B0.0=6 "
         "F0.3=6 B0.1=7 F1.2=3 B1.2=4 F1.3=3 B1.3=3 B0.2=4 B0.3=6"
     )
+
+
+def test_a_module_holds_its_last_input_and_the_gradient_of_it_over_the_steps_end() -> None:
+    """The second of three ranks runs F0 F1 B0 F2 B1 B2; an input is as large as its gradient."""
+    actions = get_schedule("1f1b").rank_actions(1, 3, 3, 1)
+    virtual_stage = VirtualStageMemory(
+        saved_bytes=0,
+        forward_workspace_bytes=0,
+        backward_workspace_bytes=0,
+        sent=SentBytes(output=10, gradient=1),
+    )
+    memory = RankMemory(
+        parameters_bytes=0,
+        gradients_bytes=0,
+        optimizer_states_bytes=0,
+        update_temporary_bytes=0,
+        virtual_stages=(virtual_stage,),
+        held_at=PipelinePlace(1, 3),
+    )
+    events = memory_timeline(memory, [(action, 0, 0) for action in actions], 0)
+    assert [each.activations_bytes for each in events] == [0] * 5 + [12, 12] + [1] * 4 + [2, 2]
 
 
 @pytest.mark.parametrize("group_size", [None, 3, 5, 8])

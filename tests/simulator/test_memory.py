@@ -34,7 +34,9 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.memory.pass_states import pass_states
 from meshwright.simulator.memory.rank import (
+    KeptUnits,
     PassPeak,
+    PassPeaks,
     RankMemory,
     Shards,
     StateBytes,
@@ -531,6 +533,52 @@ def test_units_are_gathered_whole_after_a_backward_pass_or_where_they_stay(
     actions = get_schedule("1f1b").rank_actions(0, 2, 2, 1)
     states = pass_states(actions, 1, reshards=reshards)
     assert " ".join(each.found.name for each in states) == found
+
+
+def test_units_are_gathered_ahead_of_passes_and_reduced_after_the_last() -> None:
+    """Four virtual stages, of which three are gathered at a time (`_add_unshard_reshard`).
+
+    Before F1 stage 0 is freed and 3 gathered, before B2 3 is freed and 0 gathered; no other is
+    gathered anew.  What is gathered of a stage is in what its own passes need.
+    """
+    nothing = PassPeak(0, 0)
+    kept = KeptUnits(
+        whole=PassPeaks(nothing, PassPeak(20, absent_bytes=2), nothing),
+        ahead=PassPeaks(PassPeak(7, absent_bytes=0), PassPeak(25, absent_bytes=3), nothing),
+        ahead_bytes=1000,
+        reduction=PassPeak(40, absent_bytes=8),
+    )
+    virtual_stage = VirtualStageMemory(
+        saved_bytes=100,
+        forward_workspace_bytes=0,
+        backward_workspace_bytes=0,
+        late_gradients_bytes=10,
+        after_forward_bytes=300,
+        after_backward_bytes=200,
+        kept_units=kept,
+    )
+    order = [*((Phase.FORWARD, n) for n in range(4)), *((Phase.BACKWARD, n) for n in (3, 2, 1, 0))]
+    passes = [(Action(*each, 0), 10 * i, 10 * i + 5) for i, each in enumerate(order)]
+    events = memory_timeline(static_rank((virtual_stage,) * 4, 1), passes, 99)
+    assert [(e.activations_bytes, e.buffers_bytes, e.absent_bytes) for e in events] == [
+        (100, 2000 + 7, 40),  # F0, beside 1 and 2
+        (100, 2000 + 300, 40),
+        (200, 2000 + 7, 40),  # F1, beside 2 and 3
+        (200, 2000 + 300, 40),
+        (300, 1000 + 300 + 7, 40),  # F2, beside 3, and 1 after its pass
+        (300, 1000 + 600, 40),
+        (400, 600 + 7, 40),
+        (400, 900, 40),
+        (400, 600 + 20, 30 + 2),  # B3 finds its units whole
+        (300, 600 + 200 + 40, 30),
+        (300, 1000 + 300 + 20, 20 + 8 + 2),  # B2, beside 0 and 1
+        (200, 1000 + 300 + 200 + 40, 20 + 8),
+        (200, 1000 + 20, 10 + 16 + 2),
+        (100, 1000 + 200 + 40, 10 + 16),
+        (100, 25, 24 + 3),  # B0 finds them in the buffers of stages gathered ahead
+        (0, 200 + 40, 24),
+        (0, 1, 32),
+    ]
 
 
 def test_a_device_holds_workspaces_context_and_communicators_beside_tensors() -> None:

@@ -1,4 +1,4 @@
-"""What bounds need of the exchanges of ranks: sums over the work that the engine runs."""
+"""Times of the exchanges of ranks for bounds: sums over the work that the engine runs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -136,7 +136,7 @@ def _of_units(
 def _first_gathers(
     stages: Sequence[StageExchanges], replication: Replication, stack: StackProfile
 ) -> tuple[int, int]:
-    """Return what forward and backward passes wait for gathers that come one ahead.
+    """Return the waits of forward and backward passes for gathers that come one ahead.
 
     All may hide but a pass's first, and where there is a root even that one: it may be left from
     the pass before.  There a pipeline that frees units after forward passes alone has as many

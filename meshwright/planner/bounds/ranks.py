@@ -49,7 +49,7 @@ class KnownExchanges:
 
 
 def _exchanges_of_jobs() -> defaultdict[object, KnownExchanges]:
-    """Return what is known of each job: nothing yet."""
+    """Return the exchanges that are known of each job: none yet."""
     return defaultdict(KnownExchanges)
 
 

@@ -130,7 +130,7 @@ def _add_group(
         # The update comes when all activations are gone: of both only the larger counts.
         at_end = static + at_end + passes.held_between_steps[own.shapes]
         peaks.add(group.indices, at_end, lasting)
-        ranks.append((lasting, static, passes, static + passes.most_bytes(apart)[member]))
+        ranks.append((lasting, static, passes, static + passes.upper_bound(apart)[member]))
     # Most ranks need less than the fullest however their passes are ordered: that is not walked.
     ranks.sort(key=lambda rank: rank[3].sum(), reverse=True)
     for lasting, static, passes, most in ranks:

@@ -1,7 +1,6 @@
 """What layouts need at least, found at once for all: most of those that never fit go no further."""
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -47,7 +46,7 @@ class _Moment(NamedTuple):
 
 
 class PassColumns(NamedTuple):
-    """What passes in flight keep of layouts, whole or partial.
+    """Bytes that passes in flight keep, of each layout.
 
     ``by_shape`` has a column for each kind of block; ``run`` is the row in ``runs`` of each layout.
     """
@@ -78,7 +77,7 @@ class PassColumns(NamedTuple):
         )
 
     def at(self, moment: _Moment, rows: Column) -> Column:
-        """Return what is kept in *rows* of the layouts."""
+        """Return the bytes that passes keep in *rows* of the layouts."""
         # Column by column: rows of all layouts would take ten times the memory.
         found, own, run = np.zeros(len(rows), np.int64), self.shapes[rows], self.run[rows]
         for kind in np.flatnonzero(moment.kept.any(axis=0)).tolist():
@@ -130,7 +129,7 @@ class PassColumns(NamedTuple):
 
 
 class RankBytes(NamedTuple):
-    """What ranks have, beside what passes keep, a row for each of some layouts.
+    """Bytes of ranks beside those that passes keep, a row for each of some layouts.
 
     Args:
         lasting: Weights and optimizer's states, always.
@@ -242,42 +241,21 @@ def least_bytes(
     """
     if not len(indices):
         return np.zeros(0, np.int64)
-
-    def states_of(rows: Column) -> list[StateColumns]:
-        own = indices[rows]
-        return [StateColumns.of(space, table.of_layouts(own), own)]
-
     passes = PassColumns.of(space, table.of_layouts(indices), blocks, indices)
-    return least_of_columns(passes, states_of, most_bytes=most_bytes)
-
-
-def least_of_columns(
-    passes: PassColumns,
-    states_of: Callable[[Column], Sequence[StateColumns]],
-    *,
-    most_bytes: int = MOST_BYTES,
-) -> Column:
-    """Return no more bytes than the live ones of layouts, or of any that partial layouts become.
-
-    Args:
-        passes: What passes of each keep; of shapes that are left open the least.
-        states_of: Returns the states of some rows, in all ways that are left open.
-        most_bytes: Of what is found to need more nothing else is looked at.
-    """
-    rows = np.arange(len(passes.run))
+    rows = np.arange(len(indices))
     moments = passes.moments(0, rows)
     least = passes.at(moments[0], rows)
     # States are found of those alone of which passes leave something.
     rows = np.flatnonzero(least <= most_bytes)
     if not len(rows):
         return least
-    states = states_of(rows)
+    own = indices[rows]
+    states = StateColumns.of(space, table.of_layouts(own), own)
     places = np.arange(len(rows))
     for place in range(MOST_ROLES):
         if not len(rows):
             break
-        every = [each.of_rank(place, places) for each in states]
-        held = RankBytes(*(reduce(np.minimum, each) for each in zip(*every, strict=True)))
+        held = states.of_rank(place, places)
         live = held.lasting + held.at_end
         for moment in moments if place == 0 else passes.moments(place, rows):
             run = passes.run[rows]

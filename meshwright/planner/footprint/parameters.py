@@ -40,7 +40,7 @@ class BesideWeights:
         return np.asarray((self._bytes @ counts)[shape_index], np.int64)
 
     def angle_tables(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
-        """Return what such a rank's cos/sin caches take, which its passes make."""
+        """Return the bytes of such a rank's cos/sin caches, which its passes make."""
         each = self._tables * num_angle_tables(self._model, stages)
         return np.asarray(each[shape_index], np.int64)
 

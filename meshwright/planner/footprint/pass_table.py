@@ -31,7 +31,7 @@ PERIODS_OF_UNITS = 4
 
 
 class RolePasses(NamedTuple):
-    """What ranks run, whatever their sizes.
+    """The passes of ranks, whatever their sizes.
 
     Args:
         schedule: Their order of passes.
@@ -72,7 +72,7 @@ class RolePasses(NamedTuple):
         return few if is_like and schedule.group(pp, few) == group else num_microbatches
 
     def order(self, pp_rank: int, num_microbatches: int) -> RankOrder:
-        """Return what decides the counts of a rank."""
+        """Return the order of a rank's passes, from which its counts follow."""
         place = PipelinePlace(pp_rank, self.pp) if self.holds_messages else None
         size = pp_rank, self.pp, num_microbatches, len(self.kinds)
         return RankOrder(
@@ -100,8 +100,8 @@ class PassTable(NamedTuple):
     growth: NDArray[np.int64] | None
     num_microbatches: int
 
-    def most_moving(self, sizes: NDArray[np.int64], num_microbatches: Column) -> Column:
-        """Return the most that moves in the passes of ranks.
+    def most_dynamic(self, sizes: NDArray[np.int64], num_microbatches: Column) -> Column:
+        """Return the most dynamic bytes in the passes of ranks.
 
         Args:
             sizes: Those of the columns, a row a rank.
@@ -172,12 +172,12 @@ def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> Pass
 def _rank_passes(
     schedule: Schedule, pp_rank: int, pp: int, num_microbatches: int, num_stages: int
 ) -> RankPasses:
-    """Return what a rank runs, whatever its virtual stages are."""
+    """Return the passes of a rank, whatever its virtual stages are."""
     return RankPasses.of(schedule.rank_actions(pp_rank, pp, num_microbatches, num_stages))
 
 
 def _growth(passes: RolePasses, order: RankOrder, actions: Sequence[Action]) -> Column:
-    """Return what each microbatch that is left out adds to a row: nothing, a pass, or messages."""
+    """Return the growth of each row by a microbatch left out: 0 none, 1 a pass, 2 messages."""
     found = np.zeros((len(actions), 2), np.int64)
     if not passes.schedule.holds_sent or passes.pp == 1:
         return found.ravel()

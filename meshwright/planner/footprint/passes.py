@@ -1,8 +1,8 @@
-"""What passes through virtual stages keep and need, in columns over the shapes of layouts."""
+"""Sizes of passes through virtual stages, in columns over the shapes of layouts."""
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,17 +16,18 @@ from meshwright.simulator.blocks import BlockTable
 from meshwright.simulator.graph import Size, largest
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
+    DYNAMIC,
+    DYNAMIC_WITHOUT_STATES,
     MODULES_HOLD,
-    MOVING,
     NUM_SIZES,
-    PLAINLY_MOVING,
     BlockBytes,
     PassSize,
     VirtualStageMemory,
     block_bytes,
+    dynamic_upper_bound,
     most_messages,
-    most_moving_bytes,
     pair_bytes,
+    pairs_of,
     pass_sizes,
     virtual_stage_memory,
 )
@@ -97,10 +98,10 @@ class Sizes:
         return found
 
     def pair(self, forward: Stage, backward: Stage) -> Column:
-        """Return what two passes beside each other add, of each shape."""
+        """Return the bytes that two overlapped passes add, of each shape."""
         pair = forward, backward
         if pair not in self._pairs:
-            self._pairs[pair] = pair_bytes(self.blocks, forward, backward, np.maximum)
+            self._pairs[pair] = np.asarray(pair_bytes(self.blocks, forward, backward))
         return self._pairs[pair]
 
     def role_moments(
@@ -120,11 +121,12 @@ class Sizes:
         kinds = tuple(map(stages.index, role.stages))
         passes = RolePasses(schedule, pipeline.pp, kinds, holds, is_late)
         sizes = [self.shared(stage, ways, used, devices) for stage in stages]
-        pairs = product(stages, repeat=2) if schedule.runs_beside else ()
-        return RoleMoments(role, passes, sizes, [self.pair(*each) for each in pairs])
+        pairs = pairs_of(len(stages)) if schedule.runs_beside else []
+        added = [self.pair(stages[forward], stages[backward]) for forward, backward in pairs]
+        return RoleMoments(role, passes, sizes, added)
 
     def shared_buffers(self, role: Role) -> Column:
-        """Return what blocks of a rank share throughout the step, one row a shape."""
+        """Return the buffers that blocks of a rank share throughout the step, one row a shape."""
         stages = dict.fromkeys(role.stages)
         return np.asarray(largest(self.alone(stage)[0].buffer_bytes for stage in stages), np.int64)
 
@@ -154,8 +156,8 @@ class RoleMoments:
         gradients = [self._stages[kind][PassSize.GRADIENT, 0] for kind in self._passes.kinds]
         return np.asarray(MODULES_HOLD * self._passes.holds_messages * sum(gradients))
 
-    def most_bytes(self, own: Layouts) -> Column:
-        """Return no fewer bytes than the fullest moment of each layout's has."""
+    def upper_bound(self, own: Layouts) -> Column:
+        """Return no fewer bytes than `bytes` does, whatever the order of passes."""
         schedule, pp, kinds = self._passes[:3]
         first, member = distinct([own.microbatches])
         found = []
@@ -165,17 +167,17 @@ class RoleMoments:
             held = most_messages(len(kinds), larger_by) if self._passes.holds_messages else 0
             found.append((*in_flight, held))
         passes, last, messages = np.array(found, np.int64)[member].T
-        names = MOVING if self._passes.moves_states else PLAINLY_MOVING
+        names = DYNAMIC if self._passes.moves_states else DYNAMIC_WITHOUT_STATES
         sizes: list[dict[PassSize, Size]] = [
             {size: each[size, own.sharing, own.shapes] for size in names} for each in self._stages
         ]
         stages = [sizes[kind] for kind in kinds]
-        most = most_moving_bytes(stages, (passes, last), messages)
+        most = dynamic_upper_bound(stages, (passes, last), messages)
         pairs = np.max(self._pairs, axis=0)[own.shapes] if self._pairs else 0
         return np.asarray(most + pairs, np.int64)
 
     def bytes(self, own: Layouts) -> Column:
-        """Return what passes keep, hold of messages and need, at each layout's fullest moment."""
+        """Return the dynamic bytes at each layout's fullest moment."""
         first, family = distinct([*own])
         apart = own.chosen(first)
         peaks = np.empty(len(first), np.int64)
@@ -194,7 +196,7 @@ class RoleMoments:
     def _most(
         self, ranks: Sequence[tuple[tuple[int, int], ...]], place: Column, own: Layouts
     ) -> Column:
-        """Return the most that moves on the fullest of the *ranks* at the *place* of each layout.
+        """Return the dynamic bytes of the fullest of the *ranks* at the *place* of each layout.
 
         A rank is a number, with as few microbatches as show its peak.
         """
@@ -206,7 +208,7 @@ class RoleMoments:
         for number, table in enumerate(tables.values()):
             if table.growth is not None:
                 of_table = sizes[:, np.searchsorted(columns, table.columns)]
-                most[:, number] = table.most_moving(of_table, own.microbatches)
+                most[:, number] = table.most_dynamic(of_table, own.microbatches)
         numbers = {rank: number for number, rank in enumerate(tables)}
         of_ranks = np.array([[numbers[rank] for rank in each] for each in ranks])
         return np.asarray(np.take_along_axis(most, of_ranks[place], axis=1).max(axis=1))

@@ -85,7 +85,7 @@ class Kind(NamedTuple):
         return self.replication.in_units or self.cast_bytes(1) > 0 or self.is_late
 
     def cast_bytes(self, num_parameters: int) -> int:
-        """Return what holds gradients that are reduced together in another format than theirs."""
+        """Return the buffer of gradients that are reduced at once in another format than theirs."""
         return PassSharing(self.replication, self.state, self.wire).cast_bytes(num_parameters)
 
     @property
@@ -127,7 +127,7 @@ def _flat_sets(space: Space, indices: Column) -> Column:
 
 
 class StageSharing:
-    """What replicas of each shape add to the passes through stages."""
+    """Memory that replicas of each shape add to the passes through stages."""
 
     def __init__(
         self,

@@ -221,8 +221,8 @@ class UnitPeaks:
         microbatches = self._space.num_microbatches[group.indices]
         pass_parts = [rows.T[NUM_STATIC:, None] for rows in parts]
         sums = np.asarray(sharding.sums, np.int64)
-        moving = _most_moving(group.pipeline, role, pass_parts, sums, (member, microbatches))
-        live = (lasting + gradients + tables)[member] + np.maximum(moving, updating[member])
+        dynamic = _most_dynamic(group.pipeline, role, pass_parts, sums, (member, microbatches))
+        live = (lasting + gradients + tables)[member] + np.maximum(dynamic, updating[member])
         live = live + microbatches * (buffers[member] + self._batch_bytes(group))
         kept = Fragmentation.of(self._space.stack).state_bytes(lasting, gradients)[member]
         return np.asarray(live, np.int64), np.asarray(kept, np.int64)
@@ -235,14 +235,14 @@ class UnitPeaks:
         return np.asarray(batch_bytes(size * job.seq_len // cp, cp) * is_held, np.int64)
 
 
-def _most_moving(
+def _most_dynamic(
     pipeline: Pipeline,
     role: Role,
     parts: list[NDArray[np.int64]],
     sums: Column,
     layouts: tuple[Column, Column],
 ) -> Column:
-    """Return the most that moves in the passes of the role's ranks, of each layout.
+    """Return the most dynamic bytes in the passes of the role's ranks, of each layout.
 
     It grows or shrinks from one rank of a role to the next, so it is most on the first or the last.
 
@@ -261,14 +261,14 @@ def _most_moving(
     frees = [part[PassSize.AFTER_FORWARD] < part[PassSize.AFTER_BACKWARD] for part in parts]
     reshards = np.any(frees, axis=0)[0]
     states, microbatches = layouts
-    moving = np.zeros(len(states), np.int64)
+    dynamic = np.zeros(len(states), np.int64)
     for reshard, summed in product((False, True), repeat=2):
         rows = np.flatnonzero(((reshards == reshard) & (sums == summed))[states])
         if len(rows):
             passes = keeps._replace(reshards=reshard, sums=summed)
             own = Layouts(states[rows], microbatches[rows], np.zeros_like(rows))
-            moving[rows] = RoleMoments(role, passes, parts).bytes(own)
-    return moving
+            dynamic[rows] = RoleMoments(role, passes, parts).bytes(own)
+    return dynamic
 
 
 def _weights(

@@ -137,8 +137,8 @@ def _part_entries(
     known: dict[object, tuple[StepCollective, ...]] = {}
     for part, num_times in parts:
         if part.sizes not in known:
-            exchanged = exchange, part, setting.wire, setting.replication
-            known[part.sizes] = bucket_exchanges(*exchanged)
+            wire, replication = setting.wire, setting.replication
+            known[part.sizes] = bucket_exchanges(exchange, part, wire, replication)
         yield LedgerEntry(moment, part, known[part.sizes], num_times)
 
 

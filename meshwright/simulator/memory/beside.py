@@ -1,18 +1,17 @@
 """What a rank holds while two microbatches run beside each other, layer by layer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
+from meshwright.simulator.graph import Size, larger
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory.block_bytes import BlockBytes, Size
+from meshwright.simulator.memory.block_bytes import BlockBytes
 from meshwright.simulator.model import EMBEDDING, FINAL_NORM, HEAD, PREDICTIONS, BlockKind
 
 
 def pair_bytes(
-    blocks: Mapping[BlockKind, BlockBytes[Size]],
-    forward: Stage,
-    backward: Stage,
-    larger: Callable[[Size, Size], Size],
+    blocks: Mapping[BlockKind, BlockBytes[Any]], forward: Stage, backward: Stage
 ) -> Size:
     """Return the most that two passes beside each other add to what was kept before them.
 
@@ -26,9 +25,8 @@ def pair_bytes(
         blocks: Sizes of a block of each kind.
         forward: Virtual stage of the forward pass.
         backward: That of the backward pass, all of whose kept tensors were there before.
-        larger: Returns the larger of two sizes: `max`, or `numpy.maximum` for columns.
     """
-    nothing = blocks[forward.blocks[0].kind].saved * 0
+    nothing: Size = blocks[forward.blocks[0].kind].saved * 0
     most = live = nothing
     for made, gone in _turns(forward, backward):
         needed = nothing

@@ -1,6 +1,6 @@
 """What blocks of one shape keep and need, kind by kind, and what that makes of a stage's passes."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -13,6 +13,8 @@ from meshwright.simulator.blocks import (
     Ending,
     makes_gradients,
 )
+from meshwright.simulator.graph import Size as Bytes
+from meshwright.simulator.graph import larger
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
@@ -214,13 +216,12 @@ class PresentBytes(NamedTuple, Generic[Size]):
 
 
 def pass_workspace_bytes(
-    blocks: Mapping[BlockKind, BlockBytes[Size]],
+    blocks: Mapping[BlockKind, BlockBytes[Any]],
     stage: Stage,
-    most: Callable[[Size, Size], Size],
     *,
     holds_gradient: bool = False,
     has_pools: bool = False,
-) -> tuple[Size, Size]:
+) -> tuple[Bytes, Bytes]:
     """Return what one pass through a virtual stage needs beside all that it keeps.
 
     That is the most, over its blocks, of what one needs less what those behind it keep: in forward
@@ -230,7 +231,6 @@ def pass_workspace_bytes(
     Args:
         blocks: Sizes of a block of each kind.
         stage: What it holds.
-        most: Returns the larger of two sizes: `max`, or `numpy.maximum` for columns.
         holds_gradient: Whether the gradient that a stage receives is held throughout its backward.
         has_pools: Whether layers are in CUDA graphs (`captures_whole_layers`).
 
@@ -257,8 +257,8 @@ def pass_workspace_bytes(
             own, needed = own + present.forward[-1 - place], needed + present.backward[-1 - place]
         # Of equal blocks the last one's pass is the fullest; its own casts are in what it needs.
         made = own + cached - block.cached - kept_behind[pool]
-        forward[pool] = most(forward[pool], made)
-        backward[pool] = most(backward[pool], needed + waiting - kept_behind[pool])
+        forward[pool] = larger(forward[pool], made)
+        backward[pool] = larger(backward[pool], needed + waiting - kept_behind[pool])
         cached = cached - block.cached * count
         kept_behind[pool] = kept_behind[pool] + block.saved * count
         if stage.has_embedding:

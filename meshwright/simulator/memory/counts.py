@@ -1,4 +1,4 @@
-"""The order of a rank's passes as one matrix: what lives in each of them and after it, how often.
+"""The order of a rank's passes as one matrix: how often each size is live in and after a pass.
 
 Its rows are the times at which the peak may be, in the order of the actions; its columns are the
 sizes of the virtual stages (`pass_sizes`), kind by kind.  Rows times sizes are a timeline.
@@ -6,7 +6,7 @@ sizes of the virtual stages (`pass_sizes`), kind by kind.  Rows times sizes are 
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,9 @@ from meshwright.simulator.memory.held_messages import (
 )
 from meshwright.simulator.memory.pass_states import PassState, pass_states
 from meshwright.simulator.memory.rank import PassPeak, VirtualStageMemory
-from meshwright.simulator.memory.sent_messages import kept_until_end, kept_until_next
+from meshwright.simulator.memory.sent_messages import Counts, kept_until_end, kept_until_next
 from meshwright.simulator.schedules import Action, Phase
 
-Counts: TypeAlias = NDArray[np.int64]
 NO_PAIRS = range(0)
 
 
@@ -49,12 +48,12 @@ ACTIVATIONS = PassSize.SAVED, PassSize.OUTPUT, PassSize.GRADIENT
 ABSENT = PassSize.LATE, PassSize.REDUCED
 MESSAGES = PassSize.OUTPUT, PassSize.GRADIENT
 NEEDED = PassSize.FORWARD, PassSize.FIRST_BACKWARD, PassSize.BACKWARD, PassSize.LAST_BACKWARD
-PLAINLY_MOVING = PassSize.SAVED, *MESSAGES, PassSize.FORWARD, PassSize.BACKWARD
-MOVING = PassSize.SAVED, PassSize.AFTER_FORWARD, PassSize.AFTER_BACKWARD, *MESSAGES, *NEEDED
+DYNAMIC_WITHOUT_STATES = PassSize.SAVED, *MESSAGES, PassSize.FORWARD, PassSize.BACKWARD
+DYNAMIC = PassSize.SAVED, PassSize.AFTER_FORWARD, PassSize.AFTER_BACKWARD, *MESSAGES, *NEEDED
 
 
 def needed_peaks(stage: VirtualStageMemory) -> list[PassPeak[Size]]:
-    """Return what passes through a virtual stage need, from `PassSize.FORWARD` on.
+    """Return the peaks of passes through a virtual stage, from `PassSize.FORWARD` on.
 
     Forward, first and later backward of passes that gather units themselves, that find them whole,
     and that find their buffers; and the last backward.
@@ -88,7 +87,7 @@ def pass_sizes(stage: VirtualStageMemory) -> list[Size]:
 
 
 class RankOrder(NamedTuple):
-    """What decides the counts of a rank beside its actions.
+    """Properties of a rank, beside its actions, from which its counts follow.
 
     Args:
         kinds: Numbers of its virtual stages, those that are alike the same.

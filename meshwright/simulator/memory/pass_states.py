@@ -1,4 +1,4 @@
-"""What a rank of PyTorch's pipeline runtimes finds gathered in each pass.
+"""Units that a rank of PyTorch's pipeline runtimes finds gathered in each pass.
 
 Such a runtime keeps the units of a virtual stage gathered from a backward pass to the next pass.
 One that has several virtual stages a rank gathers those that come next ahead of their passes, and

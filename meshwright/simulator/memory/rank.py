@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import Size as Bytes
-from meshwright.simulator.graph import chosen, larger, largest
+from meshwright.simulator.graph import chosen, largest
 from meshwright.simulator.layout import (
     STACKS_OWN,
     Formats,
@@ -262,7 +262,6 @@ def virtual_stage_memory(
     forward, backward = pass_workspace_bytes(
         blocks,
         stage,
-        larger,
         holds_gradient=shape.stack.holds_messages,
         has_pools=captures_whole_layers(shape),
     )

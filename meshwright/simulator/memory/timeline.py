@@ -12,8 +12,8 @@ from meshwright.simulator.graph import Size, larger, largest
 from meshwright.simulator.memory.counts import (
     ABSENT,
     ACTIVATIONS,
+    DYNAMIC,
     MESSAGES,
-    MOVING,
     NEEDED,
     NO_PAIRS,
     NUM_SIZES,
@@ -50,7 +50,7 @@ class MemoryPeak:
 
 
 class MemoryEvent(NamedTuple):
-    """A change of a rank's live bytes, as in `LiveBytes`, and when it happens."""
+    """A change of a rank's live bytes, as in `_Levels`, and when it happens."""
 
     time_ps: int
     moment: str
@@ -60,7 +60,7 @@ class MemoryEvent(NamedTuple):
     absent_bytes: int = 0
 
     @property
-    def moving_bytes(self) -> int:
+    def dynamic_bytes(self) -> int:
         """Live bytes beside the static ones."""
         return self.activations_bytes + self.buffers_bytes - self.absent_bytes
 
@@ -105,7 +105,7 @@ class _Levels(NamedTuple):
 
 
 def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[VirtualStageMemory]]:
-    """Return what decides the counts of a rank, and its virtual stages that differ."""
+    """Return the order of a rank's passes, and its virtual stages that differ."""
     stages = memory.virtual_stages
     # What a pair needs follows from more than the sizes of either.
     places = {stage: place for place, stage in enumerate(dict.fromkeys(stages))}
@@ -126,14 +126,14 @@ def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[Vir
     return order, stages if pairs else [*places]
 
 
-def most_moving_bytes(
+def dynamic_upper_bound(
     stages: Sequence[Mapping[PassSize, Size]], in_flight: tuple[Size, Size], messages: Size
 ) -> Size:
-    """Return no fewer bytes than move in a rank's fullest instant, in whatever order passes run.
+    """Return no fewer dynamic bytes than a rank's fullest instant has, whatever the order.
 
     Args:
         stages: The `pass_sizes` of its virtual stages, none of which keeps units between passes:
-            those that are `MOVING`, or `PLAINLY_MOVING` where passes change no states.
+            those that are `DYNAMIC`, or `DYNAMIC_WITHOUT_STATES` where passes change no states.
         in_flight: The most of its passes that are in flight, and of those through the last stage.
         messages: The most messages that it holds.
     """
@@ -153,7 +153,7 @@ def most_moving_bytes(
     return kept + larger(needed, 0 * saved) + gathered + messages * sent
 
 
-def most_bytes(memory: RankMemory, in_flight: tuple[int, int], larger_by: int) -> int | None:
+def peak_upper_bound(memory: RankMemory, in_flight: tuple[int, int], larger_by: int) -> int | None:
     """Return no fewer bytes than a rank's fullest instant has, in whatever order its passes run.
 
     Args:
@@ -169,14 +169,14 @@ def most_bytes(memory: RankMemory, in_flight: tuple[int, int], larger_by: int) -
         return None
     messages = 0 if memory.held_at is None else most_messages(len(stages), larger_by)
     sizes = {stage: pass_sizes(stage) for stage in stages}
-    named = {stage: {name: each[name] for name in MOVING} for stage, each in sizes.items()}
-    moving = most_moving_bytes([named[stage] for stage in stages], in_flight, messages)
+    named = {stage: {name: each[name] for name in DYNAMIC} for stage, each in sizes.items()}
+    dynamic = dynamic_upper_bound([named[stage] for stage in stages], in_flight, messages)
     held = memory.static_bytes + memory.buffers_bytes
-    return held + max(int(moving), memory.update_temporary_bytes)
+    return held + max(int(dynamic), memory.update_temporary_bytes)
 
 
 def update_level(memory: RankMemory) -> tuple[int, int, int]:
-    """Return what lives when the optimizer runs: activations, buffers, and what is absent."""
+    """Return activations, buffers and absent bytes when the optimizer runs."""
     reduced = sum(pass_sizes(stage)[PassSize.REDUCED] for stage in memory.virtual_stages)
     left = 0
     if memory.held_at is not None:
@@ -203,14 +203,14 @@ def memory_timeline(
     return [*events, _event(update_ps, "optimizer", update_level(memory))]
 
 
-class Growth(NamedTuple):
+class PeriodGrowth(NamedTuple):
     """Activations that a rank keeps beside those of its passes, from the action at a place on."""
 
     first: int
     size_bytes: int
 
 
-NO_GROWTH = Growth(0, 0)
+NO_GROWTH = PeriodGrowth(0, 0)
 
 
 def fullest_event(
@@ -220,7 +220,7 @@ def fullest_event(
     update_ps: int,
     pairs: range = NO_PAIRS,
     *,
-    growth: Growth = NO_GROWTH,
+    growth: PeriodGrowth = NO_GROWTH,
 ) -> MemoryEvent:
     """Return the first fullest instant of `memory_timeline`.
 
@@ -238,7 +238,7 @@ def fullest_event(
     level = int(activations[row]), int(buffers[row]), int(absent[row])
     event = _pass_event(ran(row // 2), level, is_over=row % 2 == 1)
     update = _event(update_ps, "optimizer", update_level(memory))
-    return max(event, update, key=attrgetter("moving_bytes"))
+    return max(event, update, key=attrgetter("dynamic_bytes"))
 
 
 def _pass_event(ran: RanAction, level: tuple[int, int, int], *, is_over: bool) -> MemoryEvent:
@@ -260,9 +260,9 @@ def _event(
 def memory_peak(memory: RankMemory, events: Iterable[MemoryEvent]) -> MemoryPeak:
     """Return the first fullest instant of a timeline."""
     # Of instants as full, `max` gives the first, so that the same step names the same tensor.
-    fullest = max(events, key=lambda event: event.moving_bytes)
+    fullest = max(events, key=lambda event: event.dynamic_bytes)
     return MemoryPeak(
-        total_bytes=memory.static_bytes + fullest.moving_bytes,
+        total_bytes=memory.static_bytes + fullest.dynamic_bytes,
         absent_bytes=fullest.absent_bytes,
         activations_bytes=fullest.activations_bytes,
         buffers_bytes=fullest.buffers_bytes,

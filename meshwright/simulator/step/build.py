@@ -257,7 +257,7 @@ def _memory_of_stages(
 def _pairs_bytes(context: StepContext, stages: tuple[Stage, ...]) -> dict[tuple[int, int], int]:
     """Return what passes through the virtual *stages* of a rank add beside each other."""
     known = {
-        (forward, backward): pair_bytes(context.blocks, forward, backward, max)
+        (forward, backward): int(pair_bytes(context.blocks, forward, backward))
         for forward, backward in product({*stages}, repeat=2)
     }
     numbers = product(range(len(stages)), repeat=2)

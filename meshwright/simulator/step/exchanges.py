@@ -1,4 +1,4 @@
-"""What a rank exchanges with its replicas in a step, and its update: times that no pass decides.
+"""Exchanges of a rank with its replicas in a step, and its update: times that no pass decides.
 
 The engine runs this between the parts of passes, lower bounds are chains of it: both read it here.
 """
@@ -51,7 +51,7 @@ class PartExchanges(NamedTuple):
 
 
 class StageExchanges(NamedTuple):
-    """What replicas exchange in the passes through a virtual stage, parts in model order.
+    """Exchanges of replicas in the passes through a virtual stage, parts in model order.
 
     Args:
         gathers: Parts of the first forward pass, where parameters are gathered under it.
@@ -83,13 +83,13 @@ class RankExchanges(NamedTuple):
 
     @property
     def source(self) -> Source:
-        """What the times of gradients' reductions rest on."""
+        """Source of the times of gradients' reductions."""
         sources = (each.source for each in self.virtual_stages if each.source is not None)
         return next(sources, self.closing[Moment.PASSES_DONE].source)
 
     @property
     def updated_ps(self) -> int:
-        """What follows the update before the next step."""
+        """Time between the update and the next step."""
         return self.copied_back_ps + self.closing[Moment.UPDATED].time_ps
 
     def host_share(self, setting: StepSetting, pp_rank: int) -> Fraction:
@@ -120,7 +120,7 @@ def rank_exchanges(
     stages: tuple[Stage, ...],
     known: dict[Stage, StageExchanges],
 ) -> RankExchanges:
-    """Return what a rank that holds *stages* exchanges; those of *known* stages are not found anew.
+    """Return the exchanges of a rank that holds *stages*; those of *known* ones are not found anew.
 
     Of equal settings, but for their stages, all ranks may share these.
     """

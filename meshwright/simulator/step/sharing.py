@@ -1,4 +1,4 @@
-"""What replicas add to the passes of a rank: shards that are made whole, casts, late gradients."""
+"""Memory that replicas add to the passes of a rank: gathered shards, casts, late gradients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,7 +38,7 @@ class PassSharing(NamedTuple):
     wire: WireBytes
 
     def cast_bytes(self, num_parameters: int) -> int:
-        """Return what holds gradients that are reduced together in another format than theirs."""
+        """Return the buffer of gradients that are reduced at once in another format than theirs."""
         casts, replication = self.wire.casts, self.replication
         if casts is None or replication.dp_cp == 1:
             return 0
