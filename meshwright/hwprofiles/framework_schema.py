@@ -56,7 +56,7 @@ class FieldEntry(Profile):
         absent_as: Another field, or fact, whose value it then has.
         nothing: Values of the framework that say as little as no key.
         leaves_out: Whether a value that is as ``absent`` is not written.
-        of_launch: Whether it is told where the job is started: a file alone leaves it open.
+        of_launch: Whether variables of the launch tell it; a file alone leaves it open.
         only: The values that it can have; all of ``values`` where there are none.
         always: Values by the condition under which the framework has them whatever it is told.
         same_as: Another field, or fact, whose value it has whatever it is told.
