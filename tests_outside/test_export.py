@@ -46,6 +46,9 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import (  # isort:
 from torchtitan.config import ConfigManager  # isort: skip  (after its witness)
 
 RECORDED = Path(__file__).parent / "data"
+# Variables of the environment that PyTorch's library asks for by name.
+LIBRARY = Path(torch.__file__).parent / "lib" / "libc10.so"
+VARIABLES = {*re.findall(r"PYTORCH_[A-Z_]+", LIBRARY.read_text(encoding="latin-1"))}
 LLAMA = "llama3-8b --global-batch 64 --seq-len 4096"
 TITAN = f"{LLAMA} --stack torchtitan@0.2 --set kernels=eager --gpus"
 TITAN_PLANS = (
@@ -352,12 +355,6 @@ def accelerate_keys() -> set[str]:
 
 # What each framework knows, and the plans that are tried; torchtitan's own parser refuses, and
 # the constants of the script for torchrun are its own.
-def torch_variables() -> set[str]:
-    """Return the variables of the environment that PyTorch's library asks for by name."""
-    library = Path(torch.__file__).parent / "lib" / "libc10.so"
-    return {each.decode() for each in re.findall(rb"PYTORCH_[A-Z_]+", library.read_bytes())}
-
-
 KNOWN: Mapping[str, tuple[Callable[[], set[str]], tuple[str, ...], str]] = {
     "megatron-lm": (lambda: recorded("megatron_lm"), CORE_PLANS, ""),
     "megatron-bridge": (bridge_keys, CORE_PLANS, ""),
@@ -379,7 +376,7 @@ def test_every_key_is_one_of_the_frameworks_own_and_a_misspelt_one_is_not(
 ) -> None:
     known, _, version = KNOWN[name]
     keys = keys_of(plan_of_words(words, "dgx-h100"), name, version)
-    own = known() | torch_variables()
+    own = known() | VARIABLES
     assert {*keys} <= own
     assert not {f"{key}x" for key in keys} & own
     choices = {"recipe": "=", "mixed_precision": "=", "activation-checkpoint": ":"}

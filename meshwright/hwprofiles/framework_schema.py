@@ -56,6 +56,7 @@ class FieldEntry(Profile):
         absent_as: Another field, or fact, whose value it then has.
         nothing: Values of the framework that say as little as no key.
         leaves_out: Whether a value that is as ``absent`` is not written.
+        of_launch: Whether variables of the launch tell it; a file alone leaves it open.
         only: The values that it can have; all of ``values`` where there are none.
         always: Values by the condition under which the framework has them whatever it is told.
         same_as: Another field, or fact, whose value it has whatever it is told.
@@ -79,6 +80,7 @@ class FieldEntry(Profile):
     absent_as: str = ""
     nothing: tuple[Theirs, ...] = ()
     leaves_out: Flag = False
+    of_launch: Flag = False
     only: tuple[Ours, ...] = ()
     always: dict[str, str] = Field(default_factory=dict)
     same_as: str = ""

@@ -240,16 +240,17 @@ def test_a_plan_comes_back_from_a_framework_as_it_was(
             [*FSDP, "--set", "allocator=expandable"],
             [*SHARDED, *EACH, "--define", "SCRIPT=own.py"],
         ),
+        (
+            "deepspeed",
+            [*SPEED, "--set", "allocator=expandable"],
+            ["--from", "deepspeed", *SPED, *ONCE, "--define", "SCRIPT=own.py"],
+        ),
     ],
 )
 def test_segments_of_the_allocator_come_back_from_the_script_that_starts_a_plan(
     name: str, words: list[str], told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan, out, again = (
-        plan_file(words, tmp_path),
-        tmp_path / "out",
-        tmp_path / "p",
-    )
+    plan, out, again = plan_file(words, tmp_path), tmp_path / "out", tmp_path / "p"
     assert main(["export", str(plan), "--to", name, "--slurm", "--out", str(out)]) == 0
     source = ["--define", "hosts=a", *WHERE, *told, "--out", str(again)]
     assert main(["import", str(out / "run.sbatch"), *source]) == 0

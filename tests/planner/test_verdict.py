@@ -174,6 +174,19 @@ def test_another_release_is_no_way_out_of_what_a_users_own_switch_refuses(
     assert not [each for each in listed if each.startswith("megatron-core")]
 
 
+@pytest.mark.parametrize(
+    "words", [["torchtitan", "fp8.precomputes_scales"], ["fsdp", "fp8.gathers_parameters"]]
+)
+def test_no_stack_is_said_to_have_a_users_own_switch_that_it_was_not_asked_about(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--precision", "fp8", "--stack", words[0], "--set", f"{words[1]}=true"]
+    assert main(["simulate", "llama3-8b", *COMMON, "--gpus", "16", *asked]) == 2
+    said = capsys.readouterr().err
+    assert f"{words[1]}=True is not offered" in said
+    assert "stacks with it" not in said
+
+
 def test_a_framework_that_launches_another_stack_names_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -179,12 +179,13 @@ def test_the_allocator_holds_what_runs_print_that_print_both() -> None:
     rows = load_published_reserves()
     fitted = allocator_fractions(rows)
     assert sum(row.is_fitted for row in rows) == 12
-    # With a series left out they are 0.107 to 0.231 and 0.019 to 0.045.
-    series = {row.series for row in rows if row.is_fitted}
-    left = [allocator_fractions(row for row in rows if row.series != each) for each in series]
-    for others in left:
-        assert others.passing == pytest.approx(fitted.passing, abs=0.11)
-        assert others.state == pytest.approx(fitted.state, abs=0.016)
+    # With a series left out they are 0.107 to 0.231 and 0.019 to 0.045: but for long contexts, all
+    # rows are states by three quarters and more, which say little of what a step frees.
+    for series in {row.series for row in rows if row.is_fitted}:
+        others = allocator_fractions(row for row in rows if row.series != series)
+        is_needed = series == "SimuMax, long context"
+        assert others.passing == pytest.approx(fitted.passing, abs=0.11 if is_needed else 0.02)
+        assert others.state == pytest.approx(fitted.state, abs=0.016 if is_needed else 0.011)
     zero = fmean(row.fraction for row in rows if "DeepSpeed ZeRO" in row.series)
     whole = fmean(row.fraction for row in rows if row.series.startswith("SimuMax"))
     for name in list_stacks():

@@ -4,7 +4,6 @@ from typing import cast
 
 from meshwright.hwprofiles import Precision
 from meshwright.planner.configuration import yaml_text
-from meshwright.planner.export.torchtitan import LAUNCH_CODECS
 from meshwright.planner.tables import (
     Codec,
     Facts,
@@ -107,7 +106,6 @@ PROGRAM = Program(
     command=lambda _: (f"--config_file {FILE}", '"${SCRIPT:?is not set: your script}"'),
     starter=Starter.ACCELERATE,
     codecs={
-        **LAUNCH_CODECS,
         "mixed precision of Accelerate": Codec(_write_mixed),
         "mesh of Accelerate": Codec(_write_mesh, _read_mesh),
         "strategy of FSDP": Codec(read=_read_strategy),

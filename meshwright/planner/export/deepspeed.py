@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import cast
 
 from meshwright.planner.configuration import json_keys
-from meshwright.planner.export.torchtitan import LAUNCH_CODECS
 from meshwright.planner.tables import (
     Codec,
     Facts,
@@ -179,7 +178,6 @@ PROGRAM = Program(
     files=lambda export: {FILE: json_keys(export.keys)},
     command=lambda _: ('"${SCRIPT:?is not set: your script}"', f"--deepspeed_config {FILE}"),
     codecs={
-        **LAUNCH_CODECS,
         "batches of DeepSpeed": Codec(_write_batches, _read_batches),
         "precision of DeepSpeed": Codec(read=_read_precision),
         "stage of DeepSpeed": Codec(read=_read_stage),

@@ -1,6 +1,5 @@
 """The frameworks that plans are handed to and read from, and the way there and back."""
 
-import re
 import shlex
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -55,7 +54,6 @@ FRAMEWORKS: Mapping[str, Framework] = {
     for name, program in PROGRAMS.items()
 }
 BATCH_SCRIPT = "run.sbatch"
-VARIABLE = re.compile(r"(CUDA|NCCL|NVTE|PYTORCH)_[A-Z_]+")  # of the launch: no file has it
 
 
 class Handover(NamedTuple):
@@ -94,12 +92,11 @@ def export_plan(
     profile, program = framework.profile, framework.program
     wanted = _version(framework, version, saved.stack)
     told, table = keys_of(saved, framework, facts, wanted)
+    variables = {key for each in table.fields.values() if each.of_launch for key in each.all_keys}
     before = [
-        f"export {key}={shlex.quote(str(value))}"
-        for key, value in told.items()
-        if VARIABLE.fullmatch(key)
+        f"export {key}={shlex.quote(str(value))}" for key, value in told.items() if key in variables
     ]
-    keys = {key: value for key, value in told.items() if not VARIABLE.fullmatch(key)}
+    keys = {key: value for key, value in told.items() if key not in variables}
     is_started = slurm or program.is_script(wanted)
     facts.notes.extend(table.notes)
     facts.notes.extend(() if is_started else (f"your launch: {each}" for each in before))

@@ -5,14 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import cast
 
-from meshwright.hwprofiles import (
-    Allocator,
-    Kernels,
-    Precision,
-    Recompute,
-    RecomputeMethod,
-    StageSplit,
-)
+from meshwright.hwprofiles import Kernels, Precision, Recompute, RecomputeMethod, StageSplit
 from meshwright.planner.configuration import (
     Options,
     OptionWord,
@@ -41,7 +34,6 @@ CHECKPOINT, COMPILED = "activation-checkpoint:", "compile.components"
 COMMAND_OPTIONS = "torchtitan-0.3"
 PARTS = "parallelism.module_fqns_per_model_part"
 SELECTIVE, OPERATORS = "selective", "op"
-SEGMENTS = "expandable_segments:False", "expandable_segments:True"
 FORMATS = {"bfloat16": Precision.BF16, "float32": Precision.FP32}
 # The converter, and what it was called up to 0.1.
 FLOAT8 = ("quantize.linear.float8",), ("float8",)
@@ -264,20 +256,6 @@ def _names(value: object) -> list[str]:
     return [name for each in _words_of(value) for name in each.split(",")]
 
 
-def _read_segments(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the allocator of a launch, whose variable says it; a file alone says nothing of it."""
-    key = roles["grow"]
-    is_launched = any(facts.get(each) is not None for each in ("num_nodes", "ranks_per_node"))
-    if key not in keys and not is_launched:
-        return {}
-    words.held(keys, key, SEGMENTS)
-    allocator = Allocator.EXPANDABLE if keys.get(key) == SEGMENTS[True] else Allocator.FIXED
-    return {"stack.allocator": str(allocator)}
-
-
-LAUNCH_CODECS: Mapping[str, Codec] = {"segments of a launch": Codec(read=_read_segments)}
-"""What PyTorch reads of the environment, whoever starts it."""
-
 PROGRAM = Program(
     files=_files,
     command=_command,
@@ -298,6 +276,5 @@ PROGRAM = Program(
         "reshard of torchtitan": Codec(_write_reshard, _read_reshard),
         "compiled of torchtitan": Codec(read=_read_compiled),
         "checkpoints of torchtitan": Codec(_write_checkpoints, _read_checkpoints),
-        **LAUNCH_CODECS,
     },
 )

@@ -295,7 +295,7 @@ def _of_one_key(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: F
         if entry.absent_as:
             usual = facts.get(entry.absent_as)
             return {} if usual is None else {name: value_of(name, usual)}
-        said = entry.absent
+        said = None if entry.of_launch and not facts.is_launched else entry.absent
     if said is None:
         return {}
     if spelled(said) in entry.also:

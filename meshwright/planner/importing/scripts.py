@@ -45,7 +45,8 @@ from meshwright.simulator import PlanError
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
 SUBCOMMANDS = ("train",)  # of a program that names a configuration
-NAMING = re.compile(r"--?(job\.)?config([-_]?(file|path|name))?")  # options that name one
+# Options that name a configuration.
+NAMING = re.compile(r"--?(job\.|deepspeed_)?config([-_]?(file|path|name))?")
 
 ACCELERATE = "accelerate"
 PYTHON = "python"  # starts one rank

@@ -79,6 +79,11 @@ class Facts:
             raise MissingError("world_size", "the file does not say how many")
         return self.number("world_size")
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether what starts the job is read, too, not its file alone."""
+        return any(self.values.get(each) is not None for each in ("num_nodes", "ranks_per_node"))
+
 
 class _Numbers(NamedTuple):
     """What the names of a condition stand for."""

@@ -33,17 +33,14 @@ from meshwright.simulator.model import AnyModel, ModelSpec
 NEARLY_FULL_FRACTION = 0.95
 NOTEWORTHY_FRACTION = 0.05
 FLAT = "stack.units == 'flat' and zero_stage == 3"
-# Facts that only some plans use: where they have no effect, in words and as a condition.
+# Facts that only some plans use: where they have no effect, in words and as a condition; what is
+# refused there (refused.toml of hwprofiles, and stacks) needs none.
 NO_EFFECT: Mapping[str, Mapping[str, str]] = {
     "mxfp8": {"in other formats than mxfp8": "precision != 'mxfp8'"},
     "mxfp8.fuses_experts": {"without experts": "precision == 'mxfp8' and not model.experts"},
     "fp8": {"in other formats than fp8": "precision != 'fp8'"},
     "fp8.keeps_attention_output": {
         "beside inputs in 16 bits": "precision == 'fp8' and stack.fp8.saved_input_bytes != 1"
-    },
-    "fp8.gathers_parameters": {"at dp=1": "precision == 'fp8' and dp_cp == 1"},
-    "fp8.precomputes_scales": {
-        "without fp8.gathers_parameters": "precision == 'fp8' and not stack.fp8.gathers_parameters"
     },
     "flash_kernel": {"without attention=flash": "attention != 'flash'"},
     "expert_capacity": {"without experts": "not model.experts"},

@@ -10,10 +10,12 @@ from meshwright.hwprofiles import (
     StackProfile,
     Strategy,
     Units,
+    changed_facts,
     counted,
     filled,
     frameworks_where,
     in_parentheses,
+    load_stack,
     stacks_with,
 )
 from meshwright.simulator.errors import PlanError
@@ -154,12 +156,16 @@ def other_stacks(
 ) -> tuple[str, ...]:
     """Return the stacks, by `frameworks_where`, that can be launched and run what *stack* refuses.
 
-    That is the job, and of the plan what the rule that refuses it reads.
+    That is the job, and of the plan what the rule that refuses it reads; none where it reads of
+    the stack alone what the user set, which the others are not asked about.
     """
     numbers: dict[str, int] = {}
     if plan is not None and job_refusal(job, stack) is None:
         gaps = (gap for gap in stack_gaps(stack, job) if gap.lacks(plan.number))
         numbers = {name: plan.number(name) for gap in [*gaps][:1] for name in gap.fields}
+
+    if not numbers and changed_facts(stack) and _runs(load_stack(stack.name), job, numbers):
+        return ()
 
     def runs(other: StackProfile) -> bool:
         if not other.launched_by or other.name == stack.name:
@@ -168,9 +174,13 @@ def other_stacks(
             # Another release is no way out of what the user's own switches refuse.
             tables = {each.partition(" ")[0].partition(".")[0] for each in stack.switches}
             other = other.model_copy(update={each: getattr(stack, each) for each in tables})
-        return offers(other, job, numbers) and job_refusal(job, other) is None
+        return _runs(other, job, numbers)
 
     return frameworks_where(runs)
+
+
+def _runs(stack: StackProfile, job: TrainingJob, numbers: Mapping[str, int]) -> bool:
+    return offers(stack, job, numbers) and job_refusal(job, stack) is None
 
 
 def check_offered(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> None:
