@@ -61,6 +61,7 @@ PREDICTING = ["--stages", "Et*9|(t*9|)*2t*5mL", "--prediction-layers", "1"]
 IN_GRAPHS = ["--set", "cuda_graphs=layers", "--set", "allocator=expandable"]
 CAPTURED = ["--set", "cuda_graphs=layers", "--set", "expert_capacity=1.25"]
 AT_ONCE = ["--set", "cuda_graphs=whole-step", "--set", "allocator=expandable"]
+BLACKWELL = ["--stack", "megatron-core-blackwell"]  # whose segments are expandable
 BY_ITSELF = ["--set", "cuda_graphs=layers", "--set", "cuda_graph_impl=local"]
 NEWER = ["--stack", "megatron-core@0.16"]
 OFFLOADED = ["--offload-modules", "core_attn,attn_proj"]
@@ -73,6 +74,7 @@ PLANS: dict[str, list[tuple[list[str], list[str]]]] = {
             for switches in (IN_GRAPHS, AT_ONCE)
         ),
         ([*LLAMA, "--gpus", "64", *BY_ITSELF], CORE),
+        ([*LLAMA, "--gpus", "64", *BLACKWELL, "--set", "allocator=fixed"], [*CORE, *BLACKWELL]),
         ([*ROUTED, "--ep", "8", "--gpus", "64", *CAPTURED], QWEN_CORE),
         ([*LLAMA, "--gpus", "64", "--tp", "8", "--sequence-parallel", "--recompute", "full"], CORE),
         ([*LLAMA, "--gpus", "32", "--pp", "4", "--vpp", "2", "--recompute", "selective"], CORE),

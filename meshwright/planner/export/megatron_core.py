@@ -18,6 +18,7 @@ from meshwright.hwprofiles import (
     RecomputeMethod,
     RecomputeModule,
     StageSplit,
+    changed_facts,
 )
 from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Roles, layout_text
 from meshwright.simulator import ModelSpec, PlanError
@@ -36,7 +37,11 @@ RECOMPUTE: Mapping[object, Keys] = {
     Recompute.FULL: FULL,
 }
 PREDICTIONS, PLACE = "prediction_layers", "prediction_stage"
-SEGMENTS = "expandable_segments:"
+ALLOCATOR = "allocator"
+SEGMENTS = {
+    Allocator.FIXED: "expandable_segments:False",
+    Allocator.EXPANDABLE: "expandable_segments:True",
+}
 
 
 def _read_zero(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
@@ -317,18 +322,19 @@ def _write_segments(roles: Roles, facts: Facts) -> Keys:
 
     TECudaGraphHelper of megatron/core/transformer/cuda_graphs.py, core 0.16.
     """
-    if facts.get("stack.allocator") != Allocator.EXPANDABLE:
-        return {}
-    found: Keys = {roles["grow"]: f"{SEGMENTS}True"}
+    allocator = Allocator(str(facts.get(f"stack.{ALLOCATOR}")))
+    found: Keys = {roles["grow"]: SEGMENTS[allocator]}
+    if allocator is Allocator.FIXED:
+        changed = {each.field for each in changed_facts(facts.stack)} if facts.stack else set()
+        return found if ALLOCATOR in changed else {}
     return found | ({roles["registers"]: "0"} if facts.get(GRAPHS) != CudaGraphs.NONE else {})
 
 
 def _read_segments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    told = keys.get(roles["grow"], f"{SEGMENTS}False")
-    if told not in (f"{SEGMENTS}True", f"{SEGMENTS}False"):
-        raise words.unknown(roles["grow"], told, (f"{SEGMENTS}True", f"{SEGMENTS}False"))
     words.held(keys, roles["registers"], ("0", "1"))
-    return {"stack.allocator": str(Allocator.EXPANDABLE)} if told.endswith("True") else {}
+    words.held(keys, roles["grow"], tuple(SEGMENTS.values()))
+    told = keys.get(roles["grow"])  # without a word they are as the stack has them
+    return {f"stack.{ALLOCATOR}": str(each) for each, word in SEGMENTS.items() if word == told}
 
 
 CODECS: Mapping[str, Codec] = {
