@@ -36,8 +36,12 @@ from meshwright.planner.plots import (
 from meshwright.planner.plots.boxes import WAIT, Window, column_shares, timeline_layers
 from meshwright.planner.plots.memory_time import MARKS
 from meshwright.planner.search import search
-from meshwright.planner.search.density import layout_density
-from meshwright.planner.search.result import FrontierPoint, SearchResult, SimulatedPlan
+from meshwright.planner.search.result import (
+    FrontierPoint,
+    SearchResult,
+    SimulatedPlan,
+    layout_density,
+)
 from meshwright.planner.search.varied import Varied
 from meshwright.simulator import (
     Category,

@@ -79,7 +79,7 @@ class StepBounds:
             self._bounds(self._layouts(indices[rows], member[rows]), sharing)
             for rows in few_rows(len(indices), MOST_ROWS)
         ]
-        return _with_overhead(np.concatenate(bounds), overhead_per_million(self._costs.stack))
+        return with_overhead(np.concatenate(bounds), overhead_per_million(self._costs.stack))
 
     def _layouts(self, indices: NDArray[np.int64], sharing: Column) -> Layouts:
         times, shapes = self._times, self._table.index[indices]
@@ -307,7 +307,7 @@ def _largest(*columns: Column) -> Column:
     return np.asarray(np.maximum.reduce(columns), np.int64)
 
 
-def _with_overhead(times: Column, per_million: int) -> Column:
+def with_overhead(times: Column, per_million: int) -> Column:
     """Return the engine's `with_overhead` of each time, without overflow of the product."""
     # The overhead grows with the time, so that what was a bound before it is one after.
     millions, rest = np.divmod(times, PPM)

@@ -63,7 +63,7 @@ def run_search(
     folder = check_outputs(output)
     written: tuple[str, ...] = ()
     with progress_bar() as progress:
-        largest, result = searched(setting, pins, ranking.max, ranking.top, progress)
+        largest, result = searched(setting, pins, ranking, progress)
         if folder is not None:
             from meshwright.planner.reports import write_search
 

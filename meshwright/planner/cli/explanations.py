@@ -220,9 +220,10 @@ def _best(job: "JobOptions", given: "Given", progress: "Progress | None") -> "St
     from meshwright.planner.cli.growth import searched, step_of
     from meshwright.planner.cli.request import read_setting
     from meshwright.planner.cli.search_request import read_limits
+    from meshwright.planner.options import RankingOptions
 
     setting = read_setting(job)
-    _, result = searched(setting, read_limits(setting, given), None, 1, progress)
+    _, result = searched(setting, read_limits(setting, given), RankingOptions(top=1), progress)
     if result.plans:
         return result.plans[0]
     if result.nearest is None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from meshwright.planner.cli.request import Setting, resolve_plan
-from meshwright.planner.options import Given
+from meshwright.planner.options import Given, RankingOptions
 from meshwright.planner.search import Progress, SearchResult, search
 from meshwright.planner.space import SpaceLimits
 from meshwright.simulator import (
@@ -28,20 +28,28 @@ if TYPE_CHECKING:
 def searched(
     setting: Setting,
     pins: SpaceLimits,
-    quantity: Quantity | None,
-    top: int,
+    ranking: RankingOptions,
     progress: Progress | None,
 ) -> "tuple[Largest | None, SearchResult]":
-    """Return the search of *setting*, at the largest value of *quantity* if one is asked for."""
+    """Return the search of *setting*, at the largest value of a quantity if one is asked for."""
     ground = setting.job, setting.cluster, setting.stack, setting.world_size
-    limit = setting.memory_limit_bytes
-    if quantity is None:
-        found = search(*ground, limits=pins, memory_limit_bytes=limit, top=top, progress=progress)
+    limit, top = setting.memory_limit_bytes, ranking.top
+    if ranking.max is None:
+        found = search(
+            *ground,
+            limits=pins,
+            memory_limit_bytes=limit,
+            top=top,
+            progress=progress,
+            counts=ranking.count,
+        )
         return None, found
+    if ranking.count:
+        raise PlanError("--count and --max contradict each other: the count is of one size")
     from meshwright.planner.largest import find_largest
 
     return find_largest(
-        *ground, quantity, limits=pins, memory_limit_bytes=limit, top=top, progress=progress
+        *ground, ranking.max, limits=pins, memory_limit_bytes=limit, top=top, progress=progress
     )
 
 

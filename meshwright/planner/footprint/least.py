@@ -1,6 +1,7 @@
 """What layouts need at least, found at once for all: most of those that never fit go no further."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -12,7 +13,6 @@ from meshwright.planner.footprint.states import LayoutStates, least_weights
 from meshwright.planner.footprint.units import columns_of, shardings_of, taken
 from meshwright.planner.space import Column, Pipeline, Role, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockTable
-from meshwright.simulator.layout import Stage
 from meshwright.simulator.schedules import first_passes
 from meshwright.simulator.units import Padding, Sharding, unit_states
 
@@ -24,11 +24,13 @@ NO_PADDING = Padding(0, 0)
 NOTHING = np.zeros((), np.int64)
 
 
-def _few_roles(pipeline: Pipeline) -> list[Role]:
-    """Return the roles of which one is nearly always fullest: both ends, the second, the middle."""
+def _few_roles(pipeline: Pipeline) -> list[int]:
+    """Return the numbers of roles of which one is nearly always fullest.
+
+    They are both ends, the second and that in the middle.
+    """
     last = len(pipeline.roles) - 1
-    places = 0, last, min(1, last), last // 2
-    return [pipeline.roles[place] for place in places]
+    return [0, last, min(1, last), last // 2]
 
 
 class _Moment(NamedTuple):
@@ -61,15 +63,24 @@ class PassColumns(NamedTuple):
     @classmethod
     def of(cls, space: Space, table: ShapeTable, blocks: BlockTable, indices: Column) -> Self:
         """Return those of the layouts *indices*."""
-        kinds, shapes, stack = table.kinds, table.shapes, space.stack
+        kinds, shapes = table.kinds, table.shapes
         blocks.prepare(shapes, kinds)
         saved = [[blocks.memory(shape, kind).saved for kind in kinds] for shape in shapes]
+        by_shape = np.array(saved, np.int64).reshape(len(shapes), len(kinds))
+        return cls.with_bytes(space, by_shape, table.index[indices], indices)
+
+    @classmethod
+    def with_bytes(
+        cls, space: Space, by_shape: NDArray[np.int64], shapes: Column, indices: Column
+    ) -> Self:
+        """Return those of the layouts *indices* whose *shapes* keep so much."""
+        stack = space.stack
         numbers, microbatches = space.pipeline_numbers[indices], space.num_microbatches[indices]
         first, run = distinct([numbers, microbatches])
         runs = zip(numbers[first].tolist(), microbatches[first].tolist(), strict=True)
         return cls(
-            table.index[indices],
-            np.array(saved, np.int64).reshape(len(shapes), len(kinds)),
+            shapes,
+            by_shape,
             run,
             [(space.pipelines[number], count) for number, count in runs],
             stack.is_fully_sharded or not stack.gradient_as_bucket_view,
@@ -97,7 +108,7 @@ class PassColumns(NamedTuple):
         kept, last = np.zeros((2, len(self.runs), self.by_shape.shape[1]), np.int64)
         done, in_pipeline = np.zeros((2, len(self.runs)), np.int64)
         for pipeline, runs in by_pipeline.values():
-            role = _few_roles(pipeline)[place]
+            role = pipeline.roles[_few_roles(pipeline)[place]]
             own, counts = pipeline.own_blocks(role), [self.runs[run][1] for run in runs]
             found = [self._most_kept(pipeline, role, count) for count in counts]
             kept[runs] = np.array([passes for passes, _ in found]) @ own
@@ -190,30 +201,26 @@ class StateColumns(NamedTuple):
 
     def of_rank(self, place: int, rows: Column) -> RankBytes:
         """Return the bytes of the rank at a *place* of `_few_roles`, of the layouts in *rows*."""
-        stages = [_few_roles(pipeline)[place].stages for pipeline in self.known]
-        parameters, experts = self._parameters(stages)
+        roles = [_few_roles(pipeline)[place] for pipeline in self.known]
+        stages = [each.roles[role].stages for each, role in zip(self.known, roles, strict=True)]
+        parameters, experts = self.counts.of_ranks(self.degrees, stages, self.pipelines)
         if isinstance(self.split, LayoutStates):
             held = self.split.held(parameters, experts)
             at_end, gathered = held.gradients + held.update_temporary, NOTHING
         else:
             held = unit_states(parameters - experts, experts, NO_PADDING, self.split)
             at_end = held.update_temporary  # gradients are shards by then
-            gathered = self._least_gathered(stages, self.split)
+            gathered = self._least_gathered(roles, self.split)
         found = held.parameters + held.optimizer, held.gradients, at_end, gathered
         member = self.member[rows]
         # What is nothing at all is no column of zeros.
         each = map(np.asarray, found)
         return RankBytes(*(column[member] if column.ndim else column for column in each))
 
-    def _parameters(self, stages: Sequence[Sequence[Stage]]) -> tuple[Column, Column]:
-        """Return the parameters of a rank that holds *stages* of each pipeline, and of experts."""
-        return self.counts.of_ranks(self.degrees, stages, self.pipelines)
-
-    def _least_gathered(self, ranks: Sequence[Sequence[Stage]], sharding: Sharding) -> Column:
-        """Return the weights of the smallest virtual stage of *ranks* as they are gathered."""
-        places = range(max(map(len, ranks)))
-        each = [[[stages[place % len(stages)]] for stages in ranks] for place in places]
-        least = np.minimum.reduce([self._parameters(stages)[0] for stages in each])
+    def _least_gathered(self, roles: Sequence[int], sharding: Sharding) -> Column:
+        """Return the weights of the smallest virtual stage of a rank as they are gathered."""
+        blocks = [each.stage_blocks[role] for each, role in zip(self.known, roles, strict=True)]
+        least = self.counts.of_smallest(self.degrees, blocks, self.pipelines)
         weight = sharding.parameter.state.gathered_parameter * (1 - sharding.is_plain)
         return np.asarray(least * weight, np.int64)
 
@@ -241,21 +248,42 @@ def least_bytes(
     """
     if not len(indices):
         return np.zeros(0, np.int64)
+
+    def states_of(rows: Column) -> list[StateColumns]:
+        own = indices[rows]
+        return [StateColumns.of(space, table.of_layouts(own), own)]
+
     passes = PassColumns.of(space, table.of_layouts(indices), blocks, indices)
-    rows = np.arange(len(indices))
+    return least_of_columns(passes, states_of, most_bytes=most_bytes)
+
+
+def least_of_columns(
+    passes: PassColumns,
+    states_of: Callable[[Column], Sequence[StateColumns]],
+    *,
+    most_bytes: int = MOST_BYTES,
+) -> Column:
+    """Return no more bytes than the live ones of layouts, or of any that nodes become.
+
+    Args:
+        passes: What passes of each keep; of choices that are left the least.
+        states_of: Returns the states of some rows, in all ways that are left.
+        most_bytes: Of what is found to need more nothing else is looked at.
+    """
+    rows = np.arange(len(passes.run))
     moments = passes.moments(0, rows)
     least = passes.at(moments[0], rows)
     # States are found of those alone of which passes leave something.
     rows = np.flatnonzero(least <= most_bytes)
     if not len(rows):
         return least
-    own = indices[rows]
-    states = StateColumns.of(space, table.of_layouts(own), own)
+    states = states_of(rows)
     places = np.arange(len(rows))
     for place in range(MOST_ROLES):
         if not len(rows):
             break
-        held = states.of_rank(place, places)
+        every = [each.of_rank(place, places) for each in states]
+        held = RankBytes(*(reduce(np.minimum, each) for each in zip(*every, strict=True)))
         live = held.lasting + held.at_end
         for moment in moments if place == 0 else passes.moments(place, rows):
             run = passes.run[rows]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.planner.space import Column, ShapeTable, block_counts
 from meshwright.simulator.blocks import (
@@ -82,6 +83,19 @@ class ParameterCounts:
         weights = np.array([self._weights(stages) for stages in ranks])
         every, experts = self._counts @ weights.T, self._experts @ weights[:, :-1].T
         return np.asarray(every[degrees, member]), np.asarray(experts[degrees, member])
+
+    def of_smallest(
+        self, degrees: Column, stages: Sequence[NDArray[np.int64]], member: Column
+    ) -> Column:
+        """Return the parameters of the blocks of the smallest of some stages, of each row.
+
+        Args:
+            degrees: Numbers of `degrees`.
+            stages: Blocks of each kind in stages of which a row has one set.
+            member: The number of that of each row.
+        """
+        each = [(self._counts[:, :-1] @ blocks.T).min(axis=1) for blocks in stages]
+        return np.asarray(np.stack(each, axis=1)[degrees, member])
 
     def _weights(self, stages: Sequence[Stage]) -> Column:
         """Return how many blocks of each kind a rank of *stages* has, and copies of the table."""

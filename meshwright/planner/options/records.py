@@ -60,6 +60,7 @@ class RankingOptions:
 
     max: Quantity | None = option(None, *GROWING)
     top: int = option(10, "N", "Plans to report.")
+    count: bool = flag("--count", "Size every layout, to count how many fit.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

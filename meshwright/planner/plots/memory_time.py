@@ -40,6 +40,12 @@ Point = tuple[float, float]
 Line = Literal["-", "--", ""]
 
 
+def _counted(result: SearchResult) -> str:
+    """Return how many layouts the picture has."""
+    counts = counted(result.feasible, "layout")
+    return counts if result.is_counted else f"{counts}, the fastest for their memory,"
+
+
 def plot_memory_time(result: SearchResult) -> Figure:
     """Return step time against device memory of the layouts of a search.
 
@@ -53,7 +59,7 @@ def plot_memory_time(result: SearchResult) -> Figure:
     canvas.style_axes(axes, "Memory of the fullest device (GiB)", "")
     canvas.write_titles(
         axes,
-        f"Step time against memory of {counted(result.feasible, 'layout')} that fit"
+        f"Step time against memory of {_counted(result)} that fit"
         if result.plans
         else "Step time against memory of the simulated layouts",
         canvas.describe_job(result.job, result.cluster, result.stack, result.num_gpus),

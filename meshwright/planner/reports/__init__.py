@@ -9,9 +9,9 @@ from meshwright.faces import late_name
 from meshwright.planner.reports.documents import (
     COST,
     FIGURES,
-    PROOF,
     json_text,
     named,
+    proof_fields,
     search_document,
     step_document,
 )
@@ -74,7 +74,6 @@ __all__ = [
     "COST",
     "FIGURES",
     "NUMBERED_PLANS",
-    "PROOF",
     "Budget",
     "Column",
     "ColumnTable",
@@ -103,6 +102,7 @@ __all__ = [
     "plan_document",
     "plan_fields",
     "plan_rows",
+    "proof_fields",
     "read_plan",
     "read_runnable_plan",
     "saved_plan",

@@ -42,7 +42,6 @@ FIGURES = (
     *("mfu_fraction", "hfu_fraction", "bubble_fraction", "schedule_bubble_fraction"),
     "exposed_comm_s",
 )
-PROOF = ("space_size", "feasible", "simulated", "optimal", "bound_gap_fraction")
 COST = ("days", "gpu_hours", "cost_usd")
 
 
@@ -196,7 +195,7 @@ def search_document(
     """Return the document of a search."""
     return {
         **_task_fields(result, result.num_gpus),
-        **named(result, *PROOF),
+        **proof_fields(result),
         "rejections": {reason: result.rejections[reason] for reason in sorted(result.rejections)},
         "searched": list(result.varied.searched),
         "held": [_held_fields(each) for each in result.varied.held],
@@ -214,6 +213,16 @@ def search_document(
         "verdict": None if result.verdict is None else _verdict_fields(result.verdict),
         **_largest_fields(largest),
         **changed_fields(result.cluster, result.stack),
+    }
+
+
+def proof_fields(result: SearchResult) -> dict[str, Json]:
+    """Return how many layouts there are, were laid out, fit and were simulated, and the proof."""
+    feasible = "feasible" if result.is_counted else "feasible_at_least"
+    return {
+        **named(result, "space_size", "looked_at"),
+        feasible: result.feasible,
+        **named(result, "simulated", "optimal", "bound_gap_fraction"),
     }
 
 

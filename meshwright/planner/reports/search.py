@@ -23,7 +23,7 @@ from meshwright.planner.reports.step import (
     yes_no,
 )
 from meshwright.planner.search import FrontierPoint, Held, SearchResult
-from meshwright.planner.space import waste_hints
+from meshwright.planner.space import LACKS_MEMORY, waste_hints
 from meshwright.simulator import ModelSpec, ParameterServer, ResolvedPlan, StepResult, TrainingJob
 from meshwright.simulator.layout import SEARCHED_FIELDS, PlanField, stages_rule, without_defaults
 
@@ -97,10 +97,14 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield "held", f"{names} ({reason})"
     for reason, names in _texts(result.varied.left_out):
         yield "left out", f"{names} ({reason})"
-    counts = f"{counted(result.space_size, 'layout')}, {result.feasible:,} feasible, "
-    yield "space", f"{counts}{result.simulated:,} simulated"
+    laid_out, least = "", ""
+    if not result.is_counted:
+        laid_out, least = f"{result.looked_at:,} laid out, ", "at least "
+    counts = f"{counted(result.space_size, 'layout')}, {laid_out}{least}{result.feasible:,}"
+    yield "space", f"{counts} feasible, {result.simulated:,} simulated"
     for reason in sorted(result.rejections, key=lambda name: (-result.rejections[name], name)):
-        yield "rejected", f"{result.rejections[reason]:,} {reason}"
+        at_least = least if reason == LACKS_MEMORY else ""
+        yield "rejected", f"{at_least}{result.rejections[reason]:,} {reason}"
     if result.plans:
         yield from _fastest_facts(result)
         best = result.plans[0].plan
@@ -212,8 +216,9 @@ def _frontier_parts(result: SearchResult) -> Iterator[RenderableType]:
     yield Text(f"memory against time, {layouts}{', proven' if is_proven else ''}{shown}")
     yield _frontier_table(result, points, is_proven=is_proven)
     if result.num_below:
+        least = "" if result.is_counted else "at least "
         below = f"{counted(result.num_below, 'layout')} below {_gib_text(result.frontier[0])} GiB"
-        yield Text(f"left out: {below}, as their steps take too many passes to simulate")
+        yield Text(f"left out: {least}{below}, as their steps take too many passes to simulate")
 
 
 def _gib_text(point: FrontierPoint) -> str:

@@ -1,8 +1,8 @@
 """The search: price, prune with reasons, simulate best first, prove."""
 
-from meshwright.planner.search.density import Density
 from meshwright.planner.search.finalists import Progress
 from meshwright.planner.search.result import (
+    Density,
     FrontierPoint,
     Nearest,
     SearchResult,

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster
-from meshwright.planner.search.density import Density, layout_density
-from meshwright.planner.search.result import SimulatedPlan
+from meshwright.planner.search.result import Density, SimulatedPlan, layout_density
 from meshwright.planner.space import Candidates, Column, Space
 from meshwright.simulator import (
     MAX_PASSES,
@@ -49,16 +48,33 @@ class Runs:
     kept: dict[int, tuple[BuiltStep, StepTimes]] = field(default_factory=dict)
     num_passes: int = 0
     too_long: set[int] = field(default_factory=set)
+    earlier: dict[int, tuple[BuiltStep, StepTimes]] = field(default_factory=dict)
 
     def run(self, index: int) -> int:
         """Return the simulated step time of layout *index*."""
         if index not in self.step_ps:
-            built = build_step(self.space.job, self.space.plan(index), self.costs)
-            times = simulate_folded(built.work)
+            if index in self.earlier:
+                built, times = self.earlier[index]
+            else:
+                built = build_step(self.space.job, self.space.plan(index), self.costs)
+                times = simulate_folded(built.work)
             self.step_ps[index] = times.step_ps
             self.num_passes += times.num_passes
             self._keep(index, built, times)
         return self.step_ps[index]
+
+    def expect(self, others: "Runs", numbers: Column, own: Column) -> None:
+        """Take the kept runs of *others* when the same layouts are to be run here.
+
+        Args:
+            others: Runs of some layouts.
+            numbers: That of each of these.
+            own: Those of the layouts here, ascending.
+        """
+        for index, run in others.kept.items():
+            place = int(np.searchsorted(own, numbers[index]))
+            if place < len(own) and own[place] == numbers[index]:
+                self.earlier[place] = run
 
     def _keep(self, index: int, built: BuiltStep, times: StepTimes) -> None:
         self.kept[index] = built, times

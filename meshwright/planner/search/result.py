@@ -1,14 +1,70 @@
 """What a search came to: every simulated layout, the best ones, and the frontier."""
 
 from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster, StackProfile, counted
 from meshwright.planner.changes import Change
-from meshwright.planner.search.density import Density
 from meshwright.planner.search.varied import Varied
 from meshwright.planner.search.verdict import Verdict
+from meshwright.planner.space import Column
 from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob
 from meshwright.simulator.account import Shown
+
+MEMORY_CELLS, TIME_CELLS = 64, 48  # at most: few layouts have larger cells
+# Layouts slower than so many times the least bound are counted, not placed.
+SLOWEST_RATIO = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Density:
+    """Feasible layouts by memory of the fullest device and lower bound of the step's time.
+
+    Args:
+        memory_edges_bytes: Edges of cells, ascending; each holds its lower edge.
+        time_edges_ps: The same of time.
+        counts: Layouts in each cell: a row for each cell of time, in it one for each of memory.
+        num_slower: Layouts whose bound lies beyond the last edge.
+    """
+
+    memory_edges_bytes: tuple[int, ...]
+    time_edges_ps: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+    num_slower: int
+
+
+def layout_density(device_bytes: Column, bounds_ps: Column) -> Density | None:
+    """Return the density of layouts with so much memory and such bounds; None of none.
+
+    >>> found = layout_density(np.array([100, 800, 800]), np.array([10, 20, 999]))
+    >>> sum(map(sum, found.counts)), found.num_slower
+    (2, 1)
+    """
+    if not len(bounds_ps):
+        return None
+    least_ps = int(bounds_ps.min())
+    is_placed = bounds_ps <= SLOWEST_RATIO * least_ps
+    memory_bytes, times_ps = device_bytes[is_placed], bounds_ps[is_placed]
+    most = 2 * isqrt(len(times_ps))
+    memory_edges = _edges(memory_bytes, min(MEMORY_CELLS, most))
+    time_edges = _edges(times_ps, min(TIME_CELLS, most))
+    counts, _, _ = np.histogram2d(times_ps, memory_bytes, bins=(time_edges, memory_edges))
+    return Density(
+        memory_edges_bytes=tuple(memory_edges.tolist()),
+        time_edges_ps=tuple(time_edges.tolist()),
+        counts=tuple(tuple(map(int, row)) for row in counts),
+        num_slower=len(bounds_ps) - len(times_ps),
+    )
+
+
+def _edges(values: Column, num_cells: int) -> NDArray[np.int64]:
+    """Return edges in equal ratios around *values*, in whole numbers."""
+    edges = np.geomspace(int(values.min()), int(values.max()) + 1, num_cells + 1).round()
+    edges = edges.astype(np.int64)
+    return np.asarray(edges[np.append(True, edges[1:] > edges[:-1])], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,12 +148,14 @@ class SearchResult(Shown):
         stack: With what software.
         num_gpus: Devices that every layout occupies.
         space_size: Layouts enumerated, before any rule.
-        feasible: Layouts that no rule rejected.
+        looked_at: Layouts of these that were laid out: the others cannot be among what is reported.
+        feasible: Layouts that no rule rejected, of those that were laid out.
         simulated: Layouts that the engine ran.
         optimal: Whether the first plan is proven to be the fastest of the space.
         bound_gap_fraction: How much faster an unsimulated layout could still be, as a share
             of the first plan's time; 0 where ``optimal``.
-        rejections: Layouts that each rule rejected, by reason.
+        rejections: Layouts that each rule rejected, by reason; not of all is it known that they
+            need too much memory where not all were laid out.
         varied: Fields of plans that were searched, and those that were held.
         plans: The fastest layouts that fit: the best first, then, by time, the simplest of those
             that are alike.
@@ -107,7 +165,8 @@ class SearchResult(Shown):
         frontier: Memory against time, sorted by bytes; more bytes only for less time.
         num_below: Feasible layouts below the least memory that ``frontier`` came to, as they would
             take too many passes to simulate.
-        density: Every feasible layout by memory and lower bound of its time; None of none.
+        density: The feasible layouts that were laid out by memory and lower bound of their times;
+            None of none.
         nearest: The layout closest to fitting, where none fits.
         launcher: Framework and version whose files start each of ``plans``; empty for none.
         not_launched: Why no framework starts them; empty where one does, or none was wanted.
@@ -120,6 +179,7 @@ class SearchResult(Shown):
     stack: StackProfile
     num_gpus: int
     space_size: int
+    looked_at: int
     feasible: int
     simulated: int
     optimal: bool
@@ -137,6 +197,11 @@ class SearchResult(Shown):
     not_launched: str = ""
     unlaunchable: Unlaunchable | None = None
     verdict: Verdict | None = None
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether all layouts were laid out: else at least ``feasible`` of them fit."""
+        return self.looked_at == self.space_size
 
     @property
     def listed(self) -> range:

@@ -1,10 +1,7 @@
 """What a search varied of a plan, and what it held, with the reason."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.planner.space import (
@@ -18,7 +15,6 @@ from meshwright.planner.space import (
     are_equal,
     askable_values,
     divisors,
-    is_constant,
     is_searched,
     lays_out_unequal,
 )
@@ -45,6 +41,9 @@ UNEQUAL = "unequal"  # layers of virtual stages
 ONLY_ONE = "only one offered"
 
 
+Numbers = Callable[[str], Column]
+
+
 class Held(NamedTuple):
     """A field with one value in all layouts; None is the habit of the stack."""
 
@@ -61,34 +60,30 @@ class Varied(NamedTuple):
     left_out: tuple[Held, ...] = ()
 
     @classmethod
-    def of(cls, space: Space, limits: SpaceLimits, is_offered: NDArray[np.bool_]) -> "Varied":
-        """Return what of *space* is varied among the layouts that its stack offers."""
+    def of(cls, space: Space, limits: SpaceLimits, numbers: Numbers) -> "Varied":
+        """Return what is varied among the layouts that a stack offers.
+
+        Args:
+            space: Of the job and the stack.
+            limits: What is asked for.
+            numbers: Returns the numbers of a field that are in such layouts.
+        """
         fields = [
             each
             for each in PLAN_FIELDS.values()
             if each.name != "parameter_server"
             and known_values(each, space.job.model) != ()
-            and not _is_of_others(each, space)
+            and not _is_of_others(each, space, numbers)
         ]
-        offered = np.flatnonzero(is_offered)
-        codes = {
-            each.name: _ends(space.column(each.name), offered)
-            for each in fields
-            if each.name in COLUMNS
-        }
+        codes = {each.name: _ends(numbers(each.name)) for each in fields if each.name in COLUMNS}
         searched = tuple(name for name, found in codes.items() if len(found) > 1)
         held = tuple(_held(fields, codes, space, limits))
         return cls(searched, held, tuple(_left_out(space, limits)))
 
 
-def _ends(column: Column, offered: Column) -> list[int]:
-    """Return the least and the largest number of *column* where *offered*: one if all are equal."""
-    if not len(offered):
-        return []
-    if is_constant(column):
-        return [int(column[0])]
-    numbers = column[offered]
-    return [*dict.fromkeys((int(numbers.min()), int(numbers.max())))]
+def _ends(numbers: Column) -> list[int]:
+    """Return the least and the largest of *numbers*: one if all are equal."""
+    return [*dict.fromkeys((int(numbers.min()), int(numbers.max())))] if len(numbers) else []
 
 
 def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
@@ -114,7 +109,7 @@ def _reason_without_column(field: PlanField, space: Space) -> str:
     return "it can only cost" if offered else ONLY_ONE
 
 
-def _is_of_others(field: PlanField, space: Space) -> bool:
+def _is_of_others(field: PlanField, space: Space, numbers: Numbers) -> bool:
     """Return whether *field* is of an axis that few stacks have, and that of *space* is not one.
 
     Axes of experts are so of models without them, too.
@@ -130,7 +125,7 @@ def _is_of_others(field: PlanField, space: Space) -> bool:
         return not (has_core and predicts_further(space.job.model))
     # Of a number of layers, and of a ring of swaps, which are searched where they are asked for.
     if field.name in {"recompute_method", "cp_inner", *ACTIVATIONS}:
-        return not space.column(field.name).any()
+        return not numbers(field.name).any()
     if field.declaration.of_experts:
         return not (stack.expert_parallel and known_values(field, space.job.model) is None)
     axis = field.declaration.axis or field.declaration.acts_on

@@ -1,5 +1,6 @@
 """The space of layouts as columns: what divides, what is ruled out, what is alike."""
 
+from meshwright.planner.space.choices import PASSES
 from meshwright.planner.space.columns import (
     Column,
     distinct,
@@ -14,6 +15,13 @@ from meshwright.planner.space.limits import (
     is_searched,
     launcher_of,
 )
+from meshwright.planner.space.nodes import OF_SHAPES, Nodes, NodeShapes
+from meshwright.planner.space.partial import (
+    Cells,
+    PartialLayouts,
+    PartialSpace,
+    enumerate_space,
+)
 from meshwright.planner.space.pipelines import (
     Pipeline,
     Role,
@@ -21,7 +29,9 @@ from meshwright.planner.space.pipelines import (
     block_counts,
     lays_out_unequal,
 )
+from meshwright.planner.space.prices import Prices
 from meshwright.planner.space.rules import (
+    LACKS_MEMORY,
     RULES,
     Candidates,
     Mask,
@@ -29,12 +39,8 @@ from meshwright.planner.space.rules import (
     cannot_be_told,
     lacks,
 )
-from meshwright.planner.space.settings import PASSES
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
-from meshwright.planner.space.space import (
-    Space,
-    enumerate_space,
-)
+from meshwright.planner.space.space import Space
 from meshwright.planner.space.switches import (
     ACTIVATIONS,
     SWITCHES,
@@ -46,15 +52,23 @@ from meshwright.planner.space.waste import undivided_splits, waste_hints
 __all__ = [
     "ACTIVATIONS",
     "COLUMNS",
+    "LACKS_MEMORY",
     "LONG_SEQUENCE",
+    "OF_SHAPES",
     "PASSES",
     "RULES",
     "SWITCHES",
     "Candidates",
+    "Cells",
     "Column",
     "Launcher",
     "Mask",
+    "NodeShapes",
+    "Nodes",
+    "PartialLayouts",
+    "PartialSpace",
     "Pipeline",
+    "Prices",
     "Role",
     "ShapeTable",
     "ShapeTimes",

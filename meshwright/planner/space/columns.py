@@ -81,6 +81,18 @@ def chosen_rows(column: Column, rows: Column) -> Column:
     return np.broadcast_to(column[0], rows.shape) if is_kept_once else column[rows]
 
 
+def joined_columns(parts: Sequence[Column]) -> Column:
+    """Return the numbers of *parts* one after the other, one for all of them where it is constant.
+
+    >>> joined_columns([np.array([1, 2]), np.array([3])]).tolist()
+    [1, 2, 3]
+    """
+    parts, count = [each for each in parts if len(each)], sum(map(len, parts))
+    if parts and all(is_constant(each) and each[0] == parts[0][0] for each in parts):
+        return np.broadcast_to(parts[0][0], (count,))
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
 def few_rows(count: int, most: int) -> Iterator[slice]:
     """Yield slices of *count* rows, of *most* each: what is made of few is kept near at hand.
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.hwprofiles import StackProfile, StageSplit
+from meshwright.planner.space.columns import Column
 from meshwright.planner.space.limits import SpaceLimits
 from meshwright.planner.space.switches import divisors
 from meshwright.simulator import RUNTIMES, Schedule, TrainingJob, resolve_stages
@@ -123,6 +124,20 @@ class Pipeline:
     def _each(self) -> NDArray[np.int64]:
         known = {stage: block_counts(self.kinds, [stage]) for stage in {*self.stages}}
         return np.array([known[stage] for stage in self.stages], np.int64)
+
+    @cached_property
+    def ways(self) -> tuple[Column, Column]:
+        """Blocks of the passes of each role's last rank, and ahead of it: ``[roles, kinds]``."""
+        own = [self.own_blocks(role).sum(axis=0) for role in self.roles]
+        return np.array(own), np.array([self.between(0, role.last) for role in self.roles])
+
+    @cached_property
+    def stage_blocks(self) -> list[Column]:
+        """Blocks of each virtual stage that differs, of each role."""
+        return [
+            np.array([block_counts(self.kinds, [each]) for each in dict.fromkeys(role.stages)])
+            for role in self.roles
+        ]
 
     def between(self, first: int, end: int) -> NDArray[np.int64]:
         """Return the blocks of each kind from stage *first* to before stage *end*."""

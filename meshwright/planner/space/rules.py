@@ -4,7 +4,7 @@ A rule looks at whole columns and returns, for each of its reasons, which layout
 To add one, write a function like these and a line in `RULES`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from meshwright.simulator.layout import stack_gaps
 from meshwright.simulator.memory import usable_bytes
 
 Mask = NDArray[np.bool_]
+LACKS_MEMORY = "needs more memory than a device has"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,26 @@ Rule = Callable[[Candidates], dict[str, Mask]]
 
 def stack_offers(candidates: Candidates) -> dict[str, Mask]:
     """Reject what the software stack cannot express."""
-    space, stack = candidates.space, candidates.space.stack
+    return offered(candidates.space)
+
+
+def offered(space: Space) -> dict[str, Mask]:
+    """Return the layouts that the stack does not offer, by reason."""
     reasons: dict[str, Mask] = {}
-    for gap in stack_gaps(stack, space.job):
+    for gap in stack_gaps(space.stack, space.job):
         if gap.field in COLUMNS:
-            reason, mask = f"{stack.name} lacks {gap.reason}", gap.lacks(space.column)
+            reason, mask = f"{space.stack.name} lacks {gap.reason}", gap.lacks(space.column)
             reasons[reason] = reasons.get(reason, False) | mask
     return reasons
 
 
 def framework_takes(candidates: Candidates) -> dict[str, Mask]:
     """Reject what the framework that is to launch the plan cannot be told."""
-    space = candidates.space
+    return told(candidates.space)
+
+
+def told(space: Space) -> dict[str, Mask]:
+    """Return the layouts that the framework of the search cannot be told, by reason."""
     if space.launcher is None:
         return {}
     name, reasons = space.launcher.framework.name, dict[str, Mask]()
@@ -68,7 +77,7 @@ def _word(value: object) -> str:
 def fits_memory(candidates: Candidates) -> dict[str, Mask]:
     """Reject what needs more device memory than there is."""
     limit = usable_bytes(candidates.cluster, candidates.memory_limit_bytes)
-    return {"needs more memory than a device has": candidates.device_bytes > limit}
+    return {LACKS_MEMORY: candidates.device_bytes > limit}
 
 
 def fits_hosts(candidates: Candidates) -> dict[str, Mask]:
@@ -81,19 +90,16 @@ def fits_hosts(candidates: Candidates) -> dict[str, Mask]:
 
 def cannot_be_told(space: Space) -> Mask:
     """Return the layouts that the framework of the search cannot be told."""
-    gaps = space.launcher.gaps(space.stack, space.job) if space.launcher else ()
-    masks = [gap.lacks(space.column) for gap in gaps]
-    return np.asarray(sum(masks, start=np.zeros(len(space), np.bool_)), np.bool_)
+    return _any(space, told(space))
 
 
 def lacks(space: Space) -> Mask:
     """Return the layouts that the stack does not offer."""
-    masks = [
-        gap.lacks(space.column)
-        for gap in stack_gaps(space.stack, space.job)
-        if gap.field in COLUMNS
-    ]
-    return np.asarray(sum(masks, start=np.zeros(len(space), np.bool_)), np.bool_)
+    return _any(space, offered(space))
+
+
+def _any(space: Space, reasons: Mapping[str, Mask]) -> Mask:
+    return np.asarray(sum(reasons.values(), start=np.zeros(len(space), np.bool_)), np.bool_)
 
 
 RULES: dict[str, Rule] = {
@@ -104,17 +110,22 @@ RULES: dict[str, Rule] = {
 }
 
 
-def apply_rules(candidates: Candidates) -> tuple[Mask, dict[str, int]]:
-    """Return which layouts are left, and how many each reason took out, in rule order.
+def take_out(left: Mask, reasons: Mapping[str, Mask], counts: dict[str, int]) -> Mask:
+    """Return those *left* that no reason takes out, and add how many each does to *counts*.
 
     A layout counts for the first reason that takes it out.
     """
-    left = np.ones(len(candidates.space), np.bool_)
-    counts: dict[str, int] = {}
+    for reason, mask in reasons.items():
+        taken = int(np.count_nonzero(left & mask))
+        if taken:
+            counts[reason] = counts.get(reason, 0) + taken
+            left = left & ~mask
+    return left
+
+
+def apply_rules(candidates: Candidates) -> tuple[Mask, dict[str, int]]:
+    """Return which layouts are left, and how many each reason took out, in rule order."""
+    left, counts = np.ones(len(candidates.space), np.bool_), dict[str, int]()
     for rule in RULES.values():
-        for reason, mask in rule(candidates).items():
-            taken = int(np.count_nonzero(left & mask))
-            if taken:
-                counts[reason] = taken
-            left &= ~mask
+        left = take_out(left, rule(candidates), counts)
     return left, counts

@@ -52,7 +52,7 @@ class ShapeTable:
         first, member = distinct(columns)
         index = np.full(len(space), -1)
         index[chosen] = member
-        return cls(_shapes(space, chosen[first]), index, space.kinds)
+        return cls(block_shapes(space, chosen[first]), index, space.kinds)
 
     def of_layouts(self, indices: Column) -> "ShapeTable":
         """Return the table of *indices* alone."""
@@ -82,7 +82,7 @@ def _defers_sums(space: Space, alone: Column) -> Column:
     return np.asarray((once | alone) & stack.sums_norms_each_microbatch, np.int64)
 
 
-def _shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
+def block_shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
     """Return the shapes of the layouts of *rows*."""
     plans = space.plans_without_stages(rows.tolist())
     parameters = {

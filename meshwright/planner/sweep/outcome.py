@@ -6,12 +6,11 @@ from typing import TypeAlias
 
 from meshwright.hwprofiles import ProfileError, format_bytes
 from meshwright.planner.reports import (
-    PROOF,
     Json,
     layout_text,
-    named,
     plan_document,
     plan_fields,
+    proof_fields,
     saved_plan,
     step_document,
 )
@@ -70,7 +69,7 @@ def _searched(task: Task) -> Document:
         top=1,
         explains=False,
     )
-    proof = named(result, *PROOF)
+    proof = proof_fields(result)
     if result.plans:
         return {
             "outcome": Outcome.FITS,

@@ -71,6 +71,10 @@ class Fragmentation(NamedTuple):
         passing, state = self.passing_parts, self.state_parts
         return live_bytes * (PARTS + passing) - state_bytes * (passing - state)
 
+    def least_reserved_parts(self, live_bytes: Size) -> Size:
+        """Return no more than what the allocator holds for *live_bytes*, whatever is states."""
+        return live_bytes * (PARTS + min(self.passing_parts, self.state_parts))
+
 
 class PeakBytes(NamedTuple, Generic[Size]):
     """The most that a rank has live, and the most `Fragmentation.reserved_parts` of one."""

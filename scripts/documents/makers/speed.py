@@ -7,7 +7,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from documents.pages import ROOT
 from documents.tables import table
@@ -25,15 +25,16 @@ class Measured(NamedTuple):
     name: str
     params: dict[str, str | int]
     median_s: float
-    notes: dict[str, float]
+    notes: dict[str, Any]
 
 
 def processes() -> str:
     """Return whole searches and single runs of the engine: time and memory."""
     rows = []
     for each in _measured(PROCESS):
-        what = f"`search {each.params['model']}`, {each.params['num_gpus']:,} GPUs"
-        layouts = f"{each.notes['space_size']:,} layouts, whole process"
+        what = f"`search {each.notes['model']}`, {each.notes['num_gpus']:,} GPUs"
+        laid_out = f"{each.notes['laid_out']:,} of {each.notes['space_size']:,} layouts"
+        layouts = f"{laid_out} laid out, whole process"
         seconds = f"{each.notes['least_cpu_s']:.1f} to {each.notes['most_cpu_s']:.1f} s of CPU"
         cpu = f"{seconds}, {each.notes['loops']:.1f} loops"
         rows.append((f"{what}, {layouts}", cpu, f"{each.notes['peak_mebi']:.0f} MiB"))

@@ -1,0 +1,106 @@
+"""Lower bounds of the step time of partial layouts, whatever the choices that they leave open.
+
+A microbatch goes through the blocks ahead of a rank, which then has all its own passes to do.  Of
+each kind of block counts the least time that any choice of the switches makes of it: what runs
+again only adds, so that it is looked at where nothing else is offered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.hwprofiles import Recompute
+from meshwright.planner.bounds.bounds import LONGEST_PS, with_overhead
+from meshwright.planner.space import (
+    OF_SHAPES,
+    Column,
+    Nodes,
+    NodeShapes,
+    PartialSpace,
+    Prices,
+    distinct,
+)
+from meshwright.simulator import CostModel
+from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.layout import PLAN_FIELDS
+from meshwright.simulator.step import overhead_per_million
+
+# Where one of these is asked for, blocks are others than by default, or are overlapped.
+OTHER_BLOCKS = (
+    *("recompute_layers", "expert_overlap", "offload_layers", "offload_modules"),
+    *("cp_type", "cp_inner", "dispatcher", "gradient_precision"),
+)
+NO_RECOMPUTE = PLAN_FIELDS["recompute"].code(Recompute.NONE)
+DEGREES = ("tp", "cp", "ep", "etp", "microbatch_size")
+PIPELINE = ("pp", "num_virtual_stages", "schedule", "stages")
+
+
+class PartialBounds:
+    """Lower bounds of the step time of partial layouts of a space."""
+
+    def __init__(self, space: PartialSpace, costs: CostModel) -> None:
+        self._space = space
+        self._costs = costs
+
+    def of(self, parts: Sequence[Nodes]) -> list[Column]:
+        """Return a lower bound, in picoseconds, of the layouts of each of some nodes.
+
+        Args:
+            parts: Nodes, family by family.
+        """
+        shapes = [
+            NodeShapes.of(self._space, each, each.columns(*DEGREES), _fastest(each), _deferred)
+            for each in parts
+        ]
+        every = [*dict.fromkeys(shape for each in shapes for shape in each.every)]
+        kinds, prices = self._space.space.kinds, self._costs.kept(Prices)
+        self._costs.blocks.prepare(every, kinds)
+        known = [prices.block_times(self._costs, every, kind).sum(axis=1) for kind in kinds]
+        times = dict(zip(every, np.stack(known, axis=1), strict=True))
+        pairs = zip(parts, shapes, strict=True)
+        return [self._of(nodes, _least(each, times)) for nodes, each in pairs]
+
+    def _of(self, nodes: Nodes, times: NDArray[np.int64]) -> Column:
+        """Return the bounds of *nodes* whose blocks take such times: ``[nodes, kinds]``."""
+        family, rows = nodes.family, nodes.rows
+        longest = np.zeros(len(rows), np.int64)
+        if any(map(family.limits.asks_for, OTHER_BLOCKS)):
+            return longest
+        first, pipeline = distinct(nodes.columns(*PIPELINE))
+        own = nodes.examples(self._space, first)
+        number = own.pipeline_numbers[pipeline]
+        count = family.num_microbatches[rows]
+        for role in range(max(len(each.roles) for each in own.pipelines)):
+            ways = [each.ways for each in own.pipelines]
+            passes, ahead = (
+                np.einsum(
+                    "nk,nk->n",
+                    times,
+                    np.array([each[way][min(role, len(each[way]) - 1)] for each in ways])[number],
+                )
+                for way in (0, 1)
+            )
+            # Fewer microbatches take less time: so many do not overflow.
+            most = np.minimum(count, LONGEST_PS // np.maximum(passes, 1))
+            longest = np.maximum(longest, most * passes + ahead)
+        return with_overhead(longest, overhead_per_million(self._costs.stack))
+
+
+def _least(shapes: NodeShapes, times: dict[BlockShape, NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the least times of any choice: ``[nodes, kinds]``."""
+    known = [[times[shape] for shape in each] for each in shapes.by_choice]
+    return np.asarray(np.min(known, axis=0)[shapes.group]) if known else np.zeros((0, 0), np.int64)
+
+
+def _deferred(shape: BlockShape) -> BlockShape:
+    """Return *shape* whose sums of gradients wait for the last microbatch: no part of others."""
+    return replace(shape, defers_sums=True)
+
+
+def _fastest(nodes: Nodes) -> Column:
+    """Return the choices among which blocks are fastest: those that run nothing again, if any."""
+    modes, choices = nodes.family.choices["recompute"], nodes.choices
+    plain = choices[modes[choices] == NO_RECOMPUTE]
+    return nodes.differing(plain if len(plain) else choices, OF_SHAPES)

@@ -1,0 +1,107 @@
+"""Lower bounds of the memory of partial layouts, whatever the choices that they leave open.
+
+A rank has its states, divided as far as any choice divides them, and what it keeps of the passes
+that are in flight there, of which each keeps as little as any choice has it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.hwprofiles import Recompute
+from meshwright.planner.footprint.least import PassColumns, StateColumns, least_of_columns
+from meshwright.planner.space import (
+    OF_SHAPES,
+    Column,
+    Nodes,
+    NodeShapes,
+    PartialSpace,
+    ShapeTable,
+)
+from meshwright.simulator.blocks import BlockShape, BlockTable
+from meshwright.simulator.layout import PLAN_FIELDS
+
+# Where one of these is asked for, blocks keep less than by default.
+OF_BLOCKS = ("recompute_layers", "expert_overlap", "offload_layers", "offload_modules")
+SEQUENCES = 1, 2, 4
+FULL = PLAN_FIELDS["recompute"].code(Recompute.FULL)
+
+
+class PartialMemory:
+    """Lower bounds of the live bytes of the fullest rank of partial layouts."""
+
+    def __init__(self, space: PartialSpace, blocks: BlockTable) -> None:
+        self._space = space
+        self._blocks = blocks
+
+    def of(self, parts: Sequence[Nodes], most_bytes: int) -> list[Column]:
+        """Return no more bytes than any layout of each of some nodes has live.
+
+        Args:
+            parts: Nodes, family by family.
+            most_bytes: Of what is found to need more nothing else is looked at.
+        """
+        shapes = [
+            NodeShapes.of(self._space, each, _alike(each), _leanest(each), _of_one)
+            for each in parts
+        ]
+        ones = dict.fromkeys(shape for each in shapes for shape in each.every)
+        sized = [replace(shape, microbatch_size=size) for shape in ones for size in SEQUENCES]
+        self._blocks.prepare(sized, self._space.space.kinds)
+        pairs = zip(parts, shapes, strict=True)
+        return [self._least_bytes(*each, most_bytes) for each in pairs]
+
+    def _least_bytes(self, nodes: Nodes, shapes: NodeShapes, most_bytes: int) -> Column:
+        family = nodes.family
+        every = np.arange(len(nodes.rows))
+        example = nodes.examples(self._space, every)
+        keeps = not any(map(family.limits.asks_for, OF_BLOCKS))
+        saved = self._saved_bytes(shapes, nodes) * keeps
+        passes = PassColumns.with_bytes(example, saved, every, every)
+        table = ShapeTable(shapes.by_choice[0], shapes.group, example.kinds)
+
+        def states_of(rows: Column) -> list[StateColumns]:
+            own, spaces = replace(table, index=table.index[rows]), nodes.sharings(self._space, rows)
+            return [StateColumns.of(each, own, np.arange(len(rows))) for each in spaces]
+
+        return least_of_columns(passes, states_of, most_bytes=most_bytes)
+
+    def _saved_bytes(self, shapes: NodeShapes, nodes: Nodes) -> NDArray[np.int64]:
+        """Return what a pass keeps at least of a block of each kind: ``[nodes, kinds]``."""
+        known = [[self._saved_of(shape) for shape in each] for each in shapes.by_choice]
+        least = np.array(known, np.int64).min(axis=0)
+        one, two, more = np.moveaxis(least[shapes.group], 1, 0)
+        size = nodes.family.columns["microbatch_size"][nodes.rows, None]
+        # What several sequences keep grows evenly with their number.
+        return np.asarray(np.where(size == 1, one, two + (more - two) // 2 * (size - 2)), np.int64)
+
+    def _saved_of(self, shape: BlockShape) -> list[list[int]]:
+        """Return what passes of one, two and four sequences keep of a block of each kind."""
+        sized = [replace(shape, microbatch_size=size) for size in SEQUENCES]
+        kinds = self._space.space.kinds
+        return [[self._blocks.memory(each, kind).saved for kind in kinds] for each in sized]
+
+
+def _alike(nodes: Nodes) -> list[Column]:
+    """Return what nodes have in common whose passes keep as much for as many sequences."""
+    flags = [each > 1 for each in nodes.columns("pp", "dp")]
+    return [*nodes.columns("tp", "cp", "ep", "etp"), *(flag.astype(np.int64) for flag in flags)]
+
+
+def _of_one(shape: BlockShape) -> BlockShape:
+    """Return *shape* for one sequence."""
+    return replace(shape, microbatch_size=1)
+
+
+def _leanest(nodes: Nodes) -> Column:
+    """Return the choices among which passes keep least: all runs again, if it may.
+
+    Then it is the same whatever the kernel.
+    """
+    modes, choices = nodes.family.choices["recompute"], nodes.choices
+    full = choices[modes[choices] == FULL]
+    if len(full):
+        return nodes.differing(full, ["sequence_parallel"])
+    return nodes.differing(choices, OF_SHAPES)
