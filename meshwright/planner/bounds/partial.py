@@ -60,7 +60,7 @@ class PartialBounds:
         known = [prices.block_times(self._costs, every, kind).sum(axis=1) for kind in kinds]
         times = dict(zip(every, np.stack(known, axis=1), strict=True))
         pairs = zip(parts, shapes, strict=True)
-        return [self._of(nodes, _least(each, times)) for nodes, each in pairs]
+        return [self._of(nodes, each.least(times.__getitem__)) for nodes, each in pairs]
 
     def _of(self, nodes: Nodes, times: NDArray[np.int64]) -> Column:
         """Return the bounds of *nodes* whose blocks take such times: ``[nodes, kinds]``."""
@@ -88,19 +88,14 @@ class PartialBounds:
         return with_overhead(longest, overhead_per_million(self._costs.stack))
 
 
-def _least(shapes: NodeShapes, times: dict[BlockShape, NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return the least times of any choice: ``[nodes, kinds]``."""
-    known = [[times[shape] for shape in each] for each in shapes.by_choice]
-    return np.asarray(np.min(known, axis=0)[shapes.group]) if known else np.zeros((0, 0), np.int64)
-
-
 def _deferred(shape: BlockShape) -> BlockShape:
     """Return *shape* whose sums of gradients wait for the last microbatch: no part of others."""
     return replace(shape, defers_sums=True)
 
 
-def _fastest(nodes: Nodes) -> Column:
+def _fastest(nodes: Nodes) -> list[Column]:
     """Return the choices among which blocks are fastest: those that run nothing again, if any."""
     modes, choices = nodes.family.choices["recompute"], nodes.choices
     plain = choices[modes[choices] == NO_RECOMPUTE]
-    return nodes.differing(plain if len(plain) else choices, OF_SHAPES)
+    is_open = len(plain) and nodes.have(plain).all()
+    return nodes.alike(plain if is_open else choices, OF_SHAPES)

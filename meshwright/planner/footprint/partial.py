@@ -60,7 +60,7 @@ class PartialMemory:
         keeps = not any(map(family.limits.asks_for, OF_BLOCKS))
         saved = self._saved_bytes(shapes, nodes) * keeps
         passes = PassColumns.with_bytes(example, saved, every, every)
-        table = ShapeTable(shapes.by_choice[0], shapes.group, example.kinds)
+        table = ShapeTable(shapes.of_groups, shapes.group, example.kinds)
 
         def states_of(rows: Column) -> list[StateColumns]:
             own, spaces = replace(table, index=table.index[rows]), nodes.sharings(self._space, rows)
@@ -70,9 +70,7 @@ class PartialMemory:
 
     def _saved_bytes(self, shapes: NodeShapes, nodes: Nodes) -> NDArray[np.int64]:
         """Return what a pass keeps at least of a block of each kind: ``[nodes, kinds]``."""
-        known = [[self._saved_of(shape) for shape in each] for each in shapes.by_choice]
-        least = np.array(known, np.int64).min(axis=0)
-        one, two, more = np.moveaxis(least[shapes.group], 1, 0)
+        one, two, more = np.moveaxis(shapes.least(self._saved_of), 1, 0)
         size = nodes.family.columns["microbatch_size"][nodes.rows, None]
         # What several sequences keep grows evenly with their number.
         return np.asarray(np.where(size == 1, one, two + (more - two) // 2 * (size - 2)), np.int64)
@@ -95,13 +93,13 @@ def _of_one(shape: BlockShape) -> BlockShape:
     return replace(shape, microbatch_size=1)
 
 
-def _leanest(nodes: Nodes) -> Column:
-    """Return the choices among which passes keep least: all runs again, if it may.
+def _leanest(nodes: Nodes) -> list[Column]:
+    """Return the choices among which passes keep least: all runs again, where it may.
 
     Then it is the same whatever the kernel.
     """
     modes, choices = nodes.family.choices["recompute"], nodes.choices
     full = choices[modes[choices] == FULL]
-    if len(full):
-        return nodes.differing(full, ["sequence_parallel"])
-    return nodes.differing(choices, OF_SHAPES)
+    if len(full) and nodes.have(full).all():
+        return nodes.alike(full, ["sequence_parallel"])
+    return nodes.alike(choices, OF_SHAPES)

@@ -157,9 +157,9 @@ def _below(nodes: Nodes) -> Iterator[Nodes]:
     modes = nodes.family.choices["recompute"][nodes.choices]
     for mode in np.unique(modes):
         choices = nodes.choices[modes == mode]
-        offered = nodes.family.offered[nodes.rows][:, choices].any(axis=(1, 2))
-        if offered.any():
-            yield Nodes(nodes.family, nodes.rows[offered], choices)
+        have = nodes.have(choices)
+        if have.any():
+            yield Nodes(nodes.family, nodes.rows[have], choices)
 
 
 def _chosen(parts: Sequence[Bounded], chooses: Chooses) -> list[Bounded]:
