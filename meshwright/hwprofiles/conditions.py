@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import cache, reduce
 from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, model_validator
-
 from meshwright.hwprofiles.complaints import ProfileError, shown, suggestion
 from meshwright.hwprofiles.units import Flag, Name, Profile, Title
+from meshwright.records import AfterValidator, Field, model_validator
 
 # A number, or a NumPy column of numbers: both compare, and what they compare to combines with "&".
 # This package does without NumPy, so the type is open.

@@ -8,12 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, cast
 
-from pydantic import Field, ValidationError, model_validator
-
-from meshwright.hwprofiles.complaints import ProfileError, one_line, shown, suggestion
+from meshwright.hwprofiles.complaints import ProfileError, shown, suggestion
 from meshwright.hwprofiles.conditions import Condition, Refusal
-from meshwright.hwprofiles.loader import DATA_FOLDER, PROFILE_FILE
-from meshwright.hwprofiles.units import FROM_FILE, Flag, Name, Profile, StackName, Text
+from meshwright.hwprofiles.loader import DATA_FOLDER, PROFILE_FILE, checked
+from meshwright.hwprofiles.units import Flag, Name, Profile, StackName, Text
+from meshwright.records import Field, model_validator
 
 UNSET = "unset"  # a field that is None, where a file has no null
 NULL = "null"  # the same of a framework's own value
@@ -268,7 +267,7 @@ def load_framework(name: str | Path) -> FrameworkProfile:
     ('0.2', '0.3')
     """
     if isinstance(name, Path):
-        return _checked(PROFILE_FILE.read_toml(name), name.name)
+        return checked(FrameworkProfile, _whole(PROFILE_FILE.read_toml(name)), name.name)
     if name not in list_frameworks():
         known = list_frameworks()
         raise ProfileError(f"framework {shown(name)} is unknown; {suggestion(name, known)}")
@@ -277,7 +276,7 @@ def load_framework(name: str | Path) -> FrameworkProfile:
 
 @cache
 def _built_in(name: str) -> FrameworkProfile:
-    return _checked(_read(f"frameworks/{name}.toml"), f"frameworks/{name}.toml")
+    return FrameworkProfile.trusted(_whole(_read(f"frameworks/{name}.toml")))
 
 
 def _read(file: str) -> dict[str, object]:
@@ -287,8 +286,8 @@ def _read(file: str) -> dict[str, object]:
 TABLE_KEYS = tuple(FrameworkTable.model_fields)
 
 
-def _checked(data: Mapping[str, object], file: str) -> FrameworkProfile:
-    """Return a framework; what its file says outside of ``[tables]`` each of its tables has.
+def _whole(data: Mapping[str, object]) -> dict[str, object]:
+    """Return all of a framework; what its file says outside of ``[tables]`` each of its tables has.
 
     What is shared with others stands in a file of ``shared``, whose keys are those of a
     configuration with sections; of options the section is left out, and dashes join words.
@@ -304,10 +303,7 @@ def _checked(data: Mapping[str, object], file: str) -> FrameworkProfile:
         name: _merged(_merged(_with_sections(common, table), usual), table)
         for name, table in tables.items()
     }
-    try:
-        return FrameworkProfile.model_validate(own, context=FROM_FILE)
-    except ValidationError as error:
-        raise ProfileError(f"{file}: {one_line(error)}") from None
+    return own
 
 
 def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:

@@ -2,8 +2,6 @@
 
 from typing import Self
 
-from pydantic import Field, model_validator
-
 from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
 from meshwright.hwprofiles.units import (
@@ -27,6 +25,7 @@ from meshwright.hwprofiles.units import (
     Title,
     format_bytes,
 )
+from meshwright.records import Field, model_validator
 
 
 class EightBitKernels(Profile):

@@ -3,8 +3,6 @@
 import operator
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
-
 from meshwright.hwprofiles.complaints import ProfileError, check_distinct, check_member, listed
 from meshwright.hwprofiles.kinds import (
     Attention,
@@ -39,6 +37,7 @@ from meshwright.hwprofiles.units import (
     Text,
     Title,
 )
+from meshwright.records import Field, model_validator
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]

@@ -4,8 +4,6 @@ import operator
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
-
 from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.conditions import Ruled
 from meshwright.hwprofiles.kinds import (
@@ -30,6 +28,7 @@ from meshwright.hwprofiles.units import (
     PositiveRatio,
     Text,
 )
+from meshwright.records import Field, model_validator
 
 FusedQkv = Literal[True, False, "model"]
 

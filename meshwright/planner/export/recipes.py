@@ -5,9 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import Field, ValidationError
-
-from meshwright.hwprofiles import FileKind, Profile, ProfileError, one_line, shown, suggestion
+from meshwright.hwprofiles import FileKind, Profile, ProfileError, shown, suggestion
+from meshwright.records import Field
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "recipes"
 RECIPE_FILE = FileKind(title="file of recipes", most_bytes=1_000_000)
@@ -77,19 +76,11 @@ def load_recipes(name: str) -> Recipes:
     Args:
         name: Of the framework, with its version: ``megatron-bridge-0.6``.
 
-    Raises:
-        ProfileError: If their file has a mistake.
-
     >>> load_recipes("megatron-bridge-0.6").find("llama31_405b_pretrain_config").model
     'llama3-405b'
     """
     file = f"recipes/{name}.toml"
-    try:
-        read = _File.model_validate(
-            RECIPE_FILE.parse_toml((FOLDER / f"{name}.toml").read_bytes(), file)
-        )
-    except ValidationError as error:
-        raise ProfileError(f"{file}: {one_line(error)}") from None
+    read = _File.trusted(RECIPE_FILE.parse_toml((FOLDER / f"{name}.toml").read_bytes(), file))
     known: dict[str, Recipe] = {}
     for own_name, recipe in read.recipes.items():
         whole = recipe.model_copy(update={"keys": {**read.usual, **recipe.keys}})

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
-from pydantic import TypeAdapter
-
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, changed_facts
 from meshwright.planner.changes import Change
 from meshwright.planner.reports.money import Budget
@@ -22,6 +20,7 @@ from meshwright.planner.search import (
     Unlaunchable,
     Verdict,
 )
+from meshwright.records import Record
 from meshwright.simulator import (
     CONVENTION,
     AsyncRun,
@@ -122,10 +121,15 @@ def _task_fields(result: StepResult | SearchResult, num_gpus: int) -> dict[str, 
 def changed_fields(cluster: Cluster, stack: StackProfile) -> dict[str, Json]:
     """Return what differs from the built-in cluster and stack by the name of the fact, if any."""
     changes = (*changed_facts(stack), *changed_facts(cluster))
+    if not changes:
+        return {}
+    from pydantic import TypeAdapter  # noqa: PLC0415  (few commands change facts)
+
     values = {each.field: {"value": each.value, "built_in": each.built_in} for each in changes}
     # Records become what a plan file holds of them.
-    written = TypeAdapter(object).dump_python(values, mode="json")
-    return {"changed_facts": cast("Json", written)} if values else {}
+    writer = TypeAdapter(object)
+    written = writer.dump_python(values, mode="json", fallback=Record.model_dump)
+    return {"changed_facts": cast("Json", written)}
 
 
 def async_fields(run: AsyncRun) -> dict[str, Json]:

@@ -2,8 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, Strict, model_validator
-
+from meshwright.records import Field, Strict, model_validator
 from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,

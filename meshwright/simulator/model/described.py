@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails
-
 from meshwright.hwprofiles import LINE_RULE, TEXT_RULE, has_controls, nearest_names
+from meshwright.records import Record, model_validator
 from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 # Upper limits: some tenfold above any published model, and low enough that a
 # model's bytes fit a signed 64-bit integer with room for optimizer states.
@@ -16,10 +17,8 @@ MAX_LAYERS = 10_000
 MAX_WIDTH = 262_144
 
 
-class Fields(BaseModel):
+class Fields(Record, strict=True):
     """A table that a person wrote."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
 
 class Model(Fields):
@@ -124,6 +123,8 @@ def parse(kind: type[T], data: Mapping[str, object], *, origin: str) -> T:
         PlanError: If a key is missing, unknown or out of range, or if sizes
             disagree; one line for the first fault found.
     """
+    from pydantic import ValidationError  # noqa: PLC0415  (built-in models are not checked)
+
     try:
         return kind.model_validate(dict(data))
     except ValidationError as error:
@@ -133,7 +134,7 @@ def parse(kind: type[T], data: Mapping[str, object], *, origin: str) -> T:
         raise PlanError(f"{origin}: {_describe(kind, (unknown or faults)[0])}") from None
 
 
-def _describe(kind: type[Model], fault: ErrorDetails) -> str:
+def _describe(kind: type[Model], fault: "ErrorDetails") -> str:
     """Return one line for one fault that pydantic found."""
     loc = fault["loc"]
     key = ".".join(str(part) for part in loc)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
-from pydantic import Field, Strict, model_validator
-
+from meshwright.records import Field, Strict, model_validator
 from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,

@@ -2,8 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
-
+from meshwright.records import Field, model_validator
 from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Fields, ProductSize
 
 MAX_EXPERTS = 16_384

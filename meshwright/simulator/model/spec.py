@@ -1,11 +1,10 @@
 """What a transformer is: the sizes and switches that decide its shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
-
 from meshwright.hwprofiles import LayerFact
+from meshwright.records import Field, model_serializer, model_validator
 from meshwright.simulator.model.derived import FUSED_QKV, derived_sizes, mixed_runs
 from meshwright.simulator.model.described import (
     MAX_LAYERS,
@@ -195,8 +194,8 @@ class ModelSpec(Model):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_usual_width(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        document: dict[str, object] = write(self)
+    def _without_usual_width(self, write: Callable[[Self], dict[str, object]]) -> dict[str, object]:
+        document = write(self)
         if self.has_usual_heads:
             del document["head_dim"]
         return document
