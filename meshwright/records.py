@@ -8,46 +8,43 @@ is first checked, or a record written: what is declared here names what pydantic
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import FrozenInstanceError
-from enum import EnumType, StrEnum
-from functools import partial
-from inspect import get_annotations
+from enum import EnumType
+from functools import cache, partial
+from inspect import get_annotations, isclass
 from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    Self,
-    TypeAlias,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, cast
+
+from typing import dataclass_transform, get_args, get_origin  # isort: skip
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel, GetCoreSchemaHandler
-    from pydantic_core import CoreSchema
+    from pydantic import BaseModel
 
 F = TypeVar("F")
-Read: TypeAlias = Callable[[Any], object]
-NO_LIMITS = {"alias", "default", "default_factory", "exclude_if"}
+Read = Callable[[Any], Any]
 
 
 class Declaration:
     """What pydantic is to make of a field or a method: its name there, and the options of that.
 
-    ``parse`` reads what a file has of a field, where it is not a value that TOML has.
+    A field has a type, and the limits behind that in ``metadata``. ``parse`` reads what a file has
+    of a field, where that is not a value that TOML has.
     """
 
-    parse: Read | None = None
+    annotation: Any = None
+    metadata: tuple[object, ...] = ()
 
     def __init__(self, name: str, *arguments: object, **options: Any) -> None:  # noqa: ANN401
         """Note what is asked for."""
+        self.parse: Read | None = options.pop("parse", None)
         self.name, self.arguments, self.options = name, arguments, options
+        self.default, self.alias = options.get("default", ...), options.get("alias")
+
+    def of(self, kind: Any) -> Self:  # noqa: ANN401  (of any type)
+        """Return it as that of a field with an annotation."""
+        parts = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+        limits = [self] * bool(self.options.keys() - {"alias", "default", "exclude_if"})
+        self.annotation, self.metadata = parts[0], (*parts[1:], *limits)
+        return self
 
     def made(self) -> Any:  # noqa: ANN401  (one of many classes)
         """Return what pydantic makes of it."""
@@ -55,21 +52,23 @@ class Declaration:
 
         return getattr(pydantic, self.name)(*self.arguments, **self.options)
 
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: "GetCoreSchemaHandler"
-    ) -> "CoreSchema":
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:  # noqa: ANN401
         """Return the schema of a type that has this behind it in ``Annotated``."""
         made = self.made()
-        if hasattr(made, "__get_pydantic_core_schema__"):
-            schema: CoreSchema = made.__get_pydantic_core_schema__(source, handler)
-            return schema
-        return handler.generate_schema(Annotated[source, made])
+        schema = getattr(made, "__get_pydantic_core_schema__", None)
+        if schema is None:
+            return handler.generate_schema(Annotated[source, made])
+        return schema(source, handler)
 
 
-def Field(default: object = ..., **options: Any) -> Any:  # noqa: ANN401, N802  (as in pydantic)
+def Field(default: Any = ..., **options: Any) -> Any:  # noqa: ANN401, N802  (as in pydantic)
     """Declare the default of a field, its name in files and its limits."""
-    usual = {} if default is ... else {"default": default}
-    return Declaration("Field", **usual, **options)
+    return Declaration("Field", **options, **({} if default is ... else {"default": default}))
+
+
+def rare(usual: Any, **options: Any) -> Any:  # noqa: ANN401  (a field of any type)
+    """Declare a field that is written down and shown only where it is not as *usual*."""
+    return Field(usual, exclude_if=lambda value: bool(value == usual), **options)
 
 
 AfterValidator = partial(Declaration, "AfterValidator")
@@ -77,69 +76,41 @@ Strict = partial(Declaration, "Strict")
 WrapValidator = partial(Declaration, "WrapValidator")
 
 
-def model_validator(*, mode: Literal["before", "wrap", "after"]) -> Callable[[F], F]:
-    """Declare a method that checks a whole record, or fills in what its file leaves out."""
-    return partial(_declare, Declaration("model_validator", mode=mode))
+def _method(name: str, *, mode: str) -> Callable[[F], F]:
+    def declare(method: Any) -> Any:  # noqa: ANN401  (a function, or a classmethod)
+        method.declaration = Declaration(name, mode=mode)
+        return method
+
+    return declare
 
 
-def model_serializer(*, mode: Literal["wrap"]) -> Callable[[F], F]:
-    """Declare a method that writes a record."""
-    return partial(_declare, Declaration("model_serializer", mode=mode))
-
-
-def _declare(declaration: Declaration, method: F) -> F:
-    setattr(method, "declaration", declaration)  # noqa: B010  (of a function, or a classmethod)
-    return method
-
-
-class RecordField(NamedTuple):
-    """A field: its type, the limits behind that, its name in files, and its default or ``...``."""
-
-    annotation: Any
-    metadata: tuple[object, ...]
-    alias: str | None
-    default: Any
-    declaration: Declaration
-
-    @classmethod
-    def of(cls, kind: Any, declared: Any) -> Self:  # noqa: ANN401  (of any type)
-        """Return the field of an annotation, and of what stands behind it in a class."""
-        if not isinstance(declared, Declaration):
-            declared = Field(declared)
-        options = declared.options
-        annotation, *limits = get_args(kind) if get_origin(kind) is Annotated else (kind,)
-        limits += [declared] * bool(options.keys() - NO_LIMITS)
-        make = options.get("default_factory", lambda: options.get("default", ...))
-        return cls(annotation, tuple(limits), options.get("alias"), make(), declared)
+model_serializer = partial(_method, "model_serializer")
+model_validator = partial(_method, "model_validator")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Record:
     """A frozen record; options of its class are further ones of pydantic's ConfigDict."""
 
-    model_fields: ClassVar[Mapping[str, RecordField]] = {}
-    config: ClassVar[Mapping[str, bool | str]] = {"frozen": True, "extra": "forbid"}
+    model_fields: ClassVar[Mapping[str, Declaration]] = {}
+    config: ClassVar[Mapping[str, Any]] = {"frozen": True, "extra": "forbid", "defer_build": True}
     _fills: ClassVar[tuple[str, ...]] = ()
-    _model: ClassVar["type[BaseModel]"]
-    _reads: ClassVar[Mapping[str, tuple[str, Read | None, object]]]
 
     def __init_subclass__(cls, **config: bool) -> None:
         """Note the fields that a class declares."""
         super().__init_subclass__()
-        own = {
-            name: RecordField.of(kind, vars(cls).get(name, ...))
-            for name, kind in get_annotations(cls).items()
-            if getattr(kind, "__origin__", None) is not ClassVar
-        }
-        for name in own.keys() & vars(cls).keys():
-            delattr(cls, name)
-        fills = (
-            name
-            for name, each in vars(cls).items()
-            if getattr(each, "declaration", None) and each.declaration.options["mode"] == "before"
-        )
-        cls._fills = (*fills, *cls._fills)  # what is declared last is the first that runs
+        own, members = {}, dict(vars(cls))
+        for name, kind in get_annotations(cls).items():
+            if getattr(kind, "__origin__", None) is not ClassVar:
+                declared = members.get(name, ...)
+                field = declared if isinstance(declared, Declaration) else Field(declared)
+                own[name] = field.of(kind)
+                if name in members:
+                    delattr(cls, name)
         cls.model_fields, cls.config = {**cls.model_fields, **own}, {**cls.config, **config}
+        methods = {name: each for name, each in members.items() if hasattr(each, "declaration")}
+        fills = [name for name in methods if methods[name].declaration.options["mode"] == "before"]
+        cls._fills = (*fills, *cls._fills)  # what is declared last runs first
 
     def __init__(self, **values: Any) -> None:  # noqa: ANN401  (each of its field's type)
         """Check *values*; raises pydantic's ValidationError."""
@@ -155,19 +126,20 @@ class Record:
     @classmethod
     def trusted(cls, data: Mapping[str, object]) -> Self:
         """Return the record that a file of this package describes, unchecked."""
-        if "_reads" not in vars(cls):
-            cls._reads = {
-                name: (field.alias or name, _read(field.annotation, *field.metadata), field.default)
-                for name, field in cls.model_fields.items()
-            }
         for fill in cls._fills:
             data = getattr(cls, fill)(data)
+        reads = cls._reads().items()
         return cls._of(
-            {
-                name: (data[key] if read is None else read(data[key])) if key in data else default
-                for name, (key, read, default) in cls._reads.items()
-            }
+            {name: read(data[key]) if key in data else usual for name, (key, read, usual) in reads}
         )
+
+    @classmethod
+    @cache
+    def _reads(cls) -> Mapping[str, tuple[str, Read, object]]:
+        return {
+            name: (field.alias or name, _read(field.annotation, *field.metadata), field.default)
+            for name, field in cls.model_fields.items()
+        }
 
     @classmethod
     def _of(cls, values: Mapping[str, object]) -> Self:
@@ -184,25 +156,36 @@ class Record:
         return self.checked_model().model_construct(**vars(self)).model_dump(**options)
 
     @classmethod
+    @cache
     def checked_model(cls) -> "type[BaseModel]":
-        """Return the pydantic model of the same fields and methods, of which values are made."""
-        if "_model" not in vars(cls):
-            cls._model = _model(cls)
-        return cls._model
+        """Return the pydantic model of the same fields and methods."""
+        from pydantic import BaseModel
+
+        kinds: dict[str, object] = {}
+        members: dict[str, Any] = {}
+        for base in cls.__mro__[cls.__mro__.index(Record) - 1 :: -1]:
+            kinds |= get_annotations(base)
+            members |= {name: each for name, each in vars(base).items() if name[:2] != "__"}
+        methods = [(name, each) for name, each in members.items() if hasattr(each, "declaration")]
+        members |= {name: each.declaration.made()(_whole(each)) for name, each in methods}
+        members = {name: each for name, each in members.items() if name not in vars(Record)}
+        members |= {name: field.made() for name, field in cls.model_fields.items()}
+        members |= {"__module__": cls.__module__, "__annotations__": kinds}
+        members["model_config"] = cls.config
+        made: Any = type(BaseModel)(cls.__name__, (BaseModel,), members)  # type: ignore[misc]
+        return cast("type[BaseModel]", made)
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, _source: object, handler: "GetCoreSchemaHandler"
-    ) -> "CoreSchema":
+    def __get_pydantic_core_schema__(cls, _source: Any, handler: Any) -> Any:  # noqa: ANN401
         """Return how pydantic reads and writes it where it is part of something else."""
         from pydantic_core import core_schema
 
         model = cls.checked_model()
 
-        def read(value: object, check: Callable[[object], object]) -> object:
+        def read(value: object, check: Read) -> object:
             return value if isinstance(value, cls) else cls._of(vars(check(value)))
 
-        def write(record: Record, written: Callable[[object], object]) -> object:
+        def write(record: Record, written: Read) -> object:
             return written(model.model_construct(**vars(record)))
 
         schema = handler(model)
@@ -231,62 +214,42 @@ class Record:
         return f"{type(self).__name__}({values})"
 
 
-def _model(record: type[Record]) -> "type[BaseModel]":
-    from pydantic import BaseModel, ConfigDict
+def _whole(method: Any) -> Any:  # noqa: ANN401  (a function, or a classmethod)
+    """Return a method as pydantic has it: a check returns the record."""
+    if method.declaration.options["mode"] != "after":
+        return method
 
-    kinds: dict[str, object] = {}
-    members: dict[str, Any] = {}
-    for base in record.__mro__[record.__mro__.index(Record) - 1 :: -1]:
-        kinds |= get_annotations(base)
-        members |= {name: each for name, each in vars(base).items() if not name.startswith("__")}
-    members = {name: each for name, each in members.items() if name not in vars(Record)}
-    for name, member in members.items():
-        if isinstance(declared := getattr(member, "declaration", None), Declaration):
-            members[name] = declared.made()(member)
-    members |= {name: field.declaration.made() for name, field in record.model_fields.items()}
-    members |= {"__module__": record.__module__, "__annotations__": kinds}
-    members["model_config"] = ConfigDict(**record.config, defer_build=True)  # type: ignore[typeddict-item]
-    metaclass: Any = type(BaseModel)
-    made: type[BaseModel] = metaclass(record.__name__, (BaseModel,), members)
-    return made
+    def check(self: F) -> F:
+        method(self)
+        return self
+
+    return check
 
 
-def _read(kind: Any, *limits: object) -> Read | None:  # noqa: ANN401, PLR0911  (of any type)
-    """Return what makes a value of a type of what TOML has for it; None where that is one."""
+def _read(kind: Any, *limits: object) -> Read:  # noqa: ANN401, PLR0911  (of any type)
+    """Return what makes a value of a type of what TOML has for it."""
+    for each in limits:
+        if isinstance(each, Declaration) and each.parse:
+            return each.parse
     origin, parts = get_origin(kind), get_args(kind)
-    parse = next(
-        (each.parse for each in limits if isinstance(each, Declaration) and each.parse), None
-    )
-    if parse is not None:
-        return parse
     if origin is Annotated:
         return _read(*parts)
     if origin in (Union, UnionType):
         others = [part for part in parts if part is not NoneType]
-        return _read(others[0]) if len(others) == 1 else None
-    if origin is Literal:
-        return type(parts[0]) if isinstance(parts[0], StrEnum) else None
+        return _read(*others) if len(others) == 1 else _same
     if origin is tuple:
-        return partial(_items, _read(parts[0]) or _same)
+        item = _read(parts[0])
+        return lambda items: tuple(map(item, items))
     if origin is dict:
-        key, value = (_read(part) or _same for part in parts)
-        return partial(_table, key, value)
-    if isinstance(kind, type) and issubclass(kind, Record):
-        return partial(_record, kind)
-    return kind if kind is float or isinstance(kind, EnumType) else None
+        key, value = map(_read, parts)
+        return lambda table: {key(word): value(each) for word, each in table.items()}
+    if origin is Literal:
+        kind = type(parts[0])
+    if isclass(kind) and issubclass(kind, Record):
+        record = kind
+        return lambda data: data if isinstance(data, Record) else record.trusted(data)
+    return kind if kind is float or isinstance(kind, EnumType) else _same
 
 
 def _same(value: object) -> object:
     return value
-
-
-def _items(read: Read, values: list[object]) -> tuple[object, ...]:
-    return tuple(map(read, values))
-
-
-def _table(key: Read, read: Read, table: dict[str, object]) -> dict[object, object]:
-    return {key(word): read(value) for word, value in table.items()}
-
-
-def _record(kind: type[Record], data: Any) -> Record:  # noqa: ANN401  (a table, or the record)
-    return data if isinstance(data, Record) else kind.trusted(data)

@@ -1,6 +1,7 @@
 """Read profiles: the built-in ones by name, a user's by path."""
 # ruff: noqa: PLC0415 (pydantic checks a user's alone)
 
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -115,17 +116,17 @@ def load_cluster(name: str | Path | Cluster) -> Cluster:
 
 @cache
 def _built_in_device(name: str) -> Device:
-    return Device.trusted(read_built_in("devices", name))
+    return Device.trusted(read_built_in(f"devices/{name}"))
 
 
 @cache
 def _built_in_link(name: str) -> Link:
-    return Link.trusted(read_built_in("links", name))
+    return Link.trusted(read_built_in(f"links/{name}"))
 
 
 @cache
 def _built_in_cluster(name: str) -> Cluster:
-    data = read_built_in("clusters", name)
+    data = read_built_in(f"clusters/{name}")
     parts = {key: load(str(data[key])) for key, load in PARTS.items() if key in data}
     return Cluster.trusted(data | parts)
 
@@ -151,10 +152,9 @@ def _known_name(folder: str, name: str) -> str:
     return name
 
 
-def read_built_in(folder: str, name: str) -> dict[str, object]:
-    """Return what a built-in file says."""
-    content = (DATA_FOLDER / folder / f"{name}.toml").read_bytes()
-    return PROFILE_FILE.parse_toml(content, f"{folder}/{name}.toml")
+def read_built_in(name: str) -> dict[str, object]:
+    """Return what a built-in file says, as ``links/nvlink3``."""
+    return tomllib.loads((DATA_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def checked(model: type[P], data: Mapping[str, object], file: str) -> P:

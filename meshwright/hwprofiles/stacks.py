@@ -9,7 +9,6 @@ from meshwright.hwprofiles.complaints import ProfileError, shown, shown_path, su
 from meshwright.hwprofiles.conditions import Refusal
 from meshwright.hwprofiles.kinds import LayerFact
 from meshwright.hwprofiles.loader import (
-    DATA_FOLDER,
     PROFILE_FILE,
     checked,
     is_path,
@@ -189,11 +188,8 @@ def common_refusals() -> Mapping[str, Refusal]:
     >>> common_refusals()["offload-of-divided-experts"].field
     'offload'
     """
-    content = (DATA_FOLDER / "refused.toml").read_bytes()
-    data = PROFILE_FILE.parse_toml(content, "refused.toml")
-    return {
-        name: Refusal.trusted(cast("Mapping[str, object]", table)) for name, table in data.items()
-    }
+    tables = cast("Mapping[str, dict[str, object]]", read_built_in("refused"))
+    return {name: Refusal.trusted(table) for name, table in tables.items()}
 
 
 @cache
@@ -203,7 +199,7 @@ def _built_in_stack(name: str) -> StackProfile:
 
 @cache
 def _stack_file(framework: str) -> StackFile:
-    data = read_built_in("stacks", framework)
+    data = read_built_in(f"stacks/{framework}")
     release = str(data.pop("release"))
     releases = cast("dict[str, dict[str, object]]", data.pop("releases", {}))
     aliases = cast("dict[str, dict[str, object]]", data.pop("aliases", {}))

@@ -289,9 +289,7 @@ def _quantity(parse: Callable[[str], float], example: str) -> Declaration:
         except ValidationError:  # units refuse all that is negative or too large: this is zero
             raise ProfileError(f"{shown(value)} is not allowed; it must be more than 0") from None
 
-    validator = WrapValidator(read)
-    validator.parse = parse
-    return validator
+    return WrapValidator(read, parse=parse)
 
 
 def _undirected(text: str) -> float:

@@ -1,11 +1,12 @@
 """Models that torchtitan has in code, by name and flavor."""
 
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from meshwright.hwprofiles import FileKind, Profile
+from meshwright.hwprofiles import Profile
 from meshwright.planner.tables import Facts, FileWords, Keys, Roles
 from meshwright.records import Field
 from meshwright.simulator import ModelSpec, PlanError, load_model
@@ -13,7 +14,6 @@ from meshwright.simulator.model import parse_model
 
 DEGREE, LENGTH = "parallelism.pipeline_parallel_degree", "training.seq_len"
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "flavors"
-FLAVOR_FILE = FileKind(title="file of flavors", most_bytes=1_000_000)
 # What all of its transformers have.
 LIKE_LLAMA: Mapping[str, object] = {
     "positions": "rotary",
@@ -33,7 +33,7 @@ class _Models(Profile):
     """Flavors of one model: sizes by name, under those that all of them have."""
 
     has_pipelines: bool = True
-    usual: Sizes = Field(default_factory=dict)
+    usual: Sizes = Field({})
     flavors: dict[str, Sizes]
 
     def sizes(self, flavor: str) -> dict[str, object]:
@@ -66,8 +66,7 @@ def load_flavors() -> Flavors:
     >>> sorted(load_flavors().models)
     ['deepseek_v3', 'llama3', 'llama4', 'qwen3']
     """
-    file = FOLDER / "torchtitan.toml"
-    return Flavors.trusted(FLAVOR_FILE.parse_toml(file.read_bytes(), f"flavors/{file.name}"))
+    return Flavors.trusted(tomllib.loads((FOLDER / "torchtitan.toml").read_text(encoding="utf-8")))
 
 
 def flavor_model(name: str, flavor: str, seq_len: int) -> ModelSpec:

@@ -1,6 +1,6 @@
 """What a chain is: linear layers one after the other, listed with their shapes."""
 
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from meshwright.records import Field, Strict, model_validator
 from meshwright.simulator.model.described import (
@@ -120,7 +120,7 @@ class ChainModel(ListedModel[LinearLayer]):
         return tuple(ProductSize("width of a layer", size) for size in widths)
 
     @model_validator(mode="after")
-    def _check_shapes(self) -> Self:
+    def _check_shapes(self) -> None:
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"linear lists {self.num_layers} layers; allowed: {MAX_LAYERS}")
         for index, run in enumerate(self.linear):
@@ -135,4 +135,3 @@ class ChainModel(ListedModel[LinearLayer]):
                     f"linear.{index}.inputs={run.inputs} does not follow the outputs of the layer "
                     f"before; allowed: {wanted}"
                 )
-        return self

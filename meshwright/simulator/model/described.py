@@ -1,7 +1,7 @@
 """What all kinds of models have in common: a name, a source, strict reading, one line a fault."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, TypeVar, get_args
 
 from meshwright.hwprofiles import LINE_RULE, TEXT_RULE, has_controls, nearest_names
 from meshwright.records import Record, model_validator
@@ -46,7 +46,7 @@ class Model(Fields):
         return {"title": data["name"], **data}
 
     @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _check_names(self) -> None:
         for field in type(self).model_fields:
             text = getattr(self, field)
             if not isinstance(text, str):
@@ -55,7 +55,6 @@ class Model(Fields):
                 raise ValueError(f"{field}={shorten(text)} must {LINE_RULE}")
             if has_controls(text):
                 raise ValueError(f"{field}={shorten(text)} must {TEXT_RULE}")
-        return self
 
 
 class ProductSize(NamedTuple):

@@ -1,7 +1,7 @@
 """What a residual network for images is: its stem, runs of bottleneck blocks, and its classes."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from meshwright.records import Field, Strict, model_validator
 from meshwright.simulator.model.described import (
@@ -155,10 +155,9 @@ class ImageModel(ListedModel[Bottleneck]):
         return ()
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> Self:
+    def _check_blocks(self) -> None:
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"blocks hold {self.num_layers} in all; allowed: {MAX_LAYERS}")
-        return self
 
 
 def _normalised(name: str, outputs: int, inputs: int, kernel: int) -> tuple[Weight, ...]:
