@@ -191,13 +191,13 @@ class RandomWork:
         if self.kind in ("at the ends", "each pass"):
             gathers, reductions = self.segments(), self.segments()
             every = self.kind == "each pass"
-            made = replace(made, gathers=gathers, reductions=reductions, reduces_each_pass=every)
+            made = made._replace(gathers=gathers, reductions=reductions, reduces_each_pass=every)
             forward_ps = sum(each.compute_ps for each in gathers)
             backward_ps = sum(each.compute_ps for each in reductions)
-            return replace(made, forward_ps=forward_ps, backward_ps=backward_ps)
+            return made._replace(forward_ps=forward_ps, backward_ps=backward_ps)
         if self.kind == "units":
             units = tuple(self.unit() for _ in range(self.num_parts))
-            return replace(made, forward_units=units, backward_units=units[::-1])
+            return made._replace(forward_units=units, backward_units=units[::-1])
         return made
 
     def work(self) -> StepWork:

@@ -5,7 +5,6 @@ No wall-clock figure and no order of a set enters a document: equal results give
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, changed_facts
@@ -191,7 +190,7 @@ def stage_fields(stage: StageMemory) -> dict[str, Json]:
 
 def run_fields(budget: Budget, result: StepResult) -> dict[str, Json]:
     """Return days, GPU hours and cost of a whole training run."""
-    return asdict(budget.run(result))
+    return budget.run(result)._asdict()
 
 
 def search_document(

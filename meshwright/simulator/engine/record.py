@@ -73,8 +73,7 @@ class Span(NamedTuple):
     microbatch: int = -1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStreams:
+class RankStreams(NamedTuple):
     """The streams of one rank, each in order of time and without overlap.
 
     Args:

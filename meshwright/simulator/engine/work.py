@@ -14,8 +14,7 @@ from meshwright.simulator.schedules import NO_REFETCHES, Action, Periodic, Refet
 MAX_PASSES = 500_000
 
 
-@dataclass(frozen=True, slots=True)
-class PassSegment:
+class PassSegment(NamedTuple):
     """A part of a pass between two data-parallel collectives, or runs of them.
 
     In a forward pass the collective must end before the segment starts (parameter gather); in
@@ -83,16 +82,14 @@ def num_gathers(
     return num_microbatches if stays else 2 * num_microbatches
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What a stage sends on: time on the sender's port, and time until the receiver may start."""
 
     occupy_ps: int = 0
     delay_ps: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VirtualStageWork:
+class VirtualStageWork(NamedTuple):
     """One virtual stage of a rank.
 
     Args:
