@@ -235,7 +235,7 @@ class RandomWork:
 
 def whole(work: StepWork) -> StepWork:
     """Return *work* with orders of which no part is known to come again."""
-    return replace(work, actions=[list(order) for order in work.actions])
+    return work._replace(actions=[list(order) for order in work.actions])
 
 
 def test_random_works_take_the_times_of_a_whole_run() -> None:
@@ -390,7 +390,7 @@ def test_a_million_microbatches_take_as_much_more_as_a_thousand() -> None:
         work = build_step(
             long_job(count), resolve(long_job(count), cluster, stack, plan), costs
         ).work
-        return simulate_folded(replace(work, overhead_per_million=0)).step_ps
+        return simulate_folded(work._replace(overhead_per_million=0)).step_ps
 
     cluster, stack = load_cluster("dgx-a100"), load_stack("megatron-core")
     costs = CostModel(cluster, stack, 4)

@@ -89,8 +89,7 @@ class RankStreams(NamedTuple):
     data_parallel: tuple[Span, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimes:
+class RankTimes(NamedTuple):
     """When one rank did what.
 
     Args:
