@@ -1,8 +1,8 @@
 """Records that files hold: each field is declared once, and what a user writes pydantic checks.
 
-Files of this package are read unchecked (`Record.trusted`), as a test holds that checked they give
-the same. So pydantic, whose import takes longer than such files, is imported when something else
-is first checked, or a record written: what is declared here names what pydantic has.
+Files of this package are read unchecked (`Record.trusted`): a test holds that checked they give the
+same. pydantic, whose import takes longer than all of them, is imported when something else is first
+checked, or a record written; what is declared here names what pydantic has.
 """
 # ruff: noqa: PLC0415
 
@@ -72,7 +72,6 @@ def rare(usual: Any, **options: Any) -> Any:  # noqa: ANN401  (a field of any ty
 
 
 AfterValidator = partial(Declaration, "AfterValidator")
-Strict = partial(Declaration, "Strict")
 WrapValidator = partial(Declaration, "WrapValidator")
 
 
@@ -114,7 +113,7 @@ class Record:
 
     def __init__(self, **values: Any) -> None:  # noqa: ANN401  (each of its field's type)
         """Check *values*; raises pydantic's ValidationError."""
-        vars(self).update(self.model_validate(values))
+        vars(self).update(vars(self.model_validate(values)))
 
     @classmethod
     def model_validate(cls, data: object, *, context: object = None) -> Self:

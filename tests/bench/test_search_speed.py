@@ -31,7 +31,7 @@ MOST_LOOPS = [14.0, 10.0, 10.0]
 STARTS = {
     "--version": 0.25,
     "--help": 0.5,
-    "search gpt2 --cluster dgx-a100 --gpus 8 --global-batch 64": 5.0,
+    "search gpt2 --cluster dgx-a100 --gpus 8 --global-batch 64": 4.5,
 }
 SPACE_SIZE = re.compile(rb"over ([\d,]+) layouts")
 # The main job with two GPUs a sequence, on ever more GPUs: thousandfold, and much the same space.

@@ -1,8 +1,8 @@
 """What a chain is: linear layers one after the other, listed with their shapes."""
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-from meshwright.records import Field, Strict, model_validator
+from meshwright.records import Field, model_validator
 from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -69,7 +69,7 @@ class ChainModel(ListedModel[LinearLayer]):
     name: str = Field(min_length=1, max_length=200)
     kind: Literal["chain"]
     title: str = Field(default="", min_length=1, max_length=200)
-    linear: Annotated[tuple[LinearRun, ...], Strict(strict=False)] = Field(min_length=1)
+    linear: tuple[LinearRun, ...] = Field(min_length=1, strict=False)
     source: str = "not given"
 
     @property

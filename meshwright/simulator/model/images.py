@@ -1,9 +1,9 @@
 """What a residual network for images is: its stem, runs of bottleneck blocks, and its classes."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from meshwright.records import Field, Strict, model_validator
+from meshwright.records import Field, model_validator
 from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -99,7 +99,7 @@ class ImageModel(ListedModel[Bottleneck]):
     channels: int = Field(default=3, ge=1, le=MAX_WIDTH)
     stem_channels: int = Field(ge=1, le=MAX_WIDTH)
     num_classes: int = Field(ge=1, le=MAX_WIDTH)
-    blocks: Annotated[tuple[BottleneckRun, ...], Strict(strict=False)] = Field(min_length=1)
+    blocks: tuple[BottleneckRun, ...] = Field(min_length=1, strict=False)
     source: str = "not given"
 
     @property
