@@ -6,7 +6,7 @@ checked, or a record written; what is declared here names what pydantic has.
 """
 # ruff: noqa: PLC0415
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import FrozenInstanceError
 from enum import EnumType
 from functools import cache, partial
@@ -169,10 +169,9 @@ class Record:
         members |= {name: each.declaration.made()(_whole(each)) for name, each in methods}
         members = {name: each for name, each in members.items() if name not in vars(Record)}
         members |= {name: field.made() for name, field in cls.model_fields.items()}
-        members |= {"__module__": cls.__module__, "__annotations__": kinds}
-        members["model_config"] = cls.config
-        made: Any = type(BaseModel)(cls.__name__, (BaseModel,), members)  # type: ignore[misc]
-        return cast("type[BaseModel]", made)
+        own = {"__module__": cls.__module__, "__annotations__": kinds, "model_config": cls.config}
+        metaclass: Any = type(BaseModel)
+        return cast("type[BaseModel]", metaclass(cls.__name__, (BaseModel,), members | own))
 
     @classmethod
     def __get_pydantic_core_schema__(cls, _source: Any, handler: Any) -> Any:  # noqa: ANN401
@@ -203,13 +202,9 @@ class Record:
         """Return a number of all values."""
         return hash(tuple(vars(self).values()))
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Return names with values, of which ``dict`` makes a table."""
-        return iter(vars(self).items())
-
     def __repr__(self) -> str:
         """Return its type and values."""
-        values = ", ".join(f"{name}={value!r}" for name, value in self)
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({values})"
 
 

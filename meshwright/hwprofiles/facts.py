@@ -112,7 +112,7 @@ def _in_format(stack: StackProfile, path: Sequence[str]) -> StackProfile:
     precision = stack.parameter_precision
     if list(path) != ["parameter_precision"] or precision not in stack.parameter_precisions:
         return stack
-    return stack.model_copy(update=half_weight_facts(dict(stack), precision))
+    return stack.model_copy(update=half_weight_facts(vars(stack), precision))
 
 
 def changed_facts(profile: Cluster | StackProfile) -> tuple[ChangedFact, ...]:
