@@ -4,11 +4,9 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 import meshwright
 from meshwright import (
@@ -131,17 +129,6 @@ def test_version_imports_nothing_heavy() -> None:
 def test_search_imports_no_tables_no_pictures_and_no_readers_of_configurations() -> None:
     readers = "meshwright.simulator.model.huggingface.llama"
     assert not imported([*SEARCH, "--json", "-"]) & {"pandas", "matplotlib", "torch", readers}
-
-
-def test_no_schema_is_built_before_something_is_checked_by_it() -> None:
-    def kinds(base: type[BaseModel]) -> Iterator[type[BaseModel]]:
-        for kind in base.__subclasses__():
-            yield kind
-            yield from kinds(kind)
-
-    ours = [each for each in kinds(BaseModel) if re.match(r"meshwright\.[^v]", each.__module__)]
-    assert meshwright.ModelSpec in ours
-    assert [each for each in ours if not each.model_config.get("defer_build")] == []
 
 
 def test_version_is_printed(run: Runner) -> None:

@@ -20,7 +20,6 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel
 from rich.console import Group
 from rich.text import Text
 
@@ -50,6 +49,7 @@ from meshwright.planner.tables import (
     slurm_script,
     tyro_options,
 )
+from meshwright.records import Record
 from meshwright.simulator import PlanError, list_models, load_model
 from meshwright.simulator.model import AnyModel, parse_any_model
 from meshwright.validate.calibration.fit.profile_files import device_toml, link_toml
@@ -107,7 +107,7 @@ def texts_of(kind: object, value: object, route: ROUTE) -> Iterator[tuple[str, R
     """Yield the free texts of a document of a type: the field, and the way there."""
     if kind is str:
         yield "", route
-    elif isinstance(kind, type) and issubclass(kind, BaseModel):
+    elif isinstance(kind, type) and issubclass(kind, Record):
         # A condition is no free text: tests/hwprofiles/test_conditions.py.
         free = {name: each for name, each in kind.model_fields.items() if name != "when"}
         for name, field in free.items():
@@ -181,7 +181,7 @@ PLANS = {
 }
 DOCUMENTS = {words: written_out(words) for words in dict.fromkeys(sum(PLANS.values(), ()))}
 FIRST = next(iter(DOCUMENTS.values()))
-KINDS: dict[str, tuple[type[BaseModel], ...]] = {
+KINDS: dict[str, tuple[type[Record], ...]] = {
     "model": get_args(AnyModel),
     "cluster": (Cluster,),
     "stack": (StackProfile,),
@@ -200,7 +200,7 @@ def routes(document: dict[str, Any]) -> dict[str, list[ROUTE]]:
 CHAIN = {"name": "x", "kind": "chain", "linear": [{"inputs": 5, "outputs": 8}]}
 
 
-def samples() -> list[BaseModel]:
+def samples() -> list[Record]:
     """Return all built-in profiles and models, and a model of each kind that has none."""
     return [
         *map(load_cluster, list_clusters()),

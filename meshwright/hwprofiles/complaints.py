@@ -8,10 +8,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 MAX_SHOWN_LENGTH = 60
 _MAP_KEY: Final = "[key]"  # how pydantic marks a mistake in a key of a table
@@ -43,9 +44,10 @@ class ProfileError(ValueError):
     """
 
 
-def one_line(error: ValidationError) -> str:
+def one_line(error: "ValidationError") -> str:
     """Return the first mistake of *error* as ``KEY: what is wrong; what is allowed``.
 
+    >>> from pydantic import ValidationError
     >>> from meshwright.hwprofiles.schema import MemoryKernels
     >>> try:
     ...     MemoryKernels.model_validate({"bandwidth_fraction": 1.5, "kind": "fitted"})
@@ -69,7 +71,7 @@ def one_line(error: ValidationError) -> str:
     return f"{key}: {text}" if key else text
 
 
-def _mistake(details: ErrorDetails, context: Mapping[str, object]) -> str:
+def _mistake(details: "ErrorDetails", context: Mapping[str, object]) -> str:
     wanted = _SUBJECT.sub("", " ".join(details["msg"].split()))
     for python_word, toml_word in _TOML_WORDS.items():
         wanted = wanted.replace(python_word, toml_word)

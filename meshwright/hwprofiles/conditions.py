@@ -9,12 +9,11 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, reduce
-from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias
-
-from pydantic import AfterValidator, Field, model_validator
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 from meshwright.hwprofiles.complaints import ProfileError, shown, suggestion
 from meshwright.hwprofiles.units import Flag, Name, Profile, Title
+from meshwright.records import AfterValidator, model_validator, rare
 
 # A number, or a NumPy column of numbers: both compare, and what they compare to combines with "&".
 # This package does without NumPy, so the type is open.
@@ -249,7 +248,7 @@ class Rule(Profile):
     """
 
     why: Title | Literal[""] = ""
-    modelled: Flag = Field(default=True, exclude_if=operator.truth)
+    modelled: Flag = rare(usual=True)
 
     def words(self, framework: str = "") -> str:
         """Return the rule in words, empty where it says nothing.
@@ -296,17 +295,16 @@ class Ruled(Profile):
         refused: Plans that it does not run, by a name that a stack based on it may say anew.
     """
 
-    ruled_by: Title | Literal[""] = Field(default="", exclude_if=operator.not_)
-    rules: dict[Name, Rule] = Field(default={}, exclude_if=operator.not_)
-    refused: dict[Name, Refusal] = Field(default={}, exclude_if=operator.not_)
+    ruled_by: Title | Literal[""] = rare("")
+    rules: dict[Name, Rule] = rare({})
+    refused: dict[Name, Refusal] = rare({})
 
     @model_validator(mode="after")
-    def _check_rules(self) -> Self:
+    def _check_rules(self) -> None:
         known = list(type(self).model_fields)
         for name in self.rules:
             if name not in known:
                 raise ProfileError(f"rules: {name} is no trait; {suggestion(name, known)}")
-        return self
 
     def rule(self, trait: str) -> str:
         """Return why a list or a switch offers no more, in words; empty where nothing says it."""

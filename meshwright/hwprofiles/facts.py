@@ -4,14 +4,12 @@ A key is written as the fact stands in its file, after the name of the table or 
 ``loss``, ``fitted.kernel_gap``, ``devices_per_node``, ``device.gemm.plateau_fraction``,
 ``inter_node.bandwidth``.  A list counts from 1: ``intra_node.collectives.1.busbw``.
 """
-# ruff: noqa: PLC0415 (few commands write TOML)
+# ruff: noqa: PLC0415 (few commands change facts, or write TOML)
 
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast, get_args, get_origin
-
-from pydantic import TypeAdapter, ValidationError
 
 from meshwright.hwprofiles.complaints import (
     ProfileError,
@@ -87,6 +85,10 @@ def with_facts(
     >>> str(stack.loss), cluster.device.num_sms
     ('fused', 96)
     """
+    if not changes:
+        return cluster, stack
+    from pydantic import ValidationError
+
     for change in changes:
         key, sign, text = change.partition("=")
         if not (sign and key.strip() and text.strip()):
@@ -102,7 +104,7 @@ def with_facts(
         except (ProfileError, ValidationError) as error:
             reason = one_line(error) if isinstance(error, ValidationError) else str(error)
             raise ProfileError(f"--set {change}: {reason}") from None
-    return (_checked(cluster), _checked(stack)) if changes else (cluster, stack)
+    return _checked(cluster), _checked(stack)
 
 
 def _in_format(stack: StackProfile, path: Sequence[str]) -> StackProfile:
@@ -110,7 +112,7 @@ def _in_format(stack: StackProfile, path: Sequence[str]) -> StackProfile:
     precision = stack.parameter_precision
     if list(path) != ["parameter_precision"] or precision not in stack.parameter_precisions:
         return stack
-    return stack.model_copy(update=half_weight_facts(dict(stack), precision))
+    return stack.model_copy(update=half_weight_facts(vars(stack), precision))
 
 
 def changed_facts(profile: Cluster | StackProfile) -> tuple[ChangedFact, ...]:
@@ -248,7 +250,7 @@ def _written(kind: object, value: object) -> object:
 def _reads_as(kind: object, written: object, value: object) -> bool:
     try:
         return _read(kind, written) == value
-    except ValidationError:
+    except ValueError:
         return False
 
 
@@ -302,6 +304,8 @@ def _changed(value: object, kind: object, path: Sequence[str], text: str) -> Any
 
 def _read(kind: object, value: object) -> object:
     """Return what a file means by *value* of a field of type *kind*."""
+    from pydantic import TypeAdapter
+
     known_at_run_time = cast("type[object]", kind)
     return TypeAdapter(known_at_run_time).validate_python(value, context=FROM_FILE)
 
@@ -338,6 +342,8 @@ def _checked(record: R) -> R:
         for name in type(record).model_fields
         for value in [getattr(record, name)]
     }
+    from pydantic import ValidationError
+
     try:
         return type(record).model_validate(values)
     except ValidationError as error:

@@ -8,12 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, cast
 
-from pydantic import Field, ValidationError, model_validator
-
-from meshwright.hwprofiles.complaints import ProfileError, one_line, shown, suggestion
+from meshwright.hwprofiles.complaints import ProfileError, shown, suggestion
 from meshwright.hwprofiles.conditions import Condition, Refusal
-from meshwright.hwprofiles.loader import DATA_FOLDER, PROFILE_FILE
-from meshwright.hwprofiles.units import FROM_FILE, Flag, Name, Profile, StackName, Text
+from meshwright.hwprofiles.loader import DATA_FOLDER, PROFILE_FILE, checked, read_built_in
+from meshwright.hwprofiles.units import Flag, Name, Profile, StackName, Text
+from meshwright.records import Field, model_validator
 
 UNSET = "unset"  # a field that is None, where a file has no null
 NULL = "null"  # the same of a framework's own value
@@ -72,23 +71,23 @@ class FieldEntry(Profile):
     """
 
     key: str = ""
-    keys: dict[str, str] = Field(default_factory=dict)
+    keys: dict[str, str] = Field({})
     further_keys: tuple[str, ...] = ()
-    values: dict[str, Told] = Field(default_factory=dict)
-    also: dict[str, Ours] = Field(default_factory=dict)
+    values: dict[str, Told] = Field({})
+    also: dict[str, Ours] = Field({})
     absent: Told | None = None
     absent_as: str = ""
     nothing: tuple[Theirs, ...] = ()
     leaves_out: Flag = False
     of_launch: Flag = False
     only: tuple[Ours, ...] = ()
-    always: dict[str, str] = Field(default_factory=dict)
+    always: dict[str, str] = Field({})
     same_as: str = ""
     tells: str = ""
     when: str = ""
     otherwise: Theirs | None = None
     script: tuple[ScriptLine, ...] = ()
-    beside: dict[str, Theirs] = Field(default_factory=dict)
+    beside: dict[str, Theirs] = Field({})
     codec: str = ""
     fields: tuple[str, ...] = ()
     asks: Flag = False
@@ -112,12 +111,11 @@ class FieldEntry(Profile):
         return self.only or tuple(self.values)
 
     @model_validator(mode="after")
-    def _check_conditions(self) -> "FieldEntry":
+    def _check_conditions(self) -> None:
         lines = (each.when for each in self.script)
         for text in (self.when, *self.always.values(), *lines):
             if text and text != OTHERWISE:
                 Condition(text)
-        return self
 
 
 class HeldKey(Profile):
@@ -160,14 +158,14 @@ class FrameworkTable(Profile):
     stack: StackName | None = None
     launches: tuple[str, ...] = ()
     when: str = ""
-    told_by: dict[str, Theirs] = Field(default_factory=dict)
+    told_by: dict[str, Theirs] = Field({})
     options: tuple[str, ...] = ()
-    sections: dict[Name, Name] = Field(default_factory=dict)
+    sections: dict[Name, Name] = Field({})
     notes: tuple[str, ...] = ()
     model_facts: tuple[str, ...] = ()
-    fields: dict[str, FieldEntry] = Field(default_factory=dict)
-    held: dict[str, HeldKey] = Field(default_factory=dict)
-    refused: dict[str, Refusal] = Field(default_factory=dict)
+    fields: dict[str, FieldEntry] = Field({})
+    held: dict[str, HeldKey] = Field({})
+    refused: dict[str, Refusal] = Field({})
 
     def is_of(self, stack: str) -> bool:
         """Return whether a plan of such a file is of *stack*, or of a release of it."""
@@ -208,7 +206,7 @@ class FrameworkProfile(Profile):
     format: Format | None = None
     known_by: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
-    other_programs: dict[str, Text] = Field(default_factory=dict)
+    other_programs: dict[str, Text] = Field({})
     has_references: Flag = False
     has_options: Flag = False
     tables: dict[Name, FrameworkTable] = Field(min_length=1)
@@ -268,7 +266,7 @@ def load_framework(name: str | Path) -> FrameworkProfile:
     ('0.2', '0.3')
     """
     if isinstance(name, Path):
-        return _checked(PROFILE_FILE.read_toml(name), name.name)
+        return checked(FrameworkProfile, _whole(PROFILE_FILE.read_toml(name)), name.name)
     if name not in list_frameworks():
         known = list_frameworks()
         raise ProfileError(f"framework {shown(name)} is unknown; {suggestion(name, known)}")
@@ -277,25 +275,23 @@ def load_framework(name: str | Path) -> FrameworkProfile:
 
 @cache
 def _built_in(name: str) -> FrameworkProfile:
-    return _checked(_read(f"frameworks/{name}.toml"), f"frameworks/{name}.toml")
-
-
-def _read(file: str) -> dict[str, object]:
-    return PROFILE_FILE.parse_toml((DATA_FOLDER / file).read_bytes(), file)
+    return FrameworkProfile.trusted(_whole(read_built_in(f"frameworks/{name}")))
 
 
 TABLE_KEYS = tuple(FrameworkTable.model_fields)
 
 
-def _checked(data: Mapping[str, object], file: str) -> FrameworkProfile:
-    """Return a framework; what its file says outside of ``[tables]`` each of its tables has.
+def _whole(data: Mapping[str, object]) -> dict[str, object]:
+    """Return all of a framework; what its file says outside of ``[tables]`` each of its tables has.
 
     What is shared with others stands in a file of ``shared``, whose keys are those of a
     configuration with sections; of options the section is left out, and dashes join words.
     """
     own = dict(data)
     shared = own.pop("base", None)
-    common: dict[str, object] = {} if shared is None else _read(f"frameworks/shared/{shared}.toml")
+    common: dict[str, object] = (
+        {} if shared is None else read_built_in(f"frameworks/shared/{shared}")
+    )
     if own.get("has_options") is True:
         common = _as_options(common)
     usual = {key: own.pop(key) for key in TABLE_KEYS if key in own}
@@ -304,10 +300,7 @@ def _checked(data: Mapping[str, object], file: str) -> FrameworkProfile:
         name: _merged(_merged(_with_sections(common, table), usual), table)
         for name, table in tables.items()
     }
-    try:
-        return FrameworkProfile.model_validate(own, context=FROM_FILE)
-    except ValidationError as error:
-        raise ProfileError(f"{file}: {one_line(error)}") from None
+    return own
 
 
 def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
@@ -325,7 +318,7 @@ def _with_sections(common: Mapping[str, object], table: Mapping[str, object]) ->
     """Return *common* with what other frameworks are told in sections of a table."""
     merged = dict(common)
     for section, name in cast("Mapping[str, str]", table.get("sections", {})).items():
-        other = _read(f"frameworks/{name}.toml")
+        other = read_built_in(f"frameworks/{name}")
         told = {key: each for key, each in other.items() if key in ("fields", "held", "refused")}
         merged = _merged(merged, _renamed(told, f"{section}.{{}}".format))
     return merged

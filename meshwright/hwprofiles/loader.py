@@ -1,11 +1,11 @@
 """Read profiles: the built-in ones by name, a user's by path."""
+# ruff: noqa: PLC0415 (pydantic checks a user's alone)
 
+import tomllib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
-
-from pydantic import ValidationError
 
 from meshwright.hwprofiles.complaints import (
     ProfileError,
@@ -84,6 +84,13 @@ def load_link(name: str | Path) -> Link:
     return _built_in_link(_known_name("links", str(name)))
 
 
+# Files that the file of a cluster names.
+PARTS: Mapping[str, Callable[[str | Path], Profile]] = {
+    "device": load_device,
+    **dict.fromkeys(("intra_node", "inter_node", "host_link"), load_link),
+}
+
+
 def load_cluster(name: str | Path | Cluster) -> Cluster:
     """Return a cluster: a built-in one by name, or a TOML file by path; one as it is.
 
@@ -109,18 +116,19 @@ def load_cluster(name: str | Path | Cluster) -> Cluster:
 
 @cache
 def _built_in_device(name: str) -> Device:
-    return checked(Device, read_built_in("devices", name), f"devices/{name}.toml")
+    return Device.trusted(read_built_in(f"devices/{name}"))
 
 
 @cache
 def _built_in_link(name: str) -> Link:
-    return checked(Link, read_built_in("links", name), f"links/{name}.toml")
+    return Link.trusted(read_built_in(f"links/{name}"))
 
 
 @cache
 def _built_in_cluster(name: str) -> Cluster:
-    data = read_built_in("clusters", name)
-    return _checked_cluster(data, f"clusters/{name}.toml", Path())
+    data = read_built_in(f"clusters/{name}")
+    parts = {key: load(str(data[key])) for key, load in PARTS.items() if key in data}
+    return Cluster.trusted(data | parts)
 
 
 @cache
@@ -144,10 +152,9 @@ def _known_name(folder: str, name: str) -> str:
     return name
 
 
-def read_built_in(folder: str, name: str) -> dict[str, object]:
-    """Return what a built-in file says."""
-    content = (DATA_FOLDER / folder / f"{name}.toml").read_bytes()
-    return PROFILE_FILE.parse_toml(content, f"{folder}/{name}.toml")
+def read_built_in(name: str) -> dict[str, object]:
+    """Return what a built-in file says, as ``links/nvlink3``."""
+    return tomllib.loads((DATA_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def checked(model: type[P], data: Mapping[str, object], file: str) -> P:
@@ -156,6 +163,8 @@ def checked(model: type[P], data: Mapping[str, object], file: str) -> P:
     Raises:
         ProfileError: If it is none; names the file and the first mistake.
     """
+    from pydantic import ValidationError
+
     try:
         return model.model_validate(data, context=FROM_FILE)
     except ValidationError as error:
@@ -164,15 +173,14 @@ def checked(model: type[P], data: Mapping[str, object], file: str) -> P:
 
 def _checked_cluster(data: Mapping[str, object], file: str, folder: Path) -> Cluster:
     resolved = dict(data)
-    for key in ("device", "intra_node", "inter_node", "host_link"):
-        part: Callable[[str | Path], Profile] = load_device if key == "device" else load_link
+    for key, load in PARTS.items():
         kind: type[Profile] = Device if key == "device" else Link
         value = data.get(key)
         try:
             if isinstance(value, Mapping):
                 resolved[key] = checked(kind, value, key)
             elif key in data:
-                resolved[key] = part(reference(value, folder))
+                resolved[key] = load(reference(value, folder))
         except ProfileError as error:
             where = "" if isinstance(value, Mapping) else f"{key}: "
             raise ProfileError(f"{file}: {where}{error}") from None

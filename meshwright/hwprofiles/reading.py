@@ -15,7 +15,6 @@ import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
@@ -39,8 +38,7 @@ class Line(NamedTuple):
     cells: dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileKind:
+class FileKind(NamedTuple):
     """A kind of file.
 
     Args:

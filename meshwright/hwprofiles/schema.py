@@ -1,9 +1,5 @@
 """What hardware can do: devices, links and clusters."""
 
-from typing import Self
-
-from pydantic import Field, model_validator
-
 from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
 from meshwright.hwprofiles.units import (
@@ -27,6 +23,7 @@ from meshwright.hwprofiles.units import (
     Title,
     format_bytes,
 )
+from meshwright.records import Field, model_validator, rare
 
 
 class EightBitKernels(Profile):
@@ -196,16 +193,15 @@ class Device(Profile):
         return self.overheads.usable_bytes if self.overheads else self.memory_capacity_bytes
 
     @model_validator(mode="after")
-    def _check_usable(self) -> Self:
+    def _check_usable(self) -> None:
         if self.usable_bytes > self.memory_capacity_bytes:
             raise ProfileError(
                 f"overheads.usable: {format_bytes(self.usable_bytes)} is more than memory_capacity "
                 f"{format_bytes(self.memory_capacity_bytes)}; allowed: at most that"
             )
-        return self
 
     @model_validator(mode="after")
-    def _check_eight_bits(self) -> Self:
+    def _check_eight_bits(self) -> None:
         for name, kernels in self.gemm.eight_bit.items():
             has_peak, has_kernels = name in self.peak_flops_per_s, kernels is not None
             if has_peak != has_kernels:
@@ -218,7 +214,6 @@ class Device(Profile):
                     f"peak.{name}: stands without peak.bf16, in which the rest of {name} training "
                     "runs; allowed: both"
                 )
-        return self
 
 
 class CollectiveFact(Profile):
@@ -252,7 +247,7 @@ class Link(Profile):
     source: Text
 
     @model_validator(mode="after")
-    def _check_collectives(self) -> Self:
+    def _check_collectives(self) -> None:
         seen: set[tuple[CollectiveOp, int]] = set()
         for fact in self.collectives:
             case = (fact.op, fact.num_ranks)
@@ -262,7 +257,6 @@ class Link(Profile):
                     "allowed: one entry for each op and num_ranks"
                 )
             seen.add(case)
-        return self
 
 
 class Cluster(Profile):
@@ -291,14 +285,14 @@ class Cluster(Profile):
     devices_per_host_link: CountPerNode = 1
     host_memory_capacity_bytes: ByteCount | None = Field(default=None, alias="host_memory")
     host_memory_bandwidth_bytes_per_s: MemoryBandwidth | None = Field(
-        default=None, alias="host_memory_bandwidth"
+        None, alias="host_memory_bandwidth"
     )
     host_source: Text | None = None
-    host_time_factor: PositiveRatio = Field(default=1.0, exclude_if=lambda value: value == 1.0)
+    host_time_factor: PositiveRatio = rare(1.0)
     source: Text
 
     @model_validator(mode="after")
-    def _check_host(self) -> Self:
+    def _check_host(self) -> None:
         facts = {
             "host_link": self.host_link,
             "host_memory": self.host_memory_capacity_bytes,
@@ -310,4 +304,3 @@ class Cluster(Profile):
             raise ProfileError(
                 f"{missing[0]}: missing; allowed: {', '.join(facts)} all together, or none of them"
             )
-        return self

@@ -1,9 +1,6 @@
 """What a training software stack can express, and how it behaves."""
 
-import operator
-from typing import Annotated, Self
-
-from pydantic import Field, model_validator
+from typing import Annotated
 
 from meshwright.hwprofiles.complaints import ProfileError, check_distinct, check_member, listed
 from meshwright.hwprofiles.kinds import (
@@ -39,6 +36,7 @@ from meshwright.hwprofiles.units import (
     Text,
     Title,
 )
+from meshwright.records import Field, model_validator, rare
 
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
@@ -76,13 +74,13 @@ class EightBitRecipe(Profile):
     holds_parameters: Flag = False
     tp_gathers_fp8: Flag = False
     scaled_elements: Size = 0
-    pads_expert_rows: Flag = Field(default=False, exclude_if=operator.not_)
-    expert_cast_kernels: Size = Field(default=0, exclude_if=operator.not_)
-    fuses_experts: Flag = Field(default=False, exclude_if=operator.not_)
-    multiplies_head: Flag = Field(default=False, exclude_if=operator.not_)
-    keeps_attention_output: Flag = Field(default=False, exclude_if=operator.not_)
-    gathers_parameters: Flag = Field(default=False, exclude_if=operator.not_)
-    precomputes_scales: Flag = Field(default=False, exclude_if=operator.not_)
+    pads_expert_rows: Flag = rare(usual=False)
+    expert_cast_kernels: Size = rare(0)
+    fuses_experts: Flag = rare(usual=False)
+    multiplies_head: Flag = rare(usual=False)
+    keeps_attention_output: Flag = rare(usual=False)
+    gathers_parameters: Flag = rare(usual=False)
+    precomputes_scales: Flag = rare(usual=False)
     source: Text
 
     @property
@@ -96,7 +94,7 @@ class EightBitRecipe(Profile):
         return self.pads_expert_rows and not self.fuses_experts
 
     @model_validator(mode="after")
-    def _check_parameters(self) -> Self:
+    def _check_parameters(self) -> None:
         is_kept = self.weight_copy_bytes > 0 and self.weight_casts is WeightCast.STEP
         if self.holds_parameters and not is_kept:
             raise ProfileError(
@@ -104,7 +102,6 @@ class EightBitRecipe(Profile):
                 f"{self.weight_copy_bytes} and weight_casts {self.weight_casts}; "
                 f"allowed: with copies of at least 1 byte, cast once a {WeightCast.STEP}"
             )
-        return self
 
 
 class StackProfile(StackTraits):
@@ -152,8 +149,8 @@ class StackProfile(StackTraits):
     """
 
     name: StackName
-    release: OptionalStackName = Field(default="", exclude_if=operator.not_)
-    alike: tuple[Text, ...] = Field(default=(), exclude_if=operator.not_)
+    release: OptionalStackName = rare("")
+    alike: tuple[Text, ...] = rare(())
     title: Title
     date: str = Field(pattern=r"^[0-9]{4}-(0[1-9]|1[0-2])$")
     source: Text
@@ -164,16 +161,16 @@ class StackProfile(StackTraits):
     attention_kernels: tuple[Attention, ...] = Field(min_length=1)
     zero_stages: tuple[ZeroStage, ...] = Field(min_length=1)
     recompute_modes: tuple[Recompute, ...] = Field(min_length=1)
-    recompute_modules: tuple[RecomputeModule, ...] = Field(default=(), exclude_if=operator.not_)
+    recompute_modules: tuple[RecomputeModule, ...] = rare(())
     sequence_parallel: Flag
     offload_modes: tuple[Offload, ...] = (Offload.NONE,)
     offload_accumulates: Flag = True
     tensor_parallel: Flag = True
     pipeline_parallel: Flag = True
-    context_parallel: tuple[ContextParallel, ...] = Field(default=(), exclude_if=operator.not_)
-    expert_parallel: Flag = Field(default=False, exclude_if=operator.not_)
-    dispatchers: tuple[Dispatcher, ...] = Field(default=(), exclude_if=operator.not_)
-    grouped_experts: Flag = Field(default=True, exclude_if=operator.truth)
+    context_parallel: tuple[ContextParallel, ...] = rare(())
+    expert_parallel: Flag = rare(usual=False)
+    dispatchers: tuple[Dispatcher, ...] = rare(())
+    grouped_experts: Flag = rare(usual=True)
 
     attention: Attention
     zero_stage: ZeroStage
@@ -228,7 +225,7 @@ class StackProfile(StackTraits):
     memory_source: Text
 
     fp8: EightBitRecipe | None = None
-    mxfp8: EightBitRecipe | None = Field(default=None, exclude_if=operator.not_)
+    mxfp8: EightBitRecipe | None = rare(None)
 
     @property
     def recipes(self) -> dict[Precision, EightBitRecipe | None]:
@@ -236,7 +233,7 @@ class StackProfile(StackTraits):
         return {Precision.FP8: self.fp8, Precision.MXFP8: self.mxfp8}
 
     @model_validator(mode="after")
-    def _check_defaults(self) -> Self:
+    def _check_defaults(self) -> None:
         for field in LISTS:
             check_distinct(field, getattr(self, field))
         _check_context(self)
@@ -256,7 +253,6 @@ class StackProfile(StackTraits):
         _check_experts(self)
         _check_strategy(self)
         _check_offload(self)
-        return self
 
 
 def _check_recipes(stack: StackProfile) -> None:

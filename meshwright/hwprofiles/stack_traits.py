@@ -1,10 +1,7 @@
 """What decides, in a stack, which tensors live and which collectives run; see `StackProfile`."""
 
-import operator
 from collections.abc import Mapping
-from typing import Any, Literal, Self
-
-from pydantic import Field, model_validator
+from typing import Any, Literal
 
 from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.conditions import Ruled
@@ -30,6 +27,7 @@ from meshwright.hwprofiles.units import (
     PositiveRatio,
     Text,
 )
+from meshwright.records import model_validator, rare
 
 FusedQkv = Literal[True, False, "model"]
 
@@ -91,24 +89,13 @@ class StackSwitches(Ruled):
             part of that; None where it is as of what a step allocates and frees.
     """
 
-    switches: tuple[Text, ...] = Field(default=(), exclude_if=operator.not_)
-    cuda_graph_modes: tuple[CudaGraphs, ...] = Field(default=(), exclude_if=operator.not_)
-    cuda_graphs: CudaGraphs = Field(
-        default=CudaGraphs.NONE, exclude_if=lambda value: value == CudaGraphs.NONE
-    )
-    cuda_graph_impl: CudaGraphImpl = Field(
-        default=CudaGraphImpl.TRANSFORMER_ENGINE,
-        exclude_if=lambda value: value == CudaGraphImpl.TRANSFORMER_ENGINE,
-    )
-    expert_capacity: PositiveRatio | None = Field(
-        default=None, exclude_if=lambda value: value is None
-    )
-    allocator: Allocator = Field(
-        default=Allocator.FIXED, exclude_if=lambda value: value == Allocator.FIXED
-    )
-    allocator_state_fraction: Fraction | None = Field(
-        default=None, exclude_if=lambda value: value is None
-    )
+    switches: tuple[Text, ...] = rare(())
+    cuda_graph_modes: tuple[CudaGraphs, ...] = rare(())
+    cuda_graphs: CudaGraphs = rare(CudaGraphs.NONE)
+    cuda_graph_impl: CudaGraphImpl = rare(CudaGraphImpl.TRANSFORMER_ENGINE)
+    expert_capacity: PositiveRatio | None = rare(None)
+    allocator: Allocator = rare(Allocator.FIXED)
+    allocator_state_fraction: Fraction | None = rare(None)
 
     @property
     def captures_layers(self) -> bool:
@@ -154,7 +141,7 @@ class LayerTraits(StackSwitches):
     fused_qkv: FusedQkv = True
     sums_norms_each_microbatch: Flag = False
     scatters_positions: Flag = False
-    recompute_methods: tuple[RecomputeMethod, ...] = Field(default=(), exclude_if=operator.not_)
+    recompute_methods: tuple[RecomputeMethod, ...] = rare(())
     recompute_stops_early: Flag = False
     autocast: Flag = False
     casts_shards_alone: Flag = False
@@ -247,9 +234,9 @@ class StackTraits(LayerTraits):
     keeps_last_layer: Flag = False
     reshards_in_pipelines: Flag = True
     copies_units: Flag = False
-    splits_experts: Flag = Field(default=False, exclude_if=operator.not_)
+    splits_experts: Flag = rare(usual=False)
     norm_by_axis: Flag = False
-    joint_gradient_norm: Flag = Field(default=False, exclude_if=operator.not_)
+    joint_gradient_norm: Flag = rare(usual=False)
     sums_tokens: Flag = False
     gathers_tokens: Flag = False
     broadcasts_buffers: Flag = False
@@ -258,57 +245,44 @@ class StackTraits(LayerTraits):
     vocabulary_multiple: Count = 1
     transformer_engine: Flag = False
     buckets_first_stage_only: Flag = False
-    optimizer_instances: Flag = Field(default=False, exclude_if=operator.not_)
-    parameter_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
-    parameter_precision: Precision | None = Field(default=None, exclude_if=operator.not_)
-    keeps_stand_ins: Flag = Field(default=False, exclude_if=operator.not_)
-    moment_precisions: tuple[Precision, ...] = Field(default=(), exclude_if=operator.not_)
-    offloads_layers: Flag = Field(default=False, exclude_if=operator.not_)
-    offload_modules: tuple[OffloadModule, ...] = Field(default=(), exclude_if=operator.not_)
-    parameter_remainders: Flag = Field(default=False, exclude_if=operator.not_)
-    main_precision: Literal[Precision.FP32, Precision.FP16] = Field(
-        default=Precision.FP32, exclude_if=lambda value: value is Precision.FP32
-    )
-    expert_overlaps: tuple[ExpertOverlap, ...] = Field(default=(), exclude_if=operator.not_)
-    ep_overlap_fraction: Fraction = Field(
-        default=0.0, alias="fitted.ep_overlap_fraction", exclude_if=operator.not_
-    )
-    host_issue_pass_s: Latency = Field(
-        default=0.0, alias="fitted.host_issue_pass", exclude_if=operator.not_
-    )
-    host_issue_expert_s: Latency = Field(
-        default=0.0, alias="fitted.host_issue_expert", exclude_if=operator.not_
-    )
-    host_issue_cast_s: Latency = Field(
-        default=0.0, alias="fitted.host_issue_cast", exclude_if=operator.not_
-    )
-    doubles_unit_buffers: Flag = Field(default=False, exclude_if=operator.not_)
-    ends_gather_ahead: Flag = Field(default=True, exclude_if=operator.truth)
-    unit_gather_parameters: int = Field(
-        default=0, strict=True, ge=0, le=10**12, exclude_if=operator.not_
-    )
-    tp_plan: Flag = Field(default=False, exclude_if=operator.not_)
-    tp_in_pieces: Flag = Field(default=False, exclude_if=operator.not_)
-    latent_context_parallel: tuple[ContextParallel, ...] = Field((), exclude_if=operator.not_)
-    pads_rows: Flag = Field(default=True, exclude_if=bool)
-    nests_experts: Flag = Field(default=True, exclude_if=bool)
-    splits_sequences: Flag = Field(default=False, exclude_if=operator.not_)
-    launched_by: tuple[Name, ...] = Field(default=(), exclude_if=operator.not_)
-    layer_facts: tuple[LayerFact, ...] = Field(default=(), exclude_if=operator.not_)
+    optimizer_instances: Flag = rare(usual=False)
+    parameter_precisions: tuple[Precision, ...] = rare(())
+    parameter_precision: Precision | None = rare(None)
+    keeps_stand_ins: Flag = rare(usual=False)
+    moment_precisions: tuple[Precision, ...] = rare(())
+    offloads_layers: Flag = rare(usual=False)
+    offload_modules: tuple[OffloadModule, ...] = rare(())
+    parameter_remainders: Flag = rare(usual=False)
+    main_precision: Literal[Precision.FP32, Precision.FP16] = rare(Precision.FP32)
+    expert_overlaps: tuple[ExpertOverlap, ...] = rare(())
+    ep_overlap_fraction: Fraction = rare(0.0, alias="fitted.ep_overlap_fraction")
+    host_issue_pass_s: Latency = rare(0.0, alias="fitted.host_issue_pass")
+    host_issue_expert_s: Latency = rare(0.0, alias="fitted.host_issue_expert")
+    host_issue_cast_s: Latency = rare(0.0, alias="fitted.host_issue_cast")
+    doubles_unit_buffers: Flag = rare(usual=False)
+    ends_gather_ahead: Flag = rare(usual=True)
+    unit_gather_parameters: int = rare(0, strict=True, ge=0, le=10**12)
+    tp_plan: Flag = rare(usual=False)
+    tp_in_pieces: Flag = rare(usual=False)
+    latent_context_parallel: tuple[ContextParallel, ...] = rare(())
+    pads_rows: Flag = rare(usual=True)
+    nests_experts: Flag = rare(usual=True)
+    splits_sequences: Flag = rare(usual=False)
+    launched_by: tuple[Name, ...] = rare(())
+    layer_facts: tuple[LayerFact, ...] = rare(())
 
     def __hash__(self) -> int:
         """Return a number of some facts: tables have none."""
         return hash((self.kernels, self.units, self.layer_facts, self.latent_context_parallel))
 
     @model_validator(mode="after")
-    def _check_parameters(self) -> Self:
+    def _check_parameters(self) -> None:
         said, offered = self.parameter_precision, self.parameter_precisions
         if said is not None and said not in offered:
             raise ProfileError(
                 f"parameter_precision: {said} is not offered by stack {getattr(self, 'name', '')}; "
                 f"allowed: {', '.join(offered) or 'leave it out'}"
             )
-        return self
 
     @property
     def is_fully_sharded(self) -> bool:

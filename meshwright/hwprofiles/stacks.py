@@ -9,7 +9,6 @@ from meshwright.hwprofiles.complaints import ProfileError, shown, shown_path, su
 from meshwright.hwprofiles.conditions import Refusal
 from meshwright.hwprofiles.kinds import LayerFact
 from meshwright.hwprofiles.loader import (
-    DATA_FOLDER,
     PROFILE_FILE,
     checked,
     is_path,
@@ -149,7 +148,8 @@ def load_stack(name: str | Path | StackProfile = DEFAULT_STACK) -> StackProfile:
     if isinstance(name, StackProfile):
         return name
     if is_path(name):
-        return _checked_stack(_stack_data(name, ()), shown_path(name))
+        file = shown_path(name)
+        return checked(StackProfile, _flat(_stack_data(name, ()), file), file)
     return _built_in_stack(_stack_name(str(name)))
 
 
@@ -188,22 +188,18 @@ def common_refusals() -> Mapping[str, Refusal]:
     >>> common_refusals()["offload-of-divided-experts"].field
     'offload'
     """
-    content = (DATA_FOLDER / "refused.toml").read_bytes()
-    data = PROFILE_FILE.parse_toml(content, "refused.toml")
-    return {
-        name: checked(Refusal, cast("Mapping[str, object]", table), f"refused.toml: {name}")
-        for name, table in data.items()
-    }
+    tables = cast("Mapping[str, dict[str, object]]", read_built_in("refused"))
+    return {name: Refusal.trusted(table) for name, table in tables.items()}
 
 
 @cache
 def _built_in_stack(name: str) -> StackProfile:
-    return _checked_stack(_stack_data(name, ()), f"stack {name}")
+    return StackProfile.trusted(_flat(_stack_data(name, ()), f"stack {name}"))
 
 
 @cache
 def _stack_file(framework: str) -> StackFile:
-    data = read_built_in("stacks", framework)
+    data = read_built_in(f"stacks/{framework}")
     release = str(data.pop("release"))
     releases = cast("dict[str, dict[str, object]]", data.pop("releases", {}))
     aliases = cast("dict[str, dict[str, object]]", data.pop("aliases", {}))
@@ -286,10 +282,11 @@ def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str,
     return merged
 
 
-def _checked_stack(data: Mapping[str, object], file: str) -> StackProfile:
+def _flat(data: Mapping[str, object], file: str) -> dict[str, object]:
+    """Return the facts of a stack, fitted ones under dotted names."""
     flat = dict(data)
     fitted = flat.pop("fitted", {})
     if not isinstance(fitted, Mapping):
         raise ProfileError(f"{file}: fitted: {shown(fitted)} is not a table; allowed: [fitted]")
     flat.update({f"fitted.{key}": value for key, value in fitted.items()})
-    return checked(StackProfile, flat, file)
+    return flat

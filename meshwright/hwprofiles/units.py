@@ -7,24 +7,12 @@ text with one (``memory_capacity = "80 GiB"``); Python names the unit and gives 
 Inside the code everything is in seconds, bytes, FLOPs and their rates. Rates and FLOPs are decimal,
 as vendors and nccl-tests print them; binary prefixes are for memory capacity.
 """
+# ruff: noqa: PLC0415 (pydantic checks a user's files alone)
 
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Annotated, Final
-
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from meshwright.hwprofiles.complaints import (
     LINE_RULE,
@@ -34,6 +22,17 @@ from meshwright.hwprofiles.complaints import (
     shown,
     suggestion,
 )
+from meshwright.records import (
+    AfterValidator,
+    Declaration,
+    Field,
+    Record,
+    WrapValidator,
+    model_validator,
+)
+
+if TYPE_CHECKING:
+    from pydantic import ValidationInfo, ValidatorFunctionWrapHandler
 
 FROM_FILE: Final = {"from_file": True}  # the validation context of data read from a file
 
@@ -238,16 +237,8 @@ def _format(value: float, units: Mapping[str, float]) -> str:
     return f"{scaled:.0f} {unit}" if abs(scaled) >= 1000 else f"{scaled:.4g} {unit}"
 
 
-class Profile(BaseModel):
+class Profile(Record, populate_by_name=True, allow_inf_nan=False):
     """A frozen record that knows which keys its file may have."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        populate_by_name=True,
-        allow_inf_nan=False,
-        defer_build=True,
-    )
 
     def __repr__(self) -> str:
         """Return the name of what has one, as a person would tell it from others."""
@@ -265,22 +256,27 @@ class Profile(BaseModel):
         """
         return tuple(field.alias or name for name, field in cls.model_fields.items())
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _check_keys(cls, data: object, info: ValidationInfo) -> object:
-        if info.context is not FROM_FILE or not isinstance(data, Mapping):
-            return data
-        keys = cls.file_keys()
-        for key in data:
-            if key not in keys:
-                word = key if isinstance(key, str) else ascii(key)
-                hint = suggestion(word, keys)
-                raise PydanticCustomError("unknown_key", "{hint}", {"key": word, "hint": hint})
-        return data
+    def _check_keys(
+        cls, data: object, check: "ValidatorFunctionWrapHandler", info: "ValidationInfo"
+    ) -> object:
+        if info.context is FROM_FILE and isinstance(data, Mapping):
+            keys = cls.file_keys()
+            for key in data:
+                if key not in keys:
+                    from pydantic_core import PydanticCustomError
+
+                    word = key if isinstance(key, str) else ascii(key)
+                    hint = suggestion(word, keys)
+                    raise PydanticCustomError("unknown_key", "{hint}", {"key": word, "hint": hint})
+        return check(data)
 
 
-def _quantity(parse: Callable[[str], float], example: str) -> WrapValidator:
-    def read(value: object, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
+def _quantity(parse: Callable[[str], float], example: str) -> Declaration:
+    def read(value: object, check: "ValidatorFunctionWrapHandler", info: "ValidationInfo") -> Any:  # noqa: ANN401
+        from pydantic import ValidationError
+
         if info.context is not FROM_FILE:
             return check(value)
         if not isinstance(value, str):
@@ -293,7 +289,7 @@ def _quantity(parse: Callable[[str], float], example: str) -> WrapValidator:
         except ValidationError:  # units refuse all that is negative or too large: this is zero
             raise ProfileError(f"{shown(value)} is not allowed; it must be more than 0") from None
 
-    return WrapValidator(read)
+    return WrapValidator(read, parse=parse)
 
 
 def _undirected(text: str) -> float:

@@ -43,7 +43,7 @@ JOBS = [
 STARTS = {
     "--version": 0.25,
     "--help": 0.5,
-    "search gpt2 --cluster dgx-a100 --gpus 8 --global-batch 64": 5.0,
+    "search gpt2 --cluster dgx-a100 --gpus 8 --global-batch 64": 4.5,
 }
 SPACE_SIZE = re.compile(rb"over ([\d,]+) layouts")
 LAID_OUT = re.compile(rb"([\d,]+)\s+laid\s+out")

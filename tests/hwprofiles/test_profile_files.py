@@ -1,7 +1,8 @@
 """A user's files: copies, the examples of the cluster page, and names."""
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
@@ -18,12 +19,25 @@ from meshwright.hwprofiles import (
     Profile,
     ProfileError,
     Source,
+    framework_schema,
+    list_clusters,
+    list_devices,
+    list_frameworks,
+    list_links,
+    list_stacks,
     load_cluster,
     load_device,
     load_link,
     load_stack,
+    loader,
     nearest_names,
+    stacks,
 )
+from meshwright.hwprofiles.units import FROM_FILE
+from meshwright.planner.export import flavors, recipes
+from meshwright.records import Record
+from meshwright.simulator import list_models
+from meshwright.simulator.model import catalogue
 
 Load = Callable[[str | Path], Profile]
 LOADERS: dict[str, Load] = {
@@ -113,5 +127,42 @@ def test_records_can_be_made_in_python_with_base_units() -> None:
     assert fact.busbw_bytes_per_s == 231e9
     with pytest.raises(ValidationError):
         CollectiveFact.model_validate({**fact.model_dump(), "num_ranks": 1})
-    with pytest.raises(ValidationError):
+    with pytest.raises(AttributeError, match="cannot assign"):
         fact.latency_s = 1.0  # type: ignore[misc]
+
+
+def test_each_built_in_file_is_read_as_it_would_be_if_it_were_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Values have equal types, too: a number of a file may be 1 where a field is 1.0."""
+    unchecked = Record.trusted.__func__
+    read: Counter[str] = Counter()
+
+    def both(kind: type[Record], data: Mapping[str, object]) -> Record:
+        record = unchecked(kind, data)
+        checked = kind.model_validate(data, context=FROM_FILE)
+        assert record == checked
+        assert str(vars(record)) == str(vars(checked))
+        read[kind.__name__] += 1
+        return record
+
+    monkeypatch.setattr(Record, "trusted", classmethod(both))
+    for name in list_devices():
+        loader._built_in_device.__wrapped__(name)
+    for name in list_links():
+        loader._built_in_link.__wrapped__(name)
+    for name in list_clusters():
+        loader._built_in_cluster.__wrapped__(name)
+    for name in list_stacks():
+        stacks._built_in_stack.__wrapped__(name)
+    for name in list_frameworks():
+        framework_schema._built_in.__wrapped__(name)
+    for path in catalogue._data_files():
+        catalogue._models_of.__wrapped__(path)
+    stacks.common_refusals.__wrapped__()
+    flavors.load_flavors.__wrapped__()
+    for path in recipes.FOLDER.glob("*.toml"):
+        recipes.load_recipes.__wrapped__(path.stem)
+    assert len(read) > 20
+    assert read["StackProfile"] == len(list_stacks())
+    assert read["ModelSpec"] + read["ImageModel"] + read["ChainModel"] == len(list_models())

@@ -180,8 +180,8 @@ def test_copies_stall_a_pass_where_the_link_is_slower_than_its_layers() -> None:
     assert times.ranks[0].copy_waits_ps == [10, 0]
     assert times.step_ps == 40 + 10 + 80
     slow = [each._replace(copy_ps=4 * each.copy_ps) for each in backward]
-    stalled = replace(stage, backward_copies=tuple(slow))
-    times = simulate_folded(replace(work, ranks=(RankWork(virtual_stages=(stalled,)),)))
+    stalled = stage._replace(backward_copies=tuple(slow))
+    times = simulate_folded(work._replace(ranks=(RankWork(virtual_stages=(stalled,)),)))
     # Layer 1 waits from 90 to 130, and layer 0, whose copy runs from 130 to 190, from 150 on.
     assert times.ranks[0].copy_waits_ps == [10, 80]
 

@@ -1,7 +1,6 @@
 """The event engine against a longest path without events, and against itself unfolded."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
@@ -402,7 +401,7 @@ def test_a_shared_port_delays_reductions_by_the_messages_on_it() -> None:
         num_microbatches=1,
         shared_port=True,
     )
-    alone, shared = simulate_folded(replace(work, shared_port=False)), simulate_folded(work)
+    alone, shared = simulate_folded(work._replace(shared_port=False)), simulate_folded(work)
     # Rank 1 runs 16-26 and 26-46, then its reduction and its last message start together.
     assert alone.ranks[1].reduce_end_ps == 46 + 100
     assert shared.ranks[1].reduce_end_ps == 46 + 100 + 6
@@ -434,7 +433,7 @@ def plain_work(*, pp: int, num_microbatches: int) -> StepWork:
 def with_list(work: StepWork, pp_rank: int, actions: Iterable[Action]) -> StepWork:
     lists = list(work.actions)
     lists[pp_rank] = list(actions)
-    return replace(work, actions=lists)
+    return work._replace(actions=lists)
 
 
 def test_a_backward_before_its_forward_is_a_deadlock_that_names_the_message() -> None:

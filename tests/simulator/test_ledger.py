@@ -70,7 +70,7 @@ def test_the_engine_runs_each_collective_as_often_and_as_long_as_the_ledger_says
     stack = load_stack(PLANS[name][0])
     costs = CostModel(DGX, stack, plan.world_size)
     simulate(job, plan, DGX, stack)  # refuses what can never run
-    work = replace(build_step(job, plan, costs).work, shared_port=False)  # nothing pauses
+    work = build_step(job, plan, costs).work._replace(shared_port=False)  # nothing pauses
     setting = StepSetting.of(job, plan, stack, DGX.devices_per_node)
     # All ranks wait for the one that sums the most norms.
     sums = [rank_ledger(setting, rank).at(Moment.NORM).collectives for rank in range(plan.pp)]

@@ -191,13 +191,13 @@ class RandomWork:
         if self.kind in ("at the ends", "each pass"):
             gathers, reductions = self.segments(), self.segments()
             every = self.kind == "each pass"
-            made = replace(made, gathers=gathers, reductions=reductions, reduces_each_pass=every)
+            made = made._replace(gathers=gathers, reductions=reductions, reduces_each_pass=every)
             forward_ps = sum(each.compute_ps for each in gathers)
             backward_ps = sum(each.compute_ps for each in reductions)
-            return replace(made, forward_ps=forward_ps, backward_ps=backward_ps)
+            return made._replace(forward_ps=forward_ps, backward_ps=backward_ps)
         if self.kind == "units":
             units = tuple(self.unit() for _ in range(self.num_parts))
-            return replace(made, forward_units=units, backward_units=units[::-1])
+            return made._replace(forward_units=units, backward_units=units[::-1])
         return made
 
     def work(self) -> StepWork:
@@ -235,7 +235,7 @@ class RandomWork:
 
 def whole(work: StepWork) -> StepWork:
     """Return *work* with orders of which no part is known to come again."""
-    return replace(work, actions=[list(order) for order in work.actions])
+    return work._replace(actions=[list(order) for order in work.actions])
 
 
 def test_random_works_take_the_times_of_a_whole_run() -> None:
@@ -390,7 +390,7 @@ def test_a_million_microbatches_take_as_much_more_as_a_thousand() -> None:
         work = build_step(
             long_job(count), resolve(long_job(count), cluster, stack, plan), costs
         ).work
-        return simulate_folded(replace(work, overhead_per_million=0)).step_ps
+        return simulate_folded(work._replace(overhead_per_million=0)).step_ps
 
     cluster, stack = load_cluster("dgx-a100"), load_stack("megatron-core")
     costs = CostModel(cluster, stack, 4)

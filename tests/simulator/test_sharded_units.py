@@ -1,7 +1,5 @@
 """Passes whose parameters are gathered unit by unit (ZeRO-3, FSDP): closed forms and folding."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +79,7 @@ def test_copies_from_and_to_buffers_hide_under_nothing(
 
 def test_units_that_are_not_gathered_or_reduced_are_not_copied() -> None:
     stays = UnitWork(5, 3, unpack_ps=2, stays=True)
-    last = replace(stays, reduce_ps=1, pack_ps=4)
+    last = stays._replace(reduce_ps=1, pack_ps=4)
     rank = simulate_folded(
         work_of((stays,), (last,), num_microbatches=2, reduces_each_pass=False)
     ).ranks[0]

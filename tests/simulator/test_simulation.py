@@ -181,8 +181,7 @@ def test_measured_idle_is_the_closed_form_for_equal_stages_and_free_communicatio
     virtual_stage = VirtualStageWork(
         forward_ps=inner.forward.time_ps, backward_ps=inner.backward.time_ps
     )
-    work = replace(
-        built.work,
+    work = built.work._replace(
         ranks=(RankWork(virtual_stages=(virtual_stage,) * vpp),) * pp,
         norm_ps=0,
         overhead_per_million=0,

@@ -5,7 +5,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -238,7 +237,7 @@ def test_what_is_no_trace_is_refused(
 ) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(content)
-    small = replace(job_trace.TRACE_FILE, most_bytes=5000)
+    small = job_trace.TRACE_FILE._replace(most_bytes=5000)
     monkeypatch.setattr(job_trace, "TRACE_FILE", small)
     with pytest.raises(PlanError, match=says) as caught:
         read_job_trace(path)

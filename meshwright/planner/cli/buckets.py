@@ -1,7 +1,5 @@
 """From an option to the size of a stack's gradient buckets."""
 
-from dataclasses import replace
-
 from meshwright.hwprofiles import ProfileError, parse_bytes
 from meshwright.planner.cli.request import Setting
 from meshwright.planner.options import Given
@@ -35,4 +33,4 @@ def with_buckets(setting: Setting, given: Given) -> Setting:
         "gradient_bucket_parameters": size_bytes // width,
         "gradient_bucket_parameters_per_replica": 0,
     }
-    return replace(setting, stack=stack.model_copy(update=update))
+    return setting._replace(stack=stack.model_copy(update=update))

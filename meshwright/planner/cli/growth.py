@@ -4,7 +4,6 @@ Imports are local, so that a command waits for no more than it needs.
 """
 # ruff: noqa: PLC0415
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from meshwright.planner.cli.request import Setting, resolve_plan
@@ -78,7 +77,7 @@ def simulated(
 
     def plan_of(job: TrainingJob, size: int | None) -> ResolvedPlan:
         own = {} if size is None else {name: size}
-        return resolve_plan(replace(setting, job=job), {**given, **own})
+        return resolve_plan(setting._replace(job=job), {**given, **own})
 
     return find_largest_of_plan(
         setting.job,

@@ -1,8 +1,7 @@
 """From options to what is asked for: job, cluster, stack and plan, every default resolved."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from meshwright.hwprofiles import (
     DEFAULT_STACK,
@@ -44,8 +43,7 @@ from meshwright.simulator.memory import usable_bytes
 from meshwright.simulator.model import AnyModel, with_predictions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """What is trained, on what, with what software, within what memory.
 
     ``num_gpus`` is None where only a plan file says it; ``saved`` is that file's content.

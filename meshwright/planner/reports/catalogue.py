@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from pydantic import BaseModel
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -22,6 +21,7 @@ from meshwright.hwprofiles import (
 )
 from meshwright.planner.reports.facts import fact_text
 from meshwright.planner.reports.step import facts_table, format_count
+from meshwright.records import Record
 from meshwright.simulator import (
     SCHEDULES,
     Schedule,
@@ -167,9 +167,7 @@ def _headed(title: str, lines: Iterable[str]) -> Facts:
         title = ""
 
 
-def _record_facts(
-    record: BaseModel, prefix: str = "", fields: Iterable[str] | None = None
-) -> Facts:
+def _record_facts(record: Record, prefix: str = "", fields: Iterable[str] | None = None) -> Facts:
     """Yield *fields* of a record that are written down, those inside with a dotted name."""
     written = record.model_dump()
     for field in filter(written.__contains__, fields or type(record).model_fields):
@@ -177,12 +175,12 @@ def _record_facts(
 
 
 def _value_facts(name: str, value: object) -> Facts:
-    if isinstance(value, BaseModel):
+    if isinstance(value, Record):
         yield from _record_facts(value, f"{name}.")
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _value_facts(f"{name}.{key}", item)
-    elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+    elif isinstance(value, tuple) and value and isinstance(value[0], Record):
         for index, item in enumerate(value, 1):
             yield from _value_facts(f"{name}.{index}", item)
     else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
@@ -11,8 +12,7 @@ GAP = "  "
 INDENT = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A column of a table.
 
     Args:

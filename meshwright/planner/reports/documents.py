@@ -5,10 +5,7 @@ No wall-clock figure and no order of a set enters a document: equal results give
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
-
-from pydantic import TypeAdapter
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, changed_facts
 from meshwright.planner.changes import Change
@@ -22,6 +19,7 @@ from meshwright.planner.search import (
     Unlaunchable,
     Verdict,
 )
+from meshwright.records import Record
 from meshwright.simulator import (
     CONVENTION,
     AsyncRun,
@@ -121,10 +119,15 @@ def _task_fields(result: StepResult | SearchResult, num_gpus: int) -> dict[str, 
 def changed_fields(cluster: Cluster, stack: StackProfile) -> dict[str, Json]:
     """Return what differs from the built-in cluster and stack by the name of the fact, if any."""
     changes = (*changed_facts(stack), *changed_facts(cluster))
+    if not changes:
+        return {}
+    from pydantic import TypeAdapter  # noqa: PLC0415  (few commands change facts)
+
     values = {each.field: {"value": each.value, "built_in": each.built_in} for each in changes}
     # Records become what a plan file holds of them.
-    written = TypeAdapter(object).dump_python(values, mode="json")
-    return {"changed_facts": cast("Json", written)} if values else {}
+    writer = TypeAdapter(object)
+    written = writer.dump_python(values, mode="json", fallback=Record.model_dump)
+    return {"changed_facts": cast("Json", written)}
 
 
 def async_fields(run: AsyncRun) -> dict[str, Json]:
@@ -186,7 +189,7 @@ def stage_fields(stage: StageMemory) -> dict[str, Json]:
 
 def run_fields(budget: Budget, result: StepResult) -> dict[str, Json]:
     """Return days, GPU hours and cost of a whole training run."""
-    return asdict(budget.run(result))
+    return budget.run(result)._asdict()
 
 
 def search_document(

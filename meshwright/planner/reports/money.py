@@ -1,6 +1,6 @@
 """What a whole training run takes: days, GPU hours and money."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.simulator import StepResult
 
@@ -8,8 +8,7 @@ SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """A number of tokens to train on, and what a GPU costs.
 
     Args:
@@ -30,8 +29,7 @@ class Budget:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingRun:
+class TrainingRun(NamedTuple):
     """Time, GPU hours and cost of training on *tokens* tokens."""
 
     tokens: float

@@ -3,15 +3,14 @@
 Built-in models, clusters and stacks are named; what a user's own file described is written out
 in full, so that the plan file stands alone.
 """
+# ruff: noqa: PLC0415 (pydantic is imported when a file is read)
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, TypeVar
 
 from meshwright.hwprofiles import (
     Cluster,
@@ -30,6 +29,7 @@ from meshwright.hwprofiles import (
     stack_frameworks,
     suggestion,
 )
+from meshwright.records import Field, Record
 from meshwright.simulator import (
     PlanError,
     ResolvedPlan,
@@ -46,6 +46,9 @@ from meshwright.simulator.layout import (
     resolve,
 )
 from meshwright.simulator.model import AnyModel, parse_any_model
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 FORMAT = "meshwright-plan-2"
@@ -72,11 +75,7 @@ class SavedPlan:
     stack: StackProfile
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-
-class _JobEntry(_Entry):
+class _JobEntry(Record):
     global_batch_size: Degree
     seq_len: Degree
     precision: Precision
@@ -102,26 +101,20 @@ def _entry_type(field: PlanField) -> object:
     return kind | None if field.is_optional else kind  # type: ignore[operator]  # types at run time
 
 
-def _entry(name: str, fields: Mapping[str, PlanField], **parts: object) -> type[_Entry]:
-    """Return the model of a record's entry; fields that are not basic may be left out."""
-    described = {
-        key: (
-            parts.get(key) or _entry_type(each),
-            ... if each.declaration.is_basic else each.default,
-        )
-        for key, each in fields.items()
-    }
-    made = create_model(name, __base__=_Entry, **cast("dict[str, Any]", described))
-    return cast("type[_Entry]", made)
+def _entry(name: str, fields: Mapping[str, PlanField], **parts: object) -> type[Record]:
+    """Return the record of an entry; fields that are not basic may be left out."""
+    kinds = {key: parts.get(key) or _entry_type(each) for key, each in fields.items()}
+    usual = {key: each.default for key, each in fields.items() if not each.declaration.is_basic}
+    return type(name, (Record,), {"__annotations__": kinds, **usual})
 
 
 @cache
-def _plan_entry() -> type[_Entry]:
+def _plan_entry() -> type[Record]:
     servers = _entry("_ServerEntry", SERVER_FIELDS)
     return _entry("_PlanEntry", PLAN_FIELDS, parameter_server=servers | None)
 
 
-def _said(entry: _Entry) -> dict[str, object]:
+def _said(entry: Record) -> dict[str, object]:
     """Return what an entry says of a plan; in files of old a field is null where its stack says it.
 
     Files that leave rare fields out mean their defaults.
@@ -130,19 +123,19 @@ def _said(entry: _Entry) -> dict[str, object]:
     return {name: value for name, value in values.items() if value != ()}
 
 
-class _PlanFile(_Entry):
+class _PlanFile(Record):
     format: str
     model: str | dict[str, object]
     cluster: str | dict[str, object]
     stack: str | dict[str, object]
     job: _JobEntry
-    plan: _Entry
+    plan: Record
 
 
 @cache
 def _plan_file() -> type[_PlanFile]:
-    """Return the model of a whole file, made of the declared fields when a file is read."""
-    return create_model("_PlanFile", __base__=_PlanFile, plan=(_plan_entry(), ...))
+    """Return the record of a whole file, made of the declared fields when a file is read."""
+    return type("_PlanFile", (_PlanFile,), {"__annotations__": {"plan": _plan_entry()}})
 
 
 def plan_fields(plan: ResolvedPlan) -> dict[str, Json]:
@@ -250,6 +243,8 @@ def _beside(path: Path, name: str) -> str:
 
 
 def _profile(kind: type[P], data: Mapping[str, object]) -> P:
+    from pydantic import ValidationError
+
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -265,6 +260,8 @@ def _checked(data: object, file: str) -> _PlanFile:
         )
     if data["format"] == OLD_FORMAT:
         data = {**data, "stack": _dated(data.get("stack"))}
+    from pydantic import ValidationError
+
     try:
         return _plan_file().model_validate(data)
     except ValidationError as error:
@@ -279,12 +276,12 @@ def _dated(stack: object) -> object:
     return first_release(str(stack)) if is_framework else stack
 
 
-def _first_mistake(error: ValidationError) -> str:
+def _first_mistake(error: "ValidationError") -> str:
     """Return the first mistake; a misspelt key is also a missing one, and the better hint."""
     for details in error.errors(include_url=False):
         if details["type"] == "extra_forbidden":
             *parents, word = (str(part) for part in details["loc"])
-            entries: dict[str, type[_Entry]] = {"job": _JobEntry, "plan": _plan_entry()}
+            entries: dict[str, type[Record]] = {"job": _JobEntry, "plan": _plan_entry()}
             known = entries.get(parents[0] if parents else "", _PlanFile).model_fields
             where = ".".join([*parents, shown(word)])
             return f"{where}: unknown key; {suggestion(word, known)}"

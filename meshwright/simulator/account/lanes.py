@@ -1,7 +1,6 @@
 """What each resource of a task graph did in time: the lanes of a step's picture."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.simulator.engine import Task, TaskKind, TaskTimes
@@ -17,8 +16,7 @@ class LaneSpan(NamedTuple):
     size_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceLane:
+class ResourceLane(NamedTuple):
     """A device, a host or one direction of a link, with its spans in order and disjoint."""
 
     name: str

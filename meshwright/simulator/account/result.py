@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, format_bytes
 from meshwright.simulator.account.lanes import ResourceLane
@@ -15,8 +16,7 @@ from meshwright.simulator.memory import Fragmentation, Overheads, PeakBytes
 from meshwright.simulator.schedules import get_schedule
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageMemory:
+class StageMemory(NamedTuple):
     """Bytes of one pipeline rank at its fullest instant, when that is, and bytes on its host.
 
     ``rank`` is the first of the ranks that are alike there.
@@ -161,8 +161,7 @@ class MemoryResult:
         return max(self.by_stage, key=lambda stage: stage.peak_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AsyncRun:
+class AsyncRun(NamedTuple):
     """What asynchronous workers did in a run that ends when the first of them has done its rounds.
 
     Args:

@@ -5,7 +5,6 @@ Where a mesh of ranks runs action lists (`run`), other ways to train are written
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, cast
 
@@ -31,8 +30,7 @@ class TaskKind(StrEnum):
     PUSH = "gradient push"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """A piece of work.
 
     Args:

@@ -1,6 +1,5 @@
 """A rank's passes made ready to run: what each waits for, takes and sends."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.simulator.engine.copies import CopyPoint
@@ -48,7 +47,7 @@ class Instruction(NamedTuple):
 
 def _gathered(unit: UnitWork) -> UnitWork:
     """Return *unit* without its gather."""
-    return replace(unit, gather_ps=0)
+    return unit._replace(gather_ps=0)
 
 
 def _again(units: tuple[UnitWork, ...]) -> tuple[UnitWork, ...]:

@@ -73,8 +73,7 @@ class Span(NamedTuple):
     microbatch: int = -1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankStreams:
+class RankStreams(NamedTuple):
     """The streams of one rank, each in order of time and without overlap.
 
     Args:
@@ -90,8 +89,7 @@ class RankStreams:
     data_parallel: tuple[Span, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimes:
+class RankTimes(NamedTuple):
     """When one rank did what.
 
     Args:

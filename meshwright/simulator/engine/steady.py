@@ -9,7 +9,6 @@ moved once more, and so do those of the drain, which see what they saw before.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate, chain, count
 from operator import sub
 from typing import NamedTuple, cast
@@ -131,8 +130,7 @@ class RankRecord(NamedTuple):
         issued, num_issued = done.num_issued, done.num_issued - begun.num_issued
         messages = (later(each, sent, sent - sent_before) for each in times.messages)
         waited_ps = done.gather_wait_ps - begun.gather_wait_ps
-        return replace(
-            times,
+        return times._replace(
             actions=Periodic(
                 times.actions, end, period.size, copies, num_microbatches, moved_actions
             ),

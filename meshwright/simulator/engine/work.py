@@ -1,7 +1,7 @@
 """What the engine runs: durations in integer picoseconds, already decided by the cost model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -14,8 +14,7 @@ from meshwright.simulator.schedules import NO_REFETCHES, Action, Periodic, Refet
 MAX_PASSES = 500_000
 
 
-@dataclass(frozen=True, slots=True)
-class PassSegment:
+class PassSegment(NamedTuple):
     """A part of a pass between two data-parallel collectives, or runs of them.
 
     In a forward pass the collective must end before the segment starts (parameter gather); in
@@ -26,8 +25,7 @@ class PassSegment:
     collective_ps: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnitWork:
+class UnitWork(NamedTuple):
     """A part of every pass whose parameters are sharded: gather, compute, reduce.
 
     The gather must end before the unit computes; the reduction may start when it has.  After the
@@ -83,16 +81,14 @@ def num_gathers(
     return num_microbatches if stays else 2 * num_microbatches
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What a stage sends on: time on the sender's port, and time until the receiver may start."""
 
     occupy_ps: int = 0
     delay_ps: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VirtualStageWork:
+class VirtualStageWork(NamedTuple):
     """One virtual stage of a rank.
 
     Args:
@@ -154,8 +150,7 @@ class RankWork:
     hidden: Mapping[tuple[int, int], Hidden] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """A whole step of one pipeline.
 
     Args:
@@ -247,8 +242,7 @@ def shortened(work: StepWork, orders: Sequence[Periodic[Action]], copies: int) -
     """Return *work* with fewer microbatches: *copies* of the period of its *orders*."""
     removed = orders[0].copies - copies
     size, group = orders[0].size * removed, orders[0].distance * removed
-    return replace(
-        work,
+    return work._replace(
         actions=[each.repeated(copies) for each in orders],
         num_microbatches=work.num_microbatches - group,
         pairs=[range(each.start, each.stop - size, each.step) for each in work.pairs],

@@ -1,7 +1,6 @@
 """Who is simulated: one representative a pipeline rank, or every rank of the mesh."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -57,7 +56,7 @@ def _simulate(work: StepWork, mesh: Mesh, num_passes: int = 0) -> StepTimes:
     """Run all of *work*, of which *num_passes* were tried before."""
     orders = work.actions
     lists = [each.repeated(each.copies) if isinstance(each, Periodic) else each for each in orders]
-    work = replace(work, actions=lists)
+    work = work._replace(actions=lists)
     ranks = [times for times, _ in _marked_times(work, mesh)]
     return _step_times(work, ranks, num_passes + sum(map(len, work.actions)))
 

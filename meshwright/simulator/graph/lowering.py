@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from meshwright.hwprofiles import Kernels, LossKernel
 
@@ -14,8 +15,7 @@ class WeightGradients(StrEnum):
     KEPT = "kept"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EightBits:
+class EightBits(NamedTuple):
     """How linear layers multiply in 8 bits.
 
     Args:

@@ -1,7 +1,6 @@
 """The order of a block: its autograd nodes, what of it runs again, and when storages die."""
 
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -13,8 +12,7 @@ Region: TypeAlias = tuple[str, ...]
 Node: TypeAlias = list[Operator]
 
 
-@dataclass(frozen=True, slots=True)
-class Repetition:
+class Repetition(NamedTuple):
     """What runs again in backward.
 
     Args:

@@ -5,9 +5,8 @@ axis is a member of `Axis`, a line in `AXES` and a field of the plan.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from meshwright.hwprofiles import (
     ContextParallel,
@@ -80,8 +79,7 @@ class ContextAxis(StrEnum):
 MeshAxis: TypeAlias = Axis | ExpertAxis | ContextAxis
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelAxis:
+class ParallelAxis(NamedTuple):
     """What is known of an axis.
 
     Args:

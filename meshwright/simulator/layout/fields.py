@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import (
     Any,
     Literal,
+    NamedTuple,
     TypeVar,
     Union,
     cast,
@@ -151,8 +152,7 @@ class Degrees:
     ).field(None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanField:
+class PlanField(NamedTuple):
     """A field of a plan: its name, the type of its values, its default and its declaration."""
 
     name: str

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import EnumType, StrEnum
+from enum import StrEnum
 from functools import cache
 from inspect import getattr_static, isclass
 from typing import cast, get_args, get_origin
 
-from pydantic import BaseModel
-
 from meshwright.hwprofiles import Precision, ProfileError, StackProfile, shown, suggestion
+from meshwright.records import Record
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec, load_model
 
@@ -152,10 +151,8 @@ def _facts_of(kind: type) -> Mapping[str, tuple[type, ...]]:
     found: dict[str, tuple[type, ...]] = {
         name: () for name in dir(kind) if isinstance(getattr_static(kind, name), property)
     }
-    for name in BaseModel.__dict__:
-        found.pop(name, None)
     for name, field in getattr(kind, "model_fields", {}).items():
         inner = (field.annotation, *get_args(field.annotation))
-        wanted = EnumType if get_origin(field.annotation) is tuple else type(BaseModel)
-        found[name] = tuple(each for each in inner if isclass(each) and isinstance(each, wanted))
+        wanted = StrEnum if get_origin(field.annotation) is tuple else Record
+        found[name] = tuple(each for each in inner if isclass(each) and issubclass(each, wanted))
     return found

@@ -1,7 +1,7 @@
 """What the ledger of a plan follows from: its stages, its groups and its formats."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshwright.hwprofiles import StackProfile
 from meshwright.simulator.blocks import BlockShape
@@ -18,8 +18,7 @@ from meshwright.simulator.replication import (
 from meshwright.simulator.schedules import MOST_GATHERED, NO_REFETCHES, Refetches, count_refetches
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSetting:
+class StepSetting(NamedTuple):
     """A plan's stages in model order, and what their collectives follow from.
 
     ``parts`` are those of each stage whose gradients are reduced in passes.
@@ -69,7 +68,7 @@ class StepSetting:
             stage: reduced_parts(self.shape, stage, self.replication)
             for stage in dict.fromkeys(stages)
         }
-        return replace(self, stages=stages, parts=parts)
+        return self._replace(stages=stages, parts=parts)
 
     @property
     def num_microbatches(self) -> int:

@@ -154,8 +154,7 @@ class PassPeaks(NamedTuple, Generic[Size]):
     backward: PassPeak[Size]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptUnits:
+class KeptUnits(NamedTuple):
     """A virtual stage whose gathered units PyTorch's pipeline runtimes keep between its passes.
 
     Args:

@@ -1,7 +1,6 @@
 """The live bytes of a pipeline rank, action by action, and their peak."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -36,8 +35,7 @@ RanAction = tuple[Action, int, int]
 """An action with its start and end in picoseconds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPeak:
+class MemoryPeak(NamedTuple):
     """The fullest instant of a rank: when, in which action, and what lives then."""
 
     total_bytes: int

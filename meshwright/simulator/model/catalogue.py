@@ -1,6 +1,6 @@
 """Find a model by name or by file: built-in, model TOML, or Hugging Face config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -8,7 +8,7 @@ from types import MappingProxyType
 from meshwright.hwprofiles import FileKind, nearest_names, shown_path
 from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.huggingface import read_config
-from meshwright.simulator.model.registry import AnyModel, parse_any_model
+from meshwright.simulator.model.registry import AnyModel, built_in_model, parse_any_model
 from meshwright.simulator.model.spec import parse_model
 
 DATA_FOLDER = Path(__file__).parents[1] / "data" / "models"
@@ -59,7 +59,9 @@ def load_model(name_or_path: str) -> AnyModel:
     return next(iter(models.values()))
 
 
-def read_models(path: Path) -> dict[str, AnyModel]:
+def read_models(
+    path: Path, parse: Callable[..., AnyModel] = parse_any_model
+) -> dict[str, AnyModel]:
     """Return the models of one TOML by name.
 
     A file holds one model as top-level keys, or several as ``[models.NAME]``
@@ -70,7 +72,7 @@ def read_models(path: Path) -> dict[str, AnyModel]:
     """
     document = MODEL_FILE.read_toml(path)
     if "models" not in document:
-        model = parse_any_model(document, origin=shown_path(path))
+        model = parse(document, origin=shown_path(path))
         return {model.name: model}
     tables = document.pop("models")
     if not isinstance(tables, dict) or not tables:
@@ -84,7 +86,7 @@ def read_models(path: Path) -> dict[str, AnyModel]:
             raise PlanError(f"{origin}: {shorten(table)} must be a table")
         if "name" in document or "name" in table:
             raise PlanError(f"{origin}: name must not be given; the table is the name")
-        models[name] = parse_any_model({**document, **table, "name": name}, origin=origin)
+        models[name] = parse({**document, **table, "name": name}, origin=origin)
     return models
 
 
@@ -104,7 +106,7 @@ def _data_files() -> list[Path]:
 
 @cache
 def _models_of(path: Path) -> Mapping[str, AnyModel]:
-    return MappingProxyType(read_models(path))
+    return MappingProxyType(read_models(path, built_in_model))
 
 
 def _check_readable(path: Path, name_or_path: str) -> None:

@@ -1,9 +1,8 @@
 """What a chain is: linear layers one after the other, listed with their shapes."""
 
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple
 
-from pydantic import Field, Strict, model_validator
-
+from meshwright.records import Field, model_validator
 from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -70,7 +69,7 @@ class ChainModel(ListedModel[LinearLayer]):
     name: str = Field(min_length=1, max_length=200)
     kind: Literal["chain"]
     title: str = Field(default="", min_length=1, max_length=200)
-    linear: Annotated[tuple[LinearRun, ...], Strict(strict=False)] = Field(min_length=1)
+    linear: tuple[LinearRun, ...] = Field(min_length=1, strict=False)
     source: str = "not given"
 
     @property
@@ -121,7 +120,7 @@ class ChainModel(ListedModel[LinearLayer]):
         return tuple(ProductSize("width of a layer", size) for size in widths)
 
     @model_validator(mode="after")
-    def _check_shapes(self) -> Self:
+    def _check_shapes(self) -> None:
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"linear lists {self.num_layers} layers; allowed: {MAX_LAYERS}")
         for index, run in enumerate(self.linear):
@@ -136,4 +135,3 @@ class ChainModel(ListedModel[LinearLayer]):
                     f"linear.{index}.inputs={run.inputs} does not follow the outputs of the layer "
                     f"before; allowed: {wanted}"
                 )
-        return self

@@ -1,14 +1,15 @@
 """What all kinds of models have in common: a name, a source, strict reading, one line a fault."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar, get_args
-
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, TypeVar, get_args
 
 from meshwright.hwprofiles import LINE_RULE, TEXT_RULE, has_controls, nearest_names
+from meshwright.records import Record, model_validator
 from meshwright.simulator.errors import PlanError, shorten
 from meshwright.simulator.model.kinds import BlockKind, BlockRun, join_runs
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 # Upper limits: some tenfold above any published model, and low enough that a
 # model's bytes fit a signed 64-bit integer with room for optimizer states.
@@ -16,10 +17,8 @@ MAX_LAYERS = 10_000
 MAX_WIDTH = 262_144
 
 
-class Fields(BaseModel):
+class Fields(Record, strict=True):
     """A table that a person wrote."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
 
 class Model(Fields):
@@ -47,7 +46,7 @@ class Model(Fields):
         return {"title": data["name"], **data}
 
     @model_validator(mode="after")
-    def _check_names(self) -> Self:
+    def _check_names(self) -> None:
         for field in type(self).model_fields:
             text = getattr(self, field)
             if not isinstance(text, str):
@@ -56,7 +55,6 @@ class Model(Fields):
                 raise ValueError(f"{field}={shorten(text)} must {LINE_RULE}")
             if has_controls(text):
                 raise ValueError(f"{field}={shorten(text)} must {TEXT_RULE}")
-        return self
 
 
 class ProductSize(NamedTuple):
@@ -124,6 +122,8 @@ def parse(kind: type[T], data: Mapping[str, object], *, origin: str) -> T:
         PlanError: If a key is missing, unknown or out of range, or if sizes
             disagree; one line for the first fault found.
     """
+    from pydantic import ValidationError  # noqa: PLC0415  (built-in models are not checked)
+
     try:
         return kind.model_validate(dict(data))
     except ValidationError as error:
@@ -133,7 +133,7 @@ def parse(kind: type[T], data: Mapping[str, object], *, origin: str) -> T:
         raise PlanError(f"{origin}: {_describe(kind, (unknown or faults)[0])}") from None
 
 
-def _describe(kind: type[Model], fault: ErrorDetails) -> str:
+def _describe(kind: type[Model], fault: "ErrorDetails") -> str:
     """Return one line for one fault that pydantic found."""
     loc = fault["loc"]
     key = ".".join(str(part) for part in loc)

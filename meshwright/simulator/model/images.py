@@ -1,10 +1,9 @@
 """What a residual network for images is: its stem, runs of bottleneck blocks, and its classes."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
-from pydantic import Field, Strict, model_validator
-
+from meshwright.records import Field, model_validator
 from meshwright.simulator.model.described import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -100,7 +99,7 @@ class ImageModel(ListedModel[Bottleneck]):
     channels: int = Field(default=3, ge=1, le=MAX_WIDTH)
     stem_channels: int = Field(ge=1, le=MAX_WIDTH)
     num_classes: int = Field(ge=1, le=MAX_WIDTH)
-    blocks: Annotated[tuple[BottleneckRun, ...], Strict(strict=False)] = Field(min_length=1)
+    blocks: tuple[BottleneckRun, ...] = Field(min_length=1, strict=False)
     source: str = "not given"
 
     @property
@@ -156,10 +155,9 @@ class ImageModel(ListedModel[Bottleneck]):
         return ()
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> Self:
+    def _check_blocks(self) -> None:
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"blocks hold {self.num_layers} in all; allowed: {MAX_LAYERS}")
-        return self
 
 
 def _normalised(name: str, outputs: int, inputs: int, kernel: int) -> tuple[Weight, ...]:

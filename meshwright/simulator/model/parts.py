@@ -1,9 +1,8 @@
 """Parts of a transformer in the place of the usual ones: routed experts, latent attention."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
-
+from meshwright.records import Field, model_validator, rare
 from meshwright.simulator.model.described import MAX_LAYERS, MAX_WIDTH, Fields, ProductSize
 
 MAX_EXPERTS = 16_384
@@ -37,12 +36,10 @@ class Experts(Fields):
     shared_gate: bool = False
     scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
     routing_bias: bool = False
-    casts_shares: bool = Field(default=False, exclude_if=lambda value: not value)
-    bias: bool = Field(default=False, exclude_if=lambda value: not value)
-    activation: Literal["silu", "clamped", "gelu", "squared relu"] = Field(
-        default="silu", exclude_if=lambda value: value == "silu"
-    )
-    weighs_inputs: bool = Field(default=False, exclude_if=lambda value: not value)
+    casts_shares: bool = rare(usual=False)
+    bias: bool = rare(usual=False)
+    activation: Literal["silu", "clamped", "gelu", "squared relu"] = rare("silu")
+    weighs_inputs: bool = rare(usual=False)
     num_groups: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     groups_per_token: int = Field(default=1, ge=1, le=MAX_EXPERTS)
     first_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
@@ -76,7 +73,7 @@ class Experts(Fields):
         return number >= self.first_dense_layers and (number + 1) % self.layer_step == 0
 
     @model_validator(mode="after")
-    def _check_fields_agree(self) -> Self:
+    def _check_fields_agree(self) -> None:
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} are more than the "
@@ -98,7 +95,6 @@ class Experts(Fields):
             )
         if self.shared_gate and not self.shared_hidden_size:
             raise ValueError("shared_gate=true needs a shared_hidden_size")
-        return self
 
 
 class LatentAttention(Fields):

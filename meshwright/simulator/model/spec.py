@@ -1,11 +1,10 @@
 """What a transformer is: the sizes and switches that decide its shapes."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
-
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from collections.abc import Callable, Mapping
+from typing import Literal, Self
 
 from meshwright.hwprofiles import LayerFact
+from meshwright.records import Field, model_serializer, model_validator, rare
 from meshwright.simulator.model.derived import FUSED_QKV, derived_sizes, mixed_runs
 from meshwright.simulator.model.described import (
     MAX_LAYERS,
@@ -48,11 +47,6 @@ NOT_WITH_LATENT = (
     "attention_softcap",
     "spelling",
 )
-
-
-def _rare(usual: object, **limits: Any) -> Any:  # noqa: ANN401  (a field of any type)
-    """Return a field that is written down and shown only where it is not as *usual*."""
-    return Field(default=usual, exclude_if=lambda value: value == usual, **limits)
 
 
 class ModelSpec(Model):
@@ -102,27 +96,27 @@ class ModelSpec(Model):
     mlm_head: bool = False
     scored_fraction: float = Field(default=1.0, gt=0, le=1)
     dropout: bool = True
-    experts: Experts | None = _rare(None)
-    latent: LatentAttention | None = _rare(None)
+    experts: Experts | None = rare(None)
+    latent: LatentAttention | None = rare(None)
     fused_qkv: bool = True
     head_dim: int = Field(default=0, ge=1, le=MAX_WIDTH)
-    qk_norm: Literal["none", "head", "width", "unweighted"] = _rare("none")
-    norm_places: Literal["before", "after", "both"] = _rare("before")
-    parallel_mlp: Literal["no", "one norm", "two norms"] = _rare("no")
-    activation: Literal["usual", "gelu", "squared relu"] = _rare("usual")
-    rotary_fraction: float = _rare(1.0, gt=0, le=1)
-    attention_softcap: float = _rare(0.0, ge=0)
-    logit_softcap: float = _rare(0.0, ge=0)
-    scaled_embeddings: bool = _rare(usual=False)
-    window: int = _rare(0, ge=0, le=MAX_TOKENS)
-    layer_pattern: str = _rare("F", pattern=r"^[WF]+$", max_length=MAX_LAYERS)
-    chunked_window: bool = _rare(usual=False)
-    prediction_layers: int = _rare(0, ge=0, le=MAX_PREDICTION_LAYERS)
-    rotary_layers: Literal["all", "windowed"] = _rare("all")
-    scaled_angles: bool = _rare(usual=False)
-    attention_sinks: bool = _rare(usual=False)
-    spelling: Spelling = _rare("llama")
-    left_out: str = _rare("")
+    qk_norm: Literal["none", "head", "width", "unweighted"] = rare("none")
+    norm_places: Literal["before", "after", "both"] = rare("before")
+    parallel_mlp: Literal["no", "one norm", "two norms"] = rare("no")
+    activation: Literal["usual", "gelu", "squared relu"] = rare("usual")
+    rotary_fraction: float = rare(1.0, gt=0, le=1)
+    attention_softcap: float = rare(0.0, ge=0)
+    logit_softcap: float = rare(0.0, ge=0)
+    scaled_embeddings: bool = rare(usual=False)
+    window: int = rare(0, ge=0, le=MAX_TOKENS)
+    layer_pattern: str = rare("F", pattern=r"^[WF]+$", max_length=MAX_LAYERS)
+    chunked_window: bool = rare(usual=False)
+    prediction_layers: int = rare(0, ge=0, le=MAX_PREDICTION_LAYERS)
+    rotary_layers: Literal["all", "windowed"] = rare("all")
+    scaled_angles: bool = rare(usual=False)
+    attention_sinks: bool = rare(usual=False)
+    spelling: Spelling = rare("llama")
+    left_out: str = rare("")
     source: str = "not given"
 
     @property
@@ -188,15 +182,14 @@ class ModelSpec(Model):
         return {**derived_sizes(data), **data} if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
-    def _check_fields_agree(self) -> Self:
+    def _check_fields_agree(self) -> None:
         fault = _size_fault(self) or _layer_fault(self) or _part_fault(self)
         if fault is not None:
             raise ValueError(fault)
-        return self
 
     @model_serializer(mode="wrap")
-    def _without_usual_width(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        document: dict[str, object] = write(self)
+    def _without_usual_width(self, write: Callable[[Self], dict[str, object]]) -> dict[str, object]:
+        document = write(self)
         if self.has_usual_heads:
             del document["head_dim"]
         return document

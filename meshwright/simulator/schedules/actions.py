@@ -1,7 +1,6 @@
 """The vocabulary of pipeline schedules."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache, partial
 from itertools import chain
@@ -46,8 +45,7 @@ def one_of_each_rank(pp: int, _num_microbatches: int) -> int:
     return pp
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """A pipeline schedule: the action lists and what is known about them in closed form.
 
     Args:

@@ -5,9 +5,9 @@ and so in the numbers of microbatches that they take.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import sub
+from typing import NamedTuple
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.schedules.actions import (
@@ -80,8 +80,7 @@ def any_core_group(size: int) -> Callable[[int, int], int | None]:
     return group
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
+class _Order(NamedTuple):
     """The order of the groups of a runtime, or of one size, with passes beside each other or not.
 
     With passes *beside* each other a rank runs one more forward pass ahead, so that no backward

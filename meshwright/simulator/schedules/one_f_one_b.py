@@ -1,7 +1,5 @@
 """1F1B: one forward, one backward; at most p - r microbatches in flight on rank r."""
 
-from dataclasses import replace
-
 from meshwright.simulator.schedules.actions import (
     Action,
     Schedule,
@@ -59,8 +57,7 @@ ONE_F_ONE_B = Schedule(
 # Without a pipeline a forward pass runs ahead, and each other one beside a backward pass of the
 # microbatch before (`combined_1f1b_schedule_for_no_pipelining`, megatron/core/pipeline_parallel/
 # combined_1f1b.py of core 0.16); a pipeline needs virtual stages for it.
-ONE_F_BESIDE_ONE_B = replace(
-    ONE_F_ONE_B,
+ONE_F_BESIDE_ONE_B = ONE_F_ONE_B._replace(
     rank_actions=_overlapped_actions,
     in_flight=lambda _rank, _pp, count, _vpp: min(2, count),
     pairs=lambda _rank, _pp, count, _vpp: steady_pairs(1, count),
@@ -70,4 +67,4 @@ ONE_F_BESIDE_ONE_B = replace(
     ),
 )
 
-PYTORCH_ONE_F_ONE_B = replace(ONE_F_ONE_B, refusal=_pytorch_refusal)
+PYTORCH_ONE_F_ONE_B = ONE_F_ONE_B._replace(refusal=_pytorch_refusal)

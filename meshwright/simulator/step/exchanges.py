@@ -4,7 +4,6 @@ The engine runs this between the parts of passes, lower bounds are chains of it:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -201,8 +200,7 @@ def _unit(
     # Backward writes transposes of weights, each of which is read once.
     transposes = 2 * part.transposed
     written_ps = side.costs.memory_traffic(transposes).time_ps if transposes else 0
-    backward = replace(
-        forward,
+    backward = forward._replace(
         reduce_ps=reduce_ps + copies.out_ps,
         again_ps=copies.again_ps,
         last_ps=last_ps,
@@ -220,6 +218,6 @@ def _with_ahead(units: list[PartExchanges], ahead_ps: int) -> tuple[PartExchange
     if ahead_ps:
         last = max(place for place, unit in enumerate(units) if not unit.backward.stays)
         backward = units[last].backward
-        backward = replace(backward, gather_ps=backward.gather_ps + ahead_ps)
+        backward = backward._replace(gather_ps=backward.gather_ps + ahead_ps)
         units[last] = units[last]._replace(backward=backward)
     return tuple(units)

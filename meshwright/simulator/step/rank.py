@@ -1,7 +1,7 @@
 """What each rank of a step computes, sends and reduces, from the costs of its parts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -156,11 +156,11 @@ def _virtual_stage_work(
         ),
         # Where parameters are not sharded, forward passes have none.
         forward_units=tuple(
-            replace(each.forward, compute_ps=context.pass_cost(each.part.stage).forward.time_ps)
+            each.forward._replace(compute_ps=context.pass_cost(each.part.stage).forward.time_ps)
             for each in (exchanges.units if replication.gathers_units else ())
         ),
         backward_units=tuple(
-            replace(each.backward, compute_ps=context.pass_cost(each.part.stage).backward.time_ps)
+            each.backward._replace(compute_ps=context.pass_cost(each.part.stage).backward.time_ps)
             for each in reversed(exchanges.units)
         ),
         forward_copies=forward_copies,

@@ -4,7 +4,6 @@ Sizes are whole numbers, or columns of them over layouts that are alike in struc
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.hwprofiles import LossKernel, StackProfile, Units
@@ -227,8 +226,7 @@ def _kept_experts(layers: ByFamily[LayerUnit], groups: Iterable[Alike]) -> Size:
     return sum(each.num_layers * layers[each.family].experts.kept for each in groups)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitBytes:
+class UnitBytes(NamedTuple):
     """Bytes of a stage's units.
 
     Args:

@@ -5,7 +5,6 @@ Their sums have the format of the wire (`FSDPParam` of PyTorch 2.13,
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Units
@@ -21,8 +20,7 @@ from meshwright.simulator.units.stage_layers import kept_of
 from meshwright.simulator.units.weights import StageWeights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SumBytes:
+class SumBytes(NamedTuple):
     """Bytes of a stage's gradients and of their sums.
 
     Args:

@@ -14,6 +14,7 @@ from meshwright.hwprofiles import (
     GemmKernels,
     MemoryKernels,
     Precision,
+    Source,
 )
 from meshwright.simulator.blocks import FlashAttention, Gemm, MemoryBound
 from meshwright.simulator.costs import (
@@ -198,7 +199,9 @@ def fit_flash(
     used = attention_rows(rows, kernel)
     if len({row.case.op for row in used}) != 2:
         return None
-    kernels = FlashKernels(forward_fraction=0.3, backward_fraction=0.3, kind="fitted", source="-")
+    kernels = FlashKernels(
+        forward_fraction=0.3, backward_fraction=0.3, kind=Source.FITTED, source="-"
+    )
 
     def model(chosen: dict[str, float], case: BenchmarkCase) -> float:
         flash = {kernel: kernels.model_copy(update=chosen)}
