@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.hwprofiles import format_bytes
-from meshwright.simulator import BuiltStep, CostModel, Phase, StepResult
+from meshwright.simulator import BuiltStep, CostModel, StepResult
 from meshwright.simulator.memory import block_bytes
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import sum_parameters
@@ -114,8 +114,8 @@ def passes_in_flight(step: StepResult, pp_rank: int) -> list[int]:
         is_kept = start_ps <= peak_ps
         if place in rank.pairs:
             is_kept = rank.ends_ps[place + 1] <= peak_ps
-        if phase is Phase.FORWARD and is_kept:
+        if phase.direction > 0 and is_kept:
             counts[virtual_stage] += 1
-        elif phase is not Phase.FORWARD and end_ps <= peak_ps:
+        elif phase.direction < 0 and end_ps <= peak_ps:
             counts[virtual_stage] -= 1
     return counts

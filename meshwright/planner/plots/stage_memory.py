@@ -106,8 +106,7 @@ def _moment(step: StepResult, stage: StageMemory) -> str:
     when = f"{stage.peak_time_ps / PS_PER_S:.4g} s into the step"
     for action in () if step.work is None else step.work.actions[stage.stage]:
         if str(action) == stage.peak_moment:
-            name = action.phase.name.lower()
-            return f"in the {name} pass of microbatch {action.microbatch}, {when}"
+            return f"in the {action.phase.label} pass of microbatch {action.microbatch}, {when}"
     return f"in the {stage.peak_moment}, {when}"
 
 

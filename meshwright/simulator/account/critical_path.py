@@ -3,12 +3,12 @@
 from collections import Counter
 from typing import NamedTuple
 
-from meshwright.simulator.costs import Category, PhaseCost
+from meshwright.simulator.costs import Category
 from meshwright.simulator.engine import SpanKind, StepTimes, check_passes
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action
 from meshwright.simulator.step import BuiltStep
 
-CLOSING = {
+CLOSING: dict[str, Category] = {
     SpanKind.REDUCTION_WAIT: Category.DP_COMM,
     SpanKind.SHARED_EMBEDDING: Category.DP_COMM,
     SpanKind.GRADIENT_NORM: Category.DP_COMM,
@@ -137,8 +137,8 @@ class _Walk:
 
     def _sender(self, rank: int, action: Action) -> tuple[int, int]:
         """Return the rank and the place of the pass that sent *action* its message."""
-        step = -1 if action.phase is Phase.FORWARD else 1
-        stage = action.virtual_stage * len(self._times.ranks) + rank + step
+        place = action.virtual_stage * len(self._times.ranks) + rank
+        stage = place - action.phase.direction
         virtual_stage, sender = divmod(stage, len(self._times.ranks))
         return sender, self._places[sender][action._replace(virtual_stage=virtual_stage)]
 
@@ -148,8 +148,7 @@ class _Walk:
         action, time_ps = times.actions[place], times.ends_ps[place] - times.starts_ps[place]
         hidden_ps = self._built.work.hidden_of(rank, place)
         self.spent_ps[Category.EP_COMM] -= hidden_ps
-        costs = self._built.virtual_stage_costs[rank][action.virtual_stage]
-        cost: PhaseCost = costs.forward if action.phase is Phase.FORWARD else costs.backward
+        cost = self._built.virtual_stage_costs[rank][action.virtual_stage][action.phase]
         for category in Category:
             self.spent_ps[category] += cost.category_ps(category)
         copied_ps = times.copy_waits_ps[place] if times.copy_waits_ps else 0

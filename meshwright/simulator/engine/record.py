@@ -1,6 +1,6 @@
 """What ran in a step: noted by the engine as it runs, read by memory, pictures and traces."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -9,10 +9,8 @@ from meshwright.simulator.schedules import Action, Periodic, Phase
 
 
 class SpanKind(StrEnum):
-    """What a stream is busy with, or waits for."""
+    """What a stream is busy with, or waits for, beside passes."""
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     ACTIVATION_MESSAGE = "activation message"
     GRADIENT_MESSAGE = "gradient message"
@@ -26,7 +24,6 @@ class SpanKind(StrEnum):
     ACTIVATION_RELOAD = "activations to the device"
 
 
-PASSES = {Phase.FORWARD: SpanKind.FORWARD, Phase.BACKWARD: SpanKind.BACKWARD}
 MESSAGES = {
     Phase.FORWARD: SpanKind.ACTIVATION_MESSAGE,
     Phase.BACKWARD: SpanKind.GRADIENT_MESSAGE,
@@ -64,9 +61,12 @@ class Mark(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A stretch of one stream; virtual stage and microbatch are -1 where they mean nothing."""
+    """A stretch of one stream: a pass, by the label of its phase, or a `SpanKind`.
 
-    kind: SpanKind
+    Virtual stage and microbatch are -1 where they mean nothing.
+    """
+
+    kind: str
     start_ps: int
     end_ps: int
     virtual_stage: int = -1
@@ -175,7 +175,7 @@ class RankTimes:
         closing = [span for span in self.closing if span.kind is not SpanKind.REDUCTION_WAIT]
         return RankStreams(
             compute=(
-                *_spans(PASSES, self.passes()),
+                *_spans({phase: phase.label for phase in Phase}, self.passes()),
                 *(span for span in closing if span.kind in COMPUTED),
             ),
             messages=_spans(MESSAGES, sent),
@@ -207,9 +207,7 @@ def moved_spans(spans: Sequence[Span], distance_ps: int) -> list[Span]:
     ]
 
 
-def _spans(
-    kinds: dict[Phase, SpanKind], ran: Iterable[tuple[Action, int, int]]
-) -> tuple[Span, ...]:
+def _spans(kinds: Mapping[Phase, str], ran: Iterable[tuple[Action, int, int]]) -> tuple[Span, ...]:
     """Return what took time."""
     return tuple(
         Span(kinds[action.phase], start_ps, end_ps, action.virtual_stage, action.microbatch)

@@ -19,6 +19,19 @@ class Phase(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
 
+    @property
+    def label(self) -> str:
+        """Its name for people: forward, backward."""
+        return self.name.lower()
+
+    @property
+    def direction(self) -> int:
+        """Where its message goes: 1 to the next stage, -1 to the one before, 0 to nobody."""
+        return DIRECTIONS.get(self, 0)
+
+
+DIRECTIONS = {Phase.FORWARD: 1, Phase.BACKWARD: -1}
+
 
 class Action(NamedTuple):
     """One forward or backward pass of a microbatch through one virtual stage.

@@ -13,7 +13,7 @@ from meshwright.simulator.blocks import (
     beside_weights_bytes,
     num_angle_tables,
 )
-from meshwright.simulator.costs import BlockCost, Cost, CostModel, PhaseCost
+from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork, check_passes
 from meshwright.simulator.layout import REPLICATED, ResolvedPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
@@ -37,7 +37,7 @@ from meshwright.simulator.replication import (
     narrow_shard_bytes,
     shards_of,
 )
-from meshwright.simulator.schedules import get_schedule
+from meshwright.simulator.schedules import Phase, get_schedule
 from meshwright.simulator.step.activations import activation_host_bytes
 from meshwright.simulator.step.beside import exchange_source
 from meshwright.simulator.step.offload import (
@@ -80,7 +80,7 @@ class BuiltStep:
     setting: StepSetting
     work: StepWork
     evidence: Evidence
-    virtual_stage_costs: tuple[tuple[BlockCost, ...], ...]
+    virtual_stage_costs: tuple[tuple[Mapping[Phase, PhaseCost], ...], ...]
     update_costs: tuple[PhaseCost, ...]
     closing_costs: tuple[Mapping[Moment, Cost], ...]
     memory: tuple[RankMemory, ...]
@@ -108,7 +108,7 @@ def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltS
         setting=setting,
         work=_step_work(context, ranks),
         evidence=_evidence(context, ranks),
-        virtual_stage_costs=tuple(tuple(map(context.pass_cost, stages)) for stages in by_rank),
+        virtual_stage_costs=tuple(tuple(map(context.pass_costs, stages)) for stages in by_rank),
         update_costs=tuple(rank.exchanges.update for rank in ranks),
         closing_costs=tuple(rank.exchanges.closing for rank in ranks),
         memory=tuple(
