@@ -280,19 +280,8 @@ def _stages(built: BuiltStep, peaks: RankPeaks, costs: CostModel) -> Iterator[St
         tensor = largest_tensor(
             costs.blocks, built.setting.shape, built.setting.rank_stages(pp_rank), peak.action
         )
-        yield StageMemory(
-            stage=pp_rank,
-            rank=built.setting.mesh.rank({Axis.PP: pp_rank}),
-            parameters_bytes=memory.parameters_bytes,
-            gradients_bytes=memory.gradients_bytes - peak.absent_bytes,
-            optimizer_states_bytes=memory.optimizer_states_bytes,
-            activations_bytes=peak.activations_bytes,
-            buffers_bytes=peak.buffers_bytes,
-            peak_time_ps=peak.time_ps,
-            peak_moment=peak.moment,
-            largest_tensor=tensor,
-            host_bytes=memory.host_bytes,
-        )
+        rank = built.setting.mesh.rank({Axis.PP: pp_rank})
+        yield StageMemory.of(memory, peak, stage=pp_rank, rank=rank, largest_tensor=tensor)
 
 
 def largest_tensor(

@@ -38,6 +38,7 @@ from meshwright.simulator.memory.rank import (
     PassPeak,
     PassPeaks,
     RankMemory,
+    RankStates,
     Shards,
     StateBytes,
     VirtualStageMemory,
@@ -273,7 +274,7 @@ def test_zero_stage_1_splits_the_optimizer_alone(n: int, dp: int, zero_stage: in
     state = StateBytes.of(FUSED, Precision.BF16)
     assert (state.parameter, state.gradient, state.optimizer) == (2, 4, 12)
     num_shards = dp if zero_stage else 1
-    memory = rank_memory(n, state, (), shards=Shards.of(dp, zero_stage))
+    memory = rank_memory(RankStates.of(n, state, Shards.of(dp, zero_stage)))
     sharded = -(-n // num_shards)
     assert memory.static_bytes == 6 * n + 12 * sharded
 
@@ -282,7 +283,7 @@ def test_fp32_training_needs_16_bytes_a_parameter() -> None:
     state = StateBytes.of(STACK, Precision.FP32)
     for zero_stage, expected in ((0, 16_000), (1, 8_000 + 8 * 125)):
         shards = Shards.of(8, zero_stage)
-        assert rank_memory(1000, state, (), shards=shards).static_bytes == expected
+        assert rank_memory(RankStates.of(1000, state, shards)).static_bytes == expected
 
 
 def stage_of(num_layers: int, *, has_embedding: bool, has_head: bool) -> Stage:

@@ -35,15 +35,13 @@ def memory_products(
         costs: Of which the sizes of blocks are.
     """
     stage = step.memory.worst_stage
-    states = (
-        ("parameters", stage.parameters_bytes),
-        ("gradients", stage.gradients_bytes),
-        ("optimizer states", stage.optimizer_states_bytes),
-    )
     count = 0
     if built is not None:
         count = sum_parameters(built.setting.shape, built.setting.rank_stages(stage.stage))
-    terms = [MemoryTerm(name, size, _a_parameter(size, count)) for name, size in states]
+    terms = [
+        MemoryTerm(name.removesuffix("_bytes").replace("_", " "), size, _a_parameter(size, count))
+        for name, size in stage.by_name.items()
+    ]
     kept = () if built is None else tuple(_kept(step, built, costs))
     rest = stage.activations_bytes - sum(term.size_bytes for term in kept)
     # With recomputation inside kept units a pass's own levels say what is saved, not its blocks.

@@ -214,9 +214,12 @@ class UnitPeaks:
         weights, experts, most, of_experts, surplus, copied, buffers, *passes = np.asarray(total).T
         sharding, shapes = states.sharding(used), states.shapes[used]
         held = unit_states(weights, experts, Padding(most, of_experts), sharding)
-        lasting = held.parameters + held.optimizer + self._beside.of_rank(shapes, role.stages)
-        gradients, tables = held.gradients + surplus, self._beside.angle_tables(shapes, role.stages)
-        updating = held.update_temporary + copied * (1 - sharding.on_host)
+        lasting = held.weights_bytes + self._beside.of_rank(shapes, role.stages)
+        gradients, tables = (
+            held.gradients_bytes + surplus,
+            self._beside.angle_tables(shapes, role.stages),
+        )
+        updating = held.update_temporary_bytes + copied * (1 - sharding.on_host)
         updating = updating - passes[PassSize.REDUCED]
         microbatches = self._space.num_microbatches[group.indices]
         pass_parts = [rows.T[NUM_STATIC:, None] for rows in parts]

@@ -45,12 +45,12 @@ from meshwright.simulator.memory.rank import (
     RankStates,
     Shards,
     StateBytes,
+    States,
     VirtualStageMemory,
     rank_memory,
     sharded_workspace_bytes,
     virtual_stage_memory,
     with_copies,
-    with_states,
     with_workspace,
 )
 from meshwright.simulator.memory.sent_messages import SentBytes
@@ -101,6 +101,7 @@ __all__ = [
     "SentBytes",
     "Shards",
     "StateBytes",
+    "States",
     "VirtualStageMemory",
     "batch_bytes",
     "block_bytes",
@@ -127,7 +128,6 @@ __all__ = [
     "usable_bytes",
     "virtual_stage_memory",
     "with_copies",
-    "with_states",
     "with_workspace",
     "workspace_bytes",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import reduce
 from itertools import product
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from meshwright.simulator.memory import (
     LateGradients,
     PipelinePlace,
     RankMemory,
+    RankStates,
     VirtualStageMemory,
     block_bytes,
     pair_bytes,
@@ -29,7 +31,6 @@ from meshwright.simulator.memory import (
     stand_in_bytes,
     virtual_stage_memory,
     with_copies,
-    with_states,
 )
 from meshwright.simulator.replication import (
     blocks_of,
@@ -227,12 +228,11 @@ def _memory_of_stages(
 ) -> RankMemory:
     shape, replication = context.setting.shape, context.setting.replication
     held = held_parameters(shape, stages)
-    memory, *others = (
-        rank_memory(count, context.host.state, virtual_stages, shards=holders.shards)
+    states = (
+        RankStates.of(count, context.host.state, holders.shards)
         for count, holders in held.by_holders(replication)
     )
-    for each in others:
-        memory = with_states(memory, each)
+    memory = rank_memory(reduce(RankStates.beside, states), virtual_stages)
     memory = _offloaded(context, memory, stages)
     own = blocks_of(stages)
     beside = stand_in_bytes(shape, own) + _angle_bytes(shape, stages)

@@ -23,7 +23,12 @@ from meshwright.simulator.layout import (
     TrainingJob,
     chosen_formats,
 )
-from meshwright.simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
+from meshwright.simulator.memory import (
+    RankMemory,
+    RankStates,
+    StateBytes,
+    sharded_workspace_bytes,
+)
 from meshwright.simulator.replication import (
     FP32_UPDATE_TRAFFIC_BYTES,
     HeldParameters,
@@ -242,8 +247,9 @@ def rank_host_bytes(
     if replication.reduces_each_microbatch and num_microbatches > 1:
         shards = (unit_shards(shape, stage, replication.span.num_ranks) for stage in stages)
         arriving = max(chain.from_iterable(shards))
-    on_host = state.sharded_parameter + state.gradient + state.optimizer
-    return share * on_host + arriving * state.gradient
+    gradients = share * state.gradient
+    on_host = RankStates.of_share(share, state, share * state.sharded_parameter, gradients)
+    return int(on_host.static_bytes) + arriving * state.gradient
 
 
 def offloaded_memory(memory: RankMemory, replication: Replication, host_bytes: int) -> RankMemory:
@@ -253,16 +259,8 @@ def offloaded_memory(memory: RankMemory, replication: Replication, host_bytes: i
     """
     if replication.offload is Offload.NONE:
         return memory
-    return replace(
-        memory,
-        parameters_bytes=0
-        if replication.offload is Offload.PARAMETERS
-        else memory.parameters_bytes,
-        gradients_bytes=0 if replication.reduces_each_microbatch else memory.gradients_bytes,
-        optimizer_states_bytes=0,
-        update_temporary_bytes=0,
-        host_bytes=host_bytes,
-    )
+    stays = replication.offload is not Offload.PARAMETERS, not replication.reduces_each_microbatch
+    return replace(memory.staying(*stays, optimizer=0), host_bytes=host_bytes)
 
 
 def unit_workspace_bytes(

@@ -169,18 +169,8 @@ def _device_memories(run: GraphRun) -> Iterator[StageMemory]:
             for live in device.task_bytes
         ]
         peak = memory_peak(device.memory, sorted(events, key=lambda event: event.time_ps))
-        yield StageMemory(
-            stage=index,
-            rank=index,
-            parameters_bytes=device.memory.parameters_bytes,
-            gradients_bytes=device.memory.gradients_bytes,
-            optimizer_states_bytes=device.memory.optimizer_states_bytes,
-            activations_bytes=peak.activations_bytes,
-            buffers_bytes=peak.buffers_bytes,
-            peak_time_ps=peak.time_ps,
-            peak_moment=peak.moment,
-            largest_tensor=device.largest_tensor,
-        )
+        tensor = device.largest_tensor
+        yield StageMemory.of(device.memory, peak, stage=index, rank=index, largest_tensor=tensor)
 
 
 def _breakdown(run: GraphRun, step_ps: int) -> dict[Category, int]:

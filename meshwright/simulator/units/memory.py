@@ -1,6 +1,7 @@
 """The memory of a rank whose states are units of FSDP (`meshwright.simulator.units.passes`)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from meshwright.simulator.memory import (
     batch_bytes,
     kept_output_bytes,
     message_buffer_bytes,
+    rank_memory,
 )
 from meshwright.simulator.replication import Replication, held_parameters
 from meshwright.simulator.units.bytes import PassBytes, UnitBytes
@@ -212,18 +214,15 @@ def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
 
 def unit_states(
     num_parameters: Size, num_experts: Size, padding: Padding, sharding: Sharding
-) -> RankStates:
+) -> RankStates[Size]:
     """Return the states of so many parameters, and of experts of which other ranks hold others."""
     state, of_experts = sharding.parameter.state, sharding.of_experts
     share = sharding.shares(num_parameters + padding.most, num_experts + padding.experts)
     share = share * (1 - sharding.on_host)
     gradients = sharding.kept_bytes(num_parameters, padding.most)
     gradients = gradients + of_experts.kept_bytes(num_experts, padding.experts)
-    return RankStates(
-        parameters=share * state.sharded_parameter,
-        gradients=gradients,
-        optimizer=share * state.optimizer,
-        update_temporary=share * state.update_temporary,
+    return RankStates.of_share(
+        share, state, parameters_bytes=share * state.sharded_parameter, gradients_bytes=gradients
     )
 
 
@@ -258,14 +257,13 @@ def unit_rank_memory(
         )
     padding = Padding(*(sum(paddings[stage][own] for stage in stages) for own in range(2)))
     states = unit_states(*held_parameters(shape, stages), padding, sharding)
-    batch = batch_bytes(shape.num_tokens, shape.cp) * shape.keeps_outputs
-    return RankMemory(
-        parameters_bytes=int(states.parameters),
-        gradients_bytes=int(states.gradients + sum(known[stage].surplus for stage in stages)),
-        optimizer_states_bytes=int(states.optimizer),
-        update_temporary_bytes=int(
-            states.update_temporary + sum(known[stage].copied for stage in stages)
-        ),
-        virtual_stages=tuple(virtual_stages[stage] for stage in stages),
-        buffers_bytes=int(batch + sum(known[stage].buffers for stage in stages)),
+    gradients, updating = states.gradients_bytes, states.update_temporary_bytes
+    states = replace(
+        states,
+        gradients_bytes=gradients + sum(known[stage].surplus for stage in stages),
+        update_temporary_bytes=updating + sum(known[stage].copied for stage in stages),
     )
+    memory = rank_memory(states, tuple(virtual_stages[stage] for stage in stages))
+    batch = batch_bytes(shape.num_tokens, shape.cp) * shape.keeps_outputs
+    buffers = batch + sum(known[stage].buffers for stage in stages)
+    return replace(memory, buffers_bytes=int(buffers))
