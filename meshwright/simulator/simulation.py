@@ -290,7 +290,7 @@ def largest_tensor(
     """Return the name of the largest tensor that lives during *action* (None: the update)."""
     if action is None:
         return "optimizer states"
-    again = action.phase is Phase.BACKWARD
+    again = action.phase is not Phase.FORWARD
     kinds = dict.fromkeys(
         kind for stage in stages for kind, _ in stage.checkpoints.passes(stage.layers)
     )

@@ -1,6 +1,6 @@
 """What ran in a step: noted by the engine as it runs, read by memory, pictures and traces."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -24,14 +24,9 @@ class SpanKind(StrEnum):
     ACTIVATION_RELOAD = "activations to the device"
 
 
-MESSAGES = {
-    Phase.FORWARD: SpanKind.ACTIVATION_MESSAGE,
-    Phase.BACKWARD: SpanKind.GRADIENT_MESSAGE,
-}
-COPIES = {
-    Phase.FORWARD: SpanKind.ACTIVATION_OFFLOAD,
-    Phase.BACKWARD: SpanKind.ACTIVATION_RELOAD,
-}
+# By the direction of a pass.
+MESSAGES = {1: SpanKind.ACTIVATION_MESSAGE, -1: SpanKind.GRADIENT_MESSAGE}
+COPIES = {1: SpanKind.ACTIVATION_OFFLOAD, -1: SpanKind.ACTIVATION_RELOAD}
 COMPUTED = (SpanKind.TENSOR_SUM, SpanKind.OPTIMIZER)
 
 
@@ -175,10 +170,10 @@ class RankTimes:
         closing = [span for span in self.closing if span.kind is not SpanKind.REDUCTION_WAIT]
         return RankStreams(
             compute=(
-                *_spans({phase: phase.label for phase in Phase}, self.passes()),
+                *_spans(lambda phase: phase.label, self.passes()),
                 *(span for span in closing if span.kind in COMPUTED),
             ),
-            messages=_spans(MESSAGES, sent),
+            messages=_spans(lambda phase: MESSAGES[phase.direction], sent),
             data_parallel=(
                 *self.collectives,
                 *(span for span in closing if span.kind not in COMPUTED),
@@ -207,10 +202,12 @@ def moved_spans(spans: Sequence[Span], distance_ps: int) -> list[Span]:
     ]
 
 
-def _spans(kinds: Mapping[Phase, str], ran: Iterable[tuple[Action, int, int]]) -> tuple[Span, ...]:
+def _spans(
+    kind: Callable[[Phase], str], ran: Iterable[tuple[Action, int, int]]
+) -> tuple[Span, ...]:
     """Return what took time."""
     return tuple(
-        Span(kinds[action.phase], start_ps, end_ps, action.virtual_stage, action.microbatch)
+        Span(kind(action.phase), start_ps, end_ps, action.virtual_stage, action.microbatch)
         for action, start_ps, end_ps in ran
         if end_ps > start_ps
     )

@@ -28,7 +28,7 @@ from meshwright.simulator.memory.held_messages import PipelinePlace
 from meshwright.simulator.memory.sent_messages import NOTHING_SENT, SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_output_bytes
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action
 
 
 class Shards(NamedTuple):
@@ -276,7 +276,7 @@ class RankMemory(RankStates[int]):
         """Return how much more lives after *period*, which comes again in a long step."""
         if not self.holds_sent or self.virtual_stages[0].kept_units is None:
             return 0
-        done = (each.virtual_stage for each in period if each.phase is Phase.BACKWARD)
+        done = (each.virtual_stage for each in period if each.phase.direction < 0)
         return sum(sum(self.sent[virtual_stage]) for virtual_stage in done)
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache, partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from meshwright.simulator.schedules.periodic import Periodic
 
@@ -14,23 +14,27 @@ LEAST_TIMES = 8
 
 
 class Phase(StrEnum):
-    """What a pipeline rank does in one action (names as in torch.distributed.pipelining)."""
+    """What a pipeline rank does in one action (names as in torch.distributed.pipelining).
 
-    FORWARD = "F"
-    BACKWARD = "B"
+    Args:
+        direction: Where its message goes: 1 to the next stage, -1 to the one before, 0 to nobody.
+    """
+
+    FORWARD = "F", 1
+    BACKWARD = "B", -1
+
+    direction: int
+
+    def __new__(cls, value: str, direction: int) -> Self:
+        """Return the phase that *value* stands for."""
+        phase = str.__new__(cls, value)
+        phase._value_, phase.direction = value, direction
+        return phase
 
     @property
     def label(self) -> str:
         """Its name for people: forward, backward."""
         return self.name.lower()
-
-    @property
-    def direction(self) -> int:
-        """Where its message goes: 1 to the next stage, -1 to the one before, 0 to nobody."""
-        return DIRECTIONS.get(self, 0)
-
-
-DIRECTIONS = {Phase.FORWARD: 1, Phase.BACKWARD: -1}
 
 
 class Action(NamedTuple):
