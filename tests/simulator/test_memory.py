@@ -21,7 +21,7 @@ from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.memory import (
-    BlockBytes,
+    BlockMemory,
     Fragmentation,
     LateGradients,
     Overheads,
@@ -659,7 +659,7 @@ def test_late_gradients_are_fullest_at_a_block_of_the_first_backward_pass(
     sizes: dict[BlockKind, tuple[int, int, int]], waiting: int, layers: int
 ) -> None:
     """Block by block from the last: what a block saved goes, its gradients come."""
-    nothing = BlockBytes(*[0] * len(BlockBytes._fields))
+    nothing = BlockMemory(*[0] * len(BlockMemory._fields))
     blocks = {
         kind: nothing._replace(saved=saved, backward=backward)
         for kind, (saved, backward, _) in sizes.items()

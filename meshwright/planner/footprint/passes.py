@@ -20,7 +20,7 @@ from meshwright.simulator.memory import (
     DYNAMIC_WITHOUT_STATES,
     MODULES_HOLD,
     NUM_SIZES,
-    BlockBytes,
+    BlockMemory,
     PassSize,
     VirtualStageMemory,
     block_bytes,
@@ -61,7 +61,7 @@ class Sizes:
     def __init__(self, table: ShapeTable, blocks: BlockTable) -> None:
         known = [block_bytes(blocks, shape, others=table.kinds) for shape in table.shapes]
         self.blocks = {
-            kind: BlockBytes[Column](*np.array([each[kind] for each in known], np.int64).T)
+            kind: BlockMemory[Column](*np.array([each[kind] for each in known], np.int64).T)
             for kind in table.kinds
         }
         self.counts = ParameterCounts(table)

@@ -12,7 +12,7 @@ from meshwright.planner.space import Column, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import DP_CP, MAX_ZERO_STAGE, GroupSpan, Mesh, Stage
 from meshwright.simulator.memory import (
-    BlockBytes,
+    BlockMemory,
     LateGradients,
     SentBytes,
     StateBytes,
@@ -132,7 +132,7 @@ class StageSharing:
         self,
         table: ShapeTable,
         walked: BlockTable,
-        blocks: Sequence[Mapping[BlockKind, BlockBytes[int]]],
+        blocks: Sequence[Mapping[BlockKind, BlockMemory[int]]],
     ) -> None:
         self._table = table
         self._walked = walked

@@ -1,8 +1,8 @@
 """Memory of a pipeline rank: what always lives, what each pass adds, and the peak."""
 
+from meshwright.simulator.graph import BlockMemory
 from meshwright.simulator.memory.beside import pair_bytes
 from meshwright.simulator.memory.block_bytes import (
-    BlockBytes,
     PresentBytes,
     block_bytes,
     pass_workspace_bytes,
@@ -80,7 +80,7 @@ __all__ = [
     "NUM_SIZES",
     "PARTS",
     "SYMMETRIC",
-    "BlockBytes",
+    "BlockMemory",
     "Fragmentation",
     "KeptUnits",
     "LateGradients",

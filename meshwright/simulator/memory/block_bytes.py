@@ -7,14 +7,13 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 from meshwright.hwprofiles import CudaGraphImpl, CudaGraphs, Precision
 from meshwright.simulator.blocks import (
     ADDED,
-    BlockMemory,
     BlockShape,
     BlockTable,
     Ending,
     makes_gradients,
 )
+from meshwright.simulator.graph import BlockMemory, larger
 from meshwright.simulator.graph import Size as Bytes
-from meshwright.simulator.graph import larger
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.sent_messages import SentBytes
 from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
@@ -50,52 +49,19 @@ class Addable(Protocol):
 Size = TypeVar("Size", bound=Addable)
 
 
-class BlockBytes(NamedTuple, Generic[Size]):
-    """Bytes of a block, or columns of them over several shapes.
-
-    Args:
-        saved: Kept until its backward.
-        cached: Left of it until the forward pass is over.
-        waiting: What its backward makes and the embedding's backward takes, if both are on one
-            stage.
-        forward: What its forward needs beside what is kept.
-        backward: The same of its backward.
-        arrival: The same when a gradient of its weights has come.
-        holding: As *backward*, where the gradient that comes to it is held.
-        received: What it gets from the block before, and the gradient that goes back.
-        sent: What it hands on to the block behind.
-        buffer: What it shares with all others, from the first pass on.
-        moved: What it keeps on the host, and needs beside *forward*.
-        copied: What it copies there and back, and needs beside *backward*.
-    """
-
-    saved: Size
-    cached: Size
-    waiting: Size
-    forward: Size
-    backward: Size
-    arrival: Size
-    holding: Size
-    received: Size
-    sent: Size
-    buffer: Size
-    moved: Size
-    copied: Size
-
-
 def block_bytes(
     table: BlockTable,
     shape: BlockShape,
     ending: Ending = ADDED,
     *,
     others: Iterable[BlockKind] = (),
-) -> dict[BlockKind, BlockBytes[int]]:
+) -> dict[BlockKind, BlockMemory[int]]:
     """Return the bytes of a block of each kind of the model, whose backward ends with *ending*.
 
     *others* are kinds that a plan makes of the model's, as those of `Stage.passes`.
     """
     kinds = dict.fromkeys((*shape.parameters, *others))
-    blocks = {kind: _bytes_of(table.memory(shape, kind, ending)) for kind in kinds}
+    blocks = {kind: table.memory(shape, kind, ending) for kind in kinds}
     head, logits = blocks[HEAD], kept_logits_bytes(shape)
     blocks[HEAD] = head._replace(saved=head.saved + logits, forward=head.forward - logits)
     reader = PREDICTIONS if predicts_further(shape.trained) else HEAD
@@ -111,8 +77,8 @@ def captures_whole_layers(shape: BlockShape) -> bool:
 
 
 def _with_graphs(
-    shape: BlockShape, blocks: dict[BlockKind, BlockBytes[int]]
-) -> dict[BlockKind, BlockBytes[int]]:
+    shape: BlockShape, blocks: dict[BlockKind, BlockMemory[int]]
+) -> dict[BlockKind, BlockMemory[int]]:
     """Return *blocks* with the static buffers of layers in graphs of Transformer Engine.
 
     A layer has, in each microbatch in flight, an input and a mask of its own, of a byte for each
@@ -143,24 +109,7 @@ def _with_graphs(
     }
 
 
-def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
-    return BlockBytes(
-        saved=memory.saved,
-        cached=memory.cached,
-        waiting=0,
-        forward=memory.forward,
-        backward=memory.backward,
-        arrival=memory.arrival,
-        holding=memory.holding,
-        received=memory.received,
-        sent=memory.sent,
-        buffer=memory.buffer,
-        moved=memory.moved,
-        copied=memory.copied,
-    )
-
-
-def stage_messages(blocks: Mapping[BlockKind, BlockBytes[Any]], stage: Stage) -> SentBytes:
+def stage_messages(blocks: Mapping[BlockKind, BlockMemory[Any]], stage: Stage) -> SentBytes:
     """Return what *stage* sends in a microbatch; a gradient is as large as what it received."""
     return SentBytes(
         output=0 if stage.has_head else blocks[stage.contents[-1].kind].sent,
@@ -190,7 +139,7 @@ class PresentBytes(NamedTuple, Generic[Size]):
 
     @classmethod
     def of(
-        cls, blocks: Mapping[BlockKind, BlockBytes[Size]], stage: Stage
+        cls, blocks: Mapping[BlockKind, BlockMemory[Size]], stage: Stage
     ) -> "PresentBytes[Size] | None":
         """Return those of a pass through *stage*; embedding and head need none.
 
@@ -216,7 +165,7 @@ class PresentBytes(NamedTuple, Generic[Size]):
 
 
 def pass_workspace_bytes(
-    blocks: Mapping[BlockKind, BlockBytes[Any]],
+    blocks: Mapping[BlockKind, BlockMemory[Any]],
     stage: Stage,
     *,
     holds_gradient: bool = False,

@@ -7,8 +7,8 @@ from typing import Any, Generic, NamedTuple, Self
 
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.graph import BlockMemory, chosen, largest
 from meshwright.simulator.graph import Size as Bytes
-from meshwright.simulator.graph import chosen, largest
 from meshwright.simulator.layout import (
     STACKS_OWN,
     Formats,
@@ -18,7 +18,6 @@ from meshwright.simulator.layout import (
     optimizer_bytes,
 )
 from meshwright.simulator.memory.block_bytes import (
-    BlockBytes,
     Size,
     captures_whole_layers,
     pass_workspace_bytes,
@@ -288,7 +287,7 @@ class RankMemory(RankStates[int]):
 
 
 def virtual_stage_memory(
-    shape: BlockShape, stage: Stage, blocks: Mapping[BlockKind, BlockBytes[Any]]
+    shape: BlockShape, stage: Stage, blocks: Mapping[BlockKind, BlockMemory[Any]]
 ) -> VirtualStageMemory:
     """Return the memory of one pass through *stage*, whose *blocks* are of *shape*.
 

@@ -17,7 +17,7 @@ from meshwright.simulator.engine import (
 )
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger import Moment, StepSetting, message_collectives, price
-from meshwright.simulator.memory import BlockBytes, LateGradients, stage_messages
+from meshwright.simulator.memory import BlockMemory, LateGradients, stage_messages
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.schedules import Phase
 from meshwright.simulator.step.activations import backward_points, copied_bytes, forward_points
@@ -41,7 +41,7 @@ class StepContext:
 
     setting: StepSetting
     costs: CostModel
-    blocks: Mapping[BlockKind, BlockBytes[int]]
+    blocks: Mapping[BlockKind, BlockMemory[int]]
     host: HostSide
     late: LateGradients | None = None
     exchanges: dict[Stage, StageExchanges] = field(default_factory=dict)
