@@ -31,7 +31,7 @@ from meshwright.simulator.blocks import (
     BlockTable,
 )
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import Fragmentation, PassSize, batch_bytes, pass_sizes
+from meshwright.simulator.memory import Fragmentation, PassSize, RankOrder, batch_bytes, pass_sizes
 from meshwright.simulator.model import ENDS, KeptLayer
 from meshwright.simulator.replication import fills_rows
 from meshwright.simulator.units import (
@@ -258,9 +258,7 @@ def _most_dynamic(
     """
     stages = list(dict.fromkeys(role.stages))
     kinds = tuple(map(stages.index, role.stages))
-    keeps = RolePasses(
-        pipeline.schedule, pipeline.pp, kinds, moves_states=True, keeps_units=pipeline.pp > 1
-    )
+    keeps = RankOrder(kinds, moves_states=True, keeps_units=pipeline.pp > 1)
     frees = [part[PassSize.AFTER_FORWARD] < part[PassSize.AFTER_BACKWARD] for part in parts]
     reshards = np.any(frees, axis=0)[0]
     states, microbatches = layouts
@@ -268,7 +266,8 @@ def _most_dynamic(
     for reshard, summed in product((False, True), repeat=2):
         rows = np.flatnonzero(((reshards == reshard) & (sums == summed))[states])
         if len(rows):
-            passes = keeps._replace(reshards=reshard, sums=summed)
+            order = keeps._replace(reshards=reshard, sums=summed)
+            passes = RolePasses(pipeline.schedule, pipeline.pp, order)
             own = Layouts(states[rows], microbatches[rows], np.zeros_like(rows))
             dynamic[rows] = RoleMoments(role, passes, parts).bytes(own)
     return dynamic
