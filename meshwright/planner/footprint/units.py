@@ -191,8 +191,7 @@ class UnitPeaks:
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
             static = weights.total, weights.experts, *weights.padding, found.surplus, found.copied
-            memory = found.virtual_stage(keeps_units=sharding.keeps_units, sums=sharding.sums)
-            sizes = (*static, found.buffers, *pass_sizes(memory))
+            sizes = (*static, found.buffers, *pass_sizes(found.memory))
             if not rows.size:
                 rows = np.empty((len(used), len(sizes)), np.int64)
             for number, column in enumerate(sizes):
