@@ -32,7 +32,7 @@ from meshwright.simulator.memory import (
     usable_bytes,
     workspace_bytes,
 )
-from meshwright.simulator.memory.pass_states import pass_states
+from meshwright.simulator.memory.counts import pass_states
 from meshwright.simulator.memory.rank import (
     KeptUnits,
     PassPeak,

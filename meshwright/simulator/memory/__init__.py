@@ -4,9 +4,15 @@ from meshwright.simulator.graph import BlockMemory
 from meshwright.simulator.memory.beside import pair_bytes
 from meshwright.simulator.memory.block_bytes import (
     PresentBytes,
+    SentBytes,
+    batch_bytes,
     block_bytes,
+    kept_logits_bytes,
+    kept_output_bytes,
+    message_buffer_bytes,
     pass_workspace_bytes,
     stage_messages,
+    stand_in_bytes,
 )
 from meshwright.simulator.memory.counts import (
     DYNAMIC,
@@ -53,14 +59,6 @@ from meshwright.simulator.memory.rank import (
     with_copies,
     with_workspace,
 )
-from meshwright.simulator.memory.sent_messages import SentBytes
-from meshwright.simulator.memory.stage_outputs import (
-    batch_bytes,
-    kept_logits_bytes,
-    kept_output_bytes,
-    message_buffer_bytes,
-)
-from meshwright.simulator.memory.stand_ins import stand_in_bytes
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
     MemoryPeak,

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from meshwright.hwprofiles import CudaGraphImpl, CudaGraphs, Precision
+from meshwright.hwprofiles import CudaGraphImpl, CudaGraphs, Kernels, Precision
 from meshwright.simulator.blocks import (
     ADDED,
     BlockShape,
@@ -12,17 +13,16 @@ from meshwright.simulator.blocks import (
     Ending,
     makes_gradients,
 )
-from meshwright.simulator.graph import BlockMemory, larger
+from meshwright.simulator.graph import NUMBER_BYTES, BlockMemory, larger, several
 from meshwright.simulator.graph import Size as Bytes
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory.sent_messages import SentBytes
-from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
 from meshwright.simulator.model import (
     HEAD,
     LAYERS,
     PREDICTIONS,
     BlockKind,
     BlockRun,
+    linear_shapes,
     predicts_further,
 )
 
@@ -109,12 +109,65 @@ def _with_graphs(
     }
 
 
+class SentBytes(NamedTuple):
+    """Bytes of what a virtual stage sends in a microbatch; 0 where it sends nothing.
+
+    Args:
+        output: To the stage after it; it lives until the backward pass in any case.
+        gradient: To the stage before it.
+    """
+
+    output: int = 0
+    gradient: int = 0
+
+
+NOTHING_SENT = SentBytes()
+
+
 def stage_messages(blocks: Mapping[BlockKind, BlockMemory[Any]], stage: Stage) -> SentBytes:
     """Return what *stage* sends in a microbatch; a gradient is as large as what it received."""
     return SentBytes(
         output=0 if stage.has_head else blocks[stage.contents[-1].kind].sent,
         gradient=0 if stage.has_embedding else blocks[stage.contents[0].kind].received,
     )
+
+
+def kept_logits_bytes(shape: BlockShape) -> int:
+    """Return the logits as the last stage's output, where that lives until backward."""
+    return shape.num_logits * shape.element_bytes if shape.keeps_outputs else 0
+
+
+def kept_output_bytes(shape: BlockShape, messages: tuple[Bytes, Bytes]) -> Bytes:
+    """Return what a stage keeps beyond its blocks.
+
+    Where outputs live until backward, the output it hands on is one tensor more; the input of its
+    first layer, as large as the gradient that goes back, is a message's buffer, which counts as
+    such (`message_buffer_bytes`).
+    """
+    output, gradient = messages
+    return output - gradient if shape.keeps_outputs else 0
+
+
+def message_buffer_bytes(shape: BlockShape, messages: tuple[Bytes, Bytes]) -> Bytes:
+    """Return the buffers of a microbatch's messages that live throughout the step.
+
+    PyTorch's PipelineStage makes one for each microbatch: for activations but on the first
+    stage, for gradients but on the last.
+    """
+    return sum(messages) if shape.keeps_outputs else 0
+
+
+def batch_bytes(num_tokens: Bytes, cp: Bytes) -> Bytes:
+    """Return the ids and targets of a microbatch that a rank of PyTorch's pipelines holds.
+
+    A schedule cuts the batch of a whole step, which every stage has (`Trainer.train_step` of
+    torchtitan 0.2.2 moves it to the device), and its own tokens beside where others have the rest.
+
+    Args:
+        num_tokens: Those of the rank in a microbatch.
+        cp: Context-parallel ranks.
+    """
+    return 2 * NUMBER_BYTES * num_tokens * (1 + cp * several(cp))
 
 
 def waiting_table_bytes(shape: BlockShape) -> int:
@@ -213,3 +266,24 @@ def pass_workspace_bytes(
         if stage.has_embedding:
             waiting = waiting + block.waiting * count
     return forward[0] + forward[1], backward[0] + backward[1]
+
+
+def stand_in_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
+    """Return the dummy gradients of a rank's *blocks*, 0 where its stack keeps none.
+
+    Where a product adds a weight's gradient to the sum that a rank keeps, autograd still asks for
+    a gradient of that weight, and is given a tensor of its shape that nobody reads.  There is one
+    for all weights of a shape, in their format, and it is never let go.
+
+    They are Transformer Engine's (get_dummy_wgrad of pytorch/module/base.py: of linear layers from
+    2.3 on, of experts from 2.10); Megatron-Core's output matrix has them from core 0.14 on
+    (tensor_parallel/layers.py).
+    """
+    stack = shape.stack
+    adds = stack.fused_gradient_accumulation and stack.kernels is not Kernels.EAGER
+    if not (stack.keeps_stand_ins and adds):
+        return 0
+    multiple = stack.vocabulary_multiple
+    known = linear_shapes(shape.trained, multiple, shape.tp, shape.ep, shape.etp)
+    found = {size for kind, _ in blocks for size in known.get(kind, ())}
+    return shape.element_bytes * sum(prod(size) for size in found)

@@ -18,14 +18,15 @@ from meshwright.simulator.layout import (
     optimizer_bytes,
 )
 from meshwright.simulator.memory.block_bytes import (
+    NOTHING_SENT,
+    SentBytes,
     Size,
     captures_whole_layers,
+    kept_output_bytes,
     pass_workspace_bytes,
     stage_messages,
 )
 from meshwright.simulator.memory.held_messages import PipelinePlace
-from meshwright.simulator.memory.sent_messages import NOTHING_SENT, SentBytes
-from meshwright.simulator.memory.stage_outputs import kept_output_bytes
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.schedules import Action
 
