@@ -16,7 +16,7 @@ from meshwright.simulator.costs import Category, CostModel
 from meshwright.simulator.engine import Span, StepTimes, check_passes
 from meshwright.simulator.layout import NO_OFFLOAD, Axis
 from meshwright.simulator.model import LAYERS
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Phase
 from meshwright.simulator.simulation import rank_timeline
 from meshwright.simulator.step import BuiltStep, build_step, phase_costs
 from meshwright.simulator.trace_events import (
@@ -261,16 +261,10 @@ def _flows(times: StepTimes) -> Iterator[TraceEvent]:
     for pp_rank, rank in enumerate(times.ranks):
         for action, (sent_ps, out_ps) in zip(rank.senders, rank.sent_ps, strict=True):
             if sent_ps < out_ps:
-                target, taker = _taker(pp_rank, action, pp)
+                target, taker = action.further(pp_rank, pp, action.phase.direction)
                 sender = Track(pp_rank, MESSAGES), sent_ps
                 receiver = Track(target, COMPUTE), starts_ps[target][taker]
                 yield from flow_events(next(numbers), sender, receiver)
-
-
-def _taker(pp_rank: int, action: Action, pp: int) -> tuple[int, Action]:
-    """Return who takes the message of a pass: stages go round the ranks."""
-    wraps, target = divmod(pp_rank + action.phase.direction, pp)
-    return target, action._replace(virtual_stage=action.virtual_stage + wraps)
 
 
 def _lane_events(result: StepResult) -> Iterator[TraceEvent]:

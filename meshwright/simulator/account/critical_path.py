@@ -137,10 +137,9 @@ class _Walk:
 
     def _sender(self, rank: int, action: Action) -> tuple[int, int]:
         """Return the rank and the place of the pass that sent *action* its message."""
-        place = action.virtual_stage * len(self._times.ranks) + rank
-        stage = place - action.phase.direction
-        virtual_stage, sender = divmod(stage, len(self._times.ranks))
-        return sender, self._places[sender][action._replace(virtual_stage=virtual_stage)]
+        pp, direction = len(self._times.ranks), action.phase.direction
+        sender, sent = action.further(rank, pp, -direction)
+        return sender, self._places[sender][sent]
 
     def _charge(self, rank: int, place: int) -> None:
         """Charge a pass: what it computes by category, and what it waited for or copied."""

@@ -52,6 +52,15 @@ class Action(NamedTuple):
         """Return a short form such as ``F0.3``: phase, virtual stage, microbatch."""
         return f"{self.phase}{self.virtual_stage}.{self.microbatch}"
 
+    def further(self, pp_rank: int, pp: int, num_stages: int) -> tuple[int, "Action"]:
+        """Return rank and pass of the microbatch so many stages on; these go round the ranks.
+
+        >>> Action(Phase.FORWARD, 0, 5).further(pp_rank=3, pp=4, num_stages=1)[0]
+        0
+        """
+        virtual_stage, rank = divmod(self.virtual_stage * pp + pp_rank + num_stages, pp)
+        return rank, self._replace(virtual_stage=virtual_stage)
+
 
 def no_pairs(_pp_rank: int, _pp: int, _num_microbatches: int, _vpp: int) -> range:
     """Return the pairs of a schedule whose passes run one after the other."""
