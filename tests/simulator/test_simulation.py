@@ -297,8 +297,13 @@ def test_a_full_rank_is_named_without_a_walk_of_all(
     step = job, plan, load_cluster("dgx-a100"), CORE
     need = simulate(*step).memory.device_bytes
     walked: list[object] = []
-    walk = simulation.memory_peak
-    monkeypatch.setattr(simulation, "memory_peak", lambda *each: walked.append(each) or walk(*each))
+    walk = simulation.fullest_event
+
+    def counted(*step: object, **changes: object) -> object:
+        walked.append(step)
+        return walk(*step, **changes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulation, "fullest_event", counted)
     for limit in (need, need - 1):
         walked.clear()
         full = simulate(*step, memory_limit_bytes=limit)

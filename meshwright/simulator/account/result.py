@@ -14,7 +14,7 @@ from meshwright.simulator.engine import StepTimes, StepWork
 from meshwright.simulator.layout import ResolvedPlan, TrainingJob
 from meshwright.simulator.memory import (
     Fragmentation,
-    MemoryPeak,
+    MemoryEvent,
     Overheads,
     PeakBytes,
     RankMemory,
@@ -41,7 +41,7 @@ class StageMemory(States[int]):
 
     @classmethod
     def of(
-        cls, memory: RankMemory, peak: MemoryPeak, *, stage: int, rank: int, largest_tensor: str
+        cls, memory: RankMemory, peak: MemoryEvent, *, stage: int, rank: int, largest_tensor: str
     ) -> Self:
         """Return those of a rank with *memory*, whose fullest instant is *peak*."""
         states = memory.by_name

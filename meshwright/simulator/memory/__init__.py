@@ -61,11 +61,9 @@ from meshwright.simulator.memory.rank import (
 )
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
-    MemoryPeak,
     PeriodGrowth,
     dynamic_upper_bound,
     fullest_event,
-    memory_peak,
     memory_timeline,
     peak_upper_bound,
 )
@@ -83,7 +81,6 @@ __all__ = [
     "KeptUnits",
     "LateGradients",
     "MemoryEvent",
-    "MemoryPeak",
     "Overheads",
     "PassPeak",
     "PassPeaks",
@@ -107,7 +104,6 @@ __all__ = [
     "fullest_event",
     "kept_logits_bytes",
     "kept_output_bytes",
-    "memory_peak",
     "memory_timeline",
     "message_buffer_bytes",
     "most_messages",

@@ -22,7 +22,6 @@ from meshwright.simulator.memory import (
     MemoryEvent,
     Overheads,
     RankMemory,
-    memory_peak,
     usable_bytes,
 )
 from meshwright.simulator.step import overhead_per_million
@@ -168,7 +167,8 @@ def _device_memories(run: GraphRun) -> Iterator[StageMemory]:
             MemoryEvent(run.times[live.task].start_ps, run.graph.tasks[live.task].name, *live[1:])
             for live in device.task_bytes
         ]
-        peak = memory_peak(device.memory, sorted(events, key=lambda event: event.time_ps))
+        # Of instants as full it is the first, so that the same step names the same tensor.
+        peak = max(events, key=lambda event: (event.dynamic_bytes, -event.time_ps))
         tensor = device.largest_tensor
         yield StageMemory.of(device.memory, peak, stage=index, rank=index, largest_tensor=tensor)
 
