@@ -13,12 +13,12 @@ from typing import TypedDict
 
 from meshwright.simulator.account import CLOSING, RankPass, ResourceLane, StepResult, rank_passes
 from meshwright.simulator.costs import Category, CostModel
-from meshwright.simulator.engine import Span, SpanKind, StepTimes, check_passes
+from meshwright.simulator.engine import Span, StepTimes, check_passes
 from meshwright.simulator.layout import NO_OFFLOAD, Axis
 from meshwright.simulator.model import LAYERS
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Phase
 from meshwright.simulator.simulation import rank_timeline
-from meshwright.simulator.step import BuiltStep, build_step
+from meshwright.simulator.step import BuiltStep, build_step, phase_costs
 from meshwright.simulator.trace_events import (
     EventArguments,
     TraceEvent,
@@ -36,7 +36,6 @@ OVERHEAD = "step overhead"
 WAIT = "wait for parameters"
 COPY_WAIT = "wait for activations"
 MOST_INSIDE = 200_000  # slices in layers of a trace: some 40 MB, which viewers still open
-PASS_NAMES = {Phase.FORWARD: SpanKind.FORWARD, Phase.BACKWARD: SpanKind.BACKWARD}
 
 
 class TraceNotes(TypedDict):
@@ -152,7 +151,7 @@ class _RankEvents:
         for each, copied_ps in zip(passes, chain(self.rank.copy_waits_ps, repeat(0)), strict=False):
             yield from self._pass(each, copied_ps)
         for span in self.rank.closing:
-            yield self._leaf(span.kind.value, CLOSING[span.kind], span.start_ps, span.end_ps)
+            yield self._leaf(span.kind, CLOSING[span.kind], span.start_ps, span.end_ps)
         end_ps = max(rank.end_ps for rank in self.times.ranks)
         if end_ps < self.times.step_ps:
             yield self._leaf(OVERHEAD, Category.STEP_OVERHEAD, end_ps, self.times.step_ps)
@@ -172,8 +171,8 @@ class _RankEvents:
 
     def _pass(self, each: RankPass, copied_ps: int) -> Iterator[TraceEvent]:
         """Yield a pass and, in it, its layers and waits, of which copies make so much."""
-        kind, (phase, virtual_stage, microbatch) = PASS_NAMES[each.action.phase], each.action
-        span = Span(kind, each.start_ps, each.end_ps, virtual_stage, microbatch)
+        phase, virtual_stage, microbatch = each.action
+        span = Span(phase.label, each.start_ps, each.end_ps, virtual_stage, microbatch)
         yield _complete(span, self.compute)
         for start_ps, end_ps in each.waits:
             middle_ps = min(end_ps, start_ps + copied_ps)
@@ -191,7 +190,7 @@ class _RankEvents:
             for block in shortened(run, hidden_ps) if beside else run:
                 end_ps = start_ps + block.time_ps
                 is_open = len(block.parts) > 1 and microbatch < self._num_open
-                args = EventArguments(phase=span.kind.value) if is_open else block.args
+                args = EventArguments(phase=span.kind) if is_open else block.args
                 yield slice_event(block.name, "layers", self.compute, start_ps, end_ps, args)
                 yield from self._inside_of(block, start_ps) if is_open else ()
                 start_ps = end_ps
@@ -207,7 +206,10 @@ class _RankEvents:
     @cached_property
     def _num_open(self) -> int:
         """Microbatches whose layers show what is in them: the first, as many as can be read."""
-        stages, phases = self.built.setting.rank_stages(self.pp_rank), tuple(PASS_NAMES)
+        stages, phases = (
+            self.built.setting.rank_stages(self.pp_rank),
+            self.built.virtual_stage_costs[self.pp_rank][0],
+        )
         each = sum(
             len(block.parts)
             for virtual_stage in range(len(stages))
@@ -239,8 +241,8 @@ class _RankEvents:
             whole = stage._replace(offload=NO_OFFLOAD)
             for kind, number in whole.part(0, stage.num_blocks).passes or whole.passes:
                 cost = self.costs.block_cost(setting.shape, kind)
-                spent = cost.forward if phase is Phase.FORWARD else cost.backward
-                args = EventArguments(phase=PASS_NAMES[phase].value, category_us=spent_us(spent))
+                spent = phase_costs(cost)[phase]
+                args = EventArguments(phase=phase.label, category_us=spent_us(spent))
                 parts = layer_parts(self.costs, setting.shape, kind, phase)
                 for _ in range(number):
                     name = f"{kind} {layer}" if kind in LAYERS else str(kind)
@@ -259,17 +261,10 @@ def _flows(times: StepTimes) -> Iterator[TraceEvent]:
     for pp_rank, rank in enumerate(times.ranks):
         for action, (sent_ps, out_ps) in zip(rank.senders, rank.sent_ps, strict=True):
             if sent_ps < out_ps:
-                target, taker = _taker(pp_rank, action, pp)
+                target, taker = action.further(pp_rank, pp, action.phase.direction)
                 sender = Track(pp_rank, MESSAGES), sent_ps
                 receiver = Track(target, COMPUTE), starts_ps[target][taker]
                 yield from flow_events(next(numbers), sender, receiver)
-
-
-def _taker(pp_rank: int, action: Action, pp: int) -> tuple[int, Action]:
-    """Return who takes the message of a pass: stages go round the ranks."""
-    step = 1 if action.phase is Phase.FORWARD else -1
-    wraps, target = divmod(pp_rank + step, pp)
-    return target, action._replace(virtual_stage=action.virtual_stage + wraps)
 
 
 def _lane_events(result: StepResult) -> Iterator[TraceEvent]:
@@ -307,8 +302,8 @@ def _lane(tid: int, lane: ResourceLane) -> Iterator[TraceEvent]:
 
 
 def _complete(span: Span, track: Track) -> TraceEvent:
-    args = EventArguments(phase=span.kind.value)
-    name = span.kind.value
+    args = EventArguments(phase=span.kind)
+    name = span.kind
     if span.virtual_stage >= 0:
         args["chunk"] = span.virtual_stage
     if span.microbatch >= 0:

@@ -38,13 +38,11 @@ from meshwright.simulator.layout import (
 from meshwright.simulator.memory import (
     Fragmentation,
     MemoryEvent,
-    MemoryPeak,
     Overheads,
     PeakBytes,
     PeriodGrowth,
     RankMemory,
     fullest_event,
-    memory_peak,
     memory_timeline,
     peak_upper_bound,
     usable_bytes,
@@ -193,14 +191,18 @@ class RankPeaks:
 
     built: BuiltStep
     times: StepTimes
-    _known: dict[int, MemoryPeak] = field(default_factory=dict)
+    _known: dict[int, MemoryEvent] = field(default_factory=dict)
 
-    def of(self, pp_rank: int) -> MemoryPeak:
+    def of(self, pp_rank: int) -> MemoryEvent:
         """Return the fullest instant of a rank."""
         if pp_rank not in self._known:
             memory, rank = self.built.memory[pp_rank], self.times.ranks[pp_rank]
-            self._known[pp_rank] = memory_peak(memory, [_fullest(memory, rank)])
+            self._known[pp_rank] = _fullest(memory, rank)
         return self._known[pp_rank]
+
+    def live_bytes(self, pp_rank: int) -> int:
+        """Return what lives on a rank then."""
+        return self.built.memory[pp_rank].static_bytes + self.of(pp_rank).dynamic_bytes
 
     def peak(self, fragmentation: Fragmentation) -> PeakBytes[int] | None:
         """Return the fullest ranks: those that cannot be it are not walked.
@@ -218,7 +220,7 @@ class RankPeaks:
         for pp_rank in sorted(most, key=most.__getitem__, reverse=True):
             parts = self._parts(fragmentation, pp_rank, most[pp_rank])
             if most[pp_rank] > peak.live_bytes or parts > peak.reserved_parts:
-                live_bytes = self.of(pp_rank).total_bytes
+                live_bytes = self.live_bytes(pp_rank)
                 found = live_bytes, self._parts(fragmentation, pp_rank, live_bytes)
                 peak = PeakBytes(*map(max, peak, found))
         return peak
@@ -230,7 +232,7 @@ class RankPeaks:
         """
         for pp_rank, most in (self._most() or {}).items():
             if self._parts(fragmentation, pp_rank, most) >= reserved_parts:
-                live_bytes = self.of(pp_rank).total_bytes
+                live_bytes = self.live_bytes(pp_rank)
                 if self._parts(fragmentation, pp_rank, live_bytes) == reserved_parts:
                     return self.built.setting.mesh.rank({Axis.PP: pp_rank})
         return None
@@ -280,19 +282,8 @@ def _stages(built: BuiltStep, peaks: RankPeaks, costs: CostModel) -> Iterator[St
         tensor = largest_tensor(
             costs.blocks, built.setting.shape, built.setting.rank_stages(pp_rank), peak.action
         )
-        yield StageMemory(
-            stage=pp_rank,
-            rank=built.setting.mesh.rank({Axis.PP: pp_rank}),
-            parameters_bytes=memory.parameters_bytes,
-            gradients_bytes=memory.gradients_bytes - peak.absent_bytes,
-            optimizer_states_bytes=memory.optimizer_states_bytes,
-            activations_bytes=peak.activations_bytes,
-            buffers_bytes=peak.buffers_bytes,
-            peak_time_ps=peak.time_ps,
-            peak_moment=peak.moment,
-            largest_tensor=tensor,
-            host_bytes=memory.host_bytes,
-        )
+        rank = built.setting.mesh.rank({Axis.PP: pp_rank})
+        yield StageMemory.of(memory, peak, stage=pp_rank, rank=rank, largest_tensor=tensor)
 
 
 def largest_tensor(
@@ -301,7 +292,7 @@ def largest_tensor(
     """Return the name of the largest tensor that lives during *action* (None: the update)."""
     if action is None:
         return "optimizer states"
-    again = action.phase is Phase.BACKWARD
+    again = action.phase is not Phase.FORWARD
     kinds = dict.fromkeys(
         kind for stage in stages for kind, _ in stage.checkpoints.passes(stage.layers)
     )

@@ -19,7 +19,8 @@ from meshwright.simulator import (
     simulate_folded,
     simulate_unfolded,
 )
-from meshwright.simulator.engine import Message, RankWork, VirtualStageWork
+from meshwright.simulator.engine import Message, PassWork, RankWork
+from meshwright.simulator.schedules import Phase
 
 pytestmark = pytest.mark.bench
 
@@ -27,12 +28,10 @@ Benchmark = Callable[..., Any]
 
 
 def plain_work(pp: int, num_microbatches: int) -> StepWork:
-    virtual_stage = VirtualStageWork(
-        forward_ps=10**9,
-        backward_ps=2 * 10**9,
-        forward_message=Message(10**7, 10**6),
-        backward_message=Message(10**7, 10**6),
-    )
+    virtual_stage = {
+        Phase.FORWARD: PassWork(10**9, Message(10**7, 10**6)),
+        Phase.BACKWARD: PassWork(2 * 10**9, Message(10**7, 10**6)),
+    }
     return StepWork(
         ranks=(RankWork(virtual_stages=(virtual_stage,)),) * pp,
         actions=SCHEDULES["1f1b"].actions(pp, num_microbatches, 1),

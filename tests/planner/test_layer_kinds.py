@@ -25,7 +25,8 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.account import message_traffic
-from meshwright.simulator.blocks import BlockMemory, BlockOperators, BlockShape, BlockTable, Ending
+from meshwright.simulator.blocks import BlockOperators, BlockShape, BlockTable, Ending
+from meshwright.simulator.graph import BlockMemory
 from meshwright.simulator.layout import rank_stages, stack_refusal
 from meshwright.simulator.model import BlockRun, ParameterTensor
 from meshwright.simulator.model.tensors import LAYER_TENSORS

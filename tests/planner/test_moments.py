@@ -5,6 +5,7 @@ import pytest
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.planner.footprint.pass_table import RolePasses, pass_table
+from meshwright.simulator.memory import RankOrder
 from meshwright.simulator.schedules import get_schedule
 
 
@@ -18,9 +19,9 @@ def test_a_few_groups_show_the_moments_of_any_number(
     runtime = PipelineRuntime.PYTORCH if holds == "units" else PipelineRuntime.MEGATRON_CORE
     for size in (None,) if holds == "units" else (None, pp + 1, 2 * pp):
         schedule = get_schedule("interleaved", runtime, group_size=size)
-        passes = RolePasses(
-            schedule, pp, kinds, holds == "messages", holds == "units", holds == "units"
-        )
+        units = holds == "units"
+        order = RankOrder(kinds, moves_states=units, keeps_units=units)
+        passes = RolePasses(schedule, pp, order, holds == "messages")
         few = passes.few_microbatches(0, 100 * (size or pp))
         for rank in range(pp):
             orders = [few + more * (size or pp) for more in (0, 1, 3)]

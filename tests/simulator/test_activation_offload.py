@@ -29,13 +29,13 @@ from meshwright.simulator.account import critical_path
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.engine import (
     CopyPoint,
+    PassWork,
     RankWork,
     StepWork,
-    VirtualStageWork,
     simulate_folded,
 )
 from meshwright.simulator.model import EMBEDDING, HEAD, TRANSFORMER_LAYER, OffloadedLayer
-from meshwright.simulator.schedules import get_schedule
+from meshwright.simulator.schedules import Phase, get_schedule
 from meshwright.simulator.step import build_step
 from meshwright.simulator.step.offload import copy_cost
 
@@ -168,9 +168,10 @@ def test_copies_stall_a_pass_where_the_link_is_slower_than_its_layers() -> None:
         CopyPoint(30, 1),
     )
     backward = (CopyPoint(20, 1, 15), CopyPoint(40, 0, 15), CopyPoint(40, 1), CopyPoint(60, 0))
-    stage = VirtualStageWork(
-        forward_ps=40, backward_ps=80, forward_copies=forward, backward_copies=backward
-    )
+    stage = {
+        Phase.FORWARD: PassWork(40, copies=forward),
+        Phase.BACKWARD: PassWork(80, copies=backward),
+    }
     work = StepWork(
         ranks=(RankWork(virtual_stages=(stage,)),),
         actions=get_schedule("1f1b").actions(1, 1, 1),
@@ -180,7 +181,7 @@ def test_copies_stall_a_pass_where_the_link_is_slower_than_its_layers() -> None:
     assert times.ranks[0].copy_waits_ps == [10, 0]
     assert times.step_ps == 40 + 10 + 80
     slow = [each._replace(copy_ps=4 * each.copy_ps) for each in backward]
-    stalled = stage._replace(backward_copies=tuple(slow))
+    stalled = stage | {Phase.BACKWARD: PassWork(80, copies=tuple(slow))}
     times = simulate_folded(work._replace(ranks=(RankWork(virtual_stages=(stalled,)),)))
     # Layer 1 waits from 90 to 130, and layer 0, whose copy runs from 130 to 190, from 150 on.
     assert times.ranks[0].copy_waits_ps == [10, 80]
@@ -255,15 +256,15 @@ def test_buckets_and_shards_cut_passes_without_a_copy_more_or_less() -> None:
         plan = replace(PLAN, zero_stage=zero_stage, offload_layers=20)
         job = job_of(batch=16)
         built = build_step(job, plan, CostModel(CLUSTER, STACK, 8))
-        (stage,) = built.work.ranks[0].virtual_stages
-        assert [each.after_ps for each in stage.forward_copies] == sorted(
-            each.after_ps for each in stage.forward_copies
+        ((forward, backward),) = (stage.values() for stage in built.work.ranks[0].virtual_stages)
+        assert [each.after_ps for each in forward.copies] == sorted(
+            each.after_ps for each in forward.copies
         )
-        assert stage.backward_copies[-1].after_ps < stage.backward_ps
-        units = stage.forward_units or stage.gathers
+        assert backward.copies[-1].after_ps < backward.compute_ps
+        units = forward.units or forward.gathers
         edges = {*accumulate((each.compute_ps for each in units), initial=0)}
         if zero_stage == 3:
-            assert {each.after_ps for each in stage.forward_copies} <= edges
+            assert {each.after_ps for each in forward.copies} <= edges
         waits = simulate_folded(built.work).ranks[0].copy_waits_ps
         assert len(waits) == 4
         assert min(waits) > 0

@@ -35,6 +35,7 @@ from meshwright.simulator.chrome_trace import (
     write_chrome_trace,
 )
 from meshwright.simulator.engine import Span, SpanKind
+from meshwright.simulator.schedules import Phase
 
 # stack, cluster, tp, pp, dp, vpp, zero_stage: blocking and overlapped messages, shared port,
 # collectives hidden and not, a pipeline of one. With a stack that can, tokens are split over tp.
@@ -173,17 +174,19 @@ def test_gathers_explain_when_first_forward_passes_end(result: StepResult) -> No
         waited_ps = 0
         for span in streams.compute:
             if (
-                span.kind is SpanKind.FORWARD
+                span.kind == Phase.FORWARD.label
                 and span.microbatch == 0
                 and span.virtual_stage in gathered
             ):
-                segments = result.work.ranks[pp_rank].virtual_stages[span.virtual_stage].gathers
+                stage = result.work.ranks[pp_rank].virtual_stages[span.virtual_stage]
+                segments = stage[Phase.FORWARD].gathers
                 now = span.start_ps
                 for segment, ready_ps in zip(segments, gathered[span.virtual_stage], strict=True):
                     waited_ps += max(0, ready_ps - now)
                     now = max(now, ready_ps) + segment.compute_ps
                 assert now == span.end_ps
-        if not result.work.ranks[pp_rank].virtual_stages[0].forward_units:  # of sharded units: more
+        forward = result.work.ranks[pp_rank].virtual_stages[0][Phase.FORWARD]
+        if not forward.units:  # of sharded units: more
             assert waited_ps == rank.gather_wait_ps
 
 
@@ -389,6 +392,6 @@ def test_shared_port_cases_really_share_it() -> None:
     """Otherwise paused collectives would be tested on nothing."""
     work = step("overlapped").work
     assert work.shared_port
-    assert work.ranks[1].virtual_stages[0].gathers
-    assert work.ranks[1].virtual_stages[0].reductions
+    assert work.ranks[1].virtual_stages[0][Phase.FORWARD].gathers
+    assert work.ranks[1].virtual_stages[0][Phase.BACKWARD].reductions
     assert step("no-pipeline").times.ranks[0].gather_wait_ps > 0

@@ -20,7 +20,7 @@ from meshwright.simulator.blocks import BlockShape, BlockTable, HostPasses
 from meshwright.simulator.costs import issue_ps
 from meshwright.simulator.costs.host import waiting_s
 from meshwright.simulator.layout import Stage, stack_refusal
-from meshwright.simulator.memory import BlockBytes, block_bytes, pass_workspace_bytes
+from meshwright.simulator.memory import BlockMemory, block_bytes, pass_workspace_bytes
 from meshwright.simulator.model import (
     EMBEDDING,
     EXPERT_LAYER,
@@ -103,8 +103,10 @@ def test_a_graph_that_leaves_experts_out_hands_on_what_the_layer_keeps() -> None
 def test_the_pool_of_graphs_is_beside_what_ends_of_the_model_need() -> None:
     """In one pool a layer's 30 take the place of a head's 50; in two both are there."""
 
-    def block(saved: int, forward: int, backward: int) -> BlockBytes[int]:
-        return BlockBytes(saved, 0, 0, forward, backward, 0, backward, 0, 0, 0, 0, 0)
+    nothing = BlockMemory[int](*[0] * len(BlockMemory._fields))
+
+    def block(saved: int, forward: int, backward: int) -> BlockMemory[int]:
+        return nothing._replace(saved=saved, forward=forward, backward=backward, holding=backward)
 
     blocks = {
         EMBEDDING: block(0, 1, 45),

@@ -12,11 +12,11 @@ from simpy import Environment
 from meshwright.simulator.engine import (
     Message,
     PassSegment,
+    PassWork,
     RankTimes,
     RankWork,
     StepTimes,
     StepWork,
-    VirtualStageWork,
     simulate_folded,
     simulate_unfolded,
     with_overhead,
@@ -31,6 +31,7 @@ from meshwright.simulator.schedules import Action, Phase, get_schedule
 
 RELAXED = settings(deadline=None, max_examples=60)  # shared machines stall now and then
 TIMES = st.integers(0, 50)
+PLAIN_STAGE = {Phase.FORWARD: PassWork(1), Phase.BACKWARD: PassWork(2)}
 Node = tuple[str, int, int]  # kind, pp_rank, index
 
 
@@ -70,18 +71,18 @@ def message_of(work: StepWork, pp_rank: int, action: Action) -> Message:
     virtual_stage = work.ranks[pp_rank].virtual_stages[action.virtual_stage]
     if action.phase is Phase.FORWARD:
         is_end = stage == work.pp * work.num_virtual_stages - 1
-        return Message() if is_end else virtual_stage.forward_message
-    return Message() if stage == 0 else virtual_stage.backward_message
+        return Message() if is_end else virtual_stage[action.phase].message
+    return Message() if stage == 0 else virtual_stage[action.phase].message
 
 
 def segments_of(work: StepWork, pp_rank: int, action: Action) -> tuple[PassSegment, ...]:
     """Return the parts of a pass: itself, or parts with collectives between."""
-    virtual_stage = work.ranks[pp_rank].virtual_stages[action.virtual_stage]
+    passes = work.ranks[pp_rank].virtual_stages[action.virtual_stage][action.phase]
     if action.phase is Phase.FORWARD:
-        parts = virtual_stage.gathers if action.microbatch == 0 else ()
-        return parts or (PassSegment(virtual_stage.forward_ps, 0),)
-    parts = virtual_stage.reductions if action.microbatch == work.num_microbatches - 1 else ()
-    return parts or (PassSegment(virtual_stage.backward_ps, 0),)
+        parts = passes.gathers if action.microbatch == 0 else ()
+    else:
+        parts = passes.reductions if action.microbatch == work.num_microbatches - 1 else ()
+    return parts or (PassSegment(passes.compute_ps, 0),)
 
 
 class RankPath:
@@ -140,7 +141,7 @@ class RankPath:
     def add_reduction(self) -> None:
         rank, after = self.work.ranks[self.pp_rank], self.free()
         sums, reduced = (("sums", self.pp_rank, 0), ("reduced", self.pp_rank, 0))
-        under = any(virtual_stage.reductions for virtual_stage in rank.virtual_stages)
+        under = any(stage[Phase.BACKWARD].reductions for stage in rank.virtual_stages)
         if self.work.sums_first:
             self.graph.add(sums, rank.sums_ps, after)
             after = [(sums, 0)]
@@ -186,17 +187,19 @@ def segments(draw: st.DrawFn, *, wanted: bool) -> tuple[PassSegment, ...]:
     return tuple(draw(st.lists(parts, min_size=1, max_size=3)))
 
 
-def virtual_stage_works(draw: st.DrawFn, *, gathers: bool, reductions: bool) -> VirtualStageWork:
+def virtual_stage_works(
+    draw: st.DrawFn, *, gathers: bool, reductions: bool
+) -> dict[Phase, PassWork]:
     gathered = segments(draw, wanted=gathers)
     reduced = segments(draw, wanted=reductions)
-    return VirtualStageWork(
-        forward_ps=sum(part.compute_ps for part in gathered) if gathered else draw(TIMES),
-        backward_ps=sum(part.compute_ps for part in reduced) if reduced else draw(TIMES),
-        forward_message=draw(messages()),
-        backward_message=draw(messages()),
-        gathers=gathered,
-        reductions=reduced,
+    forward_ps, backward_ps = (
+        sum(part.compute_ps for part in parts) if parts else draw(TIMES)
+        for parts in (gathered, reduced)
     )
+    return {
+        Phase.FORWARD: PassWork(forward_ps, draw(messages()), gathers=gathered),
+        Phase.BACKWARD: PassWork(backward_ps, draw(messages()), reductions=reduced),
+    }
 
 
 @st.composite
@@ -257,12 +260,10 @@ def test_overlapped_gathers_and_reductions_take_the_longest_path(work: StepWork)
 @pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_a_slow_port_makes_messages_queue(name: str, *, blocking: bool) -> None:
-    virtual_stage = VirtualStageWork(
-        forward_ps=10,
-        backward_ps=20,
-        forward_message=Message(35, 4),
-        backward_message=Message(25, 4),
-    )
+    virtual_stage = {
+        Phase.FORWARD: PassWork(10, Message(35, 4)),
+        Phase.BACKWARD: PassWork(20, Message(25, 4)),
+    }
     work = StepWork(
         ranks=(RankWork(virtual_stages=(virtual_stage,)),) * 3,
         actions=get_schedule(name).actions(3, 6, 1),
@@ -312,14 +313,14 @@ def test_512_ranks_with_everything_at_once_run_like_their_representatives(
     *, blocking: bool, shared_port: bool
 ) -> None:
     virtual_stages = tuple(
-        VirtualStageWork(
-            forward_ps=30 + c,
-            backward_ps=60 + c,
-            forward_message=Message(7, 3),
-            backward_message=Message(8, 2),
-            gathers=(PassSegment(10 + c, 45), PassSegment(20, 50)),
-            reductions=(PassSegment(40, 70), PassSegment(20 + c, 90)),
-        )
+        {
+            Phase.FORWARD: PassWork(
+                30 + c, Message(7, 3), gathers=(PassSegment(10 + c, 45), PassSegment(20, 50))
+            ),
+            Phase.BACKWARD: PassWork(
+                60 + c, Message(8, 2), reductions=(PassSegment(40, 70), PassSegment(20 + c, 90))
+            ),
+        }
         for c in range(2)
     )
     ranks = tuple(
@@ -388,13 +389,10 @@ def test_messages_that_touch_leave_no_gap_for_a_collective(marks: list[int]) -> 
 
 
 def test_a_shared_port_delays_reductions_by_the_messages_on_it() -> None:
-    virtual_stage = VirtualStageWork(
-        forward_ps=10,
-        backward_ps=20,
-        forward_message=Message(6, 0),
-        backward_message=Message(6, 0),
-        reductions=(PassSegment(20, 100),),
-    )
+    virtual_stage = {
+        Phase.FORWARD: PassWork(10, Message(6, 0)),
+        Phase.BACKWARD: PassWork(20, Message(6, 0), reductions=(PassSegment(20, 100),)),
+    }
     work = StepWork(
         ranks=(RankWork(virtual_stages=(virtual_stage,)),) * 2,
         actions=get_schedule("1f1b").actions(2, 1, 1),
@@ -410,7 +408,7 @@ def test_a_shared_port_delays_reductions_by_the_messages_on_it() -> None:
 
 def test_a_prefetched_gather_hides_under_what_runs_before_it() -> None:
     gathers = (PassSegment(10, 8), PassSegment(10, 8), PassSegment(10, 25))
-    virtual_stage = VirtualStageWork(forward_ps=30, backward_ps=60, gathers=gathers)
+    virtual_stage = {Phase.FORWARD: PassWork(30, gathers=gathers), Phase.BACKWARD: PassWork(60)}
     work = StepWork(
         ranks=(RankWork(virtual_stages=(virtual_stage,)),),
         actions=get_schedule("1f1b").actions(1, 2, 1),
@@ -424,7 +422,7 @@ def test_a_prefetched_gather_hides_under_what_runs_before_it() -> None:
 
 def plain_work(*, pp: int, num_microbatches: int) -> StepWork:
     return StepWork(
-        ranks=(RankWork(virtual_stages=(VirtualStageWork(forward_ps=1, backward_ps=2),)),) * pp,
+        ranks=(RankWork(virtual_stages=(PLAIN_STAGE,)),) * pp,
         actions=get_schedule("1f1b").actions(pp, num_microbatches, 1),
         num_microbatches=num_microbatches,
     )
@@ -479,10 +477,9 @@ def test_a_pass_listed_twice_waits_for_a_second_message() -> None:
 
 
 def test_the_chunk_of_an_interleaved_deadlock_is_named() -> None:
-    virtual_stage = VirtualStageWork(forward_ps=1, backward_ps=2)
     actions = get_schedule("interleaved").actions(2, 2, 2)
     work = StepWork(
-        ranks=(RankWork(virtual_stages=(virtual_stage, virtual_stage)),) * 2,
+        ranks=(RankWork(virtual_stages=(PLAIN_STAGE,) * 2),) * 2,
         actions=actions,
         num_microbatches=2,
     )

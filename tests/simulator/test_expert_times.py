@@ -26,7 +26,7 @@ from meshwright.simulator.blocks.parts import hottest_share
 from meshwright.simulator.costs import Category
 from meshwright.simulator.costs.collectives import dispatch_cost, sent_once
 from meshwright.simulator.costs.compute import gemm_cost
-from meshwright.simulator.graph import Kind, Memory, Phase, Product, Tensor, Traffic, Transfer
+from meshwright.simulator.graph import BlockMemory, Kind, Phase, Product, Tensor, Traffic, Transfer
 from meshwright.simulator.layout import ExpertAxis, Mesh, stack_refusal
 from meshwright.simulator.model import EXPERT_LAYER, Experts
 from meshwright.simulator.simulation import simulate
@@ -142,7 +142,7 @@ def walked(imbalance: float, plan: ResolvedPlan = PLAN) -> tuple[int, set[int], 
         for _, work in works
         if isinstance(work, Transfer) and work.axis is ExpertAxis.EP and work.nbytes > 10**6
     }
-    return int(Memory.of(found).saved), rows, sent
+    return int(BlockMemory.of(found).saved), rows, sent
 
 
 def test_rows_of_the_hottest_rank_are_computed_sent_and_kept() -> None:

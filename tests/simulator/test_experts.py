@@ -26,7 +26,14 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.account import rank_traffic, token_traffic
 from meshwright.simulator.blocks import BlockShape, hardware_flops, model_flops, walk
-from meshwright.simulator.graph import Backward, FusedAttention, Memory, Phase, Product, Traffic
+from meshwright.simulator.graph import (
+    Backward,
+    BlockMemory,
+    FusedAttention,
+    Phase,
+    Product,
+    Traffic,
+)
 from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, stack_refusal
 from meshwright.simulator.model import (
     EXPERT_LAYER,
@@ -114,7 +121,7 @@ def test_one_expert_without_a_gate_is_the_mlp_without_one_and_a_router(kind: str
     # Beside what a gated one keeps: the activation, before it is weighed.
     rows, places, shares, row_map, weight = 2 * HIDDEN, 8, 4, 3 * 4, 2
     own = rows + places + shares + row_map + weight + 2 * WIDTH
-    assert Memory.of(one).saved == Memory.of(dense).saved + TOKENS * own
+    assert BlockMemory.of(one).saved == BlockMemory.of(dense).saved + TOKENS * own
     job = job_of(routed)
     for stack in ("torchtitan@0.2", "fsdp"):
         profile = load_stack(stack)
@@ -145,7 +152,7 @@ def test_experts_that_run_one_after_the_other_keep_what_megatrons_own_do() -> No
 
 def test_what_one_expert_keeps_is_what_the_dense_layer_keeps_and_its_rows() -> None:
     """Megatron-Core keeps sorted rows beside tokens, which the router keeps, and some numbers."""
-    dense, one = (Memory.of(walked(model, "megatron-core")).saved for model in (DENSE, ONE))
+    dense, one = (BlockMemory.of(walked(model, "megatron-core")).saved for model in (DENSE, ONE))
     rows, places, shares, row_map, weight = 2 * HIDDEN, 8, 4, 3 * 4, 2
     assert one == dense + TOKENS * (rows + places + shares + row_map + weight)
 

@@ -48,6 +48,7 @@ from meshwright.simulator.replication.buckets import (
 )
 from meshwright.simulator.replication.data_parallel import stage_parameters, sum_parameters
 from meshwright.simulator.replication.parts import GradientBucket, StagePart
+from meshwright.simulator.schedules import Phase
 from meshwright.simulator.step.build import build_step
 
 RELAXED = settings(deadline=None, max_examples=80)
@@ -443,9 +444,9 @@ def test_a_stack_that_hides_nothing_reduces_a_rank_at_once() -> None:
     )
     assert simulate_folded(once).step_ps < simulate_folded(every).step_ps
     reduce_ps = once.ranks[0].reduce_ps
-    (segment,) = every.ranks[0].virtual_stages[0].reductions
+    (segment,) = every.ranks[0].virtual_stages[0][Phase.BACKWARD].reductions
     assert (segment.compute_ps, segment.collective_ps, every.ranks[0].reduce_ps) == (
-        once.ranks[0].virtual_stages[0].backward_ps,
+        once.ranks[0].virtual_stages[0][Phase.BACKWARD].compute_ps,
         reduce_ps,
         0,
     )
@@ -521,7 +522,7 @@ def test_a_sharded_gradient_is_cast_as_backward_makes_it() -> None:
     layer = shape_of(TITAN).parameters["layer"]
     scatter = costs.collective(CollectiveOp.REDUCE_SCATTER, 2 * layer, span, Axis.DP)
     cast = costs.memory_traffic((2 + 4) * -(-layer // 8))
-    unit = half.work.ranks[0].virtual_stages[0].backward_units[1]
+    unit = half.work.ranks[0].virtual_stages[0][Phase.BACKWARD].units[1]
     assert unit.reduce_ps == scatter.time_ps + cast.time_ps
     # fp32 on the wire is what the stack does: its constants were fitted with that cast.
     default = build_step(job, ddp_plan(zero_stage=3), costs)

@@ -42,9 +42,9 @@ from meshwright.simulator.engine import (
     Hidden,
     Message,
     PassSegment,
+    PassWork,
     RankWork,
     UnitWork,
-    VirtualStageWork,
     steady,
 )
 from meshwright.simulator.schedules import (
@@ -180,25 +180,23 @@ class RandomWork:
             stays=self.has["stay"],
         )
 
-    def virtual_stage(self) -> VirtualStageWork:
-        made = VirtualStageWork(
-            forward_ps=self.time_ps(),
-            backward_ps=self.time_ps(2),
-            forward_message=self.messages(),
-            backward_message=self.messages(),
-            reduces_each_pass=self.has["all"],
-        )
+    def virtual_stage(self) -> dict[Phase, PassWork]:
+        forward_ps, backward_ps = self.time_ps(), self.time_ps(2)
+        forward = PassWork(forward_ps, self.messages())
+        backward = PassWork(backward_ps, self.messages(), reduces_always=self.has["all"])
         if self.kind in ("at the ends", "each pass"):
             gathers, reductions = self.segments(), self.segments()
             every = self.kind == "each pass"
-            made = made._replace(gathers=gathers, reductions=reductions, reduces_each_pass=every)
             forward_ps = sum(each.compute_ps for each in gathers)
             backward_ps = sum(each.compute_ps for each in reductions)
-            return made._replace(forward_ps=forward_ps, backward_ps=backward_ps)
+            forward = forward._replace(compute_ps=forward_ps, gathers=gathers)
+            backward = PassWork(
+                backward_ps, backward.message, reductions=reductions, reduces_always=every
+            )
         if self.kind == "units":
             units = tuple(self.unit() for _ in range(self.num_parts))
-            return made._replace(forward_units=units, backward_units=units[::-1])
-        return made
+            forward, backward = forward._replace(units=units), backward._replace(units=units[::-1])
+        return {Phase.FORWARD: forward, Phase.BACKWARD: backward}
 
     def work(self) -> StepWork:
         overlaps, choice = self.kind == "overlap", self.random.choice

@@ -21,7 +21,7 @@ from meshwright.simulator.blocks import BlockShape, BlockTable, NamedBytes
 from meshwright.simulator.layout import Mesh, Stage
 from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.memory import (
-    BlockBytes,
+    BlockMemory,
     Fragmentation,
     LateGradients,
     Overheads,
@@ -32,12 +32,13 @@ from meshwright.simulator.memory import (
     usable_bytes,
     workspace_bytes,
 )
-from meshwright.simulator.memory.pass_states import pass_states
+from meshwright.simulator.memory.counts import pass_states
 from meshwright.simulator.memory.rank import (
     KeptUnits,
     PassPeak,
     PassPeaks,
     RankMemory,
+    RankStates,
     Shards,
     StateBytes,
     VirtualStageMemory,
@@ -46,7 +47,7 @@ from meshwright.simulator.memory.rank import (
     virtual_stage_memory,
     with_workspace,
 )
-from meshwright.simulator.memory.timeline import memory_peak, memory_timeline
+from meshwright.simulator.memory.timeline import fullest_event, memory_timeline
 from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, BlockRun
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import count_parameters
@@ -273,7 +274,7 @@ def test_zero_stage_1_splits_the_optimizer_alone(n: int, dp: int, zero_stage: in
     state = StateBytes.of(FUSED, Precision.BF16)
     assert (state.parameter, state.gradient, state.optimizer) == (2, 4, 12)
     num_shards = dp if zero_stage else 1
-    memory = rank_memory(n, state, (), shards=Shards.of(dp, zero_stage))
+    memory = rank_memory(RankStates.of(n, state, Shards.of(dp, zero_stage)))
     sharded = -(-n // num_shards)
     assert memory.static_bytes == 6 * n + 12 * sharded
 
@@ -282,7 +283,7 @@ def test_fp32_training_needs_16_bytes_a_parameter() -> None:
     state = StateBytes.of(STACK, Precision.FP32)
     for zero_stage, expected in ((0, 16_000), (1, 8_000 + 8 * 125)):
         shards = Shards.of(8, zero_stage)
-        assert rank_memory(1000, state, (), shards=shards).static_bytes == expected
+        assert rank_memory(RankStates.of(1000, state, shards)).static_bytes == expected
 
 
 def stage_of(num_layers: int, *, has_embedding: bool, has_head: bool) -> Stage:
@@ -410,9 +411,9 @@ def test_the_peak_is_static_plus_in_flight_plus_the_larger_workspace(
     in_flight = schedule.in_flight(pp_rank, pp, num_microbatches, 1)
     workspace = max(virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes)
     expected = max(in_flight * virtual_stage.saved_bytes + workspace, update_bytes)
-    peak = memory_peak(memory, events)
-    assert peak.total_bytes == 9000 + expected
-    assert peak.activations_bytes + peak.buffers_bytes == expected
+    peak = max(events, key=lambda event: event.dynamic_bytes)
+    assert memory.static_bytes + peak.dynamic_bytes == 9000 + expected
+    assert fullest_event(memory, actions, passes.__getitem__, 10 * len(actions)) == peak
     fullest = [e for e in events if e.activations_bytes + e.buffers_bytes == expected]
     assert (peak.time_ps, peak.moment) == (fullest[0].time_ps, fullest[0].moment)
 
@@ -476,8 +477,8 @@ def test_gradients_that_come_late_are_not_there_before_their_first_backward() ->
         (1000, 5 + 5, 0),
         (1000, 1, 0),
     ]
-    peak = memory_peak(memory, events)
-    assert (peak.moment, peak.total_bytes, peak.absent_bytes) == ("B1.0", 9000 + 1214, 13)
+    peak = max(events, key=lambda event: event.dynamic_bytes)
+    assert (peak.moment, peak.dynamic_bytes, peak.absent_bytes) == ("B1.0", 1214, 13)
 
 
 def test_a_timeline_names_each_moment() -> None:
@@ -498,8 +499,8 @@ def test_a_timeline_names_each_moment() -> None:
         (35, "after B0.1", 0, 0),
         (99, "optimizer", 0, 64),
     ]
-    peak = memory_peak(static_rank((virtual_stage,), 64), events)
-    assert (peak.total_bytes, peak.time_ps, peak.moment) == (9230, 20, "B0.0")
+    peak = max(events, key=lambda event: event.dynamic_bytes)
+    assert (peak.dynamic_bytes, peak.time_ps, peak.moment) == (230, 20, "B0.0")
 
 
 def test_passes_gather_a_unit_and_the_next_and_make_one_whole_gradient() -> None:
@@ -658,7 +659,7 @@ def test_late_gradients_are_fullest_at_a_block_of_the_first_backward_pass(
     sizes: dict[BlockKind, tuple[int, int, int]], waiting: int, layers: int
 ) -> None:
     """Block by block from the last: what a block saved goes, its gradients come."""
-    nothing = BlockBytes(*[0] * len(BlockBytes._fields))
+    nothing = BlockMemory(*[0] * len(BlockMemory._fields))
     blocks = {
         kind: nothing._replace(saved=saved, backward=backward)
         for kind, (saved, backward, _) in sizes.items()

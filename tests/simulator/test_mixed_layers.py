@@ -9,7 +9,7 @@ import pytest
 from meshwright.hwprofiles import Attention, ContextParallel, Kernels, Precision, load_stack
 from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, load_model, model_flops
 from meshwright.simulator.blocks import BlockShape, Ending, walk
-from meshwright.simulator.graph import Backward, Memory
+from meshwright.simulator.graph import Backward, BlockMemory
 from meshwright.simulator.layout import stack_refusal
 from meshwright.simulator.model import Experts, layer_kinds, parameters_by_kind, parse_model
 
@@ -73,7 +73,7 @@ def test_a_layer_keeps_and_needs_what_was_counted(
     counted: tuple[int, int, int],
 ) -> None:
     """Saved bytes, and the peaks forward and backward, of eager layers of the frameworks."""
-    found = Memory.of(walked(small(model, head_dim), stack, kind, Kernels.EAGER, **ranks))
+    found = BlockMemory.of(walked(small(model, head_dim), stack, kind, Kernels.EAGER, **ranks))
     assert (found.saved, found.saved + found.forward, found.saved + found.backward) == counted
 
 

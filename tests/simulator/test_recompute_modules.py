@@ -14,7 +14,7 @@ from meshwright.hwprofiles import (
 )
 from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, walk
-from meshwright.simulator.graph import Memory, Phase, Product
+from meshwright.simulator.graph import BlockMemory, Phase, Product
 from meshwright.simulator.layout import read_modules, stack_refusal
 from meshwright.simulator.model import EXPERT_LAYER, TRANSFORMER_LAYER
 
@@ -40,7 +40,7 @@ def plan_of(*modules: RecomputeModule) -> ResolvedPlan:
 
 def saved_bytes(*modules: RecomputeModule, stack: StackProfile = STACK) -> int:
     shape = BlockShape.of(job_of(), plan_of(*modules), stack)
-    return int(Memory.of(walk(shape, TRANSFORMER_LAYER)).saved)
+    return int(BlockMemory.of(walk(shape, TRANSFORMER_LAYER)).saved)
 
 
 def test_an_mlp_that_runs_again_keeps_its_input_alone() -> None:
@@ -60,7 +60,7 @@ def test_norms_inside_of_products_do_not_run_again() -> None:
     saved = []
     for modules in ((), (NORMS,)):
         shape = BlockShape.of(job_of(MIXTRAL), plan_of(*modules), STACK)
-        saved.append(Memory.of(walk(shape, EXPERT_LAYER)).saved)
+        saved.append(BlockMemory.of(walk(shape, EXPERT_LAYER)).saved)
     # Routing weights read the norm's output in 16 bits, and it keeps a deviation of each token.
     each = 2 * MIXTRAL.hidden_size + 4
     assert saved[0] - saved[1] == MIXTRAL.seq_len * each
@@ -76,7 +76,7 @@ def test_outputs_that_are_made_again_leave_no_copies_in_8_bits(tp: int) -> None:
 
     def saved(*modules: RecomputeModule) -> int:
         plan = replace(plan_of(*modules), tp=tp, sequence_parallel=tp > 1, dp=8, ep=8, etp=1)
-        return int(Memory.of(walk(BlockShape.of(job, plan, stack), EXPERT_LAYER)).saved)
+        return int(BlockMemory.of(walk(BlockShape.of(job, plan, stack), EXPERT_LAYER)).saved)
 
     tokens, wide = job.seq_len // tp, model.hidden_size
     # Both down projections and shared experts; routing weights read 16 bits.
@@ -92,7 +92,7 @@ def test_an_activation_of_experts_that_is_made_again_is_not_kept() -> None:
     job = job_of(MIXTRAL)
     plans = plan_of(), plan_of(RecomputeModule.MOE_ACT)
     shapes = [BlockShape.of(job, plan, STACK) for plan in plans]
-    kept, freed = (Memory.of(walk(shape, EXPERT_LAYER)) for shape in shapes)
+    kept, freed = (BlockMemory.of(walk(shape, EXPERT_LAYER)) for shape in shapes)
     experts = MIXTRAL.experts
     assert experts is not None
     rows = job.seq_len * experts.experts_per_token

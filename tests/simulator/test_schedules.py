@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from meshwright.hwprofiles import PipelineRuntime
-from meshwright.simulator.engine import RankWork, StepWork, VirtualStageWork, simulate_folded
+from meshwright.simulator.engine import PassWork, RankWork, StepWork, simulate_folded
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.schedules import (
     RUNTIMES,
@@ -54,7 +54,7 @@ def equal_work(
     schedule: Schedule, size: tuple[int, int, int], forward_ps: int, backward_ps: int
 ) -> StepWork:
     pp, num_microbatches, vpp = size
-    virtual_stage = VirtualStageWork(forward_ps=forward_ps, backward_ps=backward_ps)
+    virtual_stage = {Phase.FORWARD: PassWork(forward_ps), Phase.BACKWARD: PassWork(backward_ps)}
     return StepWork(
         ranks=(RankWork(virtual_stages=(virtual_stage,) * vpp),) * pp,
         actions=schedule.actions(pp, num_microbatches, vpp),

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.simulator import SCHEDULES, Mesh, StepWork, simulate_folded, simulate_unfolded
-from meshwright.simulator.engine import RankWork, SpanKind, UnitWork, VirtualStageWork
+from meshwright.simulator.engine import PassWork, RankWork, SpanKind, UnitWork
+from meshwright.simulator.schedules import Phase
 
 TIMES = st.integers(1, 50)
 
@@ -19,13 +20,13 @@ def work_of(
     prefetches: bool = True,
     reduces_each_pass: bool = True,
 ) -> StepWork:
-    virtual_stage = VirtualStageWork(
-        forward_ps=sum(unit.compute_ps for unit in forward),
-        backward_ps=sum(unit.compute_ps for unit in backward),
-        forward_units=forward,
-        backward_units=backward,
-        reduces_each_pass=reduces_each_pass,
+    forward_ps, backward_ps = (
+        sum(unit.compute_ps for unit in each) for each in (forward, backward)
     )
+    virtual_stage = {
+        Phase.FORWARD: PassWork(forward_ps, units=forward),
+        Phase.BACKWARD: PassWork(backward_ps, units=backward, reduces_always=reduces_each_pass),
+    }
     return StepWork(
         ranks=(RankWork(virtual_stages=(virtual_stage,)),) * pp,
         actions=SCHEDULES["1f1b"].actions(pp, num_microbatches, 1),

@@ -43,7 +43,7 @@ from meshwright.simulator import (
 from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.blocks import model_flops
 from meshwright.simulator.costs import Cost
-from meshwright.simulator.engine import RankWork, VirtualStageWork
+from meshwright.simulator.engine import PassWork, RankWork
 from meshwright.simulator.ledger import Moment
 from meshwright.simulator.schedules import Action, Phase
 
@@ -114,8 +114,8 @@ def sending_ps(result: StepResult, pp_rank: int, action: Action) -> int:
     if not work.blocking_messages:
         return 0
     if action.phase is Phase.FORWARD:
-        return virtual_stage.forward_message.occupy_ps if stage < last else 0
-    return virtual_stage.backward_message.occupy_ps if stage > 0 else 0
+        return virtual_stage[action.phase].message.occupy_ps if stage < last else 0
+    return virtual_stage[action.phase].message.occupy_ps if stage > 0 else 0
 
 
 def idle_ps(result: StepResult, pp_rank: int) -> int:
@@ -178,15 +178,13 @@ def test_measured_idle_is_the_closed_form_for_equal_stages_and_free_communicatio
     costs = CostModel(CLUSTER, CORE, plan.world_size)
     built = build_step(make_job(8), plan, costs)
     inner = built.virtual_stage_costs[pp // 2][0]  # alike on all ranks: layers only where pp > 2
-    virtual_stage = VirtualStageWork(
-        forward_ps=inner.forward.time_ps, backward_ps=inner.backward.time_ps
-    )
+    virtual_stage = {phase: PassWork(cost.time_ps) for phase, cost in inner.items()}
     work = built.work._replace(
         ranks=(RankWork(virtual_stages=(virtual_stage,) * vpp),) * pp,
         norm_ps=0,
         overhead_per_million=0,
     )
-    nothing = inner.forward * 0
+    nothing = inner[Phase.FORWARD] * 0
     equal = replace(
         built,
         work=work,
@@ -196,7 +194,7 @@ def test_measured_idle_is_the_closed_form_for_equal_stages_and_free_communicatio
     )
     times = simulate_folded(work)
     parts, _ = time_breakdown(equal, times)
-    passes_ps = virtual_stage.forward_ps + virtual_stage.backward_ps
+    passes_ps = sum(each.compute_ps for each in virtual_stage.values())
     assert times.step_ps == (8 * vpp + pp - 1) * passes_ps
     assert parts[Category.BUBBLE] == (pp - 1) * passes_ps
     closed = simulate(make_job(8), plan, CLUSTER, CORE).schedule_bubble_fraction
@@ -298,8 +296,13 @@ def test_a_full_rank_is_named_without_a_walk_of_all(
     step = job, plan, load_cluster("dgx-a100"), CORE
     need = simulate(*step).memory.device_bytes
     walked: list[object] = []
-    walk = simulation.memory_peak
-    monkeypatch.setattr(simulation, "memory_peak", lambda *each: walked.append(each) or walk(*each))
+    walk = simulation.fullest_event
+
+    def counted(*step: object, **changes: object) -> object:
+        walked.append(step)
+        return walk(*step, **changes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulation, "fullest_event", counted)
     for limit in (need, need - 1):
         walked.clear()
         full = simulate(*step, memory_limit_bytes=limit)
@@ -429,8 +432,8 @@ def test_a_stage_without_layers_copies_what_it_hands_on() -> None:
     copy, layers = built.virtual_stage_costs[1]
     elements = 1024 * GPT2.hidden_size
     moved_ps = 2 * 2 * elements / CLUSTER.device.memory_bandwidth_bytes_per_s * 1e12
-    assert moved_ps < copy.forward.time_ps < layers.forward.time_ps / 10
-    assert copy.backward.time_ps == 0
+    assert moved_ps < copy[Phase.FORWARD].time_ps < layers[Phase.FORWARD].time_ps / 10
+    assert copy[Phase.BACKWARD].time_ps == 0
     kept, message = built.memory[1].virtual_stages[0], 2 * elements
     assert (kept.saved_bytes, kept.sent) == (message, (message, message))
     assert not built.setting.parts[built.setting.stages[1]]

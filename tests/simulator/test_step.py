@@ -53,6 +53,7 @@ from meshwright.simulator.replication.data_parallel import (
     Replication,
     WireBytes,
 )
+from meshwright.simulator.schedules import Phase
 from meshwright.simulator.step.build import BuiltStep, build_step
 from meshwright.simulator.step.rank import message_between, virtual_stage_cost
 
@@ -322,8 +323,8 @@ def test_messages_cross_nodes_exactly_where_stages_do() -> None:
     )
     assert near != far
     # Two stages of 4 ranks share a node: 0 1 | 2 3.
-    forward = [rank.virtual_stages[0].forward_message for rank in ranks]
-    backward = [rank.virtual_stages[0].backward_message for rank in ranks]
+    forward = [rank.virtual_stages[0][Phase.FORWARD].message for rank in ranks]
+    backward = [rank.virtual_stages[0][Phase.BACKWARD].message for rank in ranks]
     assert forward == [near, far, near, Message()]  # the last sends nothing on
     assert backward == [Message(), near, far, near]
 
@@ -339,18 +340,13 @@ def test_overlap_moves_collectives_into_passes_and_changes_no_compute(
     overlaps = stack.overlap_gradient_reduce
     assert overlaps == stack.overlap_parameter_gather
     for rank in work.ranks:
-        virtual_stage = rank.virtual_stages[0]
-        assert bool(virtual_stage.reductions) == overlaps
-        assert bool(virtual_stage.gathers) == (overlaps and zero_stage == 1)
-        if virtual_stage.gathers:
-            assert (
-                sum(each.compute_ps for each in virtual_stage.gathers) == virtual_stage.forward_ps
-            )
-        if virtual_stage.reductions:
-            assert (
-                sum(each.compute_ps for each in virtual_stage.reductions)
-                == virtual_stage.backward_ps
-            )
+        forward, backward = rank.virtual_stages[0].values()
+        assert bool(backward.reductions) == overlaps
+        assert bool(forward.gathers) == (overlaps and zero_stage == 1)
+        if forward.gathers:
+            assert sum(each.compute_ps for each in forward.gathers) == forward.compute_ps
+        if backward.reductions:
+            assert sum(each.compute_ps for each in backward.reductions) == backward.compute_ps
         assert (rank.reduce_ps == 0) == overlaps
         assert (rank.gather_ps == 0) == (overlaps or zero_stage == 0)
 
@@ -375,22 +371,21 @@ def test_gathers_run_in_model_order_and_reductions_from_the_last_layers_on() -> 
             ]
             for exchange in (gradient_reductions, parameter_gathers)
         )
-        assert list(virtual_stage.gathers) == [
+        assert list(virtual_stage[Phase.FORWARD].gathers) == [
             PassSegment(each.forward.time_ps, time_ps)
             for each, time_ps in zip(passes, gathers, strict=True)
         ]
-        assert list(virtual_stage.reductions) == [
+        assert list(virtual_stage[Phase.BACKWARD].reductions) == [
             PassSegment(each.backward.time_ps, time_ps)
             for each, time_ps in list(zip(passes, reduces, strict=True))[::-1]
         ]
     # The embedding is gathered first; the head's table is reduced first.
-    assert virtual_stages[0].gathers[0].collective_ps == max(
-        s.collective_ps for s in virtual_stages[0].gathers
-    )
+    gathers = virtual_stages[0][Phase.FORWARD].gathers
+    assert gathers[0].collective_ps == max(each.collective_ps for each in gathers)
     table = price(
         costs, gradient_reductions(padded_vocab_size(model, 1, 128) * 1600, wire, replicas)
     )
-    assert virtual_stages[1].reductions[0].collective_ps == table.time_ps
+    assert virtual_stages[1][Phase.BACKWARD].reductions[0].collective_ps == table.time_ps
 
 
 def test_one_replica_has_no_collectives_of_its_own() -> None:
@@ -400,8 +395,9 @@ def test_one_replica_has_no_collectives_of_its_own() -> None:
         for rank in work.ranks:
             assert (rank.reduce_ps, rank.gather_ps) == (0, 0)
             assert all(
-                not virtual_stage.gathers and not virtual_stage.reductions
+                not passes.gathers and not passes.reductions
                 for virtual_stage in rank.virtual_stages
+                for passes in virtual_stage.values()
             )
 
 
@@ -474,8 +470,8 @@ def test_chunks_and_updates_report_what_the_engine_runs() -> None:
         for virtual_stage, cost in zip(
             rank.virtual_stages, built.virtual_stage_costs[pp_rank], strict=True
         ):
-            assert virtual_stage.forward_ps == cost.forward.time_ps
-            assert virtual_stage.backward_ps == cost.backward.time_ps
+            for phase, passes in virtual_stage.items():
+                assert passes.compute_ps == cost[phase].time_ps
         assert rank.optimizer_ps == built.update_costs[pp_rank].time_ps
         update: PhaseCost = built.update_costs[pp_rank]
         assert update.category_ps(Category.OPTIMIZER) == update.time_ps

@@ -366,16 +366,17 @@ def test_a_unit_is_copied_from_its_gathers_buffer_and_into_its_reductions(
     )
     rate = cluster.device.memory_bandwidth_bytes_per_s * cluster.device.memory.bandwidth_fraction
     work = build_step(job, plan, CostModel(cluster, TITAN, 8)).work.ranks[0].virtual_stages[0]
-    for unit in (work.forward_units[1], work.backward_units[1]):
+    forward, backward = (work[phase].units for phase in (Phase.FORWARD, Phase.BACKWARD))
+    for unit in (forward[1], backward[1]):
         assert unit.unpack_ps == pytest.approx(LAYER * (2 + 2) / rate * 1e12, rel=1e-9)
-    packed = work.backward_units[1]
+    packed = backward[1]
     assert packed.pack_ps == pytest.approx(LAYER * (gradient + 4) / rate * 1e12, rel=1e-9)
-    assert work.forward_units[0].unpack_ps > 0  # the root, which stays for its backward pass
+    assert forward[0].unpack_ps > 0  # the root, which stays for its backward pass
     flat = TITAN.model_copy(update={"copies_units": False})
     for unit in (
         build_step(job, plan, CostModel(cluster, flat, 8))
         .work.ranks[0]
-        .virtual_stages[0]
-        .backward_units
+        .virtual_stages[0][Phase.BACKWARD]
+        .units
     ):
         assert (unit.unpack_ps, unit.pack_ps) == (0, 0)

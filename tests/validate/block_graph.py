@@ -14,6 +14,7 @@ from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     Backward,
     Block,
+    BlockMemory,
     Convolution,
     Dim,
     Exchange,
@@ -21,7 +22,6 @@ from meshwright.simulator.graph import (
     Heads,
     Linear,
     Lowering,
-    Memory,
     Phase,
     Product,
     Reads,
@@ -88,7 +88,7 @@ def derive_block(shape: BlockShape, kind: str) -> Measured:
 
 def as_measured(backward: Backward) -> Measured:
     """Return a walk's results as the witness gives them."""
-    memory, tape = Memory.of(backward), backward.tape
+    memory, tape = BlockMemory.of(backward), backward.tape
     again = {Phase.RECOMPUTE, Phase.BACKWARD}
     return Measured(
         saved_bytes=memory.saved,

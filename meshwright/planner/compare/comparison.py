@@ -23,11 +23,7 @@ def memory_terms(step: StepResult) -> Terms:
     """Return what fills the fullest device, in bytes; the terms add up to ``device_bytes``."""
     memory, stage = step.memory, step.memory.worst_stage
     return {
-        "parameters": stage.parameters_bytes,
-        "gradients": stage.gradients_bytes,
-        "optimizer_states": stage.optimizer_states_bytes,
-        "activations": stage.activations_bytes,
-        "buffers": stage.buffers_bytes,
+        **stage.terms,
         "allocator": memory.reserved_bytes - memory.peak_bytes,
         "context_and_communicators": memory.device_bytes - memory.reserved_bytes,
     }

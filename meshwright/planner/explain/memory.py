@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from meshwright.hwprofiles import format_bytes
-from meshwright.simulator import BuiltStep, CostModel, Phase, StepResult
+from meshwright.simulator import BuiltStep, CostModel, StepResult
 from meshwright.simulator.memory import block_bytes
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.replication import sum_parameters
@@ -35,15 +35,13 @@ def memory_products(
         costs: Of which the sizes of blocks are.
     """
     stage = step.memory.worst_stage
-    states = (
-        ("parameters", stage.parameters_bytes),
-        ("gradients", stage.gradients_bytes),
-        ("optimizer states", stage.optimizer_states_bytes),
-    )
     count = 0
     if built is not None:
         count = sum_parameters(built.setting.shape, built.setting.rank_stages(stage.stage))
-    terms = [MemoryTerm(name, size, _a_parameter(size, count)) for name, size in states]
+    terms = [
+        MemoryTerm(name.removesuffix("_bytes").replace("_", " "), size, _a_parameter(size, count))
+        for name, size in stage.by_name.items()
+    ]
     kept = () if built is None else tuple(_kept(step, built, costs))
     rest = stage.activations_bytes - sum(term.size_bytes for term in kept)
     # With recomputation inside kept units a pass's own levels say what is saved, not its blocks.
@@ -114,8 +112,8 @@ def passes_in_flight(step: StepResult, pp_rank: int) -> list[int]:
         is_kept = start_ps <= peak_ps
         if place in rank.pairs:
             is_kept = rank.ends_ps[place + 1] <= peak_ps
-        if phase is Phase.FORWARD and is_kept:
+        if phase.direction > 0 and is_kept:
             counts[virtual_stage] += 1
-        elif phase is not Phase.FORWARD and end_ps <= peak_ps:
+        elif phase.direction < 0 and end_ps <= peak_ps:
             counts[virtual_stage] -= 1
     return counts

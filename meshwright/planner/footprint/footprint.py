@@ -165,14 +165,14 @@ class _States:
         parameters = sizes.counts.of_rank(self._degrees, role.stages)
         experts = sizes.counts.of_experts(self._degrees, role.stages)
         held = self._states.held(parameters, experts)
-        gradients = np.asarray(held.gradients)[self._member]
-        weights = np.asarray(held.parameters + held.optimizer)
+        gradients = np.asarray(held.gradients_bytes)[self._member]
+        weights = np.asarray(held.weights_bytes)
         lasting = weights[self._member] + sizes.counts.beside_bytes(self._shapes, role.stages)
         lasting = lasting + self._narrow_bytes(role, sizes)[self._member]
         buffers = sizes.counts.buffer_bytes(self._shapes, role.stages)
         buffers = buffers + sizes.shared_buffers(role)[self._shapes]
         cast = _cast_last(self._kinds, self._sharing, parameters)
-        at_end = np.asarray(held.update_temporary)
+        at_end = np.asarray(held.update_temporary_bytes)
         if self._is_one_graph:
             buffers, at_end = buffers + at_end[self._member], at_end * 0
         at_end = np.maximum(at_end, cast)[self._member]

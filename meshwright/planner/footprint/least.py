@@ -206,12 +206,12 @@ class StateColumns(NamedTuple):
         parameters, experts = self.counts.of_ranks(self.degrees, stages, self.pipelines)
         if isinstance(self.split, LayoutStates):
             held = self.split.held(parameters, experts)
-            at_end, gathered = held.gradients + held.update_temporary, NOTHING
+            at_end, gathered = held.gradients_bytes + held.update_temporary_bytes, NOTHING
         else:
             held = unit_states(parameters - experts, experts, NO_PADDING, self.split)
-            at_end = held.update_temporary  # gradients are shards by then
+            at_end = held.update_temporary_bytes  # gradients are shards by then
             gathered = self._least_gathered(roles, self.split)
-        found = held.parameters + held.optimizer, held.gradients, at_end, gathered
+        found = held.weights_bytes, held.gradients_bytes, at_end, gathered
         member = self.member[rows]
         # What is nothing at all is no column of zeros.
         each = map(np.asarray, found)

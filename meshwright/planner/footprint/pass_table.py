@@ -36,22 +36,14 @@ class RolePasses(NamedTuple):
     Args:
         schedule: Their order of passes.
         pp: Ranks of the pipeline.
-        kinds: Numbers of a rank's virtual stages, those that are alike the same.
+        order: What all of them have in common.
         holds_messages: Whether modules hold messages.
-        moves_states: Whether passes make gradients, or leave gathered weights behind.
-        keeps_units: Whether these stay from a backward pass to the next pass.
-        reshards: Whether they are freed after a forward pass.
-        sums: Whether the last backward pass reduces sums of gradients.
     """
 
     schedule: Schedule
     pp: int
-    kinds: tuple[int, ...]
+    order: RankOrder
     holds_messages: bool = False
-    moves_states: bool = False
-    keeps_units: bool = False
-    reshards: bool = False
-    sums: bool = False
 
     def few_microbatches(self, pp_rank: int, num_microbatches: int) -> int:
         """Return as few microbatches as show the fullest moments of so many.
@@ -60,31 +52,23 @@ class RolePasses(NamedTuple):
         steps.  Where groups leave a rest the whole order is walked.
         """
         schedule, pp = self.schedule, self.pp
-        if len(self.kinds) == 1:
+        if len(self.order.kinds) == 1:
             ahead = 0 if schedule.holds_sent or schedule.runs_beside else pp - 1 - pp_rank
             # What was sent alone lives for as many backward passes as the warm-up has forward ones.
-            ahead += ahead * self.keeps_units
+            ahead += ahead * self.order.keeps_units
             return min(ahead + 1 + len(Phase), num_microbatches)
         group = schedule.group(pp, num_microbatches)
-        periods = PERIODS_OF_UNITS if self.keeps_units else PERIODS
+        periods = PERIODS_OF_UNITS if self.order.keeps_units else PERIODS
         few = group * (PERIODS_OF_MESSAGES if self.holds_messages else periods)
         is_like = few < num_microbatches and not num_microbatches % group
         return few if is_like and schedule.group(pp, few) == group else num_microbatches
 
-    def order(self, pp_rank: int, num_microbatches: int) -> RankOrder:
+    def order_of(self, pp_rank: int, num_microbatches: int) -> RankOrder:
         """Return the order of a rank's passes, from which its counts follow."""
         place = PipelinePlace(pp_rank, self.pp) if self.holds_messages else None
-        size = pp_rank, self.pp, num_microbatches, len(self.kinds)
-        return RankOrder(
-            self.kinds,
-            place,
-            self.moves_states,
-            self.keeps_units,
-            self.reshards,
-            self.sums,
-            self.schedule.holds_sent,
-            self.schedule.pairs(*size),
-        )
+        size = pp_rank, self.pp, num_microbatches, len(self.order.kinds)
+        pairs, holds_sent = self.schedule.pairs(*size), self.schedule.holds_sent
+        return self.order._replace(place=place, holds_sent=holds_sent, pairs=pairs)
 
 
 class PassTable(NamedTuple):
@@ -134,7 +118,7 @@ def pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassT
 
     *num_microbatches* is as few as show them.
     """
-    if len(passes.kinds) == 1:
+    if len(passes.order.kinds) == 1:
         # GPipe is alike on all ranks, 1F1B where as many passes are ahead.
         alike = min(passes.pp - pp_rank, num_microbatches)
         if passes.schedule.holds_sent:
@@ -145,8 +129,8 @@ def pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassT
 
 @lru_cache(maxsize=4096)
 def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassTable:
-    schedule, num_stages = passes.schedule, len(passes.kinds)
-    order = passes.order(pp_rank, num_microbatches)
+    schedule, num_stages = passes.schedule, len(passes.order.kinds)
+    order = passes.order_of(pp_rank, num_microbatches)
     ran = _rank_passes(schedule, pp_rank, passes.pp, num_microbatches, num_stages)
     counts, growth = pass_counts(order, ran), _growth(passes, order, ran.actions)
     num_sizes = order.num_kinds * NUM_SIZES
@@ -162,7 +146,7 @@ def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> Pass
     # Of a GPipe rank what it keeps, of others what they have sent.
     each = np.zeros((3, order.width), np.int64)
     each[1, PassSize.SAVED] = 1
-    for kind in passes.kinds:
+    for kind in passes.order.kinds:
         each[2, [NUM_SIZES * kind + PassSize.OUTPUT, NUM_SIZES * kind + PassSize.GRADIENT]] += 1
     grown = each[growth[left]][:, columns]
     return PassTable(columns, counts[left], grown, num_microbatches)

@@ -20,8 +20,9 @@ from meshwright.simulator.memory import (
     DYNAMIC_WITHOUT_STATES,
     MODULES_HOLD,
     NUM_SIZES,
-    BlockBytes,
+    BlockMemory,
     PassSize,
+    RankOrder,
     VirtualStageMemory,
     block_bytes,
     dynamic_upper_bound,
@@ -61,7 +62,7 @@ class Sizes:
     def __init__(self, table: ShapeTable, blocks: BlockTable) -> None:
         known = [block_bytes(blocks, shape, others=table.kinds) for shape in table.shapes]
         self.blocks = {
-            kind: BlockBytes[Column](*np.array([each[kind] for each in known], np.int64).T)
+            kind: BlockMemory[Column](*np.array([each[kind] for each in known], np.int64).T)
             for kind in table.kinds
         }
         self.counts = ParameterCounts(table)
@@ -119,7 +120,7 @@ class Sizes:
         holds = stack.holds_messages and pipeline.pp > 1 and not schedule.runs_beside
         is_late = any(kind is not None and kind.is_late for kind in ways)
         kinds = tuple(map(stages.index, role.stages))
-        passes = RolePasses(schedule, pipeline.pp, kinds, holds, is_late)
+        passes = RolePasses(schedule, pipeline.pp, RankOrder(kinds, moves_states=is_late), holds)
         sizes = [self.shared(stage, ways, used, devices) for stage in stages]
         pairs = pairs_of(len(stages)) if schedule.runs_beside else []
         added = [self.pair(stages[forward], stages[backward]) for forward, backward in pairs]
@@ -153,21 +154,21 @@ class RoleMoments:
     @property
     def held_between_steps(self) -> Column:
         """What modules hold of messages when all activations are gone, one row a shape."""
-        gradients = [self._stages[kind][PassSize.GRADIENT, 0] for kind in self._passes.kinds]
+        gradients = [self._stages[kind][PassSize.GRADIENT, 0] for kind in self._passes.order.kinds]
         return np.asarray(MODULES_HOLD * self._passes.holds_messages * sum(gradients))
 
     def upper_bound(self, own: Layouts) -> Column:
         """Return no fewer bytes than `bytes` does, whatever the order of passes."""
-        schedule, pp, kinds = self._passes[:3]
+        (schedule, pp, order, holds), kinds = self._passes, self._passes.order.kinds
         first, member = distinct([own.microbatches])
         found = []
         for each in own.microbatches[first].tolist():
             in_flight = schedule.most_in_flight(self._role.first, pp, each, len(kinds))
             larger_by = schedule.group(pp, each) - pp
-            held = most_messages(len(kinds), larger_by) if self._passes.holds_messages else 0
+            held = most_messages(len(kinds), larger_by) if holds else 0
             found.append((*in_flight, held))
         passes, last, messages = np.array(found, np.int64)[member].T
-        names = DYNAMIC if self._passes.moves_states else DYNAMIC_WITHOUT_STATES
+        names = DYNAMIC if order.moves_states else DYNAMIC_WITHOUT_STATES
         sizes: list[dict[PassSize, Size]] = [
             {size: each[size, own.sharing, own.shapes] for size in names} for each in self._stages
         ]
@@ -237,10 +238,10 @@ class RoleMoments:
         Only one that runs a forward pass after a backward one holds messages in forward passes.
         """
         role, passes, ranks = self._role, self._passes, [self._role.first]
-        if passes.holds_messages and len(passes.kinds) == 1:
+        if passes.holds_messages and len(passes.order.kinds) == 1:
             alternates = passes.pp - num_microbatches + 1
             ranks.append(min(max(role.first, alternates), role.last))
-        elif passes.keeps_units and not self._keeps_most:
+        elif passes.order.keeps_units and not self._keeps_most:
             ranks.append(role.last)
         return ranks
 

@@ -1,8 +1,8 @@
 """What replicas add to the passes of layouts: shards that are made whole, and casts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import Offload, Units
 from meshwright.planner.space import Column, ShapeTable, Space, distinct
 from meshwright.simulator.blocks import BlockShape, BlockTable
-from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import DP_CP, MAX_ZERO_STAGE, GroupSpan, Mesh, Stage
 from meshwright.simulator.memory import (
-    BlockBytes,
+    BlockMemory,
     LateGradients,
     SentBytes,
     StateBytes,
@@ -133,7 +132,7 @@ class StageSharing:
         self,
         table: ShapeTable,
         walked: BlockTable,
-        blocks: Sequence[Mapping[BlockKind, BlockBytes[int]]],
+        blocks: Sequence[Mapping[BlockKind, BlockMemory[int]]],
     ) -> None:
         self._table = table
         self._walked = walked
@@ -153,13 +152,8 @@ class StageSharing:
             devices: Of a stage: data- times tensor-parallel ranks.
         """
         shape = self._table.shapes[index]
-        memory = replace(
-            alone,
-            saved_bytes=_of_row(alone.saved_bytes, index),
-            forward_workspace_bytes=_of_row(alone.forward_workspace_bytes, index),
-            backward_workspace_bytes=_of_row(alone.backward_workspace_bytes, index),
-            sent=SentBytes(*(_of_row(size, index) for size in alone.sent)),
-        )
+        sizes = {each.name: _of_row(getattr(alone, each.name), index) for each in fields(alone)}
+        memory = replace(alone, **sizes)
         replication = _spanned(kind, shape, devices // shape.tp)
         if replication is None:
             return memory
@@ -173,8 +167,11 @@ class StageSharing:
         return sharing.added_to(memory, shape, stage, self._blocks[index], self._parts[key], late)
 
 
-def _of_row(size: Size, row: int) -> int:
-    return size if isinstance(size, int) else int(size[row])
+def _of_row(sizes: Any, row: int) -> Any:  # noqa: ANN401 -- a size, a record of some, or none
+    """Return the numbers of a row of *sizes*, some of which are columns."""
+    if isinstance(sizes, SentBytes):
+        return SentBytes(*(_of_row(size, row) for size in sizes))
+    return int(sizes[row]) if isinstance(sizes, np.ndarray) else sizes
 
 
 def _spanned(kind: Kind, shape: BlockShape, dp: int) -> Replication | None:

@@ -10,6 +10,7 @@ from meshwright.hwprofiles import EightBitRecipe, Offload, StackProfile
 from meshwright.planner.footprint.replicas import Kind
 from meshwright.planner.space import Column
 from meshwright.simulator import ResolvedPlan, TrainingJob
+from meshwright.simulator.graph import Size
 from meshwright.simulator.layout import gradient_bytes
 from meshwright.simulator.memory import RankStates, Shards, StateBytes
 from meshwright.simulator.model import count_trained_parameters
@@ -50,17 +51,12 @@ class LayoutStates(NamedTuple):
             (1 - moved[0], 1 - moved[1]),
         )
 
-    def held(self, parameters: Column, experts: Column) -> RankStates:
+    def held(self, parameters: Column, experts: Column) -> RankStates[Size]:
         """Return the states of ranks with so many parameters, so many of them of experts."""
         found = RankStates.of(parameters - experts, self.state, self.shards)
         found = found.beside(RankStates.of(experts, self.state, self.expert_shards))
         optimizer, gradients = self.stays
-        return RankStates(
-            found.parameters,
-            found.gradients * gradients,
-            found.optimizer * optimizer,
-            found.update_temporary * optimizer,
-        )
+        return found.staying(1, gradients, optimizer)
 
 
 def least_weights(state: StateBytes, recipe: EightBitRecipe | None) -> StateBytes:
@@ -103,5 +99,5 @@ def least_state_bytes(
     state = StateBytes.of(stack, job.precision, formats, plan.moment_precision)
     state = least_weights(state, stack.recipes.get(job.precision))
     gradient = min(gradient_bytes(stack, job.precision, formats))
-    each = min(state.parameter, state.sharded_parameter) + gradient + state.optimizer
-    return count_trained_parameters(job.model) * each // num_gpus
+    each = RankStates.of_share(1, state, min(state.parameter, state.sharded_parameter), gradient)
+    return count_trained_parameters(job.model) * int(each.static_bytes) // num_gpus

@@ -31,7 +31,7 @@ from meshwright.simulator.blocks import (
     BlockTable,
 )
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import Fragmentation, PassSize, batch_bytes, pass_sizes
+from meshwright.simulator.memory import Fragmentation, PassSize, RankOrder, batch_bytes, pass_sizes
 from meshwright.simulator.model import ENDS, KeptLayer
 from meshwright.simulator.replication import fills_rows
 from meshwright.simulator.units import (
@@ -191,8 +191,7 @@ class UnitPeaks:
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
             static = weights.total, weights.experts, *weights.padding, found.surplus, found.copied
-            memory = found.virtual_stage(keeps_units=sharding.keeps_units, sums=sharding.sums)
-            sizes = (*static, found.buffers, *pass_sizes(memory))
+            sizes = (*static, found.buffers, *pass_sizes(found.memory))
             if not rows.size:
                 rows = np.empty((len(used), len(sizes)), np.int64)
             for number, column in enumerate(sizes):
@@ -214,9 +213,12 @@ class UnitPeaks:
         weights, experts, most, of_experts, surplus, copied, buffers, *passes = np.asarray(total).T
         sharding, shapes = states.sharding(used), states.shapes[used]
         held = unit_states(weights, experts, Padding(most, of_experts), sharding)
-        lasting = held.parameters + held.optimizer + self._beside.of_rank(shapes, role.stages)
-        gradients, tables = held.gradients + surplus, self._beside.angle_tables(shapes, role.stages)
-        updating = held.update_temporary + copied * (1 - sharding.on_host)
+        lasting = held.weights_bytes + self._beside.of_rank(shapes, role.stages)
+        gradients, tables = (
+            held.gradients_bytes + surplus,
+            self._beside.angle_tables(shapes, role.stages),
+        )
+        updating = held.update_temporary_bytes + copied * (1 - sharding.on_host)
         updating = updating - passes[PassSize.REDUCED]
         microbatches = self._space.num_microbatches[group.indices]
         pass_parts = [rows.T[NUM_STATIC:, None] for rows in parts]
@@ -255,9 +257,7 @@ def _most_dynamic(
     """
     stages = list(dict.fromkeys(role.stages))
     kinds = tuple(map(stages.index, role.stages))
-    keeps = RolePasses(
-        pipeline.schedule, pipeline.pp, kinds, moves_states=True, keeps_units=pipeline.pp > 1
-    )
+    keeps = RankOrder(kinds, moves_states=True, keeps_units=pipeline.pp > 1)
     frees = [part[PassSize.AFTER_FORWARD] < part[PassSize.AFTER_BACKWARD] for part in parts]
     reshards = np.any(frees, axis=0)[0]
     states, microbatches = layouts
@@ -265,7 +265,8 @@ def _most_dynamic(
     for reshard, summed in product((False, True), repeat=2):
         rows = np.flatnonzero(((reshards == reshard) & (sums == summed))[states])
         if len(rows):
-            passes = keeps._replace(reshards=reshard, sums=summed)
+            order = keeps._replace(reshards=reshard, sums=summed)
+            passes = RolePasses(pipeline.schedule, pipeline.pp, order)
             own = Layouts(states[rows], microbatches[rows], np.zeros_like(rows))
             dynamic[rows] = RoleMoments(role, passes, parts).bytes(own)
     return dynamic

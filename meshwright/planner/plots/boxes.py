@@ -33,10 +33,7 @@ COLLECTIVE_COLOURS = {
     REDUCTION: canvas.VERMILION,
     OTHER_COLLECTIVES: canvas.SKY,
 }
-PASSES = {
-    Phase.FORWARD: (SpanKind.FORWARD.value, canvas.BLUE),
-    Phase.BACKWARD: (SpanKind.BACKWARD.value, canvas.ORANGE),
-}
+HUES = {1: canvas.BLUE, -1: canvas.ORANGE, 0: canvas.GREY}  # of phases, by their direction
 PALEST_FRACTION = 0.62  # of the way to white: the last of many virtual stages
 
 
@@ -106,17 +103,17 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
         for start_ps, end_ps in rank.sent_ps:
             yield MESSAGES, start_ps, end_ps, -1
     for span in rank.closing:
-        name = span.kind.value if span.kind.value in OTHER_COLOURS else WAIT
+        name = span.kind if span.kind in OTHER_COLOURS else WAIT
         yield name, span.start_ps, span.end_ps, -1
     end_ps = max(each.end_ps for each in step.times.ranks)
     yield OVERHEAD, end_ps, step.step_ps, -1
     for span in rank.streams().data_parallel:
-        name = span.kind.value if span.kind.value in COLLECTIVE_COLOURS else OTHER_COLLECTIVES
+        name = span.kind if span.kind in COLLECTIVE_COLOURS else OTHER_COLLECTIVES
         yield name, span.start_ps, span.end_ps, -1
 
 
 def _pass_name(phase: Phase, virtual_stage: int, num_virtual_stages: int) -> str:
-    name = PASSES[phase][0]
+    name = phase.label
     return name if num_virtual_stages == 1 else f"{name}, virtual stage {virtual_stage}"
 
 
@@ -125,9 +122,9 @@ def _pass_colours(step: StepResult) -> dict[str, str]:
     count = step.plan.num_virtual_stages
     return {
         _pass_name(phase, virtual_stage, count): _paler(
-            hue, PALEST_FRACTION * virtual_stage / max(1, count - 1)
+            HUES[phase.direction], PALEST_FRACTION * virtual_stage / max(1, count - 1)
         )
-        for phase, (_, hue) in PASSES.items()
+        for phase in Phase
         for virtual_stage in range(count)
     }
 

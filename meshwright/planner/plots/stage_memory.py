@@ -8,13 +8,13 @@ from meshwright.hwprofiles import GIBI, PS_PER_S
 from meshwright.planner.plots import canvas
 from meshwright.simulator import StageMemory, StepResult
 
-PARTS: tuple[tuple[str, str, str], ...] = (
-    ("parameters", "parameters_bytes", canvas.BLUE),
-    ("gradients", "gradients_bytes", canvas.SKY),
-    ("optimizer states", "optimizer_states_bytes", canvas.GREEN),
-    ("activations", "activations_bytes", canvas.ORANGE),
-    ("buffers", "buffers_bytes", canvas.PURPLE),
-)
+COLOURS = {
+    "parameters": canvas.BLUE,
+    "gradients": canvas.SKY,
+    "optimizer_states": canvas.GREEN,
+    "activations": canvas.ORANGE,
+    "buffers": canvas.PURPLE,
+}
 FEW_STAGES = 12
 
 
@@ -29,9 +29,10 @@ def plot_stage_memory(step: StepResult) -> Figure:
     stages = step.memory.by_stage
     numbers = [stage.stage for stage in stages]
     bottom_gib = [0.0] * len(stages)
-    for name, field, colour in PARTS:
-        heights_gib = [getattr(stage, field) / GIBI for stage in stages]
-        axes.bar(numbers, heights_gib, 0.82, bottom_gib, color=colour, label=name)
+    for name in stages[0].terms:
+        heights_gib = [stage.terms[name] / GIBI for stage in stages]
+        colour, label = COLOURS.get(name, canvas.YELLOW), name.replace("_", " ")
+        axes.bar(numbers, heights_gib, 0.82, bottom_gib, color=colour, label=label)
         bottom_gib = [low + high for low, high in zip(bottom_gib, heights_gib, strict=True)]
     tops_gib = [step.memory.stage_device_bytes(stage) / GIBI for stage in stages]
     axes.bar(
@@ -106,8 +107,7 @@ def _moment(step: StepResult, stage: StageMemory) -> str:
     when = f"{stage.peak_time_ps / PS_PER_S:.4g} s into the step"
     for action in () if step.work is None else step.work.actions[stage.stage]:
         if str(action) == stage.peak_moment:
-            name = action.phase.name.lower()
-            return f"in the {name} pass of microbatch {action.microbatch}, {when}"
+            return f"in the {action.phase.label} pass of microbatch {action.microbatch}, {when}"
     return f"in the {stage.peak_moment}, {when}"
 
 

@@ -176,11 +176,7 @@ def stage_fields(stage: StageMemory) -> dict[str, Json]:
     """Return the bytes of one pipeline rank at its fullest instant, and when that is."""
     return {
         "stage": stage.stage,
-        "parameters": stage.parameters_bytes,
-        "gradients": stage.gradients_bytes,
-        "optimizer_states": stage.optimizer_states_bytes,
-        "activations": stage.activations_bytes,
-        "buffers": stage.buffers_bytes,
+        **stage.terms,
         "peak": stage.peak_bytes,
         "peak_time_s": stage.peak_time_ps / PS_PER_S,
         **named(stage, "peak_moment", "largest_tensor"),

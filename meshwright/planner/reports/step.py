@@ -30,7 +30,6 @@ from meshwright.simulator import (
     AsyncRun,
     ParameterServer,
     ResolvedPlan,
-    StageMemory,
     StepResult,
     TrainingJob,
     count_parameters,
@@ -309,7 +308,7 @@ def _memory_table(result: StepResult) -> Table:
     table.add_column(f"memory of rank {memory.worst_rank}, the fullest", no_wrap=True)
     table.add_column("GiB", justify="right", no_wrap=True)
     sizes = {
-        **_categories(memory.worst_stage),
+        **{name.replace("_", " "): size for name, size in memory.worst_stage.terms.items()},
         "allocated": memory.peak_bytes,
         "reserved": memory.reserved_bytes,
         "device": memory.device_bytes,
@@ -323,16 +322,6 @@ def _memory_table(result: StepResult) -> Table:
         style = "bold" if name in {"allocated", "reserved", "device"} else None
         table.add_row(name, f"{size_bytes / GIBI:,.2f}", style=style)
     return table
-
-
-def _categories(stage: StageMemory) -> dict[str, int]:
-    return {
-        "parameters": stage.parameters_bytes,
-        "gradients": stage.gradients_bytes,
-        "optimizer states": stage.optimizer_states_bytes,
-        "activations": stage.activations_bytes,
-        "buffers": stage.buffers_bytes,
-    }
 
 
 def _memory_line(result: StepResult) -> str:

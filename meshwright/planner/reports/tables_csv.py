@@ -123,8 +123,8 @@ def _stage_rows(rank: int, result: StepResult) -> Iterator[Row]:
             **_known_by(result),
             "stage": stage.stage,
             "layers": sum(layers),
-            **named(stage, "parameters_bytes", "gradients_bytes", "optimizer_states_bytes"),
-            **named(stage, "activations_bytes", "buffers_bytes", "peak_bytes"),
+            **{f"{name}_bytes": size for name, size in stage.terms.items()},
+            "peak_bytes": stage.peak_bytes,
             "peak_time_s": stage.peak_time_ps / PS_PER_S,
             **named(stage, "peak_moment", "largest_tensor"),
         }

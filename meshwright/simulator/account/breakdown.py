@@ -30,8 +30,8 @@ def time_breakdown(
 def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
     work, rank = built.work.ranks[pp_rank], times.ranks[pp_rank]
     total = built.update_costs[pp_rank] + _exposed(built, pp_rank, work, rank)
-    for cost in built.virtual_stage_costs[pp_rank]:
-        total += (cost.forward + cost.backward) * built.work.num_microbatches
+    for costs in built.virtual_stage_costs[pp_rank]:
+        total += sum(costs.values(), PhaseCost()) * built.work.num_microbatches
     hidden_ps = built.work.all_hidden_ps(pp_rank)
     total += PhaseCost.total([(Category.EP_COMM, Cost(-hidden_ps, built.evidence.exchanges))])
     if built.work.blocking_messages:

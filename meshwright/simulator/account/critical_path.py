@@ -3,12 +3,12 @@
 from collections import Counter
 from typing import NamedTuple
 
-from meshwright.simulator.costs import Category, PhaseCost
+from meshwright.simulator.costs import Category
 from meshwright.simulator.engine import SpanKind, StepTimes, check_passes
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action
 from meshwright.simulator.step import BuiltStep
 
-CLOSING = {
+CLOSING: dict[str, Category] = {
     SpanKind.REDUCTION_WAIT: Category.DP_COMM,
     SpanKind.SHARED_EMBEDDING: Category.DP_COMM,
     SpanKind.GRADIENT_NORM: Category.DP_COMM,
@@ -137,10 +137,9 @@ class _Walk:
 
     def _sender(self, rank: int, action: Action) -> tuple[int, int]:
         """Return the rank and the place of the pass that sent *action* its message."""
-        step = -1 if action.phase is Phase.FORWARD else 1
-        stage = action.virtual_stage * len(self._times.ranks) + rank + step
-        virtual_stage, sender = divmod(stage, len(self._times.ranks))
-        return sender, self._places[sender][action._replace(virtual_stage=virtual_stage)]
+        pp, direction = len(self._times.ranks), action.phase.direction
+        sender, sent = action.further(rank, pp, -direction)
+        return sender, self._places[sender][sent]
 
     def _charge(self, rank: int, place: int) -> None:
         """Charge a pass: what it computes by category, and what it waited for or copied."""
@@ -148,8 +147,7 @@ class _Walk:
         action, time_ps = times.actions[place], times.ends_ps[place] - times.starts_ps[place]
         hidden_ps = self._built.work.hidden_of(rank, place)
         self.spent_ps[Category.EP_COMM] -= hidden_ps
-        costs = self._built.virtual_stage_costs[rank][action.virtual_stage]
-        cost: PhaseCost = costs.forward if action.phase is Phase.FORWARD else costs.backward
+        cost = self._built.virtual_stage_costs[rank][action.virtual_stage][action.phase]
         for category in Category:
             self.spent_ps[category] += cost.category_ps(category)
         copied_ps = times.copy_waits_ps[place] if times.copy_waits_ps else 0

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from meshwright.simulator.engine import RankTimes, RankWork
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action
 
 
 class Stretch(NamedTuple):
@@ -58,10 +58,6 @@ def rank_passes(work: RankWork, times: RankTimes) -> Iterator[RankPass]:
 
 def _durations(work: RankWork, action: Action) -> tuple[int, tuple[int, ...]]:
     """Return how long a pass computes, and its parts where it gathers parameters for each."""
-    stage = work.virtual_stages[action.virtual_stage]
-    if action.phase is not Phase.FORWARD:
-        return stage.backward_ps, tuple(unit.compute_ps for unit in stage.backward_units)
-    units = tuple(unit.compute_ps for unit in stage.forward_units)
-    if units or action.microbatch:
-        return stage.forward_ps, units
-    return stage.forward_ps, tuple(segment.compute_ps for segment in stage.gathers)
+    passes = work.virtual_stages[action.virtual_stage][action.phase]
+    parts = passes.units or (() if action.microbatch else passes.gathers)
+    return passes.compute_ps, tuple(part.compute_ps for part in parts)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from meshwright.hwprofiles import PS_PER_S, Cluster, Source, StackProfile, format_bytes
 from meshwright.simulator.account.lanes import ResourceLane
@@ -12,11 +12,19 @@ from meshwright.simulator.blocks import hardware_flops, model_flops
 from meshwright.simulator.costs import COMMUNICATION, Category, peak_flops_per_s
 from meshwright.simulator.engine import StepTimes, StepWork
 from meshwright.simulator.layout import ResolvedPlan, TrainingJob
-from meshwright.simulator.memory import Fragmentation, Overheads, PeakBytes
+from meshwright.simulator.memory import (
+    Fragmentation,
+    MemoryEvent,
+    Overheads,
+    PeakBytes,
+    RankMemory,
+    States,
+)
 from meshwright.simulator.schedules import get_schedule
 
 
-class StageMemory(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory(States[int]):
     """Bytes of one pipeline rank at its fullest instant, when that is, and bytes on its host.
 
     ``rank`` is the first of the ranks that are alike there.
@@ -24,9 +32,6 @@ class StageMemory(NamedTuple):
 
     stage: int
     rank: int
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_states_bytes: int
     activations_bytes: int
     buffers_bytes: int
     peak_time_ps: int
@@ -34,21 +39,39 @@ class StageMemory(NamedTuple):
     largest_tensor: str
     host_bytes: int = 0
 
+    @classmethod
+    def of(
+        cls, memory: RankMemory, peak: MemoryEvent, *, stage: int, rank: int, largest_tensor: str
+    ) -> Self:
+        """Return those of a rank with *memory*, whose fullest instant is *peak*."""
+        states = memory.by_name
+        states["gradients_bytes"] -= peak.absent_bytes
+        return cls(
+            **states,
+            stage=stage,
+            rank=rank,
+            activations_bytes=peak.activations_bytes,
+            buffers_bytes=peak.buffers_bytes,
+            peak_time_ps=peak.time_ps,
+            peak_moment=peak.moment,
+            largest_tensor=largest_tensor,
+            host_bytes=memory.host_bytes,
+        )
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """What fills it then: its states, activations and buffers."""
+        states = {name.removesuffix("_bytes"): size for name, size in self.by_name.items()}
+        return {**states, "activations": self.activations_bytes, "buffers": self.buffers_bytes}
+
     @property
     def peak_bytes(self) -> int:
         """Live bytes at that instant."""
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.optimizer_states_bytes
-            + self.activations_bytes
-            + self.buffers_bytes
-        )
+        return sum(self.terms.values())
 
     def state_bytes(self, fragmentation: Fragmentation) -> int:
         """Return those of them that live from step to step."""
-        weights_bytes = self.parameters_bytes + self.optimizer_states_bytes
-        return fragmentation.state_bytes(weights_bytes, self.gradients_bytes)
+        return fragmentation.state_bytes(self.weights_bytes, self.gradients_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -32,7 +32,7 @@ from meshwright.simulator.blocks.spelling import (
     num_angle_tables,
     spelling_of,
 )
-from meshwright.simulator.blocks.table import BlockMemory, BlockTable, NamedBytes
+from meshwright.simulator.blocks.table import BlockTable, NamedBytes
 
 __all__ = [
     "ADDED",
@@ -40,7 +40,6 @@ __all__ = [
     "LOGITS",
     "OUTPUT",
     "SHIFTED_BYTES",
-    "BlockMemory",
     "BlockOperators",
     "BlockShape",
     "BlockTable",

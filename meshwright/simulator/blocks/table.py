@@ -26,7 +26,7 @@ from meshwright.simulator.blocks.priced import PricedBlock, expert_operators
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
     Backward,
-    Memory,
+    BlockMemory,
     NestedMemory,
     SavedOffload,
     Size,
@@ -50,23 +50,6 @@ from meshwright.simulator.model import (
 Phases = TypeVar("Phases", BlockOperators, ExpertOperators)
 
 
-class BlockMemory(NamedTuple):
-    """Bytes of one block for one microbatch on one rank; see `Memory`."""
-
-    saved: int
-    cached: int
-    forward: int
-    backward: int
-    arrival: int
-    holding: int
-    left: int
-    received: int
-    sent: int
-    buffer: int
-    moved: int
-    copied: int
-
-
 class NamedBytes(NamedTuple):
     """A tensor and its bytes."""
 
@@ -80,7 +63,7 @@ class _Walk:
 
     found: PricedBlock
     count: int
-    known: dict[SavedOffload, list[BlockMemory]] = field(default_factory=dict)
+    known: dict[SavedOffload, list[BlockMemory[int]]] = field(default_factory=dict)
 
     @cached_property
     def columns(self) -> BlockOperators:
@@ -103,11 +86,11 @@ class _Walk:
         memory = NestedMemory.of(self.found.found, EXPERTS)
         return [NestedMemory(*row) for row in _rows_of(memory, self.count)]
 
-    def offloaded(self, offload: SavedOffload) -> list[BlockMemory]:
+    def offloaded(self, offload: SavedOffload) -> list[BlockMemory[int]]:
         """Return what the block holds where *offload* moves some of it, of each shape."""
         if offload not in self.known:
             found = self.found.found
-            memory = Memory.of(found, offload.tensors(found))
+            memory = BlockMemory.of(found, offload.tensors(found))
             self.known[offload] = [BlockMemory(*row) for row in _rows_of(memory, self.count)]
         return self.known[offload]
 
@@ -116,7 +99,7 @@ class _Row(NamedTuple):
     """A walk, which row of its columns is meant, and what the block of that row holds."""
 
     walk: _Walk
-    memory: BlockMemory
+    memory: BlockMemory[int]
     row: int
 
 
@@ -130,7 +113,7 @@ class BlockTable:
     def __init__(self) -> None:
         self._rows: dict[tuple[BlockShape, BlockKind, Ending], _Row] = {}
         self._written: dict[tuple[object, ...], Written] = {}
-        self._memory: dict[tuple[BlockShape, BlockKind, Ending], BlockMemory] = {}
+        self._memory: dict[tuple[BlockShape, BlockKind, Ending], BlockMemory[int]] = {}
         self._tensors: dict[tuple[BlockShape, BlockKind, bool], tuple[NamedBytes, ...]] = {}
 
     def prepare(
@@ -208,7 +191,9 @@ class BlockTable:
         walked, _, row = self._row(shape, kind, ADDED)
         return walked.expert_operators[row]
 
-    def memory(self, shape: BlockShape, kind: BlockKind, ending: Ending = ADDED) -> BlockMemory:
+    def memory(
+        self, shape: BlockShape, kind: BlockKind, ending: Ending = ADDED
+    ) -> BlockMemory[int]:
         """Return what a block keeps and needs."""
         key = (shape, kind, ending)
         if key not in self._memory:
@@ -259,7 +244,7 @@ class BlockTable:
 
     def _add(self, walked: _Walk, shapes: Mapping[BlockShape, int], ending: Ending) -> None:
         """Keep what *walked* has found of each of *shapes*, in the row that each has there."""
-        memory = Memory.of(walked.found.found)
+        memory = BlockMemory.of(walked.found.found)
         rows = [BlockMemory(*row) for row in _rows_of(memory, walked.count)]
         for shape, row in shapes.items():
             self._rows[shape, walked.found.kind, ending] = _Row(walked, rows[row], row)
@@ -277,7 +262,9 @@ def kept_shape(shape: BlockShape) -> BlockShape:
     return replace(shape, recompute=Recompute.NONE, modules=())
 
 
-def _without_output(memory: BlockMemory, shape: BlockShape, kind: BlockKind) -> BlockMemory:
+def _without_output(
+    memory: BlockMemory[int], shape: BlockShape, kind: BlockKind
+) -> BlockMemory[int]:
     """Return what a block keeps and needs, its output counted with the block behind it.
 
     Both keep one tensor where a block ends with an activation, whose output backward reads. What

@@ -85,7 +85,9 @@ class HostCopies:
         left_ps = 0 if self.phase is Phase.FORWARD else self.ends_ps.get(point.layer, 0)
         start_ps = max(now, self.free_ps.get(self.phase, 0), left_ps)
         end_ps = self.ends_ps[point.layer] = self.free_ps[self.phase] = start_ps + point.copy_ps
-        self.spans.setdefault(self.phase, []).append(Span(COPIES[self.phase], start_ps, end_ps))
+        self.spans.setdefault(self.phase, []).append(
+            Span(COPIES[self.phase.direction], start_ps, end_ps)
+        )
         if self.phase is Phase.FORWARD:
             behind = sum(end_ps > now for end_ps in self.ends_ps.values())
             self.most_behind = max(self.most_behind, behind)

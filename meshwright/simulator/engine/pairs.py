@@ -12,7 +12,7 @@ from meshwright.simulator.engine.run import (
     StepRun,
     lanes_of,
 )
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action
 
 Turn = list[tuple[Action, Lane]]
 
@@ -50,8 +50,7 @@ def _turns(run: StepRun, place: RankPlace) -> Iterator[Turn]:
     """Yield the actions of a rank, those beside each other together."""
     lanes, pairs = lanes_of(run, place), run.work.pairs[place.pp_rank]
     actions: Sequence[Action] = run.work.actions[place.pp_rank]
-    ahead = {Phase.FORWARD: 0, Phase.BACKWARD: run.work.num_virtual_stages}
-    mine = [(each, lanes[ahead[each.phase] + each.virtual_stage]) for each in actions]
+    mine = [(each, lanes[each.phase][each.virtual_stage]) for each in actions]
     position = 0
     while position < len(mine):
         size = 2 if position in pairs else 1

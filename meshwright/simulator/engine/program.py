@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from meshwright.simulator.engine.copies import CopyPoint
-from meshwright.simulator.engine.work import Message, PassSegment, StepWork, UnitWork
+from meshwright.simulator.engine.work import Message, PassWork, StepWork, UnitWork
 from meshwright.simulator.schedules import Phase
 
 NOTHING = Message()
@@ -15,34 +14,24 @@ class Instruction(NamedTuple):
     Args:
         phase: The phase.
         virtual_stage: The virtual stage.
+        work: Its passes.
         inbox: Slot of the message that it waits for (-1: none).
-        compute_ps: Time of the pass.
-        gathers: Segments of microbatch 0, where it waits for parameters.
-        reductions: Segments of microbatches that reduce, where it hands on gradients.
-        units: Units of every microbatch, where parameters are sharded.
-        again_units: The same after a forward pass, from which those that stay are gathered.
+        again_units: Their units after a forward pass, from which those that stay are gathered.
         kept_units: The same after a backward pass, without those that have stayed since.
-        reduces_always: Gradients are reduced in every microbatch, not in the last one alone.
         target_step: Distance on the pipeline axis to the receiver of its message (0: none).
         target_slot: Slot there.
         message: The message.
-        copies: Where it copies activations to the host, or has them back.
     """
 
     phase: Phase
     virtual_stage: int
+    work: PassWork
     inbox: int
-    compute_ps: int
-    gathers: tuple[PassSegment, ...]
-    reductions: tuple[PassSegment, ...]
-    units: tuple[UnitWork, ...]
     again_units: tuple[UnitWork, ...]
     kept_units: tuple[UnitWork, ...]
-    reduces_always: bool
     target_step: int
     target_slot: int
     message: Message
-    copies: tuple[CopyPoint, ...]
 
 
 def _gathered(unit: UnitWork) -> UnitWork:
@@ -74,59 +63,32 @@ def compile_ranks(work: StepWork) -> list[list[Instruction]]:
 
 
 def compile_rank(work: StepWork, pp_rank: int) -> list[Instruction]:
-    """Return the instructions of a pipeline rank: forward of each virtual stage, then backward."""
-    virtual_stages = range(work.num_virtual_stages)
+    """Return the instructions of a pipeline rank, phase by phase of each virtual stage."""
+    stages = work.ranks[pp_rank].virtual_stages
     return [
-        *(_forward(work, pp_rank, virtual_stage) for virtual_stage in virtual_stages),
-        *(_backward(work, pp_rank, virtual_stage) for virtual_stage in virtual_stages),
+        _instruction(work, pp_rank, phase, virtual_stage)
+        for phase in stages[0]
+        for virtual_stage in range(len(stages))
     ]
 
 
-def _forward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
-    is_first = pp_rank == 0 and virtual_stage == 0
-    wraps = pp_rank == work.pp - 1
-    is_last = wraps and virtual_stage == work.num_virtual_stages - 1
-    stage_work = work.ranks[pp_rank].virtual_stages[virtual_stage]
+def _instruction(work: StepWork, pp_rank: int, phase: Phase, virtual_stage: int) -> Instruction:
+    passes = work.ranks[pp_rank].virtual_stages[virtual_stage][phase]
     # Stages go round the ranks: after the last rank's virtual stage comes the first rank's next
     # one, so a message there jumps back p - 1 ranks and up one slot.
+    stages, place = range(work.pp * work.num_virtual_stages), virtual_stage * work.pp + pp_rank
+    source, target = place - phase.direction, place + phase.direction
+    sends = target != place and target in stages
+    # Slots of gradients lie behind those of activations: the two cross in 1F1B.
+    slot = work.num_virtual_stages if phase.direction < 0 else 0
     return Instruction(
-        phase=Phase.FORWARD,
+        phase=phase,
         virtual_stage=virtual_stage,
-        inbox=-1 if is_first else virtual_stage,
-        compute_ps=stage_work.forward_ps,
-        gathers=stage_work.gathers,
-        reductions=(),
-        units=stage_work.forward_units,
-        again_units=_again(stage_work.forward_units),
-        kept_units=_kept(work, stage_work.forward_units),
-        reduces_always=False,
-        target_step=0 if is_last else (1 - work.pp if wraps else 1),
-        target_slot=virtual_stage + wraps,
-        message=NOTHING if is_last else stage_work.forward_message,
-        copies=stage_work.forward_copies,
-    )
-
-
-def _backward(work: StepWork, pp_rank: int, virtual_stage: int) -> Instruction:
-    slots = work.num_virtual_stages
-    is_last = pp_rank == work.pp - 1 and virtual_stage == slots - 1
-    wraps = pp_rank == 0
-    is_first = wraps and virtual_stage == 0
-    stage_work = work.ranks[pp_rank].virtual_stages[virtual_stage]
-    return Instruction(
-        phase=Phase.BACKWARD,
-        virtual_stage=virtual_stage,
-        # Slots of gradients lie behind those of activations: the two cross in 1F1B.
-        inbox=-1 if is_last else slots + virtual_stage,
-        compute_ps=stage_work.backward_ps,
-        gathers=(),
-        reductions=stage_work.reductions,
-        units=stage_work.backward_units,
-        again_units=_again(stage_work.backward_units),
-        kept_units=_kept(work, stage_work.backward_units),
-        reduces_always=stage_work.reduces_each_pass,
-        target_step=0 if is_first else (work.pp - 1 if wraps else -1),
-        target_slot=slots + virtual_stage - wraps,
-        message=NOTHING if is_first else stage_work.backward_message,
-        copies=stage_work.backward_copies,
+        work=passes,
+        inbox=slot + virtual_stage if source != place and source in stages else -1,
+        again_units=_again(passes.units),
+        kept_units=_kept(work, passes.units),
+        target_step=target % work.pp - pp_rank if sends else 0,
+        target_slot=slot + target // work.pp,
+        message=passes.message if sends else NOTHING,
     )

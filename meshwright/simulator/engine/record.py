@@ -1,6 +1,6 @@
 """What ran in a step: noted by the engine as it runs, read by memory, pictures and traces."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -9,10 +9,8 @@ from meshwright.simulator.schedules import Action, Periodic, Phase
 
 
 class SpanKind(StrEnum):
-    """What a stream is busy with, or waits for."""
+    """What a stream is busy with, or waits for, beside passes."""
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     ACTIVATION_MESSAGE = "activation message"
     GRADIENT_MESSAGE = "gradient message"
@@ -26,15 +24,9 @@ class SpanKind(StrEnum):
     ACTIVATION_RELOAD = "activations to the device"
 
 
-PASSES = {Phase.FORWARD: SpanKind.FORWARD, Phase.BACKWARD: SpanKind.BACKWARD}
-MESSAGES = {
-    Phase.FORWARD: SpanKind.ACTIVATION_MESSAGE,
-    Phase.BACKWARD: SpanKind.GRADIENT_MESSAGE,
-}
-COPIES = {
-    Phase.FORWARD: SpanKind.ACTIVATION_OFFLOAD,
-    Phase.BACKWARD: SpanKind.ACTIVATION_RELOAD,
-}
+# By the direction of a pass.
+MESSAGES = {1: SpanKind.ACTIVATION_MESSAGE, -1: SpanKind.GRADIENT_MESSAGE}
+COPIES = {1: SpanKind.ACTIVATION_OFFLOAD, -1: SpanKind.ACTIVATION_RELOAD}
 COMPUTED = (SpanKind.TENSOR_SUM, SpanKind.OPTIMIZER)
 
 
@@ -64,9 +56,12 @@ class Mark(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A stretch of one stream; virtual stage and microbatch are -1 where they mean nothing."""
+    """A stretch of one stream: a pass, by the label of its phase, or a `SpanKind`.
 
-    kind: SpanKind
+    Virtual stage and microbatch are -1 where they mean nothing.
+    """
+
+    kind: str
     start_ps: int
     end_ps: int
     virtual_stage: int = -1
@@ -173,10 +168,10 @@ class RankTimes(NamedTuple):
         closing = [span for span in self.closing if span.kind is not SpanKind.REDUCTION_WAIT]
         return RankStreams(
             compute=(
-                *_spans(PASSES, self.passes()),
+                *_spans(lambda phase: phase.label, self.passes()),
                 *(span for span in closing if span.kind in COMPUTED),
             ),
-            messages=_spans(MESSAGES, sent),
+            messages=_spans(lambda phase: MESSAGES[phase.direction], sent),
             data_parallel=(
                 *self.collectives,
                 *(span for span in closing if span.kind not in COMPUTED),
@@ -206,11 +201,11 @@ def moved_spans(spans: Sequence[Span], distance_ps: int) -> list[Span]:
 
 
 def _spans(
-    kinds: dict[Phase, SpanKind], ran: Iterable[tuple[Action, int, int]]
+    kind: Callable[[Phase], str], ran: Iterable[tuple[Action, int, int]]
 ) -> tuple[Span, ...]:
     """Return what took time."""
     return tuple(
-        Span(kinds[action.phase], start_ps, end_ps, action.virtual_stage, action.microbatch)
+        Span(kind(action.phase), start_ps, end_ps, action.virtual_stage, action.microbatch)
         for action, start_ps, end_ps in ran
         if end_ps > start_ps
     )

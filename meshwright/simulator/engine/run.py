@@ -21,7 +21,7 @@ from meshwright.simulator.engine.groups import (
 )
 from meshwright.simulator.engine.program import Instruction, compile_ranks
 from meshwright.simulator.engine.record import Mark, Messages, Span, SpanKind
-from meshwright.simulator.engine.work import StepWork, UnitWork
+from meshwright.simulator.engine.work import PassWork, StepWork, UnitWork
 from meshwright.simulator.schedules import Phase, refetched
 
 Inbox: TypeAlias = list[int]
@@ -142,7 +142,7 @@ class StepRun:
         state, tp_group, next_turn = self.states[place.index], place.tp_group, self.clock.next_turn
         started, ended = state.starts_ps.append, state.ends_ps.append
         sent, left = state.messages.starts_ps.append, state.messages.ends_ps.append
-        lanes, now, port_free_ps = _lanes_of_phases(self, place), 0, 0
+        lanes, now, port_free_ps = _plain_lanes(self, place), 0, 0
         for phase, stage, microbatch in self.work.actions[place.pp_rank]:
             inbox, compute_ps, special, instruction, outbox, taker, occupy_ps, delay_ps, held_ps = (
                 lanes[phase][stage]
@@ -179,25 +179,25 @@ class StepRun:
         self, place: RankPlace, instruction: Instruction, microbatch: int, now: int
     ) -> Wait:
         """Run a pass beside which parameters are gathered, gradients reduced or others copied."""
-        state = self.states[place.index]
+        state, work = self.states[place.index], instruction.work
         state.mark(place.dp_stream, len(state.starts_ps) - 1)
-        if instruction.copies:
+        if work.copies:
             state.copies = state.copies or HostCopies()
-            state.copies.begin(instruction.phase, instruction.copies)
-        if instruction.units:
+            state.copies.begin(instruction.phase, work.copies)
+        if work.units:
             return self._sharded_pass(place, instruction, microbatch, now)
-        if instruction.gathers and microbatch == 0:
+        if work.gathers and microbatch == 0:
             return self._gathered_forward(place, instruction, now)
         is_last = microbatch in self.last_microbatch
-        if instruction.reductions and (instruction.reduces_always or is_last):
+        if work.reductions and (work.reduces_always or is_last):
             return _reduced_backward(self, place, instruction, microbatch, now)
-        return _plain_pass(state, instruction, now)
+        return _plain_pass(state, work, now)
 
     def _gathered_forward(self, place: RankPlace, instruction: Instruction, now: int) -> Wait:
         """Run a forward pass whose segments wait for their parameters."""
         state = self.states[place.index]
         gather = SpanKind.PARAMETER_GATHER, instruction.virtual_stage
-        for segment in instruction.gathers:
+        for segment in instruction.work.gathers:
             # Ready at 0: what it gathers was updated at the end of the step before.
             state.queue.append(QueuedCollective(0, segment.collective_ps, *gather))
             gathered_ps = yield from self.wait_for(place, _first_gather(state), now)
@@ -210,7 +210,7 @@ class StepRun:
         """Run a pass whose parameters are gathered unit by unit, one ahead where it may."""
         state, prefetches = self.states[place.index], self.work.prefetches
         units = _units_now(state, instruction, self.freed[place.pp_rank])
-        reduces = instruction.reduces_always or microbatch == self.work.num_microbatches - 1
+        reduces = instruction.work.reduces_always or microbatch == self.work.num_microbatches - 1
         gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
         if units[0].gather_ps:
             state.queue.append(QueuedCollective(now, units[0].gather_ps, SpanKind.PARAMETER_GATHER))
@@ -272,7 +272,7 @@ def _reduced_backward(
 ) -> Wait:
     """Run a backward pass whose segments hand their gradients to the reduction."""
     queue, reduction = run.states[place.index].queue, SpanKind.GRADIENT_REDUCTION
-    for segment in instruction.reductions:
+    for segment in instruction.work.reductions:
         now = _advanced(run.states[place.index], segment.compute_ps, now)
         issued = now, segment.collective_ps, reduction, instruction.virtual_stage
         queue.append(QueuedCollective(*issued))
@@ -282,10 +282,10 @@ def _reduced_backward(
     return now
 
 
-def _plain_pass(state: RankProgress, instruction: Instruction, now: int) -> Wait:
+def _plain_pass(state: RankProgress, work: PassWork, now: int) -> Wait:
     """Run a pass beside which activations are copied, and nothing else."""
     yield from ()
-    return _advanced(state, instruction.compute_ps, now)
+    return _advanced(state, work.compute_ps, now)
 
 
 def _sum(run: StepRun, place: RankPlace, now: int) -> Wait:
@@ -296,39 +296,36 @@ def _sum(run: StepRun, place: RankPlace, now: int) -> Wait:
     return state.close(SpanKind.TENSOR_SUM, now, rank.sums_ps)
 
 
-def lanes_of(run: StepRun, place: RankPlace) -> list[Lane]:
-    """Return what a rank does for each of its instructions."""
-    lanes, inboxes = [], run.states[place.index].inboxes
+def lanes_of(run: StepRun, place: RankPlace) -> dict[Phase, list[Lane]]:
+    """Return what a rank does for each of its virtual stages, by phase."""
+    lanes: dict[Phase, list[Lane]] = {}
+    inboxes = run.states[place.index].inboxes
     for instruction in run.programs[place.pp_rank]:
         inbox = None if instruction.inbox < 0 else inboxes[instruction.inbox]
         taker = run.states[place.index + instruction.target_step * place.stride]
         outbox = taker.inboxes[instruction.target_slot] if instruction.target_step else None
-        passes = instruction.compute_ps, _special_microbatches(run, instruction), instruction
+        special = _special_microbatches(run, instruction.work)
+        passes = instruction.work.compute_ps, special, instruction
         occupy_ps, delay_ps = instruction.message.occupy_ps, instruction.message.delay_ps
         held_ps = occupy_ps if run.work.blocking_messages else 0
-        lanes.append(Lane(inbox, *passes, outbox, taker, occupy_ps, delay_ps, held_ps))
+        lane = Lane(inbox, *passes, outbox, taker, occupy_ps, delay_ps, held_ps)
+        lanes.setdefault(instruction.phase, []).append(lane)
     return lanes
 
 
-def _lanes_of_phases(run: StepRun, place: RankPlace) -> dict[Phase, list[Lane]]:
-    """Return what a rank does for each of its virtual stages, by phase."""
-    # Unpacked for each action: a plain tuple is three times as fast there as one with names.
-    lanes = [cast("Lane", tuple(lane)) for lane in lanes_of(run, place)]
-    num_stages = run.work.num_virtual_stages
-    return {Phase.FORWARD: lanes[:num_stages], Phase.BACKWARD: lanes[num_stages:]}
+def _plain_lanes(run: StepRun, place: RankPlace) -> dict[Phase, list[Lane]]:
+    """Return the lanes as plain tuples: these are unpacked three times as fast as with names."""
+    named = lanes_of(run, place)
+    return {phase: [cast("Lane", tuple(lane)) for lane in lanes] for phase, lanes in named.items()}
 
 
-def _special_microbatches(run: StepRun, instruction: Instruction) -> frozenset[int]:
-    """Return in which microbatches an instruction gathers parameters or reduces gradients."""
-    if (
-        instruction.copies
-        or instruction.units
-        or (instruction.reductions and instruction.reduces_always)
-    ):
+def _special_microbatches(run: StepRun, work: PassWork) -> frozenset[int]:
+    """Return in which microbatches a pass gathers parameters or reduces gradients."""
+    if work.copies or work.units or (work.reductions and work.reduces_always):
         return run.every_microbatch
-    if instruction.gathers:
+    if work.gathers:
         return FIRST_MICROBATCH
-    return run.last_microbatch if instruction.reductions else NO_MICROBATCHES
+    return run.last_microbatch if work.reductions else NO_MICROBATCHES
 
 
 def _units_now(
@@ -349,7 +346,7 @@ def _units_now(
         return instruction.again_units
     if before is Phase.BACKWARD:
         return instruction.kept_units
-    return instruction.units
+    return instruction.work.units
 
 
 def _computed(state: RankProgress, part_ps: int, now: int) -> int:

@@ -190,7 +190,7 @@ def _tried_copies(work: StepWork, orders: Sequence[Periodic[Action]]) -> list[in
     """Return how many copies of the period of *orders* shorter steps have, the shortest first."""
     stages = chain.from_iterable(rank.virtual_stages for rank in work.ranks)
     # Which copies of activations are behind at a time is not looked at.
-    if not orders or any(each.forward_copies for each in stages):
+    if not orders or any(each.copies for stage in stages for each in stage.values()):
         return []
     # A wave that goes down a pipeline and back makes a period of as many microbatches as it has
     # ranks: they are run twice, and some more; left out is a multiple of them.

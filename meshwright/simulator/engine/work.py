@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from meshwright.simulator.engine.copies import CopyPoint
 from meshwright.simulator.errors import TooManyTasksError
-from meshwright.simulator.schedules import NO_REFETCHES, Action, Periodic, Refetches
+from meshwright.simulator.schedules import NO_REFETCHES, Action, Periodic, Phase, Refetches
 
 # Stages x microbatches of a step that is run whole: fifteen times the 64 x 512 of the largest
 # published steps. More would take minutes and gigabytes.
@@ -88,35 +88,27 @@ class Message(NamedTuple):
     delay_ps: int = 0
 
 
-class VirtualStageWork(NamedTuple):
-    """One virtual stage of a rank.
+class PassWork(NamedTuple):
+    """A phase of a virtual stage of a rank.
 
     Args:
-        forward_ps: One forward pass.
-        backward_ps: One backward pass, recomputation included.
-        forward_message: To the next virtual stage.
-        backward_message: To the previous virtual stage.
-        gathers: Segments of the first forward pass, where parameters are gathered under it.
-        reductions: Segments of a backward pass that reduces gradients under it.
-        forward_units: Units of each forward pass, where parameters are sharded.
-        backward_units: Units of each backward pass, last layers first.
-        forward_copies: Where a forward pass copies activations to the host.
-        backward_copies: Where a backward pass has them back.
-        reduces_each_pass: Every backward pass reduces, not the last one alone. Where it does so in
-            segments, the rank waits for all of them before its next pass.
+        compute_ps: One pass, recomputation included.
+        message: To the next virtual stage, or to the previous one.
+        gathers: Segments of the first pass, where parameters are gathered under it.
+        reductions: Segments of a pass that reduces gradients under it.
+        units: Units of each pass, where parameters are sharded, in the order in which they run.
+        copies: Where a pass copies activations to the host, or has them back.
+        reduces_always: Every pass reduces, not the last one alone. Where it does so in segments,
+            the rank waits for all of them before its next pass.
     """
 
-    forward_ps: int
-    backward_ps: int
-    forward_message: Message = Message()
-    backward_message: Message = Message()
+    compute_ps: int
+    message: Message = Message()
     gathers: tuple[PassSegment, ...] = ()
     reductions: tuple[PassSegment, ...] = ()
-    forward_units: tuple[UnitWork, ...] = ()
-    backward_units: tuple[UnitWork, ...] = ()
-    forward_copies: tuple[CopyPoint, ...] = ()
-    backward_copies: tuple[CopyPoint, ...] = ()
-    reduces_each_pass: bool = False
+    units: tuple[UnitWork, ...] = ()
+    copies: tuple[CopyPoint, ...] = ()
+    reduces_always: bool = False
 
 
 class Hidden(NamedTuple):
@@ -131,7 +123,7 @@ class RankWork:
     """One pipeline rank: its virtual stages, and what follows its last action.
 
     Args:
-        virtual_stages: Virtual stages in model order.
+        virtual_stages: The phases of each virtual stage, in model order.
         reduce_ps: Gradient reduction after the last backward pass, where nothing hides it.
         sums_ps: Sums of gradients over tensor-parallel ranks that are left to the end.
         shared_embedding_ps: All-reduce of a tied table's gradient between first and last rank.
@@ -141,7 +133,7 @@ class RankWork:
             second one.
     """
 
-    virtual_stages: tuple[VirtualStageWork, ...]
+    virtual_stages: tuple[Mapping[Phase, PassWork], ...]
     reduce_ps: int = 0
     sums_ps: int = 0
     shared_embedding_ps: int = 0

@@ -23,7 +23,7 @@ from meshwright.simulator.graph.linear import (
     whole_product,
 )
 from meshwright.simulator.graph.lowering import EightBits, Lowering, WeightGradients
-from meshwright.simulator.graph.memory import Memory, NestedMemory, SavedOffload
+from meshwright.simulator.graph.memory import BlockMemory, NestedMemory, SavedOffload
 from meshwright.simulator.graph.operators import (
     Convolution,
     Exchange,
@@ -93,6 +93,7 @@ __all__ = [
     "Backward",
     "Beside",
     "Block",
+    "BlockMemory",
     "Convolution",
     "Dim",
     "EightBits",
@@ -103,7 +104,6 @@ __all__ = [
     "Kind",
     "Linear",
     "Lowering",
-    "Memory",
     "Mesh",
     "NestedMemory",
     "NormFormula",

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from meshwright.simulator.graph.backward import Backward
 from meshwright.simulator.graph.order import Node, Region
 from meshwright.simulator.graph.tape import Phase, Run, Tape
 from meshwright.simulator.graph.tensors import Size, Tensor, chosen, largest, sum_of
+
+Held = TypeVar("Held")
+NOTHING: Any = 0
 
 
 class SavedOffload(NamedTuple):
@@ -95,8 +98,8 @@ def _savings(tape: Tape) -> Iterator[tuple[Node, list[Tensor]]]:
             yield node, tape.order.inputs[region]
 
 
-class Memory(NamedTuple):
-    """Bytes of a pass through a block.
+class BlockMemory(NamedTuple, Generic[Held]):
+    """Bytes of a pass through a block, of one shape or columns of them over several.
 
     Args:
         saved: Kept from forward to backward.
@@ -111,23 +114,26 @@ class Memory(NamedTuple):
         buffer: What it shares with other blocks, from the first pass on.
         moved: What it keeps elsewhere; forward and backward need this and *copied* beside the rest.
         copied: What is copied there and back.
+        waiting: What its backward makes and the embedding's backward takes, if both are on one
+            stage.
     """
 
-    saved: Size
-    cached: Size
-    forward: Size
-    backward: Size
-    arrival: Size
-    holding: Size
-    left: Size
-    received: Size
-    sent: Size
-    buffer: Size
-    moved: Size
-    copied: Size
+    saved: Held
+    cached: Held
+    forward: Held
+    backward: Held
+    arrival: Held
+    holding: Held
+    left: Held
+    received: Held
+    sent: Held
+    buffer: Held
+    moved: Held
+    copied: Held
+    waiting: Held = NOTHING
 
-    @classmethod
-    def of(cls, walk: Backward, offloaded: OffloadedTensors = NO_TENSORS) -> "Memory":
+    @staticmethod
+    def of(walk: Backward, offloaded: OffloadedTensors = NO_TENSORS) -> "BlockMemory[Size]":
         """Return the bytes of *walk*, some of them *offloaded*; columns where its sizes are."""
         tape, moved = walk.tape, sum_of(offloaded.moved.values())
         events = tape.storages.events
@@ -143,7 +149,7 @@ class Memory(NamedTuple):
         saved = levels[returned]
         free = _arriving_is_free(walk)
         held = [each + walk.arriving.nbytes for each in levels[free:]]
-        return cls(
+        return BlockMemory(
             saved=saved,
             cached=sum(gone),
             forward=_most(levels[: ran + 1]) - saved - moved,

@@ -1,12 +1,18 @@
 """Memory of a pipeline rank: what always lives, what each pass adds, and the peak."""
 
+from meshwright.simulator.graph import BlockMemory
 from meshwright.simulator.memory.beside import pair_bytes
 from meshwright.simulator.memory.block_bytes import (
-    BlockBytes,
     PresentBytes,
+    SentBytes,
+    batch_bytes,
     block_bytes,
+    kept_logits_bytes,
+    kept_output_bytes,
+    message_buffer_bytes,
     pass_workspace_bytes,
     stage_messages,
+    stand_in_bytes,
 )
 from meshwright.simulator.memory.counts import (
     DYNAMIC,
@@ -45,29 +51,19 @@ from meshwright.simulator.memory.rank import (
     RankStates,
     Shards,
     StateBytes,
+    States,
     VirtualStageMemory,
     rank_memory,
     sharded_workspace_bytes,
     virtual_stage_memory,
     with_copies,
-    with_states,
     with_workspace,
 )
-from meshwright.simulator.memory.sent_messages import SentBytes
-from meshwright.simulator.memory.stage_outputs import (
-    batch_bytes,
-    kept_logits_bytes,
-    kept_output_bytes,
-    message_buffer_bytes,
-)
-from meshwright.simulator.memory.stand_ins import stand_in_bytes
 from meshwright.simulator.memory.timeline import (
     MemoryEvent,
-    MemoryPeak,
     PeriodGrowth,
     dynamic_upper_bound,
     fullest_event,
-    memory_peak,
     memory_timeline,
     peak_upper_bound,
 )
@@ -80,12 +76,11 @@ __all__ = [
     "NUM_SIZES",
     "PARTS",
     "SYMMETRIC",
-    "BlockBytes",
+    "BlockMemory",
     "Fragmentation",
     "KeptUnits",
     "LateGradients",
     "MemoryEvent",
-    "MemoryPeak",
     "Overheads",
     "PassPeak",
     "PassPeaks",
@@ -101,6 +96,7 @@ __all__ = [
     "SentBytes",
     "Shards",
     "StateBytes",
+    "States",
     "VirtualStageMemory",
     "batch_bytes",
     "block_bytes",
@@ -108,7 +104,6 @@ __all__ = [
     "fullest_event",
     "kept_logits_bytes",
     "kept_output_bytes",
-    "memory_peak",
     "memory_timeline",
     "message_buffer_bytes",
     "most_messages",
@@ -127,7 +122,6 @@ __all__ = [
     "usable_bytes",
     "virtual_stage_memory",
     "with_copies",
-    "with_states",
     "with_workspace",
     "workspace_bytes",
 ]

@@ -4,14 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from meshwright.simulator.graph import Size, larger
+from meshwright.simulator.graph import BlockMemory, Size, larger
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory.block_bytes import BlockBytes
 from meshwright.simulator.model import EMBEDDING, FINAL_NORM, HEAD, PREDICTIONS, BlockKind
 
 
 def pair_bytes(
-    blocks: Mapping[BlockKind, BlockBytes[Any]], forward: Stage, backward: Stage
+    blocks: Mapping[BlockKind, BlockMemory[Any]], forward: Stage, backward: Stage
 ) -> Size:
     """Return the most that two passes beside each other add to what was kept before them.
 

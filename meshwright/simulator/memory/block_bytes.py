@@ -2,28 +2,27 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from meshwright.hwprofiles import CudaGraphImpl, CudaGraphs, Precision
+from meshwright.hwprofiles import CudaGraphImpl, CudaGraphs, Kernels, Precision
 from meshwright.simulator.blocks import (
     ADDED,
-    BlockMemory,
     BlockShape,
     BlockTable,
     Ending,
     makes_gradients,
 )
+from meshwright.simulator.graph import NUMBER_BYTES, BlockMemory, larger, several
 from meshwright.simulator.graph import Size as Bytes
-from meshwright.simulator.graph import larger
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory.sent_messages import SentBytes
-from meshwright.simulator.memory.stage_outputs import kept_logits_bytes
 from meshwright.simulator.model import (
     HEAD,
     LAYERS,
     PREDICTIONS,
     BlockKind,
     BlockRun,
+    linear_shapes,
     predicts_further,
 )
 
@@ -50,52 +49,19 @@ class Addable(Protocol):
 Size = TypeVar("Size", bound=Addable)
 
 
-class BlockBytes(NamedTuple, Generic[Size]):
-    """Bytes of a block, or columns of them over several shapes.
-
-    Args:
-        saved: Kept until its backward.
-        cached: Left of it until the forward pass is over.
-        waiting: What its backward makes and the embedding's backward takes, if both are on one
-            stage.
-        forward: What its forward needs beside what is kept.
-        backward: The same of its backward.
-        arrival: The same when a gradient of its weights has come.
-        holding: As *backward*, where the gradient that comes to it is held.
-        received: What it gets from the block before, and the gradient that goes back.
-        sent: What it hands on to the block behind.
-        buffer: What it shares with all others, from the first pass on.
-        moved: What it keeps on the host, and needs beside *forward*.
-        copied: What it copies there and back, and needs beside *backward*.
-    """
-
-    saved: Size
-    cached: Size
-    waiting: Size
-    forward: Size
-    backward: Size
-    arrival: Size
-    holding: Size
-    received: Size
-    sent: Size
-    buffer: Size
-    moved: Size
-    copied: Size
-
-
 def block_bytes(
     table: BlockTable,
     shape: BlockShape,
     ending: Ending = ADDED,
     *,
     others: Iterable[BlockKind] = (),
-) -> dict[BlockKind, BlockBytes[int]]:
+) -> dict[BlockKind, BlockMemory[int]]:
     """Return the bytes of a block of each kind of the model, whose backward ends with *ending*.
 
     *others* are kinds that a plan makes of the model's, as those of `Stage.passes`.
     """
     kinds = dict.fromkeys((*shape.parameters, *others))
-    blocks = {kind: _bytes_of(table.memory(shape, kind, ending)) for kind in kinds}
+    blocks = {kind: table.memory(shape, kind, ending) for kind in kinds}
     head, logits = blocks[HEAD], kept_logits_bytes(shape)
     blocks[HEAD] = head._replace(saved=head.saved + logits, forward=head.forward - logits)
     reader = PREDICTIONS if predicts_further(shape.trained) else HEAD
@@ -111,8 +77,8 @@ def captures_whole_layers(shape: BlockShape) -> bool:
 
 
 def _with_graphs(
-    shape: BlockShape, blocks: dict[BlockKind, BlockBytes[int]]
-) -> dict[BlockKind, BlockBytes[int]]:
+    shape: BlockShape, blocks: dict[BlockKind, BlockMemory[int]]
+) -> dict[BlockKind, BlockMemory[int]]:
     """Return *blocks* with the static buffers of layers in graphs of Transformer Engine.
 
     A layer has, in each microbatch in flight, an input and a mask of its own, of a byte for each
@@ -143,29 +109,65 @@ def _with_graphs(
     }
 
 
-def _bytes_of(memory: BlockMemory) -> BlockBytes[int]:
-    return BlockBytes(
-        saved=memory.saved,
-        cached=memory.cached,
-        waiting=0,
-        forward=memory.forward,
-        backward=memory.backward,
-        arrival=memory.arrival,
-        holding=memory.holding,
-        received=memory.received,
-        sent=memory.sent,
-        buffer=memory.buffer,
-        moved=memory.moved,
-        copied=memory.copied,
-    )
+class SentBytes(NamedTuple):
+    """Bytes of what a virtual stage sends in a microbatch; 0 where it sends nothing.
+
+    Args:
+        output: To the stage after it; it lives until the backward pass in any case.
+        gradient: To the stage before it.
+    """
+
+    output: int = 0
+    gradient: int = 0
 
 
-def stage_messages(blocks: Mapping[BlockKind, BlockBytes[Any]], stage: Stage) -> SentBytes:
+NOTHING_SENT = SentBytes()
+
+
+def stage_messages(blocks: Mapping[BlockKind, BlockMemory[Any]], stage: Stage) -> SentBytes:
     """Return what *stage* sends in a microbatch; a gradient is as large as what it received."""
     return SentBytes(
         output=0 if stage.has_head else blocks[stage.contents[-1].kind].sent,
         gradient=0 if stage.has_embedding else blocks[stage.contents[0].kind].received,
     )
+
+
+def kept_logits_bytes(shape: BlockShape) -> int:
+    """Return the logits as the last stage's output, where that lives until backward."""
+    return shape.num_logits * shape.element_bytes if shape.keeps_outputs else 0
+
+
+def kept_output_bytes(shape: BlockShape, messages: tuple[Bytes, Bytes]) -> Bytes:
+    """Return what a stage keeps beyond its blocks.
+
+    Where outputs live until backward, the output it hands on is one tensor more; the input of its
+    first layer, as large as the gradient that goes back, is a message's buffer, which counts as
+    such (`message_buffer_bytes`).
+    """
+    output, gradient = messages
+    return output - gradient if shape.keeps_outputs else 0
+
+
+def message_buffer_bytes(shape: BlockShape, messages: tuple[Bytes, Bytes]) -> Bytes:
+    """Return the buffers of a microbatch's messages that live throughout the step.
+
+    PyTorch's PipelineStage makes one for each microbatch: for activations but on the first
+    stage, for gradients but on the last.
+    """
+    return sum(messages) if shape.keeps_outputs else 0
+
+
+def batch_bytes(num_tokens: Bytes, cp: Bytes) -> Bytes:
+    """Return the ids and targets of a microbatch that a rank of PyTorch's pipelines holds.
+
+    A schedule cuts the batch of a whole step, which every stage has (`Trainer.train_step` of
+    torchtitan 0.2.2 moves it to the device), and its own tokens beside where others have the rest.
+
+    Args:
+        num_tokens: Those of the rank in a microbatch.
+        cp: Context-parallel ranks.
+    """
+    return 2 * NUMBER_BYTES * num_tokens * (1 + cp * several(cp))
 
 
 def waiting_table_bytes(shape: BlockShape) -> int:
@@ -190,7 +192,7 @@ class PresentBytes(NamedTuple, Generic[Size]):
 
     @classmethod
     def of(
-        cls, blocks: Mapping[BlockKind, BlockBytes[Size]], stage: Stage
+        cls, blocks: Mapping[BlockKind, BlockMemory[Size]], stage: Stage
     ) -> "PresentBytes[Size] | None":
         """Return those of a pass through *stage*; embedding and head need none.
 
@@ -216,7 +218,7 @@ class PresentBytes(NamedTuple, Generic[Size]):
 
 
 def pass_workspace_bytes(
-    blocks: Mapping[BlockKind, BlockBytes[Any]],
+    blocks: Mapping[BlockKind, BlockMemory[Any]],
     stage: Stage,
     *,
     holds_gradient: bool = False,
@@ -264,3 +266,24 @@ def pass_workspace_bytes(
         if stage.has_embedding:
             waiting = waiting + block.waiting * count
     return forward[0] + forward[1], backward[0] + backward[1]
+
+
+def stand_in_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
+    """Return the dummy gradients of a rank's *blocks*, 0 where its stack keeps none.
+
+    Where a product adds a weight's gradient to the sum that a rank keeps, autograd still asks for
+    a gradient of that weight, and is given a tensor of its shape that nobody reads.  There is one
+    for all weights of a shape, in their format, and it is never let go.
+
+    They are Transformer Engine's (get_dummy_wgrad of pytorch/module/base.py: of linear layers from
+    2.3 on, of experts from 2.10); Megatron-Core's output matrix has them from core 0.14 on
+    (tensor_parallel/layers.py).
+    """
+    stack = shape.stack
+    adds = stack.fused_gradient_accumulation and stack.kernels is not Kernels.EAGER
+    if not (stack.keeps_stand_ins and adds):
+        return 0
+    multiple = stack.vocabulary_multiple
+    known = linear_shapes(shape.trained, multiple, shape.tp, shape.ep, shape.etp)
+    found = {size for kind, _ in blocks for size in known.get(kind, ())}
+    return shape.element_bytes * sum(prod(size) for size in found)

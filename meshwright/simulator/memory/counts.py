@@ -6,7 +6,7 @@ sizes of the virtual stages (`pass_sizes`), kind by kind.  Rows times sizes are 
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,10 @@ from meshwright.simulator.memory.held_messages import (
     PipelinePlace,
     message_counts,
 )
-from meshwright.simulator.memory.pass_states import PassState, pass_states
 from meshwright.simulator.memory.rank import PassPeak, VirtualStageMemory
-from meshwright.simulator.memory.sent_messages import Counts, kept_until_end, kept_until_next
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action, Phase, next_virtual_stages
 
+Counts: TypeAlias = NDArray[np.int64]
 NO_PAIRS = range(0)
 
 
@@ -146,6 +145,64 @@ class RankPasses(NamedTuple):
         return cls(actions, is_backward, found, first, last)
 
 
+class UnitsFound(IntEnum):
+    """What a pass finds of its units: not all of them, all, or all in their gathered buffers."""
+
+    APART = 0
+    WHOLE = 1
+    AHEAD = 2
+
+
+class PassState(NamedTuple):
+    """A pass of a rank, whatever the sizes.
+
+    Args:
+        found: What it finds of its virtual stage.
+        freed: Virtual stages whose units are freed before it.
+        fetched: Virtual stages whose units are gathered ahead of their passes, before it.
+    """
+
+    found: UnitsFound
+    freed: tuple[int, ...]
+    fetched: tuple[int, ...]
+
+
+def pass_states(
+    actions: Sequence[Action], num_virtual_stages: int, *, reshards: bool
+) -> list[PassState]:
+    """Return the states of a rank's passes, in order.
+
+    PyTorch's pipeline runtimes keep the units of a virtual stage gathered from a backward pass to
+    the next pass; with several virtual stages a rank they gather those that come next ahead of
+    their passes, and free the others.
+
+    Args:
+        actions: What it runs.
+        num_virtual_stages: Its virtual stages.
+        reshards: Units are freed after a forward pass.
+    """
+    after = {
+        Phase.FORWARD: UnitsFound.APART if reshards else UnitsFound.WHOLE,
+        Phase.BACKWARD: UnitsFound.WHOLE,
+    }
+    found = [UnitsFound.APART] * num_virtual_stages
+    # Only the runtime of several stages a rank inserts gathers (`_add_unshard_reshard`, called by
+    # _PipelineScheduleRuntime); those of one stage leave them to fully_shard's hooks.
+    coming = next_virtual_stages(actions) if num_virtual_stages > 1 else [()] * len(actions)
+    gathered: tuple[int, ...] = ()
+    states = []
+    for (phase, virtual_stage, _), following in zip(actions, coming, strict=True):
+        freed = tuple(each for each in gathered if each not in following)
+        fetched = tuple(each for each in following if each not in gathered)
+        gathered = following
+        for each in fetched:
+            found[each] = UnitsFound.AHEAD
+        states.append(PassState(found[virtual_stage], freed, fetched))
+        # A pipeline's stages do not reshard after backward: the next microbatch wants the weights.
+        found[virtual_stage] = after[phase]
+    return states
+
+
 def pass_counts(order: RankOrder, passes: RankPasses) -> Counts:
     """Return how often each size counts during each action, and after it: two rows an action."""
     num_actions, kinds = len(passes.actions), np.array(order.kinds, np.int64)[passes.virtual_stages]
@@ -247,6 +304,48 @@ def _count_messages(counts: Counts, order: RankOrder, passes: RankPasses, own: C
         for size, each in zip(sizes, kept(passes.is_backward, own), strict=True):
             counts[0::2, :, size] = each[:-1]
             counts[1::2, :, size] = each[1:]
+
+
+def kept_until_end(is_backward: NDArray[np.bool_], own: Counts) -> tuple[Counts, Counts]:
+    """Return the outputs and gradients that live during each action, and after the last: all sent.
+
+    A message's work holds its tensor (ProcessGroupNCCL stores it as the work's output), and so do
+    the lists in which a runtime keeps works and operations (torch/distributed/pipelining/
+    schedules.py, PyTorch 2.13).
+    The runtimes of GPipe and of interleaved schedules wait for their sends when all passes are
+    done.  An output counts once its backward pass is over: until then it is kept anyway.
+
+    Args:
+        is_backward: Whether each action is a backward pass.
+        own: 1 in the column of its virtual stage, or of the kind of that.
+
+    >>> order = np.array([False, False, True, True])
+    >>> [each.ravel().tolist() for each in kept_until_end(order, np.ones((4, 1), np.int64))]
+    [[0, 0, 0, 1, 2], [0, 0, 0, 1, 2]]
+    """
+    sent = (own * is_backward[:, None]).cumsum(axis=0)
+    found = np.concatenate([np.zeros_like(sent[:1]), sent])
+    return found, found
+
+
+def kept_until_next(is_backward: NDArray[np.bool_], own: Counts) -> tuple[Counts, Counts]:
+    """Return those of 1F1B, as `kept_until_end`.
+
+    A gradient lives until the next backward pass has made another.  The last output that was sent
+    alone, that of the forward pass before the last of the warm-up, lives until a gradient is sent
+    alone, after the last forward pass.
+
+    >>> order = np.array([False, False, True, False, True, True])
+    >>> [each.ravel().tolist() for each in kept_until_next(order, np.ones((6, 1), np.int64))]
+    [[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1]]
+    """
+    # Schedule1F1B keeps what it sends alone in `send_work`: warm-up outputs but for the last, then
+    # gradients once no forward pass is left.  All else goes in a batch with a receive.
+    warmup = int(is_backward.argmax())
+    steady = len(is_backward) // 2 - warmup  # passes after which a forward pass follows
+    done = np.concatenate([[0], is_backward.cumsum()])
+    output = (done >= warmup - 1) & (done <= steady) & (done > 0) & (warmup > 1)
+    return output[:, None] * own[:1], (done > 0)[:, None] * own[:1]
 
 
 def _with_pairs(counts: Counts, order: RankOrder, of_passes: Counts) -> Counts:

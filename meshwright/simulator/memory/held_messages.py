@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.simulator.schedules import Action, Phase, group_passes
+from meshwright.simulator.schedules import Action, group_passes
 
 Numbers: TypeAlias = list[int]
 NONE = -1
@@ -58,6 +58,7 @@ def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) ->
     Returns:
         A row for each action, a column for each source of `HeldSpans`.
 
+    >>> from meshwright.simulator.schedules import Phase
     >>> order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
     >>> actions = [Action(Phase(name), 0, index) for name, index in order]
     >>> message_counts(actions, PipelinePlace(1, 3), 1).tolist()
@@ -110,10 +111,10 @@ def _plain(actions: Sequence[Action]) -> Iterator[HeldSpans]:
     A backward pass leaves ``output_tensor`` (so its input), ``input_tensor_grad`` and
     ``output_tensor_grad`` behind; the next one begins with its own in place of all but the second.
     """
-    phases = [action.phase for action in actions]
-    first, end = phases.index(Phase.BACKWARD), len(phases)
+    directions = [action.phase.direction for action in actions]
+    first, end = directions.index(-1), len(directions)
     yield HeldSpans([first + 1], [end], [1])
-    forward = [at for at in range(first, end) if phases[at] is Phase.FORWARD]
+    forward = [at for at in range(first, end) if directions[at] > 0]
     for source in (0, 1):
         yield HeldSpans(forward, [at + 1 for at in forward], [source] * len(forward))
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import NamedTuple, Self
 
 from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
-from meshwright.simulator.graph import Size
+from meshwright.simulator.graph import BlockMemory, Size
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory.block_bytes import BlockBytes, block_bytes
+from meshwright.simulator.memory.block_bytes import block_bytes
 from meshwright.simulator.memory.rank import FULLNESS, PassPeak, VirtualStageMemory
 from meshwright.simulator.model import BlockKind
 
@@ -20,7 +20,7 @@ class LateGradients(NamedTuple):
         gradients: Bytes of the gradients of a block of each kind.
     """
 
-    blocks: Mapping[BlockKind, BlockBytes[int]]
+    blocks: Mapping[BlockKind, BlockMemory[int]]
     gradients: Mapping[BlockKind, int]
 
     @classmethod

@@ -1,14 +1,14 @@
 """Memory of a pipeline rank: what always lives, and what a pass adds."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, Self
 
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator.blocks import BlockShape
+from meshwright.simulator.graph import BlockMemory, chosen, largest
 from meshwright.simulator.graph import Size as Bytes
-from meshwright.simulator.graph import chosen, largest
 from meshwright.simulator.layout import (
     STACKS_OWN,
     Formats,
@@ -18,17 +18,17 @@ from meshwright.simulator.layout import (
     optimizer_bytes,
 )
 from meshwright.simulator.memory.block_bytes import (
-    BlockBytes,
+    NOTHING_SENT,
+    SentBytes,
     Size,
     captures_whole_layers,
+    kept_output_bytes,
     pass_workspace_bytes,
     stage_messages,
 )
 from meshwright.simulator.memory.held_messages import PipelinePlace
-from meshwright.simulator.memory.sent_messages import NOTHING_SENT, SentBytes
-from meshwright.simulator.memory.stage_outputs import kept_output_bytes
 from meshwright.simulator.model import BlockKind
-from meshwright.simulator.schedules import Action, Phase
+from meshwright.simulator.schedules import Action
 
 
 class Shards(NamedTuple):
@@ -99,35 +99,84 @@ class StateBytes:
         )
 
 
-class RankStates(NamedTuple):
-    """Bytes of a rank's states on its device, and of what the optimizer needs for a moment.
+NO_BYTES: Any = 0
 
-    Whole numbers, or columns of them over many layouts.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class States(Generic[Size]):
+    """Bytes of what a rank has from step to step, or columns of them over many layouts.
+
+    Whatever tells what fills a rank reads the names of its states here.
     """
 
-    parameters: Bytes
-    gradients: Bytes
-    optimizer: Bytes
-    update_temporary: Bytes
+    parameters_bytes: Size
+    gradients_bytes: Size
+    optimizer_states_bytes: Size = NO_BYTES
 
-    @classmethod
-    def of(cls, num_parameters: Bytes, state: StateBytes, shards: Shards) -> "RankStates":
+    @property
+    def weights_bytes(self) -> Size:
+        """Bytes of weights, and of what the optimizer keeps of them."""
+        return self.parameters_bytes + self.optimizer_states_bytes
+
+    @property
+    def static_bytes(self) -> Size:
+        """Bytes that live through the whole step."""
+        return self.weights_bytes + self.gradients_bytes
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Each of them by the name of its field."""
+        return {each.name: getattr(self, each.name) for each in fields(States)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStates(States[Size]):
+    """The states of a rank on its device, and what the optimizer needs for a moment."""
+
+    update_temporary_bytes: Size = NO_BYTES
+
+    @staticmethod
+    def of(num_parameters: Bytes, state: StateBytes, shards: Shards) -> "RankStates[Bytes]":
         """Return those of so many parameters, split over *shards*, filled up to one size.
 
         A whole weight is in the training's format; a shard may be in fp32, its own master copy.
         """
         parameter = chosen(shards.parameters == 1, state.parameter, state.sharded_parameter)
-        share = -(-num_parameters // shards.optimizer)
-        return cls(
-            parameters=-(-num_parameters // shards.parameters) * parameter,
-            gradients=-(-num_parameters // shards.gradients) * (state.gradient + state.bucket),
-            optimizer=share * state.optimizer,
-            update_temporary=share * state.update_temporary,
+        return RankStates.of_share(
+            -(-num_parameters // shards.optimizer),
+            state,
+            -(-num_parameters // shards.parameters) * parameter,
+            -(-num_parameters // shards.gradients) * (state.gradient + state.bucket),
         )
 
-    def beside(self, other: "RankStates") -> "RankStates":
+    @staticmethod
+    def of_share(
+        num_parameters: Bytes, state: StateBytes, parameters_bytes: Bytes, gradients_bytes: Bytes
+    ) -> "RankStates[Bytes]":
+        """Return those of a rank whose optimizer updates so many parameters."""
+        return RankStates(
+            parameters_bytes=parameters_bytes,
+            gradients_bytes=gradients_bytes,
+            optimizer_states_bytes=num_parameters * state.optimizer,
+            update_temporary_bytes=num_parameters * state.update_temporary,
+        )
+
+    def changed(self, change: Callable[[str, Any], Any]) -> Self:
+        """Return these with what *change* makes of each one's name and size."""
+        sizes = ((each.name, getattr(self, each.name)) for each in fields(RankStates))
+        return replace(self, **{name: change(name, size) for name, size in sizes})
+
+    def beside(self, other: "RankStates[Size]") -> Self:
         """Return these with *other* ones, such as those of weights that are split otherwise."""
-        return RankStates(*(one + more for one, more in zip(self, other, strict=True)))
+        return self.changed(lambda name, size: size + getattr(other, name))
+
+    def staying(self, parameters: Bytes, gradients: Bytes, optimizer: Bytes) -> Self:
+        """Return these times 1 where they stay on the device, times 0 where they do not.
+
+        What an update needs is where the optimizer's states are.
+        """
+        stays = {"parameters_bytes": parameters, "gradients_bytes": gradients}
+        return self.changed(lambda name, size: size * stays.get(name, optimizer))
 
 
 class PassPeak(NamedTuple, Generic[Size]):
@@ -200,7 +249,7 @@ class VirtualStageMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankMemory:
+class RankMemory(RankStates[int]):
     """Everything that decides the memory of one pipeline rank, and what it keeps on its host.
 
     ``buffers_bytes`` live throughout: of messages, what its blocks share, and stand-ins for
@@ -210,10 +259,6 @@ class RankMemory:
     runtime holds messages as Megatron-Core's does.
     """
 
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_states_bytes: int = 0
-    update_temporary_bytes: int = 0
     virtual_stages: tuple[VirtualStageMemory, ...] = ()
     host_bytes: int = 0
     buffers_bytes: int = 0
@@ -226,21 +271,11 @@ class RankMemory:
         """What each virtual stage sends in a microbatch."""
         return [stage.sent for stage in self.virtual_stages]
 
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of weights, and of what the optimizer keeps of them."""
-        return self.parameters_bytes + self.optimizer_states_bytes
-
-    @property
-    def static_bytes(self) -> int:
-        """Bytes that live through the whole step."""
-        return self.weights_bytes + self.gradients_bytes
-
     def growth_bytes(self, period: Iterable[Action]) -> int:
         """Return how much more lives after *period*, which comes again in a long step."""
         if not self.holds_sent or self.virtual_stages[0].kept_units is None:
             return 0
-        done = (each.virtual_stage for each in period if each.phase is Phase.BACKWARD)
+        done = (each.virtual_stage for each in period if each.phase.direction < 0)
         return sum(sum(self.sent[virtual_stage]) for virtual_stage in done)
 
     @property
@@ -252,7 +287,7 @@ class RankMemory:
 
 
 def virtual_stage_memory(
-    shape: BlockShape, stage: Stage, blocks: Mapping[BlockKind, BlockBytes[Any]]
+    shape: BlockShape, stage: Stage, blocks: Mapping[BlockKind, BlockMemory[Any]]
 ) -> VirtualStageMemory:
     """Return the memory of one pass through *stage*, whose *blocks* are of *shape*.
 
@@ -300,43 +335,25 @@ def sharded_workspace_bytes(
     return gathered, gathered + gradient
 
 
-def with_states(memory: RankMemory, other: RankMemory) -> RankMemory:
-    """Return *memory* with the states of *other*, too, such as those of weights split otherwise."""
-    return replace(
-        memory,
-        parameters_bytes=memory.parameters_bytes + other.parameters_bytes,
-        gradients_bytes=memory.gradients_bytes + other.gradients_bytes,
-        optimizer_states_bytes=memory.optimizer_states_bytes + other.optimizer_states_bytes,
-        update_temporary_bytes=memory.update_temporary_bytes + other.update_temporary_bytes,
-    )
-
-
 def rank_memory(
-    num_parameters: int,
-    state: StateBytes,
-    virtual_stages: tuple[VirtualStageMemory, ...],
-    *,
-    shards: Shards,
+    states: RankStates[Bytes], virtual_stages: tuple[VirtualStageMemory, ...] = ()
 ) -> RankMemory:
-    """Return the memory of a rank whose states are split over *shards*.
+    """Return the memory of a rank with *states*.
 
     Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1: 7.5e9 parameters, 64 ranks: 120, 31.4,
     16.6 and 1.9 GB.
 
     >>> state = StateBytes(parameter=2, gradient=2, optimizer=12, update_temporary=0)
     >>> shares = [Shards.of(64, zero_stage) for zero_stage in range(4)]
-    >>> [rank_memory(7_500_000_000, state, (), shards=each).static_bytes for each in shares]
+    >>> each = [RankStates.of(7_500_000_000, state, shards) for shards in shares]
+    >>> [rank_memory(states).static_bytes for states in each]
     [120000000000, 31406250000, 16640625000, 1875000000]
     """
-    states = RankStates.of(num_parameters, state, shards)
-    return RankMemory(
-        parameters_bytes=int(states.parameters),
-        gradients_bytes=int(states.gradients),
-        optimizer_states_bytes=int(states.optimizer),
-        update_temporary_bytes=int(states.update_temporary),
-        virtual_stages=virtual_stages,
-        buffers_bytes=max((int(each.buffer_bytes) for each in virtual_stages), default=0),
-    )
+    sizes: dict[str, Any] = {
+        each.name: int(getattr(states, each.name)) for each in fields(RankStates)
+    }
+    buffers = max((int(each.buffer_bytes) for each in virtual_stages), default=0)
+    return RankMemory(**sizes, virtual_stages=virtual_stages, buffers_bytes=buffers)
 
 
 def with_copies(memory: RankMemory, copies_bytes: int) -> RankMemory:

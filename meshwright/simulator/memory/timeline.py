@@ -1,6 +1,6 @@
 """The live bytes of a pipeline rank, action by action, and their peak."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,18 +33,6 @@ MOST_EXACT = 2**62
 
 RanAction = tuple[Action, int, int]
 """An action with its start and end in picoseconds."""
-
-
-class MemoryPeak(NamedTuple):
-    """The fullest instant of a rank: when, in which action, and what lives then."""
-
-    total_bytes: int
-    absent_bytes: int
-    activations_bytes: int
-    buffers_bytes: int
-    time_ps: int
-    moment: str
-    action: Action | None
 
 
 class MemoryEvent(NamedTuple):
@@ -253,18 +241,3 @@ def _event(
     # less, no buffer.
     less = min(0, buffers)
     return MemoryEvent(time_ps, moment, activations + less, buffers - less, action, absent)
-
-
-def memory_peak(memory: RankMemory, events: Iterable[MemoryEvent]) -> MemoryPeak:
-    """Return the first fullest instant of a timeline."""
-    # Of instants as full, `max` gives the first, so that the same step names the same tensor.
-    fullest = max(events, key=lambda event: event.dynamic_bytes)
-    return MemoryPeak(
-        total_bytes=memory.static_bytes + fullest.dynamic_bytes,
-        absent_bytes=fullest.absent_bytes,
-        activations_bytes=fullest.activations_bytes,
-        buffers_bytes=fullest.buffers_bytes,
-        time_ps=fullest.time_ps,
-        moment=fullest.moment,
-        action=fullest.action,
-    )

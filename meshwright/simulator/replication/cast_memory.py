@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import FULLNESS, BlockBytes, LateGradients, PassPeak
+from meshwright.simulator.memory import FULLNESS, BlockMemory, LateGradients, PassPeak
 from meshwright.simulator.model import EMBEDDING, BlockKind
 from meshwright.simulator.replication.parts import StagePart
 
 
 def bucket_cast_peak(
-    blocks: Mapping[BlockKind, BlockBytes[int]],
+    blocks: Mapping[BlockKind, BlockMemory[int]],
     stage: Stage,
     parts: tuple[StagePart, ...],
     cast_bytes: Callable[[int], int],
@@ -42,7 +42,7 @@ def bucket_cast_peak(
 
 
 def _levels(
-    blocks: Mapping[BlockKind, BlockBytes[int]], stage: Stage, parts: tuple[StagePart, ...]
+    blocks: Mapping[BlockKind, BlockMemory[int]], stage: Stage, parts: tuple[StagePart, ...]
 ) -> Iterator[int]:
     """Yield what lives, beside what was kept, in the first block of each part, its last to run.
 

@@ -12,13 +12,13 @@ from meshwright.simulator.blocks import (
     weight_copy_bytes,
 )
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import BlockBytes, PresentBytes, StateBytes
+from meshwright.simulator.memory import BlockMemory, PresentBytes, StateBytes
 from meshwright.simulator.model import HEAD, BlockKind, BlockRun, is_expert, is_linear, rank_tensors
 from meshwright.simulator.replication.data_parallel import Replication, blocks_of
 from meshwright.simulator.replication.flat_units import flat_walk
 
 SCALE_TILE = 128, 4  # scales in MXFP8 of so many rows, and of so many along one
-Blocks = Mapping[BlockKind, BlockBytes[int]]
+Blocks = Mapping[BlockKind, BlockMemory[int]]
 
 
 def flat_pass_bytes(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import lru_cache, partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from meshwright.simulator.schedules.periodic import Periodic
 
@@ -13,10 +13,27 @@ LEAST_TIMES = 8
 
 
 class Phase(StrEnum):
-    """What a pipeline rank does in one action (names as in torch.distributed.pipelining)."""
+    """What a pipeline rank does in one action (names as in torch.distributed.pipelining).
 
-    FORWARD = "F"
-    BACKWARD = "B"
+    Args:
+        direction: Where its message goes: 1 to the next stage, -1 to the one before, 0 to nobody.
+    """
+
+    FORWARD = "F", 1
+    BACKWARD = "B", -1
+
+    direction: int
+
+    def __new__(cls, value: str, direction: int) -> Self:
+        """Return the phase that *value* stands for."""
+        phase = str.__new__(cls, value)
+        phase._value_, phase.direction = value, direction
+        return phase
+
+    @property
+    def label(self) -> str:
+        """Its name for people: forward, backward."""
+        return self.name.lower()
 
 
 class Action(NamedTuple):
@@ -33,6 +50,15 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         """Return a short form such as ``F0.3``: phase, virtual stage, microbatch."""
         return f"{self.phase}{self.virtual_stage}.{self.microbatch}"
+
+    def further(self, pp_rank: int, pp: int, num_stages: int) -> tuple[int, "Action"]:
+        """Return rank and pass of the microbatch so many stages on; these go round the ranks.
+
+        >>> Action(Phase.FORWARD, 0, 5).further(pp_rank=3, pp=4, num_stages=1)[0]
+        0
+        """
+        virtual_stage, rank = divmod(self.virtual_stage * pp + pp_rank + num_stages, pp)
+        return rank, self._replace(virtual_stage=virtual_stage)
 
 
 def no_pairs(_pp_rank: int, _pp: int, _num_microbatches: int, _vpp: int) -> range:

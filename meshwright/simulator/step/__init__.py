@@ -27,6 +27,7 @@ from meshwright.simulator.step.offload import (
 )
 from meshwright.simulator.step.rank import (
     message_between,
+    phase_costs,
     virtual_stage_cost,
 )
 from meshwright.simulator.step.sharing import PassSharing
@@ -49,6 +50,7 @@ __all__ = [
     "offload_refusal",
     "overhead_per_million",
     "owned_share",
+    "phase_costs",
     "rank_exchanges",
     "rank_host_bytes",
     "virtual_stage_cost",

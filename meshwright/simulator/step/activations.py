@@ -6,11 +6,11 @@ from meshwright.hwprofiles import Cluster
 from meshwright.simulator.costs import CostModel
 from meshwright.simulator.engine import CopyPoint
 from meshwright.simulator.layout import ResolvedPlan, Stage
-from meshwright.simulator.memory import BlockBytes
+from meshwright.simulator.memory import BlockMemory
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.step.offload import NO_HOST, copy_cost
 
-Blocks = Mapping[BlockKind, BlockBytes[int]]
+Blocks = Mapping[BlockKind, BlockMemory[int]]
 
 
 def activation_refusal(plan: ResolvedPlan, cluster: Cluster) -> str | None:

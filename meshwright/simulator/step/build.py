@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import reduce
 from itertools import product
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from meshwright.simulator.blocks import (
     beside_weights_bytes,
     num_angle_tables,
 )
-from meshwright.simulator.costs import BlockCost, Cost, CostModel, PhaseCost
+from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork, check_passes
 from meshwright.simulator.layout import REPLICATED, ResolvedPlan, Stage, TrainingJob
 from meshwright.simulator.ledger import Moment, StepSetting, sums_first
@@ -21,6 +22,7 @@ from meshwright.simulator.memory import (
     LateGradients,
     PipelinePlace,
     RankMemory,
+    RankStates,
     VirtualStageMemory,
     block_bytes,
     pair_bytes,
@@ -29,7 +31,6 @@ from meshwright.simulator.memory import (
     stand_in_bytes,
     virtual_stage_memory,
     with_copies,
-    with_states,
 )
 from meshwright.simulator.replication import (
     blocks_of,
@@ -37,7 +38,7 @@ from meshwright.simulator.replication import (
     narrow_shard_bytes,
     shards_of,
 )
-from meshwright.simulator.schedules import get_schedule
+from meshwright.simulator.schedules import Phase, get_schedule
 from meshwright.simulator.step.activations import activation_host_bytes
 from meshwright.simulator.step.beside import exchange_source
 from meshwright.simulator.step.offload import (
@@ -80,7 +81,7 @@ class BuiltStep:
     setting: StepSetting
     work: StepWork
     evidence: Evidence
-    virtual_stage_costs: tuple[tuple[BlockCost, ...], ...]
+    virtual_stage_costs: tuple[tuple[Mapping[Phase, PhaseCost], ...], ...]
     update_costs: tuple[PhaseCost, ...]
     closing_costs: tuple[Mapping[Moment, Cost], ...]
     memory: tuple[RankMemory, ...]
@@ -108,7 +109,7 @@ def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltS
         setting=setting,
         work=_step_work(context, ranks),
         evidence=_evidence(context, ranks),
-        virtual_stage_costs=tuple(tuple(map(context.pass_cost, stages)) for stages in by_rank),
+        virtual_stage_costs=tuple(tuple(map(context.pass_costs, stages)) for stages in by_rank),
         update_costs=tuple(rank.exchanges.update for rank in ranks),
         closing_costs=tuple(rank.exchanges.closing for rank in ranks),
         memory=tuple(
@@ -227,12 +228,11 @@ def _memory_of_stages(
 ) -> RankMemory:
     shape, replication = context.setting.shape, context.setting.replication
     held = held_parameters(shape, stages)
-    memory, *others = (
-        rank_memory(count, context.host.state, virtual_stages, shards=holders.shards)
+    states = (
+        RankStates.of(count, context.host.state, holders.shards)
         for count, holders in held.by_holders(replication)
     )
-    for each in others:
-        memory = with_states(memory, each)
+    memory = rank_memory(reduce(RankStates.beside, states), virtual_stages)
     memory = _offloaded(context, memory, stages)
     own = blocks_of(stages)
     beside = stand_in_bytes(shape, own) + _angle_bytes(shape, stages)

@@ -23,7 +23,13 @@ from meshwright.simulator.layout import (
     TrainingJob,
     chosen_formats,
 )
-from meshwright.simulator.memory import RankMemory, StateBytes, sharded_workspace_bytes
+from meshwright.simulator.memory import (
+    RankMemory,
+    RankStates,
+    Shards,
+    StateBytes,
+    sharded_workspace_bytes,
+)
 from meshwright.simulator.replication import (
     FP32_UPDATE_TRAFFIC_BYTES,
     HeldParameters,
@@ -242,8 +248,9 @@ def rank_host_bytes(
     if replication.reduces_each_microbatch and num_microbatches > 1:
         shards = (unit_shards(shape, stage, replication.span.num_ranks) for stage in stages)
         arriving = max(chain.from_iterable(shards))
-    on_host = state.sharded_parameter + state.gradient + state.optimizer
-    return share * on_host + arriving * state.gradient
+    gradients = share * state.gradient
+    on_host = RankStates.of_share(share, state, share * state.sharded_parameter, gradients)
+    return int(on_host.static_bytes) + arriving * state.gradient
 
 
 def offloaded_memory(memory: RankMemory, replication: Replication, host_bytes: int) -> RankMemory:
@@ -253,16 +260,8 @@ def offloaded_memory(memory: RankMemory, replication: Replication, host_bytes: i
     """
     if replication.offload is Offload.NONE:
         return memory
-    return replace(
-        memory,
-        parameters_bytes=0
-        if replication.offload is Offload.PARAMETERS
-        else memory.parameters_bytes,
-        gradients_bytes=0 if replication.reduces_each_microbatch else memory.gradients_bytes,
-        optimizer_states_bytes=0,
-        update_temporary_bytes=0,
-        host_bytes=host_bytes,
-    )
+    stays = replication.offload is not Offload.PARAMETERS, not replication.reduces_each_microbatch
+    return replace(memory.staying(*stays, optimizer=0), host_bytes=host_bytes)
 
 
 def unit_workspace_bytes(
@@ -270,22 +269,16 @@ def unit_workspace_bytes(
 ) -> tuple[int, int]:
     """Return what forward and backward hold of states that are elsewhere at other times.
 
-    With parameters on the host: those of a unit and of the one that follows it, gathered, and one
-    shard on its way.  In backward also the whole gradient of a unit, where it leaves after its
-    reduction.  Without offloading see `sharded_workspace_bytes`.
+    With parameters on the host a shard is on its way beside those that `sharded_workspace_bytes`
+    counts.  The whole gradient of a unit counts where it leaves after its reduction.
     """
-    if replication.offload is Offload.NONE:
-        return sharded_workspace_bytes(
-            units, state, replication.shards, reshards=replication.reshards
-        )
-    gradient = max(units) * state.gradient if replication.reduces_each_microbatch else 0
-    if replication.offload is Offload.OPTIMIZER:
-        return 0, gradient
-    neighbours = zip(units, [*units[1:], 0], strict=True)
-    num_gathered = max(map(sum, neighbours)) if replication.reshards else sum(units)
-    gathered = num_gathered * state.gathered_parameter
-    gathered += owned_share(max(units), replication) * state.sharded_parameter
-    return gathered, gathered + gradient
+    offload, shards = replication.offload, replication.shards
+    keeps_parameters = offload is Offload.PARAMETERS
+    if offload is not Offload.NONE:  # what is on the host is away as other ranks' shards are
+        shards = Shards(1 + keeps_parameters, 1 + replication.reduces_each_microbatch, 1)
+    workspace = sharded_workspace_bytes(units, state, shards, reshards=replication.reshards)
+    arriving = owned_share(max(units), replication) * state.sharded_parameter * keeps_parameters
+    return workspace[0] + arriving, workspace[1] + arriving
 
 
 def node_host_bytes(mesh: Mesh, stage_bytes: Sequence[int]) -> int:

@@ -7,18 +7,19 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.costs import BlockCost, CostModel
+from meshwright.simulator.costs import BlockCost, CostModel, PhaseCost
 from meshwright.simulator.engine import (
     CopyPoint,
     Message,
     PassSegment,
+    PassWork,
     RankWork,
-    VirtualStageWork,
 )
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger import Moment, StepSetting, message_collectives, price
-from meshwright.simulator.memory import BlockBytes, LateGradients, stage_messages
+from meshwright.simulator.memory import BlockMemory, LateGradients, stage_messages
 from meshwright.simulator.model import BlockKind
+from meshwright.simulator.schedules import Phase
 from meshwright.simulator.step.activations import backward_points, copied_bytes, forward_points
 from meshwright.simulator.step.beside import hidden_exchanges
 from meshwright.simulator.step.exchanges import RankExchanges, StageExchanges, rank_exchanges
@@ -40,17 +41,18 @@ class StepContext:
 
     setting: StepSetting
     costs: CostModel
-    blocks: Mapping[BlockKind, BlockBytes[int]]
+    blocks: Mapping[BlockKind, BlockMemory[int]]
     host: HostSide
     late: LateGradients | None = None
     exchanges: dict[Stage, StageExchanges] = field(default_factory=dict)
-    _passes: dict[Stage, BlockCost] = field(default_factory=dict)
+    _passes: dict[Stage, Mapping[Phase, PhaseCost]] = field(default_factory=dict)
     _messages: dict[tuple[int, bool], Message] = field(default_factory=dict)
 
-    def pass_cost(self, stage: Stage) -> BlockCost:
-        """Return the cost of a pass through *stage*, found once."""
+    def pass_costs(self, stage: Stage) -> Mapping[Phase, PhaseCost]:
+        """Return the cost of a pass through *stage* by its phase, found once."""
         if stage not in self._passes:
-            self._passes[stage] = virtual_stage_cost(self.costs, self.setting.shape, stage)
+            cost = virtual_stage_cost(self.costs, self.setting.shape, stage)
+            self._passes[stage] = phase_costs(cost)
         return self._passes[stage]
 
     def message(self, size_bytes: int, *, crosses_nodes: bool) -> Message:
@@ -70,6 +72,11 @@ class PricedRank(NamedTuple):
 
     work: RankWork
     exchanges: RankExchanges
+
+
+def phase_costs(cost: BlockCost) -> dict[Phase, PhaseCost]:
+    """Return the *cost* of blocks by the phase of passes through them."""
+    return {Phase.FORWARD: cost.forward, Phase.BACKWARD: cost.backward}
 
 
 def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> BlockCost:
@@ -134,39 +141,44 @@ def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
 
 def _virtual_stage_work(
     context: StepContext, stage: Stage, exchanges: StageExchanges, hops: Hops
-) -> VirtualStageWork:
-    replication, pass_cost = context.setting.replication, context.pass_cost(stage)
-    messages = stage_messages(context.blocks, stage)
+) -> dict[Phase, PassWork]:
+    def time_ps(phase: Phase, part: Stage = stage) -> int:
+        return context.pass_costs(part)[phase].time_ps
+
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    replication, messages = context.setting.replication, stage_messages(context.blocks, stage)
     forward_copies, backward_copies = _copies(context, stage)
-    return VirtualStageWork(
-        forward_ps=pass_cost.forward.time_ps,
-        backward_ps=pass_cost.backward.time_ps,
-        forward_message=context.message(messages.output, crosses_nodes=hops.forward),
-        backward_message=context.message(messages.gradient, crosses_nodes=hops.backward),
-        gathers=tuple(
-            PassSegment(context.pass_cost(each.part.stage).forward.time_ps, each.forward.gather_ps)
-            for each in exchanges.gathers
+    return {
+        forward: PassWork(
+            time_ps(forward),
+            context.message(messages.output, crosses_nodes=hops.forward),
+            gathers=tuple(
+                PassSegment(time_ps(forward, each.part.stage), each.forward.gather_ps)
+                for each in exchanges.gathers
+            ),
+            # Where parameters are not sharded, forward passes have none.
+            units=tuple(
+                each.forward._replace(compute_ps=time_ps(forward, each.part.stage))
+                for each in (exchanges.units if replication.gathers_units else ())
+            ),
+            copies=forward_copies,
         ),
         # Last layers first.
-        reductions=tuple(
-            PassSegment(
-                context.pass_cost(each.part.stage).backward.time_ps, each.backward.reduce_ps
-            )
-            for each in reversed(exchanges.reductions)
+        backward: PassWork(
+            time_ps(backward),
+            context.message(messages.gradient, crosses_nodes=hops.backward),
+            reductions=tuple(
+                PassSegment(time_ps(backward, each.part.stage), each.backward.reduce_ps)
+                for each in reversed(exchanges.reductions)
+            ),
+            units=tuple(
+                each.backward._replace(compute_ps=time_ps(backward, each.part.stage))
+                for each in reversed(exchanges.units)
+            ),
+            copies=backward_copies,
+            reduces_always=replication.reduces_each_microbatch,
         ),
-        # Where parameters are not sharded, forward passes have none.
-        forward_units=tuple(
-            each.forward._replace(compute_ps=context.pass_cost(each.part.stage).forward.time_ps)
-            for each in (exchanges.units if replication.gathers_units else ())
-        ),
-        backward_units=tuple(
-            each.backward._replace(compute_ps=context.pass_cost(each.part.stage).backward.time_ps)
-            for each in reversed(exchanges.units)
-        ),
-        forward_copies=forward_copies,
-        backward_copies=backward_copies,
-        reduces_each_pass=replication.reduces_each_microbatch,
-    )
+    }
 
 
 def _copies(
@@ -175,9 +187,11 @@ def _copies(
     """Return where passes through *stage* copy activations to the host, and have them back."""
     if not stage.offload.number:
         return (), ()
-    blocks = [context.pass_cost(stage.part(at, at + 1)) for at in range(stage.num_blocks)]
-    forward = [*accumulate((each.forward.time_ps for each in blocks), initial=0)]
-    behind = [*accumulate((each.backward.time_ps for each in reversed(blocks)), initial=0)]
+    blocks = [context.pass_costs(stage.part(at, at + 1)) for at in range(stage.num_blocks)]
+    forward, behind = (
+        [*accumulate((each[phase].time_ps for each in passes), initial=0)]
+        for phase, passes in ((Phase.FORWARD, blocks), (Phase.BACKWARD, blocks[::-1]))
+    )
     first, copied = int(stage.has_embedding), copied_bytes(context.blocks, stage)
     done = stage.num_blocks - 1 - first  # blocks whose backward comes before that of layer 0
     backward = [behind[done - layer] for layer in range(stage.num_layers)]

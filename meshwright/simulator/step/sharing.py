@@ -9,7 +9,7 @@ from meshwright.simulator.graph import Size, larger
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
     FULLNESS,
-    BlockBytes,
+    BlockMemory,
     LateGradients,
     PassPeak,
     StateBytes,
@@ -27,7 +27,7 @@ from meshwright.simulator.replication import (
 )
 from meshwright.simulator.step.offload import unit_workspace_bytes
 
-Blocks = Mapping[BlockKind, BlockBytes[int]]
+Blocks = Mapping[BlockKind, BlockMemory[int]]
 
 
 class PassSharing(NamedTuple):

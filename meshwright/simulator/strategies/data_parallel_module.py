@@ -25,7 +25,7 @@ from meshwright.simulator.costs import Category, PhaseCost, constant_cost
 from meshwright.simulator.engine import TaskKind, simulate_tasks
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import whole_model
-from meshwright.simulator.memory import RankMemory, Shards, StateBytes, rank_memory
+from meshwright.simulator.memory import RankMemory, RankStates, Shards, StateBytes, rank_memory
 from meshwright.simulator.model import EMBEDDING, HEAD
 from meshwright.simulator.replication import WireBytes, stage_parameters
 from meshwright.simulator.strategies.graph_step import (
@@ -315,7 +315,7 @@ def _first_device(replica: Replica, passes: list[PassTasks], updated: int) -> Gr
     """Return device 0: all states, the logits of the whole batch, the gradients that arrive."""
     case, dp = replica.case, replica.case.plan.dp
     state = StateBytes.of(case.costs.stack, case.job.precision)
-    memory = rank_memory(replica.num_parameters, state, (), shards=Shards(1, 1, 1))
+    memory = rank_memory(RankStates.of(replica.num_parameters, state, Shards(1, 1, 1)))
     blocks, shape = case.costs.blocks, replica.shape
     saved = saved_bytes(blocks, shape)
     kept = blocks.saved_tensors(shape, HEAD)

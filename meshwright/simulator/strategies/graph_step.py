@@ -22,7 +22,6 @@ from meshwright.simulator.memory import (
     MemoryEvent,
     Overheads,
     RankMemory,
-    memory_peak,
     usable_bytes,
 )
 from meshwright.simulator.step import overhead_per_million
@@ -168,19 +167,10 @@ def _device_memories(run: GraphRun) -> Iterator[StageMemory]:
             MemoryEvent(run.times[live.task].start_ps, run.graph.tasks[live.task].name, *live[1:])
             for live in device.task_bytes
         ]
-        peak = memory_peak(device.memory, sorted(events, key=lambda event: event.time_ps))
-        yield StageMemory(
-            stage=index,
-            rank=index,
-            parameters_bytes=device.memory.parameters_bytes,
-            gradients_bytes=device.memory.gradients_bytes,
-            optimizer_states_bytes=device.memory.optimizer_states_bytes,
-            activations_bytes=peak.activations_bytes,
-            buffers_bytes=peak.buffers_bytes,
-            peak_time_ps=peak.time_ps,
-            peak_moment=peak.moment,
-            largest_tensor=device.largest_tensor,
-        )
+        # Of instants as full it is the first, so that the same step names the same tensor.
+        peak = max(events, key=lambda event: (event.dynamic_bytes, -event.time_ps))
+        tensor = device.largest_tensor
+        yield StageMemory.of(device.memory, peak, stage=index, rank=index, largest_tensor=tensor)
 
 
 def _breakdown(run: GraphRun, step_ps: int) -> dict[Category, int]:

@@ -27,10 +27,11 @@ from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import ParameterServer, Stage, whole_model
 from meshwright.simulator.memory import (
     RankMemory,
+    RankStates,
     StateBytes,
     block_bytes,
+    rank_memory,
     virtual_stage_memory,
-    with_states,
 )
 from meshwright.simulator.replication import WireBytes, spread, stage_parameters
 from meshwright.simulator.step import virtual_stage_cost
@@ -337,7 +338,7 @@ def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Ite
         )
         if place in participants.servers:
             own, own_holds = _server_memory(participants, state, worker, rounds)
-            memory, task_bytes = with_states(memory, own), [*task_bytes, *own_holds]
+            memory, task_bytes = memory.beside(own), [*task_bytes, *own_holds]
         yield GraphDevice(
             compute=place.device,
             links=place.links,
@@ -367,9 +368,7 @@ def _server_memory(
     arrived = shard * (participants.wire.reduce_bytes + state.update_temporary * together)
     arrived = max(arrived, shard * state.update_temporary)
     updates = dict.fromkeys(each.updates[server] for mine in rounds for each in mine)
-    memory = RankMemory(
-        parameters_bytes=shard * state.parameter,
-        gradients_bytes=0 if participants.options.asynchronous else shard * state.gradient,
-        optimizer_states_bytes=shard * state.optimizer,
-    )
+    gradients = 0 if participants.options.asynchronous else shard * state.gradient
+    states = RankStates.of_share(shard, state, shard * state.parameter, gradients)
+    memory = rank_memory(states)
     return memory, [TaskBytes(task, 0, arrived) for task in updates]

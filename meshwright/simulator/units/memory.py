@@ -1,6 +1,7 @@
 """The memory of a rank whose states are units of FSDP (`meshwright.simulator.units.passes`)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from meshwright.simulator.memory import (
     batch_bytes,
     kept_output_bytes,
     message_buffer_bytes,
+    rank_memory,
 )
 from meshwright.simulator.replication import Replication, held_parameters
 from meshwright.simulator.units.bytes import PassBytes, UnitBytes
@@ -27,9 +29,6 @@ from meshwright.simulator.units.sharding import ParameterBytes, Sharding
 from meshwright.simulator.units.sums import SumBytes, SummingPeaks
 from meshwright.simulator.units.weights import Padding, StageWeights
 
-NO_PEAK: PassPeak[Size] = PassPeak(0, 0)
-NO_PEAKS: PassPeaks[Size] = PassPeaks(NO_PEAK, NO_PEAK, NO_PEAK)
-
 
 def holds_units(shape: BlockShape, replication: Replication) -> bool:
     """Return whether passes hold the units of fully_shard, also on a mesh of one rank."""
@@ -37,41 +36,19 @@ def holds_units(shape: BlockShape, replication: Replication) -> bool:
 
 
 class StageUnits(NamedTuple):
-    """Bytes of a virtual stage whose states are units; see `VirtualStageMemory` and `KeptUnits`.
+    """Bytes of a virtual stage whose states are units.
 
     Args:
+        memory: What its passes keep and need.
         surplus: Gradients beyond those that `unit_states` counts.
         copied: Rows of a table's gradient that are copied out of it for the update.
         buffers: Buffers of a microbatch's messages that live throughout the step.
-        saved: Kept by a pass.
-        late: Gradients that its first backward pass makes.
-        after_forward: Gathered weights that stay.
-        after_backward: The same.
-        reduction: What reducing the gradients needs after the last pass of a pipeline.
-        reduced: Gradients that go when they are reduced after the last microbatch.
-        fetched: Buffers of units that are gathered ahead.
-        sent: Output and gradient of a microbatch.
-        apart: Passes that gather the units themselves.
-        whole: Passes that find all of them.
-        ahead: Passes that find the buffers.
-        last: A backward pass that reduces sums.
     """
 
+    memory: VirtualStageMemory
     surplus: Size
     copied: Size
     buffers: Size
-    saved: Size
-    late: Size
-    after_forward: Size
-    after_backward: Size
-    reduction: Size
-    reduced: Size
-    fetched: Size
-    sent: tuple[Size, Size]
-    apart: PassPeaks[Size]
-    whole: PassPeaks[Size] = NO_PEAKS
-    ahead: PassPeaks[Size] = NO_PEAKS
-    last: PassPeak[Size] = NO_PEAK
 
     @classmethod
     def of(
@@ -91,92 +68,70 @@ class StageUnits(NamedTuple):
         sent, gathered = passes.messages(stage), stage_pass.gathered_bytes
         stays = units.root + units.head.weights
         stays = stays + stage_pass.held.at(-1).weights * units.keeps_last
-        found = cls(
-            surplus=units.surplus,
-            copied=0,
-            buffers=message_buffer_bytes(shape, sent),
-            saved=stage_pass.saved_layers() + ends + kept_output_bytes(shape, sent),
-            late=stage_pass.late_bytes,
-            after_forward=stays if sharding.reshards else gathered,
-            after_backward=gathered if sharding.keeps_units else 0,
-            reduction=0,
-            reduced=0,
-            fetched=0,
-            sent=sent,
-            apart=stage_pass.moments(whole=False),
-        )
-        if sharding.is_plain:
-            return found.plain(shape, stage_pass, weights)
-        if sharding.keeps_units:
-            return found.kept(stage_pass, is_alone=is_alone)
-        return found.summed(shape, stage_pass, weights) if sharding.sums else found
-
-    def kept(self, stage_pass: StagePass, *, is_alone: bool) -> "StageUnits":
-        """Return the bytes where a pipeline's runtime keeps units between passes."""
-        units, is_sharded = stage_pass.units, several(stage_pass.sharding.num_ranks)
-        layers = [layer.whole for layer in units.layers] if stage_pass.stage.num_layers else []
-        whole = stage_pass.moments(whole=True)
-        # Before a pass saves or makes anything, units are copied out of their buffers, one by one:
-        # the buffers of all, and the weights of the largest.
-        copied = largest(unit.weights for unit in (*units.last, *layers, units.head))
-        fetch: Size = stage_pass.gathered_bytes + copied * is_sharded
-        moments: PassPeaks[Size] = PassPeaks(
-            PassPeak(fetch - self.saved, 0), PassPeak(fetch, self.late), PassPeak(fetch, 0)
-        )
-        buffers, reduced = reduction(stage_pass, is_alone=is_alone)
-        return self._replace(
-            reduction=buffers,
-            reduced=reduced,
-            fetched=stage_pass.gathered_bytes * is_sharded,
-            whole=whole,
-            ahead=PassPeaks(*map(fuller, whole, moments)),
-        )
-
-    def plain(
-        self, shape: BlockShape, stage_pass: StagePass, weights: StageWeights
-    ) -> "StageUnits":
-        """Return the bytes where no units are: gradients are added to sums as they are made."""
-        sums = SumBytes.of(shape, stage_pass, weights)
-        first, later, _ = SummingPeaks.of(stage_pass, sums)
-        passes = PassPeaks(self.apart.forward, first, PassPeak(later.total_bytes, 0))
-        units = stage_pass.units
-        copied = units.cut_table // (weights.tp + 1) * (units.surplus > 0)
-        return self._replace(apart=passes, whole=passes, ahead=passes, copied=copied)
-
-    def summed(
-        self, shape: BlockShape, stage_pass: StagePass, weights: StageWeights
-    ) -> "StageUnits":
-        """Return the bytes of a whole model with passes that keep and reduce sums."""
-        sums = SumBytes.of(shape, stage_pass, weights)
-        first, later, last = SummingPeaks.of(stage_pass, sums)
-        return self._replace(
-            reduced=self.late - sums.shard,
-            apart=PassPeaks(self.apart.forward, first, PassPeak(later.total_bytes, 0)),
-            last=last,
-        )
-
-    def virtual_stage(self, *, keeps_units: bool, sums: bool) -> VirtualStageMemory:
-        """Return these sizes as those of a rank's passes."""
-        forward, first, later = self.apart
-        kept = KeptUnits(
-            whole=self.whole,
-            ahead=self.ahead,
-            ahead_bytes=self.fetched,
-            reduction=PassPeak(self.reduction, self.reduced),
-        )
-        return VirtualStageMemory(
-            saved_bytes=self.saved,
+        forward, first, later = stage_pass.moments(whole=False)
+        memory = VirtualStageMemory(
+            saved_bytes=stage_pass.saved_layers() + ends + kept_output_bytes(shape, sent),
             forward_workspace_bytes=forward.total_bytes,
             backward_workspace_bytes=later.total_bytes,
-            late_gradients_bytes=self.late,
+            late_gradients_bytes=stage_pass.late_bytes,
             first_backward=first,
-            last_backward=self.last if sums else None,
-            reduced_gradients_bytes=self.reduced if sums else 0,
-            after_forward_bytes=self.after_forward,
-            after_backward_bytes=self.after_backward,
-            kept_units=kept if keeps_units else None,
-            sent=SentBytes._make(self.sent),
+            after_forward_bytes=stays if sharding.reshards else gathered,
+            after_backward_bytes=gathered if sharding.keeps_units else 0,
+            sent=SentBytes._make(sent),
         )
+        copied: Size = 0
+        if sharding.is_plain or sharding.sums:
+            sums = SumBytes.of(shape, stage_pass, weights)
+            memory = _summing(memory, stage_pass, sums)
+        if sharding.is_plain:
+            copied = units.cut_table // (weights.tp + 1) * (units.surplus > 0)
+        elif sharding.keeps_units:
+            kept = _kept_units(memory, stage_pass, is_alone=is_alone)
+            memory = replace(memory, kept_units=kept)
+        return cls(memory, units.surplus, copied, message_buffer_bytes(shape, sent))
+
+
+def _summing(
+    memory: VirtualStageMemory, stage_pass: StagePass, sums: SumBytes
+) -> VirtualStageMemory:
+    """Return the *memory* of passes that keep sums of gradients.
+
+    Those of a whole model reduce them.  Where no units are, gradients are added to sums as they
+    are made, and whatever finds units finds the same.
+    """
+    sharding, (first, later, last) = stage_pass.sharding, SummingPeaks.of(stage_pass, sums)
+    memory = replace(memory, backward_workspace_bytes=later.total_bytes, first_backward=first)
+    if sharding.sums:
+        reduced = memory.late_gradients_bytes - sums.shard
+        return replace(memory, last_backward=last, reduced_gradients_bytes=reduced)
+    if not sharding.keeps_units:
+        return memory
+    forward = PassPeak(memory.forward_workspace_bytes, 0)
+    passes = PassPeaks(forward, first, PassPeak(later.total_bytes, 0))
+    kept = KeptUnits(whole=passes, ahead=passes, ahead_bytes=0, reduction=PassPeak(0, 0))
+    return replace(memory, kept_units=kept)
+
+
+def _kept_units(memory: VirtualStageMemory, stage_pass: StagePass, *, is_alone: bool) -> KeptUnits:
+    """Return the units that a pipeline's runtime keeps between passes."""
+    units, is_sharded = stage_pass.units, several(stage_pass.sharding.num_ranks)
+    layers = [layer.whole for layer in units.layers] if stage_pass.stage.num_layers else []
+    whole = stage_pass.moments(whole=True)
+    # Before a pass saves or makes anything, units are copied out of their buffers, one by one:
+    # the buffers of all, and the weights of the largest.
+    copied = largest(unit.weights for unit in (*units.last, *layers, units.head))
+    fetch: Size = stage_pass.gathered_bytes + copied * is_sharded
+    moments: PassPeaks[Size] = PassPeaks(
+        PassPeak(fetch - memory.saved_bytes, 0),
+        PassPeak(fetch, memory.late_gradients_bytes),
+        PassPeak(fetch, 0),
+    )
+    return KeptUnits(
+        whole=whole,
+        ahead=PassPeaks(*map(fuller, whole, moments)),
+        ahead_bytes=stage_pass.gathered_bytes * is_sharded,
+        reduction=reduction(stage_pass, is_alone=is_alone),
+    )
 
 
 def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
@@ -212,18 +167,15 @@ def reduction(stage_pass: StagePass, *, is_alone: bool) -> PassPeak[Size]:
 
 def unit_states(
     num_parameters: Size, num_experts: Size, padding: Padding, sharding: Sharding
-) -> RankStates:
+) -> RankStates[Size]:
     """Return the states of so many parameters, and of experts of which other ranks hold others."""
     state, of_experts = sharding.parameter.state, sharding.of_experts
     share = sharding.shares(num_parameters + padding.most, num_experts + padding.experts)
     share = share * (1 - sharding.on_host)
     gradients = sharding.kept_bytes(num_parameters, padding.most)
     gradients = gradients + of_experts.kept_bytes(num_experts, padding.experts)
-    return RankStates(
-        parameters=share * state.sharded_parameter,
-        gradients=gradients,
-        optimizer=share * state.optimizer,
-        update_temporary=share * state.update_temporary,
+    return RankStates.of_share(
+        share, state, parameters_bytes=share * state.sharded_parameter, gradients_bytes=gradients
     )
 
 
@@ -244,28 +196,23 @@ def unit_rank_memory(
         parameter: Bytes of a parameter.
     """
     sharding = Sharding.of(replication, parameter)
-    known, virtual_stages, paddings = {}, {}, {}
+    known, paddings = {}, {}
     for stage in dict.fromkeys(stages):
         ranks = sharding.num_ranks, sharding.num_expert_ranks
         weights = StageWeights.of(shape, stage, *map(int, ranks))
         paddings[stage] = weights.padding
         units = UnitBytes.of(shape, stage, weights, sharding)
         stage_pass = StagePass(passes, stage, sharding, units)
-        found = StageUnits.of(shape, stage_pass, weights, is_alone=len(stages) == 1)
-        known[stage] = found
-        virtual_stages[stage] = found.virtual_stage(
-            keeps_units=sharding.keeps_units, sums=sharding.sums
-        )
+        known[stage] = StageUnits.of(shape, stage_pass, weights, is_alone=len(stages) == 1)
     padding = Padding(*(sum(paddings[stage][own] for stage in stages) for own in range(2)))
     states = unit_states(*held_parameters(shape, stages), padding, sharding)
-    batch = batch_bytes(shape.num_tokens, shape.cp) * shape.keeps_outputs
-    return RankMemory(
-        parameters_bytes=int(states.parameters),
-        gradients_bytes=int(states.gradients + sum(known[stage].surplus for stage in stages)),
-        optimizer_states_bytes=int(states.optimizer),
-        update_temporary_bytes=int(
-            states.update_temporary + sum(known[stage].copied for stage in stages)
-        ),
-        virtual_stages=tuple(virtual_stages[stage] for stage in stages),
-        buffers_bytes=int(batch + sum(known[stage].buffers for stage in stages)),
+    gradients, updating = states.gradients_bytes, states.update_temporary_bytes
+    states = replace(
+        states,
+        gradients_bytes=gradients + sum(known[stage].surplus for stage in stages),
+        update_temporary_bytes=updating + sum(known[stage].copied for stage in stages),
     )
+    memory = rank_memory(states, tuple(known[stage].memory for stage in stages))
+    batch = batch_bytes(shape.num_tokens, shape.cp) * shape.keeps_outputs
+    buffers = batch + sum(known[stage].buffers for stage in stages)
+    return replace(memory, buffers_bytes=int(buffers))

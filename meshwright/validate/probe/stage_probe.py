@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.hwprofiles import GIBI, PS_PER_S, Offload, Precision, Strategy
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator import COMMUNICATION, CostModel, PlanError, build_step, simulate
+from meshwright.simulator import COMMUNICATION, CostModel, Phase, PlanError, build_step, simulate
 from meshwright.simulator.costs import PhaseCost
 from meshwright.simulator.layout import rank_stages
 from meshwright.simulator.model import HEAD, parameters_by_kind
@@ -141,7 +141,7 @@ def predict_stage(saved: SavedPlan, rank: int) -> StagePrediction:
     return StagePrediction(
         device=saved.cluster.device.name,
         passes_s=tuple(
-            (_computing_s(each.forward), _computing_s(each.backward))
+            (_computing_s(each[Phase.FORWARD]), _computing_s(each[Phase.BACKWARD]))
             for each in built.virtual_stage_costs[index]
         ),
         update_s=built.update_costs[index].time_ps / PS_PER_S,

@@ -171,7 +171,7 @@ def bytes_of(memory: StageMemory) -> dict[ByteKind, int]:
     return {
         ByteKind.PARAMETERS: memory.parameters_bytes,
         ByteKind.GRADIENTS: memory.gradients_bytes,
-        ByteKind.OPTIMIZER: memory.optimizer_states_bytes,
+        ByteKind.OPTIMIZER: memory.weights_bytes - memory.parameters_bytes,
         ByteKind.ACTIVATIONS: memory.activations_bytes + memory.buffers_bytes,
     }
 

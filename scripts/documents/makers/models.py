@@ -13,7 +13,7 @@ from meshwright.hwprofiles import Precision, format_bytes, format_time, load_sta
 from meshwright.simulator import ResolvedPlan, TrainingJob, load_model
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import model_stages
-from meshwright.simulator.memory import BlockBytes, block_bytes, stage_messages
+from meshwright.simulator.memory import BlockMemory, block_bytes, stage_messages
 from meshwright.simulator.model import parameter_tensors
 
 NODES = "--cluster dgx-a100 --gpus 32"
@@ -103,7 +103,7 @@ class _Chain(NamedTuple):
 
     shape: BlockShape
     layers: tuple[int, ...]
-    blocks: dict[str, BlockBytes[int]]
+    blocks: dict[str, BlockMemory[int]]
 
     @classmethod
     def of(cls, name: str, rows: int, precision: Precision) -> "_Chain":
