@@ -26,6 +26,7 @@ NAMED_FILE = re.compile(r"# (?P<name>[\w.-]+\.(toml|py))\n")
 # Commands of pages, as the shell would match them, and why nothing runs them for the pages.
 NOT_RUN = {
     "bash scripts/*": "installs the project anew; the gate is one of them",
+    "docker *": "needs Docker; tests/test_repository.py reads the Dockerfile",
     ".venv-outside/bin/python *": "needs training frameworks; scripts/test-outside has them",
     "meshwright count --rank *": "needs training frameworks; scripts/test-outside has them",
     "sbatch *": "needs Slurm",

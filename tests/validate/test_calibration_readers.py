@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,6 +104,18 @@ def test_files_become_a_link_and_a_cluster(
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
     assert "all_reduce, 4 ranks" in printed
+
+
+def test_a_fit_without_scipy_says_what_to_install_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    names = [str(saved(tmp_path, "1.txt", nccl_output("all_reduce_perf")))]
+    out = tmp_path / "out"
+    options = CalibrateOptions(nccl_tests=names, like="h100-sxm5-80gb", name="pod", out=str(out))
+    with pytest.raises(PlanError, match=r"meshwright\[calibrate\]"):
+        run_calibrate(options)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

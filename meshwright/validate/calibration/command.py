@@ -7,6 +7,7 @@ PyTorch.
 
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,11 @@ COLLECTIVE_SHARE = 0.35
 
 
 def run_calibrate(options: CalibrateOptions) -> int:
-    """Run ``meshwright calibrate``; return its exit status."""
+    """Run ``meshwright calibrate``; return its exit status.
+
+    Raises:
+        PlanError: If what fits or measures is not installed, or an option is wrong.
+    """
     from meshwright.planner.cli import print_report
     from meshwright.validate.calibration.results import read_runs, write_results
     from meshwright.validate.calibration.setting import read_setting
@@ -34,6 +39,11 @@ def run_calibrate(options: CalibrateOptions) -> int:
     _show_traces(setting)
     if setting.folder is None or not setting.makes_profiles:
         return 0
+    if find_spec("scipy") is None:  # before minutes of measuring
+        raise PlanError(
+            'a fit needs SciPy; install it with: pip install "meshwright[calibrate]", or '
+            "meshwright[validate], which has PyTorch, too"
+        )
     measured = None if setting.accelerator is None else _measure(setting, setting.folder)
     setting.folder.mkdir(parents=True, exist_ok=True)
     report = write_results(setting, setting.folder, measured, runs)

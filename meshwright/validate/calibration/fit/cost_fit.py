@@ -5,6 +5,7 @@ from math import exp, hypot, log
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.hwprofiles import (
     PS_PER_S,
@@ -23,7 +24,6 @@ from meshwright.simulator.costs import (
     gemm_cost,
     memory_bound_cost,
 )
-from meshwright.validate.calibration.fit.minimum import Bound, Point, minimum
 from meshwright.validate.calibration.rows import Accelerator, BenchmarkCase, CaseGroup, Row, median
 
 # The attention kernels that are measured, under the names that stacks give them: PyTorch's own,
@@ -36,6 +36,9 @@ SOFT_ERROR = 0.1
 PULL = 1e-4
 MAX_PROLOGUE_K, MAX_HALF_RATE_INTENSITY = 4096.0, 512.0
 MIN_FRACTION, MIN_ALIGNMENT = 0.005, 0.02
+NUM_STARTS, MAX_STEPS, TOLERANCE = 3, 250, 1e-5
+FIRST_SIMPLEX = 0.25  # a share of the limits' distance
+Point = NDArray[np.float64]
 
 
 class LaunchFloor(NamedTuple):
@@ -92,6 +95,43 @@ def misfit(errors: list[float]) -> float:
 def _errors(rows: list[Row], model: Callable[[BenchmarkCase], float | None]) -> list[float]:
     pairs = [(row.median_s, model(row.case)) for row in rows]
     return [log(modelled / measured) for measured, modelled in pairs if modelled]
+
+
+class Bound(NamedTuple):
+    """Where a number starts and may go."""
+
+    start: float
+    low: float
+    high: float
+
+
+def minimum(function: Callable[[Point], float], bounds: list[Bound]) -> Point:
+    """Return the point where *function* is lowest, by the simplex method of Nelder and Mead (1965).
+
+    It needs no derivatives: the cost model has steps, one for each wave of tiles.  The search
+    starts again from where it ended, as a simplex may collapse before it is there.
+
+    >>> bowl = lambda point: float((point[0] - 3) ** 2 + (point[1] + 1) ** 2)
+    >>> minimum(bowl, [Bound(0, -5, 5), Bound(0, -5, 5)]).round(2).tolist()
+    [3.0, -1.0]
+    """
+    from scipy.optimize import minimize  # noqa: PLC0415 - of an extra; files are read without it
+
+    start, low, high = np.array(bounds, dtype=np.float64).T
+    width = high - low
+    best = (start - low) / width
+
+    def inside(share: Point) -> float:
+        return function(low + width * np.clip(share, 0.0, 1.0))
+
+    # The limits are clipped here: SciPy's would draw the first simplex itself.
+    limits = {"maxiter": MAX_STEPS, "xatol": TOLERANCE, "fatol": np.inf}
+    for turn in range(NUM_STARTS):
+        side = FIRST_SIMPLEX / 2**turn
+        corners = best + np.diag(np.where(best + side <= 1, side, -side))
+        options = limits | {"initial_simplex": np.vstack([best, corners])}
+        best = np.clip(minimize(inside, best, method="Nelder-Mead", options=options).x, 0.0, 1.0)
+    return np.asarray(low + width * best)
 
 
 class Choice(NamedTuple):
