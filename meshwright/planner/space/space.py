@@ -48,7 +48,7 @@ OF_PIPELINES = (
 
 @dataclass(frozen=True)
 class Shared:
-    """What layouts of a job have in common, found once for all spaces that are made of one."""
+    """Pipelines of a job's layouts, found once for all spaces that are made of one."""
 
     stages: dict[tuple[int, ...], tuple[int, Schedule, tuple[Stage, ...]]] = field(
         default_factory=dict
@@ -69,7 +69,7 @@ class Space:
     num_gpus: int
     columns: Mapping[str, Column]
     launcher: Launcher | None = None
-    shared: Shared = field(default_factory=Shared, compare=False, repr=False)
+    known: dict[object, Shared] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
         """Return the number of layouts."""
@@ -136,6 +136,11 @@ class Space:
     def pipeline_numbers(self) -> Column:
         """The place in `pipelines` of each layout's."""
         return self._pipeline_columns[1]
+
+    @property
+    def shared(self) -> Shared:
+        """What spaces of the same job have in common: one that is made of this may have another."""
+        return self.known.setdefault((self.job, self.stack), Shared())
 
     @cached_property
     def pipelines(self) -> list[Pipeline]:
