@@ -103,7 +103,7 @@ class Terminal:
         for earlier in self._commands:
             if earlier == command:
                 return
-            out = out_folder(earlier)
+            out = "" if reason_not_to_run(earlier) else out_folder(earlier)
             if out and any(word == out or word.startswith(f"{out}/") for word in words):
                 yield earlier
 
