@@ -203,7 +203,7 @@ AXES: dict[Axis, ParallelAxis] = {
 
 
 def divides(job: TrainingJob, axis: Axis, degree: int) -> bool:
-    """Return whether *job* can be split *degree* ways on *axis*."""
+    """Return True if *job* can be split *degree* ways on *axis*."""
     known = AXES[axis]
     small_enough = known.most is None or degree <= known.most(job)
     return small_enough and known.refusal(job, degree) is None

@@ -183,7 +183,7 @@ def listed(field: PlanField, stack: StackProfile) -> tuple[object, ...] | None:
 
 @cache
 def is_fact(name: str) -> bool:
-    """Return whether a name is of the job or the stack, not of the plan.
+    """Return True if a name is of the job or the stack, not of the plan.
 
     Raises:
         ProfileError: If it is neither.
@@ -238,7 +238,7 @@ class Gap:
         object.__setattr__(self, "fields", frozenset(read + habits))
 
     def lacks(self, number: Callable[[str], Number]) -> Number:
-        """Return whether it is such a plan, from the numbers of its fields by name."""
+        """Return True if it is such a plan, from the numbers of its fields by name."""
         return all_hold(self.parts, Numbers(number, self.facts))
 
 

@@ -156,7 +156,7 @@ def _usual_cp_inner(draft: Draft) -> int | None:
 
 
 def _usual_sequence_parallel(draft: Draft) -> bool:
-    """Return whether activations are split along the tp axis: where the stack does, or must."""
+    """Return True if activations are split along the tp axis: where the stack does, or must."""
     if draft.stack.splits_sequences and draft.number("tp") > 1:
         return True
     known = {**draft.known, "sequence_parallel": False}

@@ -32,7 +32,7 @@ def default_precision(device: Device, stack: StackProfile | None = None) -> Prec
 
 
 def is_unwrapped(stack: StackProfile, num_ranks: Number) -> Number:
-    """Return whether *stack* does not run fully_shard on so many data-parallel ranks.
+    """Return True if *stack* does not run fully_shard on so many data-parallel ranks.
 
     `parallelize_llama` of torchtitan 0.2.2 runs it where data or contexts are divided.
     """
@@ -40,7 +40,7 @@ def is_unwrapped(stack: StackProfile, num_ranks: Number) -> Number:
 
 
 def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Number:
-    """Return whether *stack* reduces gradients in each microbatch unless told otherwise.
+    """Return True if *stack* reduces gradients in each microbatch unless told otherwise.
 
     In a pipeline they stay whole until the last microbatch, whatever the stage; fully_shard reduces
     over one rank, too, which has any stage.

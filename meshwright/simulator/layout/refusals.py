@@ -82,7 +82,7 @@ def usual_zero_stages(stack: StackProfile) -> tuple[int, ...]:
 
 
 def offers(stack: StackProfile, job: TrainingJob, numbers: Mapping[str, int]) -> bool:
-    """Return whether *stack* lacks nothing of *job* in *numbers* of a plan's fields themselves."""
+    """Return True if *stack* lacks nothing of *job* in *numbers* of a plan's fields themselves."""
     known = (gap for gap in stack_gaps(stack, job) if gap.fields <= numbers.keys())
     return not any(gap.lacks(numbers.__getitem__) for gap in known)
 
@@ -280,14 +280,14 @@ def _value(gap: Gap, plan: ResolvedPlan) -> object:
 
 
 def reshards_units(plan: ResolvedPlan, stack: StackProfile) -> bool:
-    """Return whether *plan* frees a unit's parameters after its forward pass."""
+    """Return True if *plan* frees a unit's parameters after its forward pass."""
     if plan.reshard_after_forward is None:
         return plan.pp == 1 or stack.reshards_in_pipelines
     return plan.reshard_after_forward
 
 
 def sums_microbatches(syncs_each: Number, pp: Number, num_microbatches: Number) -> Number:
-    """Return whether gradients are summed over several microbatches before they are reduced.
+    """Return True if gradients are summed over several microbatches before they are reduced.
 
     So they are in a pipeline, however few its microbatches.
     """
@@ -295,7 +295,7 @@ def sums_microbatches(syncs_each: Number, pp: Number, num_microbatches: Number) 
 
 
 def reduces_once(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> bool:
-    """Return whether *plan* sums gradients over microbatches before it reduces them."""
+    """Return True if *plan* sums gradients over microbatches before it reduces them."""
     each = plan.sync_each_microbatch
     if each is None:
         each = syncs_by_default(stack, plan.zero_stage, plan.pp)

@@ -75,7 +75,7 @@ class Checkpoints(NamedTuple):
         return self.num_again is not None or self.interval > 1
 
     def keeps(self, place: int) -> bool:
-        """Return whether the layer at a *place* of the stage, from 0 on, is not recomputed."""
+        """Return True if the layer at a *place* of the stage, from 0 on, is not recomputed."""
         if self.num_again is not None:
             return place >= self.num_again
         return (self.num_ahead + place + 1) % self.interval != 0
@@ -308,7 +308,7 @@ def model_stages(
 
 
 def reads_table(model: AnyModel, stage: Stage) -> bool:
-    """Return whether *stage* has use of the table of tokens beside that of the embedding.
+    """Return True if *stage* has use of the table of tokens beside that of the embedding.
 
     On another stage than the embedding's that is a copy.
     """
@@ -327,13 +327,13 @@ def table_rank(plan: ResolvedPlan) -> int:
 
 
 def receives_streams(model: AnyModel, stage: Stage) -> bool:
-    """Return whether *stage* is behind the one that predicts further tokens."""
+    """Return True if *stage* is behind the one that predicts further tokens."""
     has_losses = predicts_further(model) and stage.has_head and not stage.has_predictions
     return has_losses or stage.copies == COPY_OF_STREAMS
 
 
 def copies_table(model: AnyModel, stage: Stage) -> bool:
-    """Return whether *stage* has a copy of the table of tokens."""
+    """Return True if *stage* has a copy of the table of tokens."""
     return reads_table(model, stage) and not stage.has_embedding
 
 

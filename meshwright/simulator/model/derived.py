@@ -64,7 +64,7 @@ def derived_sizes(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def _has_fused_qkv(data: Mapping[str, object]) -> bool:
-    """Return whether transformers makes queries, keys and values in one product."""
+    """Return True if transformers makes queries, keys and values in one product."""
     is_rotary, is_decoder = data.get("positions") == "rotary", data.get("causal") is not False
     return (not is_rotary and is_decoder) or data.get("spelling") in FUSED_QKV
 

@@ -126,6 +126,6 @@ def join_runs(runs: Sequence[BlockRun]) -> tuple[BlockRun, ...]:
 
 
 def mixes_windows(runs: Iterable[BlockRun]) -> bool:
-    """Return whether of layers that are alike but for a window there are both kinds."""
+    """Return True if of layers that are alike but for a window there are both kinds."""
     kinds = {run.kind for run in runs}
     return any({*pair} <= kinds for pair in (LAYERS[:2], LAYERS[2:]))

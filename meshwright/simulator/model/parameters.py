@@ -212,7 +212,7 @@ def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counte
 
 
 def is_linear(tensor: ParameterTensor) -> bool:
-    """Return whether a tensor is the weight of a linear layer within a layer, or of its experts."""
+    """Return True if a tensor is the weight of a linear layer within a layer, or of its experts."""
     chooses = tensor.name in {"router.weight", "shared_gate.weight"}
     is_inside = tensor.block in {*LAYERS, PREDICTIONS}
     return is_inside and len(tensor.shape) > 1 and not (chooses or is_bias(tensor))
@@ -243,7 +243,7 @@ def linear_shapes(
 
 
 def predicts_further(model: AnyModel) -> bool:
-    """Return whether layers behind the last predict further tokens.
+    """Return True if layers behind the last predict further tokens.
 
     The final norm then goes with the last layer, wherever the head is
     (`has_final_layernorm_in_this_stage` of megatron/core/transformer/transformer_block.py, core
@@ -258,7 +258,7 @@ def kinds_apart(model: AnyModel) -> tuple[BlockKind, ...]:
 
 
 def shares_table(model: AnyModel) -> bool:
-    """Return whether another block than the embedding has use of the table of tokens.
+    """Return True if another block than the embedding has use of the table of tokens.
 
     The head does as of its matrix, layers that predict further tokens look these up. Both stages
     of a pipeline then have a copy each, and sum its gradients.
@@ -267,12 +267,12 @@ def shares_table(model: AnyModel) -> bool:
 
 
 def is_expert(tensor: ParameterTensor) -> bool:
-    """Return whether a tensor holds a weight, or a bias, of each of a layer's routed experts."""
+    """Return True if a tensor holds a weight, or a bias, of each of a layer's routed experts."""
     return tensor.name.startswith(ROUTED)
 
 
 def is_bias(tensor: ParameterTensor) -> bool:
-    """Return whether a tensor is added, not multiplied by."""
+    """Return True if a tensor is added, not multiplied by."""
     return tensor.name.endswith(".bias")
 
 

@@ -69,7 +69,7 @@ class Experts(Fields):
         return self.routed_in_full and self.scores == "softmax"
 
     def has_layer(self, number: int) -> bool:
-        """Return whether the layer of a *number*, counted from 0, has experts."""
+        """Return True if the layer of a *number*, counted from 0, has experts."""
         return number >= self.first_dense_layers and (number + 1) % self.layer_step == 0
 
     @model_validator(mode="after")

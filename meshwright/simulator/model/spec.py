@@ -159,7 +159,7 @@ class ModelSpec(Model):
         return min(self.window, seq_len) if kind in WINDOWED_LAYERS else seq_len
 
     def has_positions(self, kind: BlockKind) -> bool:
-        """Return whether a layer of a kind turns queries and keys by their positions."""
+        """Return True if a layer of a kind turns queries and keys by their positions."""
         is_turned = self.rotary_layers == "all" or kind in WINDOWED_LAYERS
         return self.positions == "rotary" and is_turned
 

@@ -169,11 +169,11 @@ class Reader:
         return "gelu" if self.text(key, default="gelu") == "gelu" else "usual"
 
     def has(self, key: str) -> bool:
-        """Return whether a key is there and says something."""
+        """Return True if a key is there and says something."""
         return self._config.get(key) is not None
 
     def dropout(self, *keys: str, default: float) -> bool:
-        """Return whether any of these dropout probabilities is above zero."""
+        """Return True if any of these dropout probabilities is above zero."""
         found = {key: self._config.get(key, default) for key in keys}
         for key, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
