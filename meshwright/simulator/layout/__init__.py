@@ -1,4 +1,4 @@
-"""How a model is laid out: the job, the plan, the mesh of ranks, stages and placements."""
+"""Layouts: the training job, the parallel plan, the device mesh, stages and placements."""
 
 from meshwright.simulator.layout.axes import (
     AXES,

@@ -1,4 +1,4 @@
-"""Ranks and their coordinates; which nodes a group spans; how ranks share sequences.
+"""The device mesh: coordinates of ranks, process groups and their nodes, context parallelism.
 
 Ranks are numbered in the order of `Axis`, and nodes are filled in rank order.
 """
@@ -23,7 +23,7 @@ from meshwright.simulator.model import ModelSpec
 
 
 class GroupSpan(NamedTuple):
-    """How a communicator lies over the nodes.
+    """Extent of a communicator over the nodes.
 
     ``ranks_per_node`` is the smallest number of members that any of its nodes holds: the
     node through which a ring has the fewest network ports.
@@ -35,7 +35,7 @@ class GroupSpan(NamedTuple):
 
     @property
     def crosses_nodes(self) -> bool:
-        """Whether some member is on another node."""
+        """Whether members are on several nodes."""
         return self.num_nodes > 1
 
 
@@ -60,7 +60,7 @@ def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpa
     if num_nodes == 1:
         return GroupSpan(size, 1, size)
     in_last = (end % node_size) // stride + 1
-    # Members before each further node; their pattern repeats after `stride` nodes at the latest.
+    # Members before each later node; their pattern repeats after `stride` nodes at the latest.
     before = [
         -(-(node * node_size - offset) // stride) for node in range(1, min(num_nodes, stride + 2))
     ]
@@ -77,8 +77,8 @@ class Mesh:
 
     Args:
         node_size: Devices of a node.
-        experts: Ranks that split an expert's widths, and ranks with different experts.
-        cp_inner: Context-parallel ranks that swap tokens for heads in a ring of swaps.
+        experts: Expert-tensor-parallel and expert-parallel degrees.
+        cp_inner: Ranks of a Ulysses group in hybrid context parallelism.
         degrees: Ranks along each axis by its name; 1 where none is given.
 
     >>> Mesh(tp=8, dp=6, pp=64, node_size=8).world_size
@@ -117,7 +117,7 @@ class Mesh:
         return prod(self._degrees.values())
 
     def stride(self, axis: MeshAxis) -> int:
-        """Return the distance in rank numbers of neighbours on *axis*: the ranks of faster ones.
+        """Return the distance in ranks of neighbours on *axis*: the product of faster degrees.
 
         >>> mesh = Mesh(tp=2, dp=16, experts=(1, 8), node_size=8)
         >>> [(mesh.stride(axis), mesh.degree(axis)) for axis in (ExpertAxis.EP, ExpertAxis.EDP)]
@@ -130,8 +130,8 @@ class Mesh:
             faster_experts = {ExpertAxis.EP: self._experts[:1], ExpertAxis.EDP: self._experts}
             return prod(faster_experts.get(axis, ()))
         if isinstance(axis, ContextAxis):
-            between = self._cp_inner if axis is ContextAxis.OUTER else 1
-            return self.stride(Axis.CP) * between
+            faster = self._cp_inner if axis is ContextAxis.OUTER else 1
+            return self.stride(Axis.CP) * faster
         return self._strides[axis]
 
     def degree(self, axis: MeshAxis) -> int:
@@ -155,8 +155,8 @@ class Mesh:
         return {axis: rank // self.stride(axis) % self.degree(axis) for axis in Axis}
 
     def rank(self, coordinates: Mapping[Axis, int]) -> int:
-        """Return the rank at a position, the first one of each axis that is left out."""
-        return sum(self.stride(axis) * place for axis, place in coordinates.items())
+        """Return the rank at *coordinates*, which are 0 on axes that are left out."""
+        return sum(self.stride(axis) * index for axis, index in coordinates.items())
 
     def group(self, rank: int, *axes: MeshAxis) -> tuple[int, ...]:
         """Return the ranks of the communicator that *rank* belongs to, over neighbouring *axes*.
@@ -184,7 +184,7 @@ class Mesh:
         return max(spans, key=_worse)
 
     def span_of_instances(self, num_instances: int) -> GroupSpan:
-        """Return the worst span of the ranks of all stages that hold one set of shards.
+        """Return the worst span of one optimizer instance (HSDP) over all pipeline stages.
 
         >>> Mesh(dp=8, pp=2, node_size=2).span_of_instances(2)
         GroupSpan(num_ranks=8, num_nodes=4, ranks_per_node=2)
@@ -199,8 +199,9 @@ class Mesh:
         return max(spans, key=_worse)
 
     def _first_ranks(self, stride: int, degree: int) -> list[int]:
-        """Return first members of enough groups to show every alignment with the nodes."""
+        """Return first members of enough groups to cover every alignment with the nodes."""
         block = stride * degree
+        # Groups a common multiple of block and node apart lie alike, so that one period covers all.
         period = self.node_size // gcd(block, self.node_size)
         num_blocks = min(self.world_size // block, period)
         inner = range(min(stride, self.node_size))
@@ -218,11 +219,11 @@ class Mesh:
 
 
 def context_way(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | None:
-    """Return how context-parallel ranks attend to each other's tokens, None where there are none.
+    """Return the type of context parallelism that runs, None without context parallelism.
 
-    Without a word of it as the stack does; a ring where the stack has no way to.  A ring of swaps
-    whose groups are single ranks is a ring, one of a single group a swap: Transformer Engine takes
-    it so, too (attn_forward_func_with_cp).
+    By default it is the stack's, or a ring where the stack has none.  A hybrid with inner groups
+    of one rank is ring attention, with a single group it is Ulysses, as in Transformer Engine
+    (attn_forward_func_with_cp).
 
     >>> from meshwright.hwprofiles import load_stack
     >>> plan = ResolvedPlan(cp=8, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=8)
@@ -239,7 +240,7 @@ def context_way(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | No
 
 
 def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel, ...]:
-    """Return how ranks of *stack* may attend to each other's tokens with heads as *model* has them.
+    """Return the types of context parallelism of *stack* that support the head widths of *model*.
 
     >>> from meshwright.hwprofiles import load_stack
     >>> from meshwright.simulator import load_model
@@ -253,9 +254,9 @@ def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel
 
 
 def usual_inner(job: TrainingJob, stack: StackProfile, tp: int, cp: int, node_size: int) -> int:
-    """Return the most ranks of a node that can swap tokens for heads; 1 where none can.
+    """Return the largest Ulysses group within a node that divides the heads; 1 where none does.
 
-    All of them swap where the stack takes that alone, too.
+    It may be all *cp* ranks only where the stack supports plain Ulysses, too.
 
     >>> from meshwright.simulator import load_model
     >>> from meshwright.hwprofiles import load_stack
