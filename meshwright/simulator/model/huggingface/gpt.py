@@ -1,10 +1,11 @@
-"""Families of before rotary positions: GPT-2, BLOOM, OPT and BERT."""
+"""Families without RoPE: GPT-2, BLOOM, OPT and BERT."""
 
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 
 # BLOOM models were trained on sequences of this length (arXiv 2211.05100, Table 3).
 BLOOM_SEQ_LEN = 2048
-# OPT's learned positions start at this index (OPTLearnedPositionalEmbedding).
+# OPT's learned positions start at this index, so that the embedding has as many rows more
+# (OPTLearnedPositionalEmbedding).
 OPT_POSITION_OFFSET = 2
 
 
