@@ -147,6 +147,7 @@ class Record:
 
     @classmethod
     def _of(cls, values: Mapping[str, object]) -> Self:
+        # Past __init__, which validates, and __setattr__, which refuses.
         record = object.__new__(cls)
         vars(record).update(values)
         return record

@@ -74,7 +74,7 @@ class Condition:
             ProfileError: If it is no condition.
         """
         try:
-            if len(text) > MOST_LETTERS:
+            if len(text) > MOST_LETTERS:  # bounds time and memory of Python's parser
                 raise ValueError
             tree = ast.parse(text, mode="eval").body
             is_and = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
@@ -177,7 +177,7 @@ def _check_operand(node: ast.Constant | ast.List, *, is_compared: bool) -> None:
     if isinstance(node, ast.List):
         if not (is_compared and node.elts and all(isinstance(x, ast.Constant) for x in node.elts)):
             raise ValueError(node)
-    elif type(node.value) is not int and not (
+    elif type(node.value) is not int and not (  # isinstance would take True for 1
         is_compared and isinstance(node.value, str | bool | None)
     ):
         raise ValueError(node)
@@ -196,7 +196,7 @@ def _truth(node: ast.expr, names: Names) -> Number:
     if isinstance(node, ast.BoolOp):
         return reduce(CONNECTIVES[type(node.op)], (_truth(each, names) for each in node.values))
     if isinstance(node, ast.UnaryOp):
-        return _truth(node.operand, names) == 0
+        return _truth(node.operand, names) == 0  # "not" would fail on a column
     if not isinstance(node, ast.Compare):
         return _value(node, names) != 0
     (sign,), (other,) = node.ops, node.comparators
@@ -206,7 +206,7 @@ def _truth(node: ast.expr, names: Names) -> Number:
     number = _value(node.left, names)
     listed = (number == _operand(each, node.left, names) for each in other.elts)
     is_one = reduce(operator.or_, listed)
-    return is_one if isinstance(sign, ast.In) else is_one == 0
+    return is_one if isinstance(sign, ast.In) else is_one == 0  # as for "not"
 
 
 def _value(node: ast.expr, names: Names) -> Number:

@@ -248,6 +248,7 @@ def list_frameworks() -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (name not in ORDER, ORDER.get(name, 0), name)))
 
 
+# Frameworks in the order in which they are offered; others follow by name.
 ORDER = {
     name: index
     for index, name in enumerate(

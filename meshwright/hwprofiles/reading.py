@@ -144,9 +144,7 @@ class FileKind(NamedTuple):
             if not stat.S_ISREG(path.stat().st_mode):  # a FIFO or a device may never end
                 raise self.error(f"{file}: cannot be read: no regular file; allowed: {self._a}")
             with path.open("rb") as stream:
-                content = stream.read(
-                    self.most_bytes + 1
-                )  # one more: too large
+                content = stream.read(self.most_bytes + 1)  # one more: too large
             if self.is_packed and content.startswith(GZIP_MAGIC):
                 content = self._unpacked(content, file)
         except FileNotFoundError:
@@ -192,6 +190,7 @@ class FileKind(NamedTuple):
 
 def _unique(pairs: Items) -> dict[str, object]:
     document = dict(pairs)
+    # json keeps the last of equal keys, and says nothing.
     if len(document) < len(pairs):
         ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"key {shown(repeated)} appears twice")

@@ -300,6 +300,7 @@ class Cluster(Profile):
             "host_memory_bandwidth": self.host_memory_bandwidth_bytes_per_s,
             "host_source": self.host_source,
         }
+        # Offloading needs all of these: with some of them it would have no price.
         missing = [key for key, value in facts.items() if value is None]
         if missing and (len(missing) < len(facts) or self.devices_per_host_link > 1):
             raise ProfileError(

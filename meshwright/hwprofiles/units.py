@@ -70,7 +70,7 @@ _BANDWIDTH_UNITS: Final = {
     "MB/s": Decimal("1e6"),
     "GB/s": Decimal("1e9"),
     "TB/s": Decimal("1e12"),
-    "Mb/s": Decimal("1e6") / 8,
+    "Mb/s": Decimal("1e6") / 8,  # bits
     "Gb/s": Decimal("1e9") / 8,
     "Tb/s": Decimal("1e12") / 8,
 }
@@ -236,6 +236,7 @@ def _format(value: float, units: Mapping[str, float]) -> str:
     smallest = list(units)[-1]
     unit = next((unit for unit, scale in units.items() if abs(value) >= scale), smallest)
     scaled = value / units[unit]
+    # ".4g" would write 10,000 GiB with an exponent.
     return f"{scaled:.0f} {unit}" if abs(scaled) >= 1000 else f"{scaled:.4g} {unit}"
 
 
@@ -279,6 +280,7 @@ def _quantity(parse: Callable[[str], float], example: str) -> Declaration:
     def read(value: object, check: "ValidatorFunctionWrapHandler", info: "ValidationInfo") -> Any:  # noqa: ANN401
         from pydantic import ValidationError
 
+        # Numbers from Python are in base units already.
         if info.context is not FROM_FILE:
             return check(value)
         if not isinstance(value, str):

@@ -117,6 +117,7 @@ def nearest_divisor(number: int, wanted: int) -> int:
     """
     wanted = max(1, wanted)
     below = next(n for n in range(wanted, 0, -1) if number % n == 0)
+    # Only divisors that are closer than the one below.
     above = (n for n in range(wanted + 1, 2 * wanted - below) if number % n == 0)
     return next(above, below)
 
@@ -197,6 +198,7 @@ AXES: dict[Axis, ParallelAxis] = {
     Axis.PP: ParallelAxis(
         title="Pipeline-parallel",
         refusal=_no_refusal,
+        # Rules give each stage a layer; only an explicit list may leave one empty.
         most=lambda job: job.model.num_layers,
         offered_by="pipeline_parallel",
     ),

@@ -31,7 +31,7 @@ from meshwright.simulator.layout.axes import AXES, JOINT_AXES
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import Formats, chosen_formats, syncs_by_default
 from meshwright.simulator.layout.job import TABLES, TrainingJob, check_fact
-from meshwright.simulator.layout.mesh import context_ways
+from meshwright.simulator.layout.mesh import context_parallel_types
 from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS
 from meshwright.simulator.model import ModelSpec
 
@@ -379,7 +379,7 @@ def _cp_types(facts: Facts, model: ModelSpec) -> Iterator[Gap]:
     Keys wider than values: in Transformer Engine 2.5 to 2.14 only ring attention takes them; a
     hybrid whose inner group is all ranks has no ring (attn_forward_func_with_cp).
     """
-    known, said = context_ways(model, facts.stack), "with latent attention"
+    known, said = context_parallel_types(model, facts.stack), "with latent attention"
     of_latent = partial(replace, model=model.name, why=facts.stack.rule("latent_context_parallel"))
     if not known:
         yield of_latent(_gap(facts, "cp", "cp > 1", (1,), f"cp > 1 {said}"))

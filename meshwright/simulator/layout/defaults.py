@@ -21,7 +21,7 @@ from meshwright.simulator.layout.axes import AXES, Axis, near_multiples
 from meshwright.simulator.layout.capabilities import STACK_DEFAULTS, Facts, Numbers, stack_gaps
 from meshwright.simulator.layout.fields import ParameterServer, PlanField
 from meshwright.simulator.layout.job import TrainingJob
-from meshwright.simulator.layout.mesh import usual_inner
+from meshwright.simulator.layout.mesh import default_inner
 from meshwright.simulator.layout.plan import PLAN_FIELDS
 from meshwright.simulator.layout.refusals import default_attention
 from meshwright.simulator.layout.splits import (
@@ -153,7 +153,7 @@ def _default_cp_inner(partial: PartialPlan) -> int | None:
     if cp == 1 or not is_hybrid or partial.cluster is None:
         return None
     node_size = partial.cluster.devices_per_node
-    return usual_inner(partial.job, partial.stack, partial.number("tp"), cp, node_size)
+    return default_inner(partial.job, partial.stack, partial.number("tp"), cp, node_size)
 
 
 def _default_sequence_parallel(partial: PartialPlan) -> bool:
@@ -185,6 +185,7 @@ def _default_virtual_stages(partial: PartialPlan) -> int:
         rule = parse_stages(listed)
         listed = () if isinstance(rule, StageSplit) else rule
     count = len(cast("tuple[int, ...]", listed))
+    # Other counts are refused by `check_stages`.
     return count // pp if count > pp > 1 and count % pp == 0 else 1
 
 
@@ -240,6 +241,7 @@ def _read_servers(partial: PartialPlan, value: object) -> ParameterServer | None
         return cast("ParameterServer", value)
     if "servers" in options and options["servers"] != "all":
         number = str(options["servers"])
+        # int() refuses thousands of digits with an error of its own.
         if not (number.isdecimal() and len(number) <= 30):
             raise PlanError(
                 f"servers={shown(options['servers'])} is no number; allowed: a whole number or all"

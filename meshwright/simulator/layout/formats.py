@@ -36,6 +36,7 @@ def is_unwrapped(stack: StackProfile, num_ranks: Number) -> Number:
 
     `parallelize_llama` of torchtitan 0.2.2 runs it where data or contexts are divided.
     """
+    # "&" and not "and": the number may be a column.
     return (num_ranks == 1) & stack.casts_shards_alone
 
 
@@ -77,6 +78,7 @@ class Casts(NamedTuple):
         >>> Casts(bf16, fp32, bf16).traffic_bytes(100, 4)
         150
         """
+        # Shards are padded to equal sizes, so that theirs are rounded up.
         to_wire = self._cast_bytes(self._sent(num_shards)) * num_parameters
         return to_wire + self._cast_bytes(self.kept) * -(-num_parameters // num_shards)
 
@@ -100,6 +102,7 @@ def default_formats(stack: StackProfile, precision: Precision) -> Formats:
     """Return the gradient formats that *stack* uses by default."""
 
     def name(num_bytes: int) -> Precision | None:
+        # A profile's bytes are those of 16-bit training.
         if precision is Precision.FP32:
             return precision
         return {FULL_BYTES: Precision.FP32, HALF_BYTES: precision.storage}.get(num_bytes)
@@ -191,6 +194,7 @@ def gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -
     own = (stack.gradient_bytes, stack.gradient_reduce_bytes)
     if precision is Precision.FP32:
         own = (FULL_BYTES, FULL_BYTES)
+    # Bytes of a profile's own format stand, even if no named precision has them.
     kept, reduced = (
         each.num_bytes if each is not None and each is not default else size
         for each, default, size in zip(chosen, usual, own, strict=True)
@@ -220,6 +224,7 @@ def optimizer_bytes(
     is_narrow = stack.main_precision is Precision.FP16
     is_split = stack.parameter_remainders and precision is Precision.BF16
     master = HALF_BYTES if is_narrow or is_split else FULL_BYTES
+    # Two moments and the master copy, where they have a scale, are dequantised for the update.
     num_scaled = 2 * (moments not in (Precision.FP32, Precision.BF16)) + is_narrow
     return master + 2 * width, stack.optimizer_temporary_bytes + FULL_BYTES * num_scaled
 

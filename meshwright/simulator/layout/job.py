@@ -55,6 +55,7 @@ class TrainingJob:
 
     def __post_init__(self) -> None:
         """Refuse a batch or a sequence length out of range."""
+        # The record is frozen: defaults that depend on the model bypass __setattr__.
         if isinstance(self.model, str):
             object.__setattr__(self, "model", load_model(self.model))
         if self.seq_len is None:
@@ -87,6 +88,7 @@ class TrainingJob:
                     "no experts; allowed: 1"
                 )
             return
+        # At most every token goes to the hottest expert, whose mean load is top-k over experts.
         most = experts.num_experts / experts.experts_per_token
         if not 1 <= self.imbalance <= most:
             raise PlanError(

@@ -53,7 +53,7 @@ def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpa
     GroupSpan(num_ranks=3, num_nodes=2, ranks_per_node=1)
     """
     offset = first % node_size
-    if stride >= node_size:
+    if stride >= node_size:  # each member is on a node of its own
         return GroupSpan(size, size, 1)
     end = offset + (size - 1) * stride
     num_nodes = end // node_size + 1
@@ -69,6 +69,7 @@ def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpa
 
 
 def _worse(span: GroupSpan) -> tuple[int, int]:
+    # Fewer members on a node leave a ring fewer network ports.
     return span.num_nodes, -span.ranks_per_node
 
 
@@ -138,6 +139,7 @@ class Mesh:
         """Return the number of ranks along *axis*."""
         if isinstance(axis, ExpertAxis):
             etp, ep = self._experts
+            # Experts are divided within a pipeline stage; the quotient is data-parallel.
             if axis is ExpertAxis.EDP:
                 return self.stride(Axis.PP) // (etp * ep)
             return {ExpertAxis.ETP: etp, ExpertAxis.EP: ep, ExpertAxis.ALL: etp * ep}[axis]
@@ -165,6 +167,7 @@ class Mesh:
         (1, 3, 5, 7)
         """
         stride, degree = self.stride(axes[0]), prod(map(self.degree, axes))
+        # Neighbouring axes are one axis of all their ranks, at the stride of the fastest.
         first = rank - (rank // stride % degree) * stride
         return tuple(range(first, first + stride * degree, stride))
 
@@ -239,13 +242,13 @@ def context_way(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | No
     return plan.cp_type or next(iter(stack.context_parallel), ContextParallel.RING)
 
 
-def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel, ...]:
+def context_parallel_types(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel, ...]:
     """Return the types of context parallelism of *stack* that support the head widths of *model*.
 
     >>> from meshwright.hwprofiles import load_stack
     >>> from meshwright.simulator import load_model
     >>> model, stack = load_model("deepseek-v3"), load_stack("megatron-core@0.16")
-    >>> [str(way) for way in context_ways(model, stack)]
+    >>> [str(way) for way in context_parallel_types(model, stack)]
     ['ring', 'ring+all-to-all']
     """
     latent = model.latent
@@ -253,7 +256,7 @@ def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel
     return stack.latent_context_parallel if is_wide else stack.context_parallel
 
 
-def usual_inner(job: TrainingJob, stack: StackProfile, tp: int, cp: int, node_size: int) -> int:
+def default_inner(job: TrainingJob, stack: StackProfile, tp: int, cp: int, node_size: int) -> int:
     """Return the largest Ulysses group within a node that divides the heads; 1 where none does.
 
     It may be all *cp* ranks only where the stack supports plain Ulysses, too.
@@ -261,14 +264,14 @@ def usual_inner(job: TrainingJob, stack: StackProfile, tp: int, cp: int, node_si
     >>> from meshwright.simulator import load_model
     >>> from meshwright.hwprofiles import load_stack
     >>> job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=1, seq_len=8192)
-    >>> [usual_inner(job, load_stack("megatron-core"), tp, 16, node_size=8) for tp in (1, 2, 8)]
+    >>> [default_inner(job, load_stack("megatron-core"), tp, 16, node_size=8) for tp in (1, 2, 8)]
     [8, 4, 1]
     """
     model = job.model
     if not isinstance(model, ModelSpec):
         return 1
     heads, most = model.num_kv_heads, cp
-    if ContextParallel.ALL_TO_ALL not in context_ways(model, stack):
+    if ContextParallel.ALL_TO_ALL not in context_parallel_types(model, stack):
         most = cp - 1
     fits = (each for each in range(1, most + 1) if cp % each == heads % (tp * each) == 0)
     return max((each for each in fits if tp * each <= node_size), default=1)

@@ -133,6 +133,7 @@ class Redistribution(NamedTuple):
         buffer_bytes = self.buffer_bytes(size_bytes, num_ranks)
         if self.op is None:
             return Fraction(0)
+        # An all-reduce is a reduce-scatter and an all-gather.
         num_passes = 2 if self.op is CollectiveOp.ALL_REDUCE else 1
         return num_passes * Fraction(num_ranks - 1, num_ranks) * buffer_bytes
 

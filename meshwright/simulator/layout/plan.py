@@ -264,6 +264,7 @@ class ResolvedPlan(PlanFields):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
         check_inner(self.cp, self.cp_type, self.cp_inner)
+        # Experts are divided within a stage, and within a sharding group.
         ranks = self.world_size // self.pp, self.tp * self.num_shards
         check_expert_degrees(self.ep, self.etp, self.tp, *ranks)
         check_modules(self.recompute, self.recompute_modules)
@@ -339,6 +340,7 @@ class ResolvedPlan(PlanFields):
 
     def num_microbatches(self, job: TrainingJob) -> int:
         """Return the microbatches that each data-parallel rank runs in a step."""
+        # `check_sharding` has refused remainders.
         return job.global_batch_size // (self.dp * self.microbatch_size)
 
     @classmethod

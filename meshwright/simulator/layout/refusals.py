@@ -54,6 +54,7 @@ def check_sharding(job: TrainingJob, plan: ResolvedPlan) -> None:
     refusal = experts_refusal(job.model, plan.ep, plan.expert_tp)
     if refusal is not None:
         raise PlanError(refusal)
+    # The tokens of a context-parallel rank are split once more, over tp.
     if plan.sequence_parallel and job.seq_len % plan.number(TP_CP):
         ranks = f"tp={plan.tp}" if plan.cp == 1 else f"tp={plan.tp} x cp={plan.cp}"
         raise PlanError(f"seq_len={job.seq_len} is not divisible by {ranks}")
@@ -248,7 +249,7 @@ def _stages_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -
             f"recompute_layers={number} of method {uniform} does not divide a stage of {uneven[0]} "
             f"layers; allowed: a divisor of each of {', '.join(map(str, plan.stages))}"
         )
-    return prediction_refusal(job, plan, stack) or empty_refusal(job, plan, stack)
+    return mtp_refusal(job, plan, stack) or empty_refusal(job, plan, stack)
 
 
 def _message(gap: Gap, plan: ResolvedPlan) -> str:
@@ -274,7 +275,7 @@ def _value(gap: Gap, plan: ResolvedPlan) -> object:
     if field.declaration.members:
         return ",".join(each for each in value if f"{gap.field}.{each}" in gap.names)
     if value is None and gap.field == "recompute_method":
-        return RecomputeMethod.BLOCK
+        return RecomputeMethod.BLOCK  # the default with recompute_layers
     if value is None and gap.field in STACK_DEFAULTS:
         return field.value(Numbers(plan.number, gap.facts).stack_default(gap.field))
     return value
@@ -292,6 +293,7 @@ def sums_microbatches(syncs_each: Number, pp: Number, num_microbatches: Number) 
 
     In a pipeline they always are, even of one microbatch.
     """
+    # Bitwise operators, as arguments may be columns.
     return (pp > 1) | ((num_microbatches > 1) & (syncs_each == 0))
 
 
@@ -303,7 +305,7 @@ def reduces_once(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> b
     return bool(sums_microbatches(syncs, plan.pp, plan.num_microbatches(job)))
 
 
-def prediction_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
+def mtp_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
     """Return the reason MTP layers cannot be on the stage of *plan*, or None.
 
     Megatron-Core takes any stage behind all layers that is its rank's last virtual stage, except on
@@ -324,6 +326,7 @@ def prediction_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile
         return f"{said} is not offered by stack {stack.name}; allowed: {usual}"
     first = max(index for index, count in enumerate(plan.stages) if count)
     is_several = plan.num_virtual_stages > 1
+    # The last virtual stages of ranks; of several virtual stages, not those of the first rank.
     places = range(max(first, plan.num_stages - plan.pp + is_several), plan.num_stages - 1)
     if stage not in places:
         known = [f"{places[0]} to {places[-1]}"] if places else []

@@ -41,6 +41,7 @@ class _Partial:
         return f"ParallelPlan({', '.join(said)})"
 
 
+# At run time all fields default to None; type checkers see the types of `PlanFields`.
 if TYPE_CHECKING:
 
     class ParallelPlan(PlanFields):  # noqa: D101  (below)
@@ -99,6 +100,7 @@ def resolve(
     else:
         given = cast("Said", plan)
     options = {name: value for name, value in given.items() if value is not None}
+    # Files and searches have all fields: only a user means one that does not apply to the model.
     for name, value in options.items() if is_users else ():
         refusal = model_refusal(PLAN_FIELDS[name], value, job.model)
         if refusal is not None:
@@ -158,14 +160,17 @@ def overridden(
         keeps_model: Whether the model is the file's.
     """
     kept = {name: value for name, value in base.items() if name not in given}
+    # A list of stages implies the number of virtual stages.
     listed = parse_stages(str(given["stages"])) if isinstance(given.get("stages"), str) else ()
     if isinstance(listed, tuple) and listed:
         kept.pop("num_virtual_stages", None)
     said = {**kept, **given}
     pp, vpp = (cast("int", said.get(name, 1)) for name in ("pp", "num_virtual_stages"))
+    # Layer counts fit one model and one number of stages.
     if "stages" in given or not keeps_model or pp * vpp != resolved.num_stages:
         dropped = {"stages", "prediction_stage"}
         said = {name: each for name, each in said.items() if name in given or name not in dropped}
+    # 1F1B has no virtual stages, and interleaving needs several.
     if get_schedule(resolved.schedule).interleaves != (vpp > 1) and "schedule" not in given:
         said.pop("schedule", None)
     if _recompute_of(said, given) != said.get("recompute", implied_recompute(said)):
@@ -173,6 +178,7 @@ def overridden(
         said = {name: each for name, each in said.items() if name in given or name not in parts}
     inner = cast("int", said.get("cp_inner", 1))
     cp = cast("int", said.get("cp", 1))
+    # An inner group divides cp, and belongs to one cp_type.
     if "cp_inner" not in given and ("cp_type" in given or cp == 1 or cp % inner):
         said.pop("cp_inner", None)
     return said

@@ -70,7 +70,7 @@ class ChainModel(ListedModel[LinearLayer]):
     name: str = Field(min_length=1, max_length=200)
     kind: Literal["chain"]
     title: str = Field(default="", min_length=1, max_length=200)
-    linear: tuple[LinearRun, ...] = Field(min_length=1, strict=False)
+    linear: tuple[LinearRun, ...] = Field(min_length=1, strict=False)  # arrays of TOML are lists
     source: str = "not given"
 
     @property

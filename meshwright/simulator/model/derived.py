@@ -53,6 +53,7 @@ def derived_sizes(data: Mapping[str, object]) -> dict[str, object]:
         "fused_qkv": _has_fused_qkv(data),
     }
     hidden_size, num_heads = data.get("hidden_size"), data.get("num_heads")
+    # Types are tested here since this runs before validation.
     if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
         derived["ffn_hidden_size"] = 4 * hidden_size
     if isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:

@@ -41,6 +41,7 @@ class Model(Fields):
     @model_validator(mode="before")
     @classmethod
     def _fill_title(cls, data: object) -> object:
+        # Before validation, as an empty title is refused.
         if not isinstance(data, Mapping) or data.get("name") is None:
             return data
         return {"title": data["name"], **data}
@@ -53,6 +54,7 @@ class Model(Fields):
                 continue
             if field in {"name", "title"} and not text.isprintable():
                 raise ValueError(f"{field}={shorten(text)} must {LINE_RULE}")
+            # Texts of models are printed to terminals.
             if has_controls(text):
                 raise ValueError(f"{field}={shorten(text)} must {TEXT_RULE}")
 

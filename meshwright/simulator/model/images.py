@@ -99,12 +99,14 @@ class ImageModel(ListedModel[Bottleneck]):
     channels: int = Field(default=3, ge=1, le=MAX_WIDTH)
     stem_channels: int = Field(ge=1, le=MAX_WIDTH)
     num_classes: int = Field(ge=1, le=MAX_WIDTH)
+    # Not strict, as arrays of TOML are lists.
     blocks: tuple[BottleneckRun, ...] = Field(min_length=1, strict=False)
     source: str = "not given"
 
     @property
     def stem_side(self) -> int:
         """Rows and columns after the first convolution."""
+        # Convolutions are padded, so that sizes are rounded up.
         return -(-self.image_size // self.stem_stride)
 
     @property
@@ -164,6 +166,7 @@ class ImageModel(ListedModel[Bottleneck]):
 def _normalised(name: str, outputs: int, inputs: int, kernel: int) -> tuple[Weight, ...]:
     """Return the weights of a convolution and of the batch norm after it."""
     return (
+        # No bias: the batch norm behind it has one.
         (f"{name}convolution.weight", (outputs, inputs, kernel, kernel)),
         (f"{name}norm.weight", (outputs,)),
         (f"{name}norm.bias", (outputs,)),

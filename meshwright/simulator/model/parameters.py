@@ -387,7 +387,7 @@ def _local_qkv_size(model: ModelSpec, tp: int) -> int:
         raise PlanError(
             f"num_kv_heads={model.num_kv_heads} is neither divisible by tp={tp} nor divides it"
         )
-    local_kv_heads = max(1, model.num_kv_heads // tp)
+    local_kv_heads = max(1, model.num_kv_heads // tp)  # further ranks replicate heads
     return (model.num_heads // tp + 2 * local_kv_heads) * model.head_dim
 
 

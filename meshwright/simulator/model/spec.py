@@ -33,7 +33,7 @@ Spelling = Literal[
     "falcon",
     "falcon-groups",
 ]
-FUSED_MLP = {"phi3", "glm4"}
+FUSED_MLP = {"phi3", "glm4"}  # gate_up_proj in transformers
 NEVER_WITH_EXPERTS = {"gemma", "olmo2", *FUSED_QKV, *FUSED_MLP}
 NOT_WITH_EXPERTS = ("parallel_mlp",)
 NOT_WITH_LATENT = (
@@ -189,6 +189,7 @@ class ModelSpec(Model):
 
     @model_serializer(mode="wrap")
     def _without_usual_width(self, write: Callable[[Self], dict[str, object]]) -> dict[str, object]:
+        # Derived widths are left out, as they are in files of users.
         document = write(self)
         if self.has_usual_heads:
             del document["head_dim"]

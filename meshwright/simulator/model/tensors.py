@@ -79,10 +79,12 @@ def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
     if model.qk_norm in {"head", "width"}:
         tensors += _qk_norm_tensors(model)
     if model.attention_sinks:
+        # One number for each head, split with the heads.
         tensors.append(ParameterTensor("sinks", (model.num_heads,), TRANSFORMER_LAYER, 0))
     shape = (width, query_size)
     tensors.append(ParameterTensor("attention_output.weight", shape, TRANSFORMER_LAYER, 1))
     if model.output_bias:
+        # Row-parallel: the bias is added to the sum over ranks.
         tensors.append(ParameterTensor("attention_output.bias", (width,), TRANSFORMER_LAYER, None))
     if model.norm_places != "before":
         tensors += _norm_tensors(model, "attention_output_norm", TRANSFORMER_LAYER)
@@ -188,7 +190,7 @@ def _routed_tensors(model: ModelSpec) -> list[ParameterTensor]:
     num, inner, shared = experts.num_experts, experts.hidden_size, experts.shared_hidden_size
     parts = experts.num_parts
     shapes: Shapes = {
-        "router.weight": ((num, width), None),
+        "router.weight": ((num, width), None),  # each rank routes its own tokens
         "router.bias": ((num,), None),
         f"{ROUTED}in.weight": ((num, parts * inner, width), 1),
         f"{ROUTED}in.bias": ((num, parts * inner), 1),

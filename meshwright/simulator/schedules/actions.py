@@ -26,6 +26,7 @@ class Phase(StrEnum):
 
     def __new__(cls, value: str, direction: int) -> Self:
         """Return the phase that *value* stands for."""
+        # The direction is an attribute, and no part of the value that is written to JSON.
         phase = str.__new__(cls, value)
         phase._value_, phase.direction = value, direction
         return phase
@@ -217,6 +218,7 @@ def moved_actions(actions: Sequence[Action], distance: int) -> list[Action]:
 
 def alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
     """Return the 1F1B order: *warmup* forward passes, a steady alternation, and a cooldown."""
+    # Forward passes run out first: the backward passes behind them are the cooldown.
     steady = list(chain.from_iterable(zip(forward[warmup:], backward, strict=False)))
     return [*forward[:warmup], *steady, *backward[len(steady) // 2 :]]
 

@@ -108,6 +108,7 @@ def _spelled_out(text: str) -> str:
     """Return a layout with repetitions expanded; raises PlanError beyond `MAX_LAYOUT` letters."""
     plain = text.replace(",", "")
     for pattern in REPEATED:
+        # Checked before expansion: a few nested repetitions would fill the memory.
         size = len(plain) + sum(len(each[1]) * int(each[2]) for each in pattern.finditer(plain))
         if size > MAX_LAYOUT:
             raise PlanError(f"stages={shown(text)} has more than {MAX_LAYOUT:,} letters")

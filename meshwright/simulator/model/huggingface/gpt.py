@@ -39,6 +39,7 @@ def _read_bloom(reader: Reader) -> dict[str, object]:
 
 def _read_opt(reader: Reader) -> dict[str, object]:
     hidden_size = reader.size("hidden_size")
+    # OPT-350m alone projects embeddings of another width, and has norms behind its layers.
     if reader.optional_size("word_embed_proj_dim") not in {None, hidden_size}:
         reader.refuse("word_embed_proj_dim", f"must equal hidden_size={hidden_size}")
     for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"):

@@ -78,6 +78,7 @@ class Reader:
             value = self._config.get(key)
             if value is None:
                 continue
+            # JSON's true is an int in Python.
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 self.refuse(key, "must be an integer of at least 1")
             for other, size in found.items():
@@ -193,6 +194,7 @@ class Reader:
     def refuse_unknown_keys(self, architecture: "Architecture") -> None:
         """Raise PlanError for an unknown key that might change the architecture."""
         for key, value in self._config.items():
+            # Keys with an underscore are private attributes that transformers serialises.
             known = key in architecture.keys or key in HARMLESS_KEYS or key.startswith("_")
             switches_nothing_on = value is None or value is False or value in ({}, [])
             if not known and not switches_nothing_on:
