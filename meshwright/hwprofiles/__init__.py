@@ -1,4 +1,4 @@
-"""What hardware and software stacks can do: schema, units and data files with their sources."""
+"""Profiles of hardware and software stacks: schema, units and data files with their sources."""
 
 from meshwright.hwprofiles.complaints import (
     LINE_RULE,

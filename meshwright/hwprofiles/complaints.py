@@ -1,6 +1,6 @@
-"""The words of refusals: one line a person can act on, with the names probably meant.
+"""Error messages of profile files: one line each, with the nearest valid names.
 
-And texts from files as data of other files: one line, or one quoted string.
+Also texts of one file as data of another: on one line, or as one quoted string.
 """
 
 import difflib
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 MAX_SHOWN_LENGTH = 60
 _MAP_KEY: Final = "[key]"  # how pydantic marks a mistake in a key of a table
 _SUBJECT: Final = re.compile(r"^[A-Z][a-z]+ should ")
-# No text needs them, and a terminal or a viewer obeys them: controls but for tab and line feed,
-# further line ends, marks that turn the direction of writing, and halves of characters.
+# Terminals and viewers execute these, and no text needs them: controls but for tab and line feed,
+# other line separators, bidirectional overrides (U+202E reorders what is shown), lone surrogates.
 _CONTROLS: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 TEXT_RULE: Final = "hold no control characters but tabs and line feeds"
 LINE_RULE: Final = "be printable, on one line"
-_TOML_WORDS: Final = {  # what a file calls the things pydantic names after Python
+_TOML_WORDS: Final = {  # pydantic's messages name Python types; users write TOML
     "a valid dictionary": "a table",
     "a valid tuple": "a list",
     "a valid string": "a text",
@@ -56,10 +56,10 @@ def one_line(error: "ValidationError") -> str:
     bandwidth_fraction: 1.5 is not allowed; it must be less than or equal to 1
     """
     details = error.errors(include_url=False)[0]
-    parts = [_word(part) for part in details["loc"] if part != _MAP_KEY]
+    parts = [_key_part(part) for part in details["loc"] if part != _MAP_KEY]
     context = details.get("ctx", {})
     if details["type"] == "unknown_key":
-        parts.append(_word(context["key"]))
+        parts.append(_key_part(context["key"]))
         text = f"unknown key; {context['hint']}"
     elif details["type"] == "missing":
         text = "missing key; it is required"
@@ -80,11 +80,12 @@ def _mistake(details: "ErrorDetails", context: Mapping[str, object]) -> str:
     expected = context.get("expected")
     if details["type"] != "enum" or not isinstance(value, str) or not isinstance(expected, str):
         return text
+    # pydantic gives the members of an enumeration as one text: 'a', 'b' or 'c'.
     choices = re.findall(r"'([^']*)'", expected)
     return f"{text}; {suggestion(value, choices)}"
 
 
-def _word(part: int | str) -> str:
+def _key_part(part: int | str) -> str:
     word = str(part)
     return word if re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", word) else shown(word)
 
@@ -95,12 +96,13 @@ def nearest_names(name: str, known: Iterable[str]) -> list[str]:
     The comparison ignores case. A name that resembles nothing gives an empty list.
 
     Args:
-        name: What was written.
-        known: What could have been meant.
+        name: As the user wrote it.
+        known: Valid names.
 
     >>> nearest_names("A100", ["a100-sxm4-80gb", "a100-sxm4-40gb", "h100"])
     ['h100', 'a100-sxm4-80gb', 'a100-sxm4-40gb']
     """
+    # difflib is quadratic in the length, and a name from a file may be very long.
     originals = {candidate.lower(): candidate for candidate in known}
     matches = difflib.get_close_matches(name.lower()[:MAX_SHOWN_LENGTH], originals, cutoff=0.3)
     return [originals[match] for match in matches]
@@ -122,7 +124,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a *number* of things; the *noun* is that of one.
+    """Return *number* with its *noun*, in the plural unless it is 1.
 
     >>> counted(1, "microbatch"), counted(1_024, "microbatch"), counted(0, "GPU")
     ('1 microbatch', '1,024 microbatches', '0 GPUs')
@@ -152,7 +154,7 @@ def shown_path(path: str | Path) -> str:
 
 
 def has_controls(text: str) -> bool:
-    r"""Return whether *text* has characters that a terminal obeys and that no file needs.
+    r"""Return True if *text* has control characters other than tabs and line feeds.
 
     >>> has_controls("two\nlines"), has_controls("red \x1b[31m")
     (False, True)
@@ -161,12 +163,12 @@ def has_controls(text: str) -> bool:
 
 
 def shown_text(text: str) -> str:
-    r"""Return *text* of any length for a terminal, with escapes for what one would obey.
+    r"""Return *text* of any length for a terminal, its control characters escaped.
 
     >>> print(shown_text("red \x1b[31m"))
     red \x1b[31m
     """
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def single_line(text: str) -> str:
@@ -175,7 +177,7 @@ def single_line(text: str) -> str:
     >>> single_line("two\nlines\x1b[0m")
     'two lines [0m'
     """
-    return "".join(each if each.isprintable() else " " for each in text)
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def quoted(text: str) -> str:
@@ -188,7 +190,7 @@ def quoted(text: str) -> str:
     "say \"a\\b\"\n\u007f"
     """
     basic = json.dumps(text, ensure_ascii=False)
-    return "".join(each if each.isprintable() else _escape(each) for each in basic)
+    return "".join(letter if letter.isprintable() else _escape(letter) for letter in basic)
 
 
 def _escape(character: str) -> str:

@@ -33,13 +33,13 @@ COMPARISONS: Mapping[type[ast.cmpop], Compare] = {
     ast.GtE: operator.ge,
 }
 ARITHMETIC: Mapping[type[ast.operator], Compare] = {
-    # A number of ranks is 0 where there are none of that kind, which divide everything.
+    # A count such as tp_cp_inner is 0 where a plan has no such ranks, and then divides everything.
     ast.Mod: lambda number, ranks: number % (ranks + (ranks == 0)),
     ast.Mult: operator.mul,
     ast.FloorDiv: lambda number, ranks: number // (ranks + (ranks == 0)),
 }
 CONNECTIVES: Mapping[type[ast.boolop], Compare] = {ast.And: operator.and_, ast.Or: operator.or_}
-# All that a condition is made of besides names.
+# Allow-list of syntax: a call, a subscript or a lambda is refused before anything is evaluated.
 NODES: tuple[type[ast.AST], ...] = (
     *(ast.BoolOp, ast.UnaryOp, ast.Not, ast.BinOp, ast.Compare, ast.List, ast.Load, ast.Constant),
     *(ast.And, ast.Or, ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn),
@@ -48,17 +48,17 @@ NODES: tuple[type[ast.AST], ...] = (
 
 
 class Names(Protocol):
-    """What the names of a condition stand for."""
+    """Values of the names in a condition."""
 
     def number(self, name: str) -> Number:
-        """Return what a name stands for: the number of a field, or a fact of the job."""
+        """Return the number of a plan field, or a fact of the job, by its *name*."""
 
     def code(self, name: str, value: object) -> Number:
-        """Return the number of *value*, which a condition compares with *name*."""
+        """Return the integer code of *value*, a literal that a condition compares with *name*."""
 
 
 class Condition:
-    """A condition, parsed.
+    """A parsed condition.
 
     >>> condition = Condition("tp > 1 and tp % 2 == 0 or model.experts")
     >>> sorted(condition.names)
@@ -74,7 +74,7 @@ class Condition:
             ProfileError: If it is no condition.
         """
         try:
-            if len(text) > MOST_LETTERS:
+            if len(text) > MOST_LETTERS:  # bounds time and memory of Python's parser
                 raise ValueError
             tree = ast.parse(text, mode="eval").body
             is_and = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)
@@ -90,23 +90,23 @@ class Condition:
         return f"Condition({self.text!r})"
 
     def __eq__(self, other: object) -> bool:
-        """Return whether *other* has the same text."""
+        """Return True if *other* has the same text."""
         return isinstance(other, Condition) and self.text == other.text
 
     def __hash__(self) -> int:
         """Return a number of the text."""
         return hash(self.text)
 
-    def about(self, chosen: Callable[[str], bool]) -> tuple[tuple[ast.expr, ...], ...]:
-        """Return the parts joined by ``and`` that read *chosen* names alone, and the others."""
-        are_chosen = [all(map(chosen, names)) for names in self.names_of_parts]
+    def about(self, predicate: Callable[[str], bool]) -> tuple[tuple[ast.expr, ...], ...]:
+        """Return the operands of ``and`` whose names all satisfy *predicate*, and the others."""
+        are_chosen = [all(map(predicate, names)) for names in self.names_of_parts]
         pairs = [*zip(self.parts, are_chosen, strict=True)]
         return tuple(part for part, is_so in pairs if is_so), tuple(
             part for part, is_so in pairs if not is_so
         )
 
     def holds(self, names: Names) -> Number:
-        """Return whether it holds."""
+        """Return True, or a column of booleans, where the condition holds."""
         return all_hold(self.parts, names)
 
 
@@ -117,16 +117,16 @@ def parsed(text: str) -> Condition:
 
 
 def all_hold(parts: tuple[ast.expr, ...], names: Names) -> Number:
-    """Return whether all *parts* of a condition hold; of none it is True.
+    """Return True if all *parts* of a condition hold; an empty conjunction is True.
 
-    What stands behind a part that no plan is left for is not looked at.
+    Parts behind one that holds of no plan are not evaluated.
     """
-    held: Number = True
+    result: Number = True
     for part in parts:
-        held = _truth(part, names) & held
-        if not (held.any() if hasattr(held, "any") else held):
+        result = _truth(part, names) & result
+        if not (result.any() if hasattr(result, "any") else result):
             break
-    return held
+    return result
 
 
 def names_of(parts: tuple[ast.expr, ...]) -> frozenset[str]:
@@ -135,13 +135,13 @@ def names_of(parts: tuple[ast.expr, ...]) -> frozenset[str]:
 
 
 def filled(text: object, value: Callable[[str], object]) -> object:
-    """Return a text with values in the place of names in braces; None leaves a name as it is."""
+    """Return *text* with ``{name}`` replaced by its value; a value of None leaves it as it is."""
 
-    def found(match: re.Match[str]) -> str:
-        known = value(match[1])
-        return match[0] if known is None else str(known)
+    def replacement(match: re.Match[str]) -> str:
+        inserted = value(match[1])
+        return match[0] if inserted is None else str(inserted)
 
-    return IN_BRACES.sub(found, text) if isinstance(text, str) else text
+    return IN_BRACES.sub(replacement, text) if isinstance(text, str) else text
 
 
 @cache
@@ -151,13 +151,13 @@ def _names(condition: ast.expr) -> tuple[str, ...]:
     Raises:
         ValueError: If it is none: a chain of comparisons, a list or a word that none compares.
     """
-    found: list[str] = []
+    names: list[str] = []
     compared: list[ast.AST] = []
     waiting: list[ast.AST] = [condition]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Name | ast.Attribute):
-            found.append(_dotted(node))
+            names.append(_dotted(node))
             continue
         if not isinstance(node, NODES):
             raise ValueError(node)
@@ -169,15 +169,15 @@ def _names(condition: ast.expr) -> tuple[str, ...]:
         elif isinstance(node, ast.Constant | ast.List):
             _check_operand(node, is_compared=node in compared)
         waiting += ast.iter_child_nodes(node)
-    return tuple(found)
+    return tuple(names)
 
 
 def _check_operand(node: ast.Constant | ast.List, *, is_compared: bool) -> None:
-    """Raise ValueError for a list of more than constants, and for what is only compared."""
+    """Raise ValueError for a list with non-constants, or a word where nothing compares it."""
     if isinstance(node, ast.List):
         if not (is_compared and node.elts and all(isinstance(x, ast.Constant) for x in node.elts)):
             raise ValueError(node)
-    elif type(node.value) is not int and not (
+    elif type(node.value) is not int and not (  # isinstance would take True for 1
         is_compared and isinstance(node.value, str | bool | None)
     ):
         raise ValueError(node)
@@ -196,7 +196,7 @@ def _truth(node: ast.expr, names: Names) -> Number:
     if isinstance(node, ast.BoolOp):
         return reduce(CONNECTIVES[type(node.op)], (_truth(each, names) for each in node.values))
     if isinstance(node, ast.UnaryOp):
-        return _truth(node.operand, names) == 0
+        return _truth(node.operand, names) == 0  # "not" would fail on a column
     if not isinstance(node, ast.Compare):
         return _value(node, names) != 0
     (sign,), (other,) = node.ops, node.comparators
@@ -206,7 +206,7 @@ def _truth(node: ast.expr, names: Names) -> Number:
     number = _value(node.left, names)
     listed = (number == _operand(each, node.left, names) for each in other.elts)
     is_one = reduce(operator.or_, listed)
-    return is_one if isinstance(sign, ast.In) else is_one == 0
+    return is_one if isinstance(sign, ast.In) else is_one == 0  # as for "not"
 
 
 def _value(node: ast.expr, names: Names) -> Number:
@@ -217,29 +217,29 @@ def _value(node: ast.expr, names: Names) -> Number:
     return names.number(_dotted(node))
 
 
-def _operand(node: ast.expr, beside: ast.expr, names: Names) -> Number:
-    """Return the number of an operand; of a word, as the name *beside* it codes it."""
+def _operand(node: ast.expr, other: ast.expr, names: Names) -> Number:
+    """Return the number of an operand; a literal is coded as the field *other* codes it."""
     is_word = isinstance(node, ast.Constant) and type(node.value) is not int
-    if is_word and isinstance(beside, ast.Name | ast.Attribute):
+    if is_word and isinstance(other, ast.Name | ast.Attribute):
         assert isinstance(node, ast.Constant)
-        return names.code(_dotted(beside), node.value)
+        return names.code(_dotted(other), node.value)
     return _value(node, names)
 
 
 def _checked(when: str) -> str:
-    """Return a condition, or the empty text, as it stands."""
+    """Return *when* unchanged if it is empty or a condition; raises as `Condition`."""
     if when:
         parsed(when)
     return when
 
 
 def in_parentheses(why: str) -> str:
-    """Return the end of a refusal that says by which rule, empty where nothing says it."""
+    """Return ``(why)`` for the end of a refusal, empty where no rule is known."""
     return f" ({why})" if why else ""
 
 
 class Rule(Profile):
-    """Whose rule it is that something is refused.
+    """The source of a refusal: a rule of the framework, or a limit of this model of it.
 
     Args:
         why: By which rule of the framework, a function or an option, and which release has it; of
@@ -258,6 +258,7 @@ class Rule(Profile):
         >>> Rule(modelled=False).words("DeepSpeed 0.6")
         'not modelled here, of DeepSpeed 0.6'
         """
+        # A limit of this model must not read as if it were a rule of the framework.
         if self.modelled:
             return self.why
         if self.why:
@@ -286,7 +287,7 @@ class Refusal(Rule):
 
 
 class Ruled(Profile):
-    """What a stack does not offer, and by whose rule.
+    """Refusals of a stack, and the framework's rules behind them.
 
     Args:
         ruled_by: Framework and releases whose code its lists were held to.
@@ -307,7 +308,7 @@ class Ruled(Profile):
                 raise ProfileError(f"rules: {name} is no trait; {suggestion(name, known)}")
 
     def rule(self, trait: str) -> str:
-        """Return why a list or a switch offers no more, in words; empty where nothing says it."""
+        """Return the rule that limits a list or a flag, in words; empty where none is known."""
         if trait in self.rules:
             return self.rules[trait].words(self.ruled_by)
         return f"{self.ruled_by} has no other" if self.ruled_by else ""

@@ -1,4 +1,4 @@
-"""Single facts of a cluster or a stack: change one by name, tell which are not the built-in ones.
+"""Single facts of a cluster or a stack: set by name, and compared with the built-in profile.
 
 A key is written as the fact stands in its file, after the name of the table or file that it is in:
 ``loss``, ``fitted.kernel_gap``, ``devices_per_node``, ``device.gemm.plateau_fraction``,
@@ -56,7 +56,7 @@ PROFILES: Mapping[str, type[Profile]] = {"stack": StackProfile, "cluster": Clust
 
 
 class ChangedFact(NamedTuple):
-    """A fact that is not that of the built-in profile of the same name; None where it has none.
+    """A fact that differs from the built-in profile of the same name; None where that lacks it.
 
     ``key`` is written as in files, ``field`` as in Python, where names end in units.
     """
@@ -73,8 +73,8 @@ def with_facts(
     """Return *cluster* and *stack* with single facts changed, each checked as in its file.
 
     Args:
-        cluster: Where the run is.
-        stack: With what software.
+        cluster: Cluster of the run.
+        stack: Software stack of the run.
         changes: Texts ``KEY=VALUE``. A value is written as in TOML; a text needs no quotes.
 
     Raises:
@@ -108,7 +108,7 @@ def with_facts(
 
 
 def _in_format(stack: StackProfile, path: Sequence[str]) -> StackProfile:
-    """Return *stack* with all that follows from the format of its weights, if *path* is that."""
+    """Return *stack* with the bytes of 16-bit weights, if *path* set ``parameter_precision``."""
     precision = stack.parameter_precision
     if list(path) != ["parameter_precision"] or precision not in stack.parameter_precisions:
         return stack
@@ -116,7 +116,7 @@ def _in_format(stack: StackProfile, path: Sequence[str]) -> StackProfile:
 
 
 def changed_facts(profile: Cluster | StackProfile) -> tuple[ChangedFact, ...]:
-    """Return what differs from the built-in profile of the same name; nothing where none is.
+    """Return the facts that differ from the built-in profile of the same name, if there is one.
 
     >>> changed_facts(load_cluster("dgx-a100"))
     ()
@@ -129,15 +129,15 @@ def changed_facts(profile: Cluster | StackProfile) -> tuple[ChangedFact, ...]:
 
 
 def release_changes(stack: StackProfile) -> tuple[ChangedFact, ...]:
-    """Return what *stack* has otherwise than the release that it is told from.
+    """Return the facts in which *stack* differs from the release that it is based on.
 
     >>> [each.key for each in release_changes(load_stack("llm-foundry-2023"))]
     ['units', 'norm_by_axis', 'layer_facts', 'loss']
     """
     if not stack.release:
         return ()
-    found = _differences(stack, load_stack(stack.release), "", "")
-    return tuple(each for each in found if each.key.rpartition(".")[2] not in TEXTS)
+    changes = _differences(stack, load_stack(stack.release), "", "")
+    return tuple(change for change in changes if change.key.rpartition(".")[2] not in TEXTS)
 
 
 def fact_keys() -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def profile_toml(profile: Profile) -> str:
     >>> print(profile_toml(load_cluster("dgx-a100").host_link).splitlines()[2])
     bandwidth = "32 GB/s per direction"
     """
-    lines = []  # each of its own: tomlkit takes seconds for hundreds of dotted keys in one document
+    lines = []  # one document a line: tomlkit takes seconds for hundreds of dotted keys in one
     for words, value in _facts(profile, ()):
         key = ".".join(_toml_key(word).as_string() for word in words)
         is_given = value is not None
@@ -201,6 +201,7 @@ def _toml_key(word: str) -> "SingleKey":
     from tomlkit.items import KeyType, SingleKey
 
     if re.fullmatch(r"[A-Za-z0-9_-]+", word):
+        # tomlkit escapes controls, but leaves U+202E and its like to the terminal.
         return SingleKey(word)
     return SingleKey(word, t=KeyType.Basic, original=quoted(word))
 
@@ -235,7 +236,7 @@ def _facts(profile: Profile, before: tuple[str, ...]) -> Iterator[tuple[tuple[st
 
 
 def _written(kind: object, value: object) -> object:
-    """Return *value* of a field of type *kind* as in a file: the shortest that is read so."""
+    """Return *value* of a field of type *kind* as written in a file, rounded only if exact."""
     if isinstance(value, tuple):
         return [_written(get_args(kind)[0], item) for item in value]
     if isinstance(value, Profile):
@@ -244,10 +245,11 @@ def _written(kind: object, value: object) -> object:
         return value
     sizes = [*(write(value) for write in LEGIBLE), *(f"{value!r} {unit}" for unit in EXACT)]
     texts = [f"{size}{direction}" for size in sizes for direction in ("", " per direction")]
-    return next(each for each in (value, *texts) if _reads_as(kind, each, value))
+    # Four digits first, as people write them; where they lose precision the base unit is exact.
+    return next(each for each in (value, *texts) if _parses_to(kind, each, value))
 
 
-def _reads_as(kind: object, written: object, value: object) -> bool:
+def _parses_to(kind: object, written: object, value: object) -> bool:
     try:
         return _read(kind, written) == value
     except ValueError:
@@ -269,7 +271,7 @@ def _profile_of(path: Sequence[str]) -> type[Profile]:
 
 
 def _field(kind: type[Profile], path: Sequence[str]) -> tuple[str, int] | None:
-    """Return the field of *kind* that *path* begins with, and how many of its words name it."""
+    """Return the field of *kind* that *path* begins with, and the number of words of its key."""
     for name, field in kind.model_fields.items():
         words = (field.alias or name).split(".")
         if list(path[: len(words)]) == words:
@@ -278,7 +280,7 @@ def _field(kind: type[Profile], path: Sequence[str]) -> tuple[str, int] | None:
 
 
 def _changed(value: object, kind: object, path: Sequence[str], text: str) -> Any:  # noqa: ANN401
-    """Return *value*, of type *kind*, with what *path* leads to read from *text*."""
+    """Return *value*, of type *kind*, with the fact at *path* parsed from *text*."""
     if not path:
         return _read(kind, _toml_value(text))
     if isinstance(value, Profile):
@@ -303,7 +305,7 @@ def _changed(value: object, kind: object, path: Sequence[str], text: str) -> Any
 
 
 def _read(kind: object, value: object) -> object:
-    """Return what a file means by *value* of a field of type *kind*."""
+    """Return *value* of a file, validated as a field of type *kind*."""
     from pydantic import TypeAdapter
 
     known_at_run_time = cast("type[object]", kind)
@@ -336,7 +338,7 @@ def _toml_value(text: str) -> object:
 
 
 def _checked(record: R) -> R:
-    """Return *record* made again, so that facts are held to those beside them."""
+    """Return *record* validated anew, since `model_copy` skips checks between fields."""
     values = {
         name: _checked(value) if isinstance(value, Profile) else value
         for name in type(record).model_fields
@@ -362,10 +364,11 @@ def _differences(value: object, built_in: object, key: str, field: str) -> Itera
 
 
 def _parts(value: object) -> dict[tuple[str, str], object]:
-    """Return what *value* is made of, by its key in a file and its name in Python."""
+    """Return the fields or items of *value*, by key in a file and name in Python."""
     if isinstance(value, Profile):
         fields = type(value).model_fields.items()
         return {(field.alias or name, name): getattr(value, name) for name, field in fields}
+    # A list of plain values is one fact: its items have no names that a reader could tell apart.
     if isinstance(value, tuple) and not any(isinstance(each, Profile) for each in value):
         return {}
     return {(key, key): item for key, item in _entries(value).items()}

@@ -1,6 +1,6 @@
-"""What a framework that trains can be told, and how it spells it: one file each.
+"""Options of training frameworks and the plan fields that they set: one TOML file each.
 
-Exporters, importers and the search read the same tables: a value that leaves one leaves all three.
+Exporters, importers and the search read the same tables, so that none can disagree with another.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,21 +19,21 @@ NULL = "null"  # the same of a framework's own value
 OTHERWISE = "otherwise"  # the last of several conditions
 
 Format: TypeAlias = Literal["options", "overrides", "yaml", "json", "toml"]
-"""How a framework is told: by options or ``KEY=VALUE`` of a command, or by a file."""
-Theirs: TypeAlias = Flag | Annotated[int, Field(strict=True)] | str | list[str]
-"""A value as a framework has it."""
-Told: TypeAlias = Theirs | dict[str, Theirs]
-"""A value of an entry's one key, or of each of several."""
-Ours: TypeAlias = Flag | Annotated[int, Field(strict=True)] | str
-"""A value of a field, as a plan's file has it, or ``unset``."""
+"""Format of a framework's configuration: command-line options, ``KEY=VALUE`` overrides, a file."""
+FrameworkValue: TypeAlias = Flag | Annotated[int, Field(strict=True)] | str | list[str]
+"""A value as the framework spells it."""
+FrameworkValues: TypeAlias = FrameworkValue | dict[str, FrameworkValue]
+"""A value of an entry's only key, or one for each of its keys."""
+PlanValue: TypeAlias = Flag | Annotated[int, Field(strict=True)] | str
+"""A value of a plan field, as a plan file spells it, or ``unset``."""
 
 
 class ScriptLine(Profile):
-    """What the user's own script has to say of a plan, since no file does.
+    """A line that the user's own training script needs, as no configuration file can set it.
 
     Args:
-        line: The words; fields and facts stand in braces.
-        when: Of which plans.
+        line: The text; fields and facts in braces are filled in.
+        when: Condition on the plan.
     """
 
     line: Text
@@ -41,53 +41,53 @@ class ScriptLine(Profile):
 
 
 class FieldEntry(Profile):
-    """How a framework is told a field of the plan, or a fact of its job, model or stack.
+    """Framework options of one plan field, or of one fact of the job, model or stack.
 
-    An entry without any key is of what a launcher or a script says: it holds every value.
+    An entry without a key is set by a launcher or a script: it takes every value.
 
     Args:
-        key: Of the framework.
-        keys: Keys of a codec, by what they are there.
-        further_keys: More of them, by themselves.
-        values: What the framework is told, by the field's value; read back the same way.
+        key: Option of the framework.
+        keys: Options of a codec, by their role in it.
+        further_keys: More options of the codec, whose roles are their names.
+        values: The framework's value by the field's value; import reads the same table backwards.
         also: Field's values by further spellings of the framework, which are only read.
-        absent: What no key means; of several keys, what each of them does.
+        absent: The framework's default, where the key is absent; of several keys, one for each.
         absent_as: Another field, or fact, whose value it then has.
         nothing: Values of the framework that say as little as no key.
-        leaves_out: Whether a value that is as ``absent`` is not written.
-        of_launch: Whether variables of the launch tell it; a file alone leaves it open.
-        only: The values that it can have; all of ``values`` where there are none.
-        always: Values by the condition under which the framework has them whatever it is told.
-        same_as: Another field, or fact, whose value it has whatever it is told.
-        tells: Another number that is written in its place, and read by nobody.
-        when: Plans of which it is told; of others nothing is written or read.
-        otherwise: What is written of the others.
-        script: What a user's script says: the first line whose condition holds.
-        beside: Keys that are written beside, and on which no layout depends.
+        leaves_out: Whether a value equal to ``absent`` is not written.
+        of_launch: Whether the launcher's environment sets it; a file alone leaves it open.
+        only: Values that the framework supports; all of ``values`` where it is empty.
+        always: Values by the condition under which the framework fixes them.
+        same_as: Another field, or fact, whose value the framework always uses.
+        tells: Another number that is written in its place, and never imported.
+        when: Condition on the plan; where it fails nothing is written or read.
+        otherwise: Value written where it fails.
+        script: Lines of a user's script, of which the first whose condition holds applies.
+        beside: Options that are also written, and on which no layout depends.
         codec: Name of the code that writes or reads what is irregular.
-        fields: Further fields of which the codec tells.
-        asks: Whether it is asked for where a file does not say it: the user's own script does.
-        why: By which rule, and which version has it.
+        fields: Further fields that the codec sets.
+        asks: Whether import asks the user for it where a file lacks it, as the script sets it.
+        why: The framework's rule, and the version that has it.
     """
 
     key: str = ""
     keys: dict[str, str] = Field({})
     further_keys: tuple[str, ...] = ()
-    values: dict[str, Told] = Field({})
-    also: dict[str, Ours] = Field({})
-    absent: Told | None = None
+    values: dict[str, FrameworkValues] = Field({})
+    also: dict[str, PlanValue] = Field({})
+    absent: FrameworkValues | None = None
     absent_as: str = ""
-    nothing: tuple[Theirs, ...] = ()
+    nothing: tuple[FrameworkValue, ...] = ()
     leaves_out: Flag = False
     of_launch: Flag = False
-    only: tuple[Ours, ...] = ()
+    only: tuple[PlanValue, ...] = ()
     always: dict[str, str] = Field({})
     same_as: str = ""
     tells: str = ""
     when: str = ""
-    otherwise: Theirs | None = None
+    otherwise: FrameworkValue | None = None
     script: tuple[ScriptLine, ...] = ()
-    beside: dict[str, Theirs] = Field({})
+    beside: dict[str, FrameworkValue] = Field({})
     codec: str = ""
     fields: tuple[str, ...] = ()
     asks: Flag = False
@@ -95,19 +95,19 @@ class FieldEntry(Profile):
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Keys of the framework that it reads or writes."""
+        """Framework options that the entry reads or writes."""
         tables = (each for each in self.values.values() if isinstance(each, dict))
         named = (self.key, *self.roles.values(), *(key for each in tables for key in each))
         return tuple(dict.fromkeys(key for key in (*named, *self.beside) if key))
 
     @property
     def roles(self) -> dict[str, str]:
-        """Keys of a codec, by what they are there."""
+        """Options of a codec, by their role in it."""
         return {**self.keys, **{key: key for key in self.further_keys}}
 
     @property
-    def allowed(self) -> tuple[Ours, ...]:
-        """Values of the field that the framework has; none where it takes all."""
+    def allowed(self) -> tuple[PlanValue, ...]:
+        """Values of the field that the framework supports; empty where it takes all."""
         return self.only or tuple(self.values)
 
     @model_validator(mode="after")
@@ -118,39 +118,39 @@ class FieldEntry(Profile):
                 Condition(text)
 
 
-class HeldKey(Profile):
-    """A key of which no plan speaks, and that changes a layout: it may have these values alone.
+class FixedKey(Profile):
+    """A framework option that changes a layout but is no plan field: only these values are read.
 
     Args:
-        values: Those that a plan goes with.
-        when: Plans that it is looked at for.
+        values: Supported values.
+        when: Condition on the plan under which it is checked.
         is_required: Whether a file must have it.
     """
 
-    values: tuple[Theirs, ...] = Field(min_length=1)
+    values: tuple[FrameworkValue, ...] = Field(min_length=1)
     when: str = ""
     is_required: Flag = False
 
 
 class FrameworkTable(Profile):
-    """What a framework, a version of it, or one of its engines can be told.
+    """Options of a framework, of one version of it, or of one of its engines.
 
     Args:
         version: Of the framework; all of them where it is empty.
-        release: What the version is called.
-        stack: That a plan of such a file is of.
+        release: Name of the version.
+        stack: Stack of an imported plan.
         launches: Patterns of the names of stacks whose plans it trains in any case.
-        when: Which plans of other stacks it trains.
-        told_by: Values by which a file of it is known.
+        when: Condition on plans of other stacks that it trains.
+        told_by: Option values that identify a configuration of it.
         options: Files of options that its configuration, or its command, may hold.
         sections: Frameworks whose configurations stand in sections of it, or in files that these
             name, by the sections: their keys are read as those frameworks read them.
-        notes: What is to be said of such an export.
-        model_facts: Facts of a model that it is told; all others must be as usual.  Where there are
-            none nothing is asked of a model.
+        notes: Remarks printed with an export.
+        model_facts: Model facts that it can configure; all others must be the defaults.  An empty
+            list checks nothing of a model.
         fields: By the name of a field, or of a fact: model, precision, stack.loss.
         held: By the framework's key.
-        refused: Plans that it cannot be told, by a name.
+        refused: Plans that it cannot express, by a name.
     """
 
     version: tuple[str, ...] = ()
@@ -158,46 +158,46 @@ class FrameworkTable(Profile):
     stack: StackName | None = None
     launches: tuple[str, ...] = ()
     when: str = ""
-    told_by: dict[str, Theirs] = Field({})
+    told_by: dict[str, FrameworkValue] = Field({})
     options: tuple[str, ...] = ()
     sections: dict[Name, Name] = Field({})
     notes: tuple[str, ...] = ()
     model_facts: tuple[str, ...] = ()
     fields: dict[str, FieldEntry] = Field({})
-    held: dict[str, HeldKey] = Field({})
+    held: dict[str, FixedKey] = Field({})
     refused: dict[str, Refusal] = Field({})
 
     def is_of(self, stack: str) -> bool:
-        """Return whether a plan of such a file is of *stack*, or of a release of it."""
+        """Return True if a plan of such a file is of *stack*, or of a release of it."""
         return self.stack in (stack, stack.partition("@")[0])
 
     @property
     def spoken(self) -> frozenset[str]:
-        """Fields of a plan, and facts, of which it says something."""
+        """Plan fields and facts that the table sets."""
         others = (name for entry in self.fields.values() for name in entry.fields)
         return frozenset({*self.fields, *others})
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys that it knows."""
+        """All framework options of the table."""
         of_fields = (key for entry in self.fields.values() for key in entry.all_keys)
         return tuple(dict.fromkeys((*of_fields, *self.held, *self.told_by)))
 
 
 class FrameworkProfile(Profile):
-    """A framework that trains: its tables, and what else its files may hold.
+    """A training framework: its tables of options, and how its files are recognised.
 
     Args:
         name: As ``--to`` and ``--from`` have it.
-        title: In words.
-        source: Which release, or revision, the words are of.
-        format: Of the configurations that it reads; none where it only writes.
+        title: Name for people.
+        source: Release, or revision, that the options were checked against.
+        format: Format of configurations that are imported; None where there is only an export.
         known_by: Keys, or sections, one of which a configuration of it has.
         programs: Patterns of the programs, or modules, that a script of it starts.
-        other_programs: What its other programs train, which no plan has, by their patterns.
+        other_programs: Titles of its programs that no plan describes, by their patterns.
         has_references: Whether values of its files may name other keys: ``${section.key}``.
-        has_options: Whether its keys are options of a command: a switch that is off is left out.
-        tables: Of its versions and engines; the first that goes with a plan is its.
+        has_options: Whether its keys are command-line options: a flag that is off is left out.
+        tables: Tables of its versions and engines; the first that fits a plan is used.
     """
 
     name: Name
@@ -233,7 +233,7 @@ class FrameworkProfile(Profile):
         return tuple(each for each in known if not each.version or version in each.version)
 
     def release_of(self, version: str) -> str:
-        """Return what a version is called."""
+        """Return the name of a version."""
         named = (each.release for each in self.tables_of(version) if each.release)
         return next(named, self.source)
 
@@ -244,13 +244,14 @@ def list_frameworks() -> tuple[str, ...]:
     >>> "torchtitan" in list_frameworks()
     True
     """
-    known = {each.stem for each in (DATA_FOLDER / "frameworks").glob("*.toml")}
-    return tuple(sorted(known, key=lambda name: (name not in ORDER, ORDER.get(name, 0), name)))
+    names = {file.stem for file in (DATA_FOLDER / "frameworks").glob("*.toml")}
+    return tuple(sorted(names, key=lambda name: (name not in ORDER, ORDER.get(name, 0), name)))
 
 
+# Frameworks in the order in which they are offered; others follow by name.
 ORDER = {
-    name: place
-    for place, name in enumerate(
+    name: index
+    for index, name in enumerate(
         ("megatron-lm", "megatron-bridge", "torchtitan", "deepspeed", "accelerate", "torchrun")
     )
 }
@@ -282,7 +283,7 @@ TABLE_KEYS = tuple(FrameworkTable.model_fields)
 
 
 def _whole(data: Mapping[str, object]) -> dict[str, object]:
-    """Return all of a framework; what its file says outside of ``[tables]`` each of its tables has.
+    """Return the tables of a framework, keys outside of ``[tables]`` merged into each of them.
 
     What is shared with others stands in a file of ``shared``, whose keys are those of a
     configuration with sections; of options the section is left out, and dashes join words.
@@ -292,6 +293,7 @@ def _whole(data: Mapping[str, object]) -> dict[str, object]:
     common: dict[str, object] = (
         {} if shared is None else read_built_in(f"frameworks/shared/{shared}")
     )
+    # Megatron-LM's arguments are the dashed names of the fields in Megatron-Bridge's sections.
     if own.get("has_options") is True:
         common = _as_options(common)
     usual = {key: own.pop(key) for key in TABLE_KEYS if key in own}
@@ -304,7 +306,7 @@ def _whole(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
-    """Return *own* on top of *usual*: fields and what is held or refused entry by entry."""
+    """Return *own* merged over *usual*; fields, fixed options and refusals entry by entry."""
     merged = {**usual, **own}
     for key in ("fields", "held", "refused"):
         if key in merged:
@@ -315,7 +317,7 @@ def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str,
 
 
 def _with_sections(common: Mapping[str, object], table: Mapping[str, object]) -> dict[str, object]:
-    """Return *common* with what other frameworks are told in sections of a table."""
+    """Return *common* with the options of frameworks whose files are sections of a table."""
     merged = dict(common)
     for section, name in cast("Mapping[str, str]", table.get("sections", {})).items():
         other = read_built_in(f"frameworks/{name}")
@@ -325,7 +327,7 @@ def _with_sections(common: Mapping[str, object], table: Mapping[str, object]) ->
 
 
 def _as_options(table: Mapping[str, object]) -> dict[str, object]:
-    """Return a table with keys of sections as options of a command."""
+    """Return a table with keys of sections as command-line options."""
     return _renamed(table, _option)
 
 
@@ -333,31 +335,31 @@ Rename: TypeAlias = Callable[[str], str]
 
 
 def _renamed(table: Mapping[str, object], rename: Rename) -> dict[str, object]:
-    """Return a table with other names of the framework's keys."""
-    found = dict(table)
+    """Return a table with the framework's keys renamed."""
+    renamed = dict(table)
     fields = cast("Mapping[str, dict[str, object]]", table.get("fields", {}))
-    found["fields"] = {name: _renamed_entry(entry, rename) for name, entry in fields.items()}
+    renamed["fields"] = {name: _renamed_entry(entry, rename) for name, entry in fields.items()}
     held = cast("Mapping[str, object]", table.get("held", {}))
-    found["held"] = {rename(key): value for key, value in held.items()}
-    return found
+    renamed["held"] = {rename(key): value for key, value in held.items()}
+    return renamed
 
 
 def _renamed_entry(entry: Mapping[str, object], rename: Rename) -> dict[str, object]:
-    found = dict(entry)
+    renamed = dict(entry)
     if "key" in entry:
-        found["key"] = rename(str(entry["key"]))
+        renamed["key"] = rename(str(entry["key"]))
     if "keys" in entry:
         keys = cast("Mapping[str, str]", entry["keys"])
-        found["keys"] = {role: rename(key) for role, key in keys.items()}
+        renamed["keys"] = {role: rename(key) for role, key in keys.items()}
     if "further_keys" in entry:
-        found["further_keys"] = [*map(rename, cast("list[str]", entry["further_keys"]))]
+        renamed["further_keys"] = [*map(rename, cast("list[str]", entry["further_keys"]))]
     if "values" in entry:
         values = cast("Mapping[str, object]", entry["values"])
-        found["values"] = {ours: _renamed_keys(theirs, rename) for ours, theirs in values.items()}
+        renamed["values"] = {field: _renamed_keys(each, rename) for field, each in values.items()}
     for name in ("beside", "absent"):
         if name in entry:
-            found[name] = _renamed_keys(entry[name], rename)
-    return found
+            renamed[name] = _renamed_keys(entry[name], rename)
+    return renamed
 
 
 def _renamed_keys(value: object, rename: Rename) -> object:

@@ -1,4 +1,4 @@
-"""The closed choices that profiles are made of."""
+"""Enumerations of profiles and plans: precisions, collectives, recomputation, kernels."""
 
 from enum import StrEnum
 
@@ -7,9 +7,9 @@ class Precision(StrEnum):
     """Number format of the matrix multiplications.
 
     `FP8` is mixed training: the four linear layers of a transformer layer multiply in 8 bits, all
-    other products, and everything that is kept or sent between kernels, stay in bf16.  `MXFP8` is
-    the same with a scale for every 32 elements along the inner dim of a product (OCP Microscaling
-    Formats 1.0) in the place of one for a tensor.
+    other GEMMs, and all tensors saved or passed between kernels, stay in bf16.  `MXFP8` is
+    the same with a scale for every 32 elements along the inner dim of a GEMM (OCP Microscaling
+    Formats 1.0) instead of one for a tensor.
     """
 
     FP32 = "fp32"
@@ -29,7 +29,7 @@ class Precision(StrEnum):
 
     @property
     def storage(self) -> "Precision":
-        """Return the format of tensors between kernels, and of products that are not linear layers.
+        """Return the format of tensors between kernels, and of GEMMs outside linear layers.
 
         >>> Precision.FP8.storage, Precision.FP16.storage
         (<Precision.BF16: 'bf16'>, <Precision.FP16: 'fp16'>)
@@ -38,7 +38,7 @@ class Precision(StrEnum):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes one element takes between kernels.
+        """Return the bytes of one element between kernels.
 
         >>> Precision.FP32.num_bytes, Precision.BF16.num_bytes, Precision.FP8.num_bytes
         (4, 2, 2)
@@ -50,7 +50,7 @@ EIGHT_BITS = (Precision.FP8, Precision.MXFP8)
 
 
 class Source(StrEnum):
-    """Where a number comes from, from the best kind of evidence to the weakest."""
+    """Evidence for a number, from the strongest kind to the weakest."""
 
     MEASURED = "measured"
     FITTED = "fitted"
@@ -78,18 +78,18 @@ class Allocator(StrEnum):
 
 
 class Attention(StrEnum):
-    """How the attention core runs: separate kernels, or one that never stores the scores."""
+    """Attention kernel: unfused, or flash attention, which never stores the scores."""
 
     UNFUSED = "unfused"
     FLASH = "flash"
 
 
 class ContextParallel(StrEnum):
-    """How ranks that each hold a part of the tokens attend to those of all.
+    """Context parallelism: how ranks with parts of a sequence attend to all of its tokens.
 
-    Keys and values go around a ring while the ranks compute (Ring Attention, arXiv 2310.01889), all
-    ranks gather them, or tokens are swapped for heads before and after (Ulysses, arXiv 2309.14509).
-    A ring of swaps does both: neighbours swap, and what they have then goes around a ring of such
+    Keys and values go around a ring while ranks compute (ring attention, arXiv 2310.01889), all
+    ranks all-gather them, or an all-to-all exchanges tokens for heads (Ulysses, arXiv 2309.14509).
+    The hybrid does both: Ulysses among neighbours, ring attention between these
     groups (USP, arXiv 2405.07719; LongVILA, arXiv 2408.10188).
     """
 
@@ -100,9 +100,9 @@ class ContextParallel(StrEnum):
 
 
 class Dispatcher(StrEnum):
-    """How tokens go to the ranks of their experts and back.
+    """Token dispatcher of expert parallelism: dispatch to the ranks of experts, and combine.
 
-    All-to-all sends a row for each expert of a token.  DeepEP and HybridEP send a token once to
+    All-to-all sends a copy for each expert of a token.  DeepEP and HybridEP send a token once to
     each node that has any of its experts, and there once to each rank.
     """
 
@@ -112,12 +112,12 @@ class Dispatcher(StrEnum):
 
     @property
     def sends_once(self) -> bool:
-        """Whether a token goes to a rank, and to a node, once at most."""
+        """Whether a token is sent at most once to a rank, and to a node."""
         return self is not Dispatcher.ALL_TO_ALL
 
 
 class CudaGraphs(StrEnum):
-    """What of a step is captured in CUDA graphs, so that no host time is left between kernels."""
+    """Scope of CUDA graph capture, within which no host time is left between kernels."""
 
     NONE = "none"
     LAYERS = "layers"
@@ -125,19 +125,19 @@ class CudaGraphs(StrEnum):
 
 
 class CudaGraphImpl(StrEnum):
-    """Whose captures of layers they are."""
+    """Implementation of CUDA graphs of layers, as Megatron-Core names them."""
 
     TRANSFORMER_ENGINE = "transformer_engine"
     LOCAL = "local"
 
 
 class ExpertOverlap(StrEnum):
-    """How exchanges of tokens with ranks of experts run beside what another microbatch computes.
+    """Overlap of expert-parallel all-to-alls with the computation of another microbatch.
 
     `MICROBATCHES` runs the forward pass of one microbatch layer by layer with the backward pass of
-    another, so that the exchange of either goes on while the other computes
-    (``overlap_moe_expert_parallel_comm`` of Megatron-Core); `DELAYED_WEIGHTS` also puts gradients
-    of weights behind those of inputs, for exchanges to have more beside them
+    another, so that the all-to-all of either is hidden while the other computes
+    (``overlap_moe_expert_parallel_comm`` of Megatron-Core); `DELAYED_WEIGHTS` also delays gradients
+    of weights behind those of inputs, so that there is more to overlap with
     (``delay_wgrad_compute``).
     """
 
@@ -146,10 +146,10 @@ class ExpertOverlap(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What the backward pass computes again: nothing, the attention core, or whole layers.
+    """Activation recomputation: none, the attention core, or whole layers.
 
     `SELECTIVE_OP` is torchtitan's selective activation checkpointing per operator: whole layers
-    but for attention, every other matrix product and what is reduce-scattered.
+    but for attention, every other matrix product and reduce-scatter outputs.
     """
 
     NONE = "none"
@@ -159,11 +159,11 @@ class Recompute(StrEnum):
 
 
 class RecomputeModule(StrEnum):
-    """Parts of a layer that selective recomputation may run again, as Megatron-Core names them.
+    """Modules of a layer that selective recomputation may recompute, as Megatron-Core names them.
 
     Of the attention core, the MLP, a layer of routed experts, and shared experts only the input is
     kept.  Of norms, the experts' activation, and the projections that make queries, keys and values
-    of latents, the output is given up as soon as the next product is done.
+    of latents, the output is discarded as soon as the next matrix product is done.
     """
 
     CORE_ATTN = "core_attn"
@@ -176,7 +176,7 @@ class RecomputeModule(StrEnum):
 
 
 class RecomputeMethod(StrEnum):
-    """Which layers full recomputation runs again, as Megatron-LM and torchtitan have it.
+    """Layers that full recomputation checkpoints, as in Megatron-LM and torchtitan.
 
     `BLOCK` checkpoints so many of a virtual stage's first layers, each by itself, and keeps all of
     the others; `UNIFORM` checkpoints all, so many at a time (Megatron-LM's names). `EVERY`
@@ -190,10 +190,10 @@ class RecomputeMethod(StrEnum):
 
 
 class Kernels(StrEnum):
-    """How element-wise work runs: operator by operator, compiled around products, or by hand.
+    """Kernels of element-wise work: eager, compiled around GEMMs, or a library's fused ones.
 
-    `EAGER` keeps what each of PyTorch's operators keeps and holds what each makes, `COMPILED` keeps
-    what the partitioner of torch.compile chooses, `FUSED` what kernels of a library keep.
+    For backward `EAGER` saves what each of PyTorch's operators does, and holds outputs; `COMPILED`
+    saves what the partitioner of torch.compile chooses, `FUSED` what kernels of a library do.
     """
 
     EAGER = "eager"
@@ -202,15 +202,15 @@ class Kernels(StrEnum):
 
 
 class LossKernel(StrEnum):
-    """How logits become a loss.
+    """Cross-entropy kernel, from logits to the loss.
 
-    `FUSED` is Transformer Engine's one kernel, which writes the gradient over the logits,
+    `FUSED` is Transformer Engine's kernel, which overwrites the logits with their gradient,
     `FLASH_ATTN` that of flash-attn (csrc/xentropy, 2023) on a 16-bit copy; `IN_PLACE` is
-    Megatron's own, which turns one fp32 copy into exponents, probabilities and the gradient
+    Megatron's own, which overwrites one fp32 copy with exponents, probabilities and the gradient
     (`vocab_parallel_cross_entropy` until September 2022 and again from June 2024); `SHIFTED` is
-    what it was between: the maximum was subtracted into a second fp32 tensor.  `COMPILED` is its
-    fused form (`fused_vocab_parallel_cross_entropy`, from 2024), compiled in parts: it sums once
-    less over the ranks, into a second fp32 tensor, too.  `EAGER` is PyTorch's own chain, or
+    its form between these: the maximum was subtracted into a second fp32 tensor.  `COMPILED` is its
+    fused form (`fused_vocab_parallel_cross_entropy`, from 2024), compiled in parts: it has one
+    all-reduce less, and a second fp32 tensor, too.  `EAGER` is PyTorch's own chain, or
     DTensor's where the vocabulary is split.
     """
 
@@ -223,7 +223,7 @@ class LossKernel(StrEnum):
 
 
 class Offload(StrEnum):
-    """What is kept and updated on the host: nothing, optimizer states, or parameters, too."""
+    """CPU offloading: none, optimizer states, or also parameters, updated on the host."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
@@ -231,7 +231,7 @@ class Offload(StrEnum):
 
 
 class OffloadModule(StrEnum):
-    """Parts of layers whose saved tensors may wait on the host, as Megatron-Core names them."""
+    """Modules whose saved activations may be offloaded, as Megatron-Core names them."""
 
     ATTN_NORM = "attn_norm"
     QKV_LINEAR = "qkv_linear"
@@ -243,7 +243,7 @@ class OffloadModule(StrEnum):
 
 
 class StageSplit(StrEnum):
-    """Rule that gives layers to pipeline stages; `ENDS` counts embedding and head as one each."""
+    """Rule of splitting layers over stages; `ENDS` counts embedding and head as one each."""
 
     EVEN = "even"
     ENDS = "ends"
@@ -252,14 +252,14 @@ class StageSplit(StrEnum):
 
 
 class ParameterGather(StrEnum):
-    """How ranks get parameters that are sharded: all shards at once, or each from its owner."""
+    """Collective that gathers sharded parameters: all-gather, or broadcasts by the owners."""
 
     ALL_GATHER = "all-gather"
     BROADCAST = "broadcast"
 
 
 class PipelineRuntime(StrEnum):
-    """Whose code runs a pipeline: how many microbatches it takes, and in which groups.
+    """Runtime of a pipeline, which decides the microbatch counts it takes, and their groups.
 
     `PUBLISHED` runs groups of as many as there are pipeline ranks, as Narayanan et al. 2021.
     """
@@ -270,11 +270,11 @@ class PipelineRuntime(StrEnum):
 
 
 class Units(StrEnum):
-    """What sharded weights are gathered with; each layer is a unit in any case.
+    """FSDP units of embedding, norm and head; each layer is a unit in any case.
 
     `LAYERS` has embedding and head in the units of the outer layers.  `ROOT` has both in one that
-    stays gathered from forward to backward.  `ENDS` has the table in one of its own, final norm and
-    head in one that stays; with them a tied table, and what else there is stays, too.  `FLAT` has
+    stays gathered from forward to backward.  `ENDS` has the embedding in its own, final norm and
+    head in one that stays gathered, as do a tied embedding and other parameters.  `FLAT` has
     both, and the final norm, in flat buckets that are gathered once a step (Megatron-FSDP).
     """
 
@@ -285,7 +285,7 @@ class Units(StrEnum):
 
 
 class WeightCast(StrEnum):
-    """How often a stack casts the weights of its fp8 linear layers.
+    """Frequency of casting the weights of fp8 linear layers.
 
     Once a step (the copies are kept), in each forward pass, or in each forward and backward pass.
     """
@@ -296,7 +296,7 @@ class WeightCast(StrEnum):
 
 
 class Strategy(StrEnum):
-    """How a stack trains: ranks of a device mesh, replicas of one process, or servers."""
+    """Training strategy: a device mesh, `DataParallel` in one process, or parameter servers."""
 
     MESH = "mesh"
     DATAPARALLEL = "dataparallel"
@@ -304,7 +304,7 @@ class Strategy(StrEnum):
 
 
 class LayerFact(StrEnum):
-    """What layers and ends of a transformer may have beyond those of GPT and Llama.
+    """Features of transformer layers, embedding and head beyond those of GPT and Llama.
 
     Each is a field of a model, with a value where it has several.
     """

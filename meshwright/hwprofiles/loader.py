@@ -84,7 +84,7 @@ def load_link(name: str | Path) -> Link:
     return _built_in_link(_known_name("links", str(name)))
 
 
-# Files that the file of a cluster names.
+# References in a cluster file, each a built-in name, a path or a table.
 PARTS: Mapping[str, Callable[[str | Path], Profile]] = {
     "device": load_device,
     **dict.fromkeys(("intra_node", "inter_node", "host_link"), load_link),
@@ -92,7 +92,7 @@ PARTS: Mapping[str, Callable[[str | Path], Profile]] = {
 
 
 def load_cluster(name: str | Path | Cluster) -> Cluster:
-    """Return a cluster: a built-in one by name, or a TOML file by path; one as it is.
+    """Return a cluster: a built-in one by name, or a TOML file by path; a `Cluster` as it is.
 
     A file names its device and links, or holds them as tables; a path there is relative to the
     cluster's file.
@@ -134,17 +134,18 @@ def _built_in_cluster(name: str) -> Cluster:
 @cache
 def names(folder: str) -> tuple[str, ...]:
     """Return the names of the built-in files of a folder, sorted."""
-    return tuple(sorted(each.stem for each in (DATA_FOLDER / folder).glob("*.toml")))
+    return tuple(sorted(file.stem for file in (DATA_FOLDER / folder).glob("*.toml")))
 
 
 def is_path(name: str | Path) -> bool:
-    """Return whether *name* is of a file, and no built-in one."""
+    """Return True if *name* is a path, not the name of a built-in profile."""
     return isinstance(name, Path) or name.endswith(".toml") or "/" in name or "\\" in name
 
 
 def _known_name(folder: str, name: str) -> str:
     known = names(folder)
     if name not in known:
+        # Data folders are plural nouns, so that the message can name one of them.
         kind = folder.removesuffix("s")
         raise ProfileError(
             f"unknown {kind} {shown(name)}; {suggestion(name, known)}; or a path ending in .toml"
@@ -153,15 +154,15 @@ def _known_name(folder: str, name: str) -> str:
 
 
 def read_built_in(name: str) -> dict[str, object]:
-    """Return what a built-in file says, as ``links/nvlink3``."""
+    """Return the parsed TOML of a built-in file such as ``links/nvlink3``."""
     return tomllib.loads((DATA_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def checked(model: type[P], data: Mapping[str, object], file: str) -> P:
-    """Return the profile that *data* of a file is.
+    """Return the profile in *data* of a file, validated.
 
     Raises:
-        ProfileError: If it is none; names the file and the first mistake.
+        ProfileError: If it is not valid; names the file and the first mistake.
     """
     from pydantic import ValidationError
 
@@ -188,7 +189,7 @@ def _checked_cluster(data: Mapping[str, object], file: str, folder: Path) -> Clu
 
 
 def reference(value: object, folder: Path) -> str | Path:
-    """Return the built-in name, or the path beside a file in *folder*, that *value* is.
+    """Return *value* as a built-in name, or as a path relative to *folder*.
 
     Raises:
         ProfileError: If it is neither.

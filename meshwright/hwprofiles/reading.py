@@ -1,8 +1,8 @@
-"""The one way in for files that people and other programs wrote: bounded, strict, one line a fault.
+"""Bounded, strict reading of files that users and other programs wrote; errors are one line.
 
-A file is read once it is known to be a regular one of a plausible size. JSON and TOML with a key
-that stands twice, a number too long to be meant or one that is not finite are refused here, so
-that nothing after has to think of them.
+A file is read only if it is a regular one of a plausible size. JSON and TOML with a key
+that stands twice, a number of too many digits or one that is not finite are refused here, so
+that no later code has to check for them.
 """
 
 import csv
@@ -24,7 +24,7 @@ from meshwright.hwprofiles.complaints import ProfileError, shown, shown_path
 Items = list[tuple[str, object]]
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_DIGITS = 30
-# Traces pack to a tenth or a thirtieth; what unpacks to a thousand times its size is made to.
+# Traces compress to a tenth or a thirtieth; a ratio of a thousand is a decompression bomb.
 MOST_UNPACKED, UNPACKED_AT_ONCE = 300, 10_000_000
 MOST_DEPTH = 50  # of tables in tables; Python's own limit is near a thousand
 # Time to parse a dotted key grows with the cube of its dots: a line of a million takes hours.
@@ -32,19 +32,19 @@ _DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ 
 
 
 class Line(NamedTuple):
-    """A line of a table: its number in the file, and its cells by column."""
+    """A row of a CSV table: its line number in the file, and its cells by column."""
 
     number: int
     cells: dict[str, str]
 
 
 class FileKind(NamedTuple):
-    """A kind of file.
+    """A kind of file and its limits.
 
     Args:
-        title: What it is called, such as "plan file".
-        most_bytes: Size of the largest that is read, unpacked where it is packed.
-        error: What is raised.
+        title: Its name in messages, such as "plan file".
+        most_bytes: Largest size that is read, after decompression.
+        error: Exception that is raised.
         is_packed: Whether it may be gzipped.
         is_exact: Whether its JSON may hold no key twice and no number that is not finite.
     """
@@ -64,18 +64,18 @@ class FileKind(NamedTuple):
         return self.decoded(self._content(path), shown_path(path))
 
     def read_json(self, path: Path) -> object:
-        """Return what a JSON file holds; raises as `read_text`."""
+        """Return the document of a JSON file; raises as `read_text`."""
         return self.parse_json(self.read_text(path), shown_path(path))
 
     def parse_json(
         self, text: str, file: str, table: Callable[[Items], object] | None = None
     ) -> object:
-        """Return what a JSON text of *file* holds; raises as `read_text`.
+        """Return the document of a JSON text of *file*; raises as `read_text`.
 
         Args:
-            text: Of the file.
-            file: Its name, for errors.
-            table: Makes an object of its names and values, in which then a name may stand twice.
+            text: The JSON text.
+            file: Name of its file, for errors.
+            table: Hook that builds an object of its pairs, and then decides on repeated names.
         """
         try:
             if not self.is_exact:
@@ -94,11 +94,11 @@ class FileKind(NamedTuple):
         return document
 
     def read_toml(self, path: Path) -> dict[str, object]:
-        """Return what a TOML file holds; raises as `read_text`."""
+        """Return the document of a TOML file; raises as `read_text`."""
         return self.parse_toml(self._content(path), shown_path(path))
 
     def parse_toml(self, content: bytes, file: str) -> dict[str, object]:
-        """Return what a TOML text of *file* holds; raises as `read_text`."""
+        """Return the document of a TOML text of *file*; raises as `read_text`."""
         document = self.load_toml(self.decoded(content, file), file)
         try:
             mistake = _mistaken_number(document)
@@ -109,7 +109,7 @@ class FileKind(NamedTuple):
         return document
 
     def load_toml(self, text: str, file: str) -> dict[str, object]:
-        """Return what a TOML text holds, whatever its numbers; raises as `read_text`."""
+        """Return the document of a TOML text, its numbers unchecked; raises as `read_text`."""
         try:
             is_deep = any(line.count(".") >= MOST_DEPTH for line in text.split("\n"))
             if is_deep and _DEEP_KEY.search(text):
@@ -131,7 +131,7 @@ class FileKind(NamedTuple):
     def _lines(self, reader: "csv.DictReader[str]", file: str) -> Iterator[Line]:
         try:
             for cells in reader:
-                if None in cells or None in cells.values():
+                if None in cells or None in cells.values():  # too many cells, or too few
                     count = len(reader.fieldnames or ())
                     raise self.error(f"{file}: line {reader.line_num}: allowed: {count} cells")
                 yield Line(reader.line_num, cells)
@@ -141,10 +141,10 @@ class FileKind(NamedTuple):
     def _content(self, path: Path) -> bytes:
         file = shown_path(path)
         try:
-            if not stat.S_ISREG(path.stat().st_mode):
+            if not stat.S_ISREG(path.stat().st_mode):  # a FIFO or a device may never end
                 raise self.error(f"{file}: cannot be read: no regular file; allowed: {self._a}")
             with path.open("rb") as stream:
-                content = stream.read(self.most_bytes + 1)
+                content = stream.read(self.most_bytes + 1)  # one more: too large
             if self.is_packed and content.startswith(GZIP_MAGIC):
                 content = self._unpacked(content, file)
         except FileNotFoundError:
@@ -160,7 +160,7 @@ class FileKind(NamedTuple):
         return content
 
     def _unpacked(self, packed: bytes, file: str) -> bytes:
-        """Return what is packed, but for what is beyond `most_bytes` by more than one part."""
+        """Return the decompressed content, cut off one chunk beyond `most_bytes`."""
         parts, size = [], 0
         stream = io.BytesIO(packed)
         with gzip.open(stream) as unpacked:
@@ -173,7 +173,7 @@ class FileKind(NamedTuple):
         return b"".join(parts)
 
     def decoded(self, content: bytes, file: str) -> str:
-        """Return the text that *content* of a *file* is; raises as `read_text`."""
+        """Return *content* of a *file* decoded from UTF-8; raises as `read_text`."""
         if len(content) > self.most_bytes:
             limit = f"at most {self.most_bytes:,} bytes"
             raise self.error(f"{file}: too large for {self._a}; allowed: {limit}")
@@ -190,6 +190,7 @@ class FileKind(NamedTuple):
 
 def _unique(pairs: Items) -> dict[str, object]:
     document = dict(pairs)
+    # json keeps the last of equal keys, and says nothing.
     if len(document) < len(pairs):
         ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"key {shown(repeated)} appears twice")
@@ -197,19 +198,20 @@ def _unique(pairs: Items) -> dict[str, object]:
 
 
 def _short_limit(error: ValueError) -> str:
-    """Return the words of *error*; of Python's own about numbers of thousands of digits, ours."""
+    """Return the message of *error*; Python's on its limit of digits is replaced by ours."""
     words = " ".join(str(error).split())
     is_limit = "integer string conversion" in words
     return f"a number of too many digits; allowed: {MOST_DIGITS}" if is_limit else words
 
 
 def _mistaken_number(document: object) -> str | None:
-    """Return what is wrong with a number of *document*, and its key; None where all are well.
+    """Return the error of the first wrong number of *document*, with its key, or None.
 
     Raises:
         RecursionError: If tables are nested too deeply.
     """
     remaining = [("", document)]
+    # Level by level, so that the loop itself bounds the depth.
     for _ in range(MOST_DEPTH):
         inner: list[tuple[str, object]] = []
         for key, value in remaining:

@@ -1,4 +1,4 @@
-"""What hardware can do: devices, links and clusters."""
+"""Schema of devices, links and clusters."""
 
 from meshwright.hwprofiles.complaints import ProfileError
 from meshwright.hwprofiles.kinds import CollectiveOp, Precision, Source
@@ -27,7 +27,7 @@ from meshwright.records import Field, model_validator, rare
 
 
 class EightBitKernels(Profile):
-    """The constants of `GemmKernels` that differ in 8 bits; shares are of the peak there."""
+    """Constants of 8-bit GEMMs that differ from `GemmKernels`; fractions are of the 8-bit peak."""
 
     plateau_fraction: PositiveFraction
     prologue_k: Ratio
@@ -36,10 +36,10 @@ class EightBitKernels(Profile):
 
 
 class GroupedKernels(Profile):
-    """What products of experts with their own weights lose against a plain one.
+    """Loss of grouped GEMMs of experts against one plain GEMM.
 
-    ``weight_traffic_fraction`` is the share of the traffic of weights, or of their gradients, that
-    the products do not hide.
+    ``weight_traffic_fraction`` is the part of the traffic of weights, or of their gradients, that
+    is not hidden by the computation.
     """
 
     weight_traffic_fraction: Ratio
@@ -48,7 +48,7 @@ class GroupedKernels(Profile):
 
 
 class GemmKernels(Profile):
-    """How fast matrix multiplications run, as a share of the peak.
+    """Rate of matrix multiplications (GEMMs), as a fraction of the peak.
 
     A tile of m x n outputs runs at ``plateau * AI / (AI + half_rate_intensity)`` of the peak, where
     ``AI = m n / (m + n)``, and pays for ``k + prologue_k`` steps.  In 16 bits a product with a dim
@@ -70,17 +70,17 @@ class GemmKernels(Profile):
     grouped: GroupedKernels | None = None
 
     def of(self, precision: Precision) -> "GemmKernels | EightBitKernels":
-        """Return the constants of *precision*: those of 8 bits where the device has them."""
+        """Return the constants of *precision*; those of 16 bits where the device has none of 8."""
         return self.eight_bit.get(precision) or self
 
     @property
     def eight_bit(self) -> "dict[Precision, EightBitKernels | None]":
-        """The constants of each format of 8 bits, None where the device lacks it."""
+        """Constants by 8-bit format, None where the device lacks it."""
         return {Precision.FP8: self.fp8, Precision.MXFP8: self.mxfp8}
 
 
 class StridedKernels(Profile):
-    """What a multiprocessor takes an element of a slice, or beside numbers that are repeated.
+    """Time of a multiprocessor for one element of a strided or broadcast operand.
 
     PyTorch's kernel for such operands works out where each element lies and moves it by itself, so
     that those of one byte take as long as those of four.
@@ -92,7 +92,7 @@ class StridedKernels(Profile):
 
 
 class MemoryKernels(Profile):
-    """What share of the memory bandwidth element-wise kernels reach."""
+    """Memory bandwidth of element-wise kernels, as a fraction of the device's."""
 
     bandwidth_fraction: PositiveFraction
     kind: Source
@@ -101,7 +101,7 @@ class MemoryKernels(Profile):
 
 
 class NarrowFlash(Profile):
-    """The shares of a library with heads no wider than *head_dim*, in a window if it names one.
+    """Fractions of a flash-attention library at heads up to *head_dim*, in a window if given.
 
     A score costs one exponential whatever the width of a head is, so that narrow ones reach less;
     in a window kernels multiply whole tiles of scores, of which they mask most.
@@ -115,12 +115,12 @@ class NarrowFlash(Profile):
     source: Text
 
     def covers(self, head_dim: int, window: int) -> bool:
-        """Return whether these are the shares of heads of a width, in a window (0: in none)."""
+        """Return True if these are the shares of heads of a width, in a window (0: in none)."""
         return head_dim <= self.head_dim and (self.window is None or 0 < window <= self.window)
 
 
 class FlashKernels(Profile):
-    """What share of the peak one flash-attention library reaches.
+    """FLOP rate of a flash-attention library, as a fraction of the peak.
 
     Its FLOPs count causal attention as half of the full square, and backward as 2.5 x forward.
     """
@@ -134,12 +134,12 @@ class FlashKernels(Profile):
 
     def facts_of(self, head_dim: int, window: int) -> "FlashKernels | NarrowFlash":
         """Return the shares of heads of a width, in a window of so many tokens (0: in none)."""
-        own = (self.narrow_window, self.narrow)
-        return next((each for each in own if each and each.covers(head_dim, window)), self)
+        cases = (self.narrow_window, self.narrow)  # windowed ones first, as both cover narrow heads
+        return next((case for case in cases if case and case.covers(head_dim, window)), self)
 
 
 class ConvolutionKernels(Profile):
-    """What a convolution reaches of the rate of a matrix product of its shape.
+    """Rate of a convolution over that of a GEMM of its shape.
 
     More than 1 in fp32, where a 3 x 3 convolution of Winograd's form multiplies less often.
     """
@@ -151,13 +151,13 @@ class ConvolutionKernels(Profile):
 
 
 class DeviceOverheads(Profile):
-    """What of a device's memory is no tensor of a program.
+    """Device memory that holds no tensors of a program.
 
     Args:
-        usable_bytes: What processes can have of the capacity (`cudaMemGetInfo`).
+        usable_bytes: Total memory that CUDA reports to processes (`cudaMemGetInfo`).
         communicator_bytes: Buffers of one communicator between ranks (NCCL).
-        product_workspace_bytes: What a host thread's matrix products work in (cuBLAS).
-        engine_workspace_bytes: The same of Transformer Engine's, once.
+        product_workspace_bytes: cuBLAS workspace of each host thread that starts GEMMs.
+        engine_workspace_bytes: cuBLAS workspace of Transformer Engine, one a process.
     """
 
     usable_bytes: ByteCount = Field(alias="usable")
@@ -169,7 +169,7 @@ class DeviceOverheads(Profile):
 
 
 class Device(Profile):
-    """One accelerator: capacity, peaks, and how near its kernels come to them.
+    """An accelerator: memory capacity, peak rates, and the fractions that kernels reach.
 
     Without ``overheads`` a program can have the whole capacity, and all of it for its tensors.
     """
@@ -189,7 +189,7 @@ class Device(Profile):
 
     @property
     def usable_bytes(self) -> int:
-        """What processes can have of the capacity."""
+        """Bytes of the capacity that processes can allocate."""
         return self.overheads.usable_bytes if self.overheads else self.memory_capacity_bytes
 
     @model_validator(mode="after")
@@ -201,6 +201,7 @@ class Device(Profile):
             )
 
     @model_validator(mode="after")
+    # A peak without constants, or the reverse, would fail only in the middle of a prediction.
     def _check_eight_bits(self) -> None:
         for name, kernels in self.gemm.eight_bit.items():
             has_peak, has_kernels = name in self.peak_flops_per_s, kernels is not None
@@ -299,6 +300,7 @@ class Cluster(Profile):
             "host_memory_bandwidth": self.host_memory_bandwidth_bytes_per_s,
             "host_source": self.host_source,
         }
+        # Offloading needs all of these: with some of them it would have no price.
         missing = [key for key, value in facts.items() if value is None]
         if missing and (len(missing) < len(facts) or self.devices_per_host_link > 1):
             raise ProfileError(

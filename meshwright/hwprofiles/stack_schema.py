@@ -1,4 +1,4 @@
-"""What a training software stack can express, and how it behaves."""
+"""Schema of a training software stack: its options, defaults and fitted constants."""
 
 from typing import Annotated
 
@@ -41,7 +41,7 @@ from meshwright.records import Field, model_validator, rare
 ZeroStage = Annotated[int, Field(strict=True, ge=0, le=3)]
 SavedBytes = Annotated[int, Field(strict=True, ge=1, le=2)]
 
-# Lists of what a stack offers: nothing stands twice in one.
+# Lists of supported values, checked to hold each value once.
 LISTS = (
     *("precisions", "schedules", "attention_kernels", "zero_stages", "recompute_modes"),
     *("recompute_modules", "recompute_methods", "context_parallel", "latent_context_parallel"),
@@ -51,7 +51,7 @@ LISTS = (
 
 
 class EightBitRecipe(Profile):
-    """How a stack runs linear layers in 8 bits.
+    """FP8 recipe: linear layers in 8 bits.
 
     ``saved_input_bytes`` is what an element of a linear layer's input takes from forward to
     backward: 1 where the fp8 copy is kept, 2 where the bf16 tensor is; ``weight_copy_bytes`` what
@@ -85,16 +85,17 @@ class EightBitRecipe(Profile):
 
     @property
     def casts_of_expert(self) -> int:
-        """Kernels that cast the rows of each expert by themselves; fused products cast them."""
+        """Cast kernels of one expert's rows; none where the grouped GEMM casts them itself."""
         return 0 if self.fuses_experts else self.expert_cast_kernels
 
     @property
     def fills_expert_rows(self) -> bool:
-        """Whether rows of each expert are copied to fill up what a product takes."""
+        """Whether rows of each expert are padded, by a copy, to the multiple that a GEMM takes."""
         return self.pads_expert_rows and not self.fuses_experts
 
     @model_validator(mode="after")
     def _check_parameters(self) -> None:
+        # fp8 copies that are the parameters must exist, and outlive a pass.
         is_kept = self.weight_copy_bytes > 0 and self.weight_casts is WeightCast.STEP
         if self.holds_parameters and not is_kept:
             raise ProfileError(
@@ -105,7 +106,7 @@ class EightBitRecipe(Profile):
 
 
 class StackProfile(StackTraits):
-    """Dated facts about one software stack.
+    """Dated facts of one software stack.
 
     Bytes are per parameter in 16-bit training. In a file the fitted constants stand in a table
     ``[fitted]`` with a ``source`` of their own that says what they were fitted on, or chosen from.
@@ -119,16 +120,16 @@ class StackProfile(StackTraits):
     ``parameter_gather`` whether the owner of a layer broadcasts it to the others, who reduce its
     gradient to the owner.
 
-    ``context_parallel`` lists how ranks that have parts of the same sequences may attend to them,
-    the stack's habit first; none where it does not divide sequences.  ``recompute_modules`` lists
-    the parts of a layer that selective recomputation may run again; none but the attention core.
+    ``context_parallel`` lists the types of context parallelism,
+    the default first; none where it does not divide sequences.  ``recompute_modules`` lists
+    the modules that selective recomputation may recompute; if empty, only the attention core.
 
-    ``dispatchers`` lists how tokens may go to experts on other ranks, the habit first;
-    ``grouped_experts`` says that one kernel runs the products of all experts of a rank.
+    ``dispatchers`` lists the token dispatchers of expert parallelism, the default first;
+    ``grouped_experts`` says that one grouped GEMM runs all experts of a rank.
 
     ``pipeline_runtime`` decides which numbers of microbatches a schedule takes.
 
-    ``release`` is the built-in stack that it is told from, if that is another one;
+    ``release`` is the built-in stack that it is based on, if that is another one;
     ``alike`` are releases of the framework that count as it does.
 
     ``strategy`` says what the plan's ranks are; ``host_per_launch_s`` is the time of a kernel
@@ -229,7 +230,7 @@ class StackProfile(StackTraits):
 
     @property
     def recipes(self) -> dict[Precision, EightBitRecipe | None]:
-        """How linear layers run in each format of 8 bits, None in those that are not offered."""
+        """Recipe by 8-bit format, None where the stack does not support it."""
         return {Precision.FP8: self.fp8, Precision.MXFP8: self.mxfp8}
 
     @model_validator(mode="after")
@@ -265,13 +266,13 @@ def _check_recipes(stack: StackProfile) -> None:
 
 
 def _check_context(stack: StackProfile) -> None:
-    for way in stack.latent_context_parallel:
-        known = stack.context_parallel
-        check_member("latent_context_parallel", way, "context_parallel", known)
+    for kind in stack.latent_context_parallel:
+        offered = stack.context_parallel
+        check_member("latent_context_parallel", kind, "context_parallel", offered)
 
 
 def _check_recompute(stack: StackProfile) -> None:
-    """Raise ProfileError where operators would be chosen in layers that are not PyTorch's own."""
+    """Raise ProfileError if recomputation by operator goes with layers not PyTorch's own."""
     is_other = stack.strategy is not Strategy.MESH or stack.megatron_layers or stack.autocast
     has_unfused = Attention.UNFUSED in stack.attention_kernels
     if Recompute.SELECTIVE_OP in stack.recompute_modes and (is_other or has_unfused):
@@ -283,7 +284,7 @@ def _check_recompute(stack: StackProfile) -> None:
 
 
 def _check_gradients(stack: StackProfile) -> None:
-    """Raise ProfileError for formats or buckets of gradients that cannot be."""
+    """Raise ProfileError for unsupported gradient formats or buckets."""
     pairs = tuple("/".join(pair) for pair in stack.gradient_precisions)
     check_distinct("gradient_precisions", pairs)
     is_whole = stack.zero_stages == (0,) and not (stack.tensor_parallel or stack.pipeline_parallel)
@@ -309,7 +310,7 @@ def _check_gradients(stack: StackProfile) -> None:
 
 
 def _check_experts(stack: StackProfile) -> None:
-    """Raise ProfileError where experts would be divided among ranks as no code here does it."""
+    """Raise ProfileError for expert parallelism with layers or optimizers not modelled."""
     is_flat = stack.units is Units.FLAT
     in_buckets = stack.megatron_layers and (max(stack.zero_stages) <= 1 or is_flat)
     if stack.expert_parallel and not (in_buckets or stack.is_fully_sharded):
@@ -336,7 +337,7 @@ def _check_experts(stack: StackProfile) -> None:
 
 
 def _check_gather(stack: StackProfile) -> None:
-    """Raise ProfileError where owners would broadcast what the stack does not shard so."""
+    """Raise ProfileError for a broadcast gather of anything but ZeRO-3 parameters."""
     if stack.parameter_gather is ParameterGather.ALL_GATHER:
         return
     partly = {1, 2} & {*stack.zero_stages} or stack.hybrid_sharding or len(stack.offload_modes) > 1
@@ -348,7 +349,7 @@ def _check_gather(stack: StackProfile) -> None:
 
 
 def _check_tp_plan(stack: StackProfile) -> None:
-    """Raise ProfileError where the tp_plan of transformers would not be all that splits layers."""
+    """Raise ProfileError where `tp_plan` of transformers is mixed with other tensor parallelism."""
     is_theirs = stack.transformers_layers and stack.tensor_parallel and stack.is_fully_sharded
     if stack.tp_plan and (not is_theirs or stack.sequence_parallel or stack.pipeline_parallel):
         raise ProfileError(
@@ -358,7 +359,7 @@ def _check_tp_plan(stack: StackProfile) -> None:
 
 
 def _check_strategy(stack: StackProfile) -> None:
-    """Raise ProfileError for a key that the stack's strategy would ignore."""
+    """Raise ProfileError for a key that the strategy ignores."""
     one_process = stack.strategy is Strategy.DATAPARALLEL
     if stack.host_per_launch_s and not one_process:
         raise ProfileError(
@@ -384,7 +385,7 @@ def _check_strategy(stack: StackProfile) -> None:
 
 
 def _check_offload(stack: StackProfile) -> None:
-    """Raise ProfileError where offloading and the speed of the update on the host disagree."""
+    """Raise ProfileError unless offloading comes with the host's update bandwidth."""
     check_member("offload_modes", Offload.NONE, "offload_modes", stack.offload_modes)
     if (len(stack.offload_modes) > 1) != (stack.host_bandwidth_fraction > 0):
         raise ProfileError(

@@ -23,13 +23,13 @@ DEFAULT_STACK = "megatron-core"
 
 
 class StackFile(NamedTuple):
-    """What the file of a framework says.
+    """The file of a framework: facts of its first release, and changes of the others.
 
     Args:
         facts: All facts of one of its releases.
         release: The name of that release.
-        changes: What other releases, and stacks of published runs, have otherwise, by name: than
-            which of them, in ``of``; with what other releases count alike, in ``alike``.
+        changes: Facts that other releases, and stacks of published runs, override, by name; ``of``
+            names the release they are based on, ``alike`` releases that count as the same.
         aliases: The names of stacks of published runs.
     """
 
@@ -41,35 +41,35 @@ class StackFile(NamedTuple):
     @property
     def releases(self) -> tuple[str, ...]:
         """The names of its releases, oldest first."""
-        names = (self.release, *(each for each in self.changes if each not in self.aliases))
-        return tuple(sorted(names, key=lambda each: str(self.data(each)["date"])))
+        names = (self.release, *(name for name in self.changes if name not in self.aliases))
+        return tuple(sorted(names, key=lambda name: str(self.data(name)["date"])))
 
     def data(self, name: str) -> dict[str, object]:
-        """Return all that a release, or a stack of published runs, has."""
+        """Return all facts of a release, or of a stack of published runs."""
         if name == self.release:
             return dict(self.facts)
         own = dict(self.changes[name])
         usual = self.data(str(own.pop("of", self.release)))
-        usual.pop("alike", None)
+        usual.pop("alike", None)  # says of the base alone which releases count as it
         return _merged(usual, own)
 
     def release_of(self, name: str) -> str:
-        """Return the release that a stack of published runs is told from."""
+        """Return the release that a stack of published runs is based on."""
         while name in self.aliases:
             name = str(self.changes[name].get("of", self.release))
         return name
 
     def find(self, text: str) -> str | None:
-        """Return the release that a number means, with those of its corrections."""
+        """Return the release of a version number; patch releases count as theirs."""
         for name in reversed(self.releases):
-            known = (name, *self._alike(name))
-            if any(text == each or text.startswith(f"{each}.") for each in known):
+            versions = (name, *self._alike(name))
+            if any(text == each or text.startswith(f"{each}.") for each in versions):
                 return name
         return None
 
     @property
-    def told(self) -> tuple[str, ...]:
-        """The releases, oldest first, each with those that count alike."""
+    def release_texts(self) -> tuple[str, ...]:
+        """The releases for a message, oldest first, each with those that count as the same."""
         others = {name: ", ".join(self._alike(name)) for name in self.releases}
         return tuple(
             f"{name} (as which {other} count{'' if ', ' in other else 's'})" if other else name
@@ -99,7 +99,7 @@ def list_releases(framework: str) -> tuple[str, ...]:
 
 
 def first_release(framework: str) -> str:
-    """Return the dated stack that all others of a framework are told from.
+    """Return the dated stack that all others of a framework are based on.
 
     >>> first_release("megatron-core")
     'megatron-core@0.12'
@@ -118,7 +118,7 @@ def list_stacks() -> tuple[str, ...]:
 
 
 def is_stack(name: str) -> bool:
-    """Return whether a built-in stack has *name*, of which a framework's alone is none.
+    """Return True if *name* is a built-in stack; a framework's name without a release is not.
 
     >>> is_stack("megatron-core@0.16"), is_stack("megatron-core")
     (True, False)
@@ -130,7 +130,7 @@ def is_stack(name: str) -> bool:
 
 
 def load_stack(name: str | Path | StackProfile = DEFAULT_STACK) -> StackProfile:
-    """Return a software stack: a built-in one by name, or a TOML file by path; one as it is.
+    """Return a stack: a built-in one by name, or a TOML file by path; a `StackProfile` as it is.
 
     A framework's name alone is its newest release, ``megatron-core@0.16`` another one. A file may
     name another stack as its ``base``, whose facts are its own where it says nothing;
@@ -154,7 +154,7 @@ def load_stack(name: str | Path | StackProfile = DEFAULT_STACK) -> StackProfile:
 
 
 def stacks_with(facts: Iterable[LayerFact]) -> tuple[str, ...]:
-    """Return the frameworks whose layers may have all of *facts*, as `frameworks_where` does.
+    """Return the frameworks whose layers support all of *facts*, as `frameworks_where` does.
 
     >>> stacks_with([LayerFact.NORM_PLACES])
     ('ddp', 'fsdp')
@@ -164,26 +164,26 @@ def stacks_with(facts: Iterable[LayerFact]) -> tuple[str, ...]:
 
 
 def frameworks_where(holds: Callable[[StackProfile], bool]) -> tuple[str, ...]:
-    """Return the frameworks of which *holds* is true, or their newest release of which it is.
+    """Return the frameworks for which *holds*, each by its newest release for which it does.
 
     >>> frameworks_where(lambda stack: "squared relu" in str(stack.layer_facts))
     ('megatron-core',)
     >>> frameworks_where(lambda stack: stack.title.startswith("Megatron-LM"))
     ('megatron-lm',)
     """
-    found = []
+    names = []
     for framework in stack_frameworks():
         newest, *others = map(load_stack, reversed(list_releases(framework)))
         if holds(newest):
-            found.append(framework)
+            names.append(framework)
         else:
-            found += [each.name for each in others if holds(each)][:1]
-    return tuple(found)
+            names += [each.name for each in others if holds(each)][:1]
+    return tuple(names)
 
 
 @cache
 def common_refusals() -> Mapping[str, Refusal]:
-    """Return what no stack runs, by name: a stack may say otherwise under the same name.
+    """Return the refusals of all stacks, by name; a stack may override one under the same name.
 
     >>> common_refusals()["offload-of-divided-experts"].field
     'offload'
@@ -208,7 +208,7 @@ def _stack_file(framework: str) -> StackFile:
 
 @cache
 def _aliases() -> Mapping[str, str]:
-    """Return the frameworks of stacks of published runs, by the names of these."""
+    """Return the framework of each stack of published runs, by name."""
     return {
         alias: framework
         for framework in stack_frameworks()
@@ -217,7 +217,7 @@ def _aliases() -> Mapping[str, str]:
 
 
 def _stack_name(text: str) -> str:
-    """Return the built-in stack that a word names: a framework's is its newest release.
+    """Return the full name of a built-in stack; a framework alone means its newest release.
 
     Raises:
         ProfileError: If there is none.
@@ -233,7 +233,7 @@ def _stack_name(text: str) -> str:
     file = _stack_file(framework)
     release = file.find(number) if sign else file.releases[-1]
     if release is None:
-        releases = ", ".join(f"{framework}@{each}" for each in reversed(file.told))
+        releases = ", ".join(f"{framework}@{each}" for each in reversed(file.release_texts))
         raise ProfileError(f"unknown release {shown(text)}; allowed: {releases}")
     return f"{framework}@{release}"
 
@@ -248,7 +248,7 @@ def _built_in_stack_data(name: str) -> dict[str, object]:
 
 
 def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
-    """Return what the file of a stack says, and its base, which *users* of it lead to."""
+    """Return the facts of a stack and its base; *users* are the files based on it."""
     is_file = is_path(name)
     if is_file:
         file, data = shown_path(name), PROFILE_FILE.read_toml(Path(name))
@@ -257,7 +257,7 @@ def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
         file, data = f"stack {known}", _built_in_stack_data(known)
     if "base" not in data:
         return data
-    if file in users:
+    if file in users:  # a file that is its own base would recurse forever
         raise ProfileError(f"{file}: base: leads back to {file}; allowed: another stack")
     try:
         base = reference(data.pop("base"), Path(name).parent if is_file else Path())
@@ -266,6 +266,7 @@ def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
     except ProfileError as error:
         text = str(error)
         raise ProfileError(text if "base: " in text else f"{file}: base: {text}") from None
+    # Bytes of the base are those of its own format of weights; another one brings its bytes along.
     precision = data.get("parameter_precision")
     if precision in cast("Collection[object]", usual.get("parameter_precisions", ())):
         usual |= half_weight_facts({"autocast": False, **usual}, precision)
@@ -273,7 +274,7 @@ def _stack_data(name: str | Path, users: tuple[str, ...]) -> dict[str, object]:
 
 
 def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
-    """Return *own* on top of *usual*, tables entry by entry."""
+    """Return *own* merged over *usual*, tables entry by entry."""
     merged = {**usual, **own}
     for key, value in own.items():
         beneath = usual.get(key)
@@ -283,7 +284,7 @@ def _merged(usual: Mapping[str, object], own: Mapping[str, object]) -> dict[str,
 
 
 def _flat(data: Mapping[str, object], file: str) -> dict[str, object]:
-    """Return the facts of a stack, fitted ones under dotted names."""
+    """Return the facts of a stack with ``[fitted]`` flattened to the dotted aliases of fields."""
     flat = dict(data)
     fitted = flat.pop("fitted", {})
     if not isinstance(fitted, Mapping):

@@ -1,6 +1,6 @@
 """Quantities with units, and the fields of profiles that hold them.
 
-It is the only place that knows what a giga is. A file names a field without its unit and gives a
+Unit prefixes are defined only here. A file names a field without its unit and gives a
 text with one (``memory_capacity = "80 GiB"``); Python names the unit and gives a number
 (``memory_capacity_bytes=...``).
 
@@ -45,7 +45,7 @@ MEBI: Final = 2**20
 GIBI: Final = 2**30
 PS_PER_S: Final = 10**12
 
-# Digits are bounded so that no text, however silly, takes long to read.
+# Digits are bounded so that no text takes long to parse.
 _QUANTITY = re.compile(
     r"(?P<sign>[+-]?)(?P<number>[0-9]{1,30}(?:\.[0-9]{0,30})?(?:[eE][+-]?[0-9]{1,3})?)"
     r"\s*(?P<unit>[A-Za-z][A-Za-z/-]*)?(?:\s+(?P<direction>per direction|bidirectional))?",
@@ -70,7 +70,7 @@ _BANDWIDTH_UNITS: Final = {
     "MB/s": Decimal("1e6"),
     "GB/s": Decimal("1e9"),
     "TB/s": Decimal("1e12"),
-    "Mb/s": Decimal("1e6") / 8,
+    "Mb/s": Decimal("1e6") / 8,  # bits
     "Gb/s": Decimal("1e9") / 8,
     "Tb/s": Decimal("1e12") / 8,
 }
@@ -123,6 +123,7 @@ def parse_bandwidth(text: str, *, directed: bool | None = None) -> float:
     is_directed = text.rstrip().endswith(("per direction", "bidirectional"))
     if directed and not is_directed:
         raise ProfileError(f"{shown(text)} does not say its direction; allowed: add {_DIRECTIONS}")
+    # Vendors quote NVLink as the sum of both directions; a ring uses each one by itself.
     return float(value / 2 if text.rstrip().endswith("bidirectional") else value)
 
 
@@ -222,6 +223,7 @@ def _parse(text: str, units: Mapping[str, Decimal], *, allow_direction: bool = F
         raise ProfileError(f"{shown(text)} has the wrong unit {shown(unit)}; {allowed}")
     if match["direction"] and not allow_direction:
         raise ProfileError(f"{shown(text)} names a direction, which has no meaning here; {allowed}")
+    # Decimal, as 2.039 * 1e12 of floats is not 2.039e12.
     value = Decimal(match["number"]) * units[unit]
     if match["sign"] == "-" and value:
         raise ProfileError(f"{shown(text)} is negative; allowed: 0 or more")
@@ -234,6 +236,7 @@ def _format(value: float, units: Mapping[str, float]) -> str:
     smallest = list(units)[-1]
     unit = next((unit for unit, scale in units.items() if abs(value) >= scale), smallest)
     scaled = value / units[unit]
+    # ".4g" would write 10,000 GiB with an exponent.
     return f"{scaled:.0f} {unit}" if abs(scaled) >= 1000 else f"{scaled:.4g} {unit}"
 
 
@@ -241,7 +244,7 @@ class Profile(Record, populate_by_name=True, allow_inf_nan=False):
     """A frozen record that knows which keys its file may have."""
 
     def __repr__(self) -> str:
-        """Return the name of what has one, as a person would tell it from others."""
+        """Return type and name, or all fields of a profile that has no name."""
         name = getattr(self, "name", None)
         return super().__repr__() if name is None else f"{type(self).__name__}({name!r})"
 
@@ -277,6 +280,7 @@ def _quantity(parse: Callable[[str], float], example: str) -> Declaration:
     def read(value: object, check: "ValidatorFunctionWrapHandler", info: "ValidationInfo") -> Any:  # noqa: ANN401
         from pydantic import ValidationError
 
+        # Numbers from Python are in base units already.
         if info.context is not FROM_FILE:
             return check(value)
         if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a framework that launches a stack can be told of its plans."""
+"""Limits of the frameworks that launch a stack: plans that their options cannot express."""
 
 from meshwright.simulator.launching.gaps import (
     all_gaps,

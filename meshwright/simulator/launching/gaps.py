@@ -1,6 +1,6 @@
-"""What a framework cannot be told of a plan, read from the table that exporters and importers read.
+"""Plans that a framework's options cannot express, from the tables of exporters and importers.
 
-A limit is said once, as conditions on a plan and its job, and read for one plan and for columns.
+A limit is one set of conditions on a plan and its job, evaluated for one plan and for columns.
 """
 
 from ast import expr
@@ -31,14 +31,14 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.model import ModelSpec
 
-NOT_PLANNED = ("parameter_server",)  # of stacks that no framework launches
-WORDS_AT_ONCE = 8  # of a list in a condition, whose length has a limit
-# What a model has that no framework needs to know.
+NOT_PLANNED = ("parameter_server",)  # a field of stacks that no framework launches
+WORDS_AT_ONCE = 8  # words of a list in a condition, as conditions are limited in length
+# Model fields that change nothing that a framework configures.
 LABELS = {"name", "title", "source", "seq_len", "scored_fraction", "spelling", "head_dim"}
 
 
 class _Limit(NamedTuple):
-    """What a table cannot be told: texts of conditions that hold of it."""
+    """A limit of a table of options: conditions that all plans beyond it satisfy."""
 
     field: str
     texts: tuple[str, ...]
@@ -50,9 +50,9 @@ class _Limit(NamedTuple):
 def framework_gaps(
     framework: FrameworkProfile, version: str, stack: StackProfile, job: TrainingJob
 ) -> Iterator[Gap]:
-    """Yield the plans of *job* on *stack* that a version of *framework* cannot be told.
+    """Yield the plans of *job* on *stack* that a version of *framework* cannot express.
 
-    Only those that a layout decides: `framework_refusal` says what no layout helps.
+    Only limits that depend on the layout; `framework_refusal` covers those that do not.
     """
     yield from (gap for gap in all_gaps(framework, version, stack, job) if gap.names)
 
@@ -60,14 +60,14 @@ def framework_gaps(
 def all_gaps(
     framework: FrameworkProfile, version: str, stack: StackProfile, job: TrainingJob
 ) -> Iterator[Gap]:
-    """Yield the same, and what no layout helps, in the order of the table."""
+    """Yield the same and limits that no layout avoids, in the order of the table."""
     yield from (gap for gap, _ in _gaps(framework, version, Facts(job, stack)))
 
 
 def framework_refusal(
     framework: FrameworkProfile, version: str, stack: StackProfile, job: TrainingJob
 ) -> str | None:
-    """Return why *framework* cannot run *job* whatever its layout, or None when it can."""
+    """Return the reason *framework* cannot run *job* in any layout, or None when it can."""
     if stack.strategy is not Strategy.MESH:
         return (
             f"stack={stack.name} trains with a strategy of its own; allowed: stacks with "
@@ -79,14 +79,17 @@ def framework_refusal(
     tables = [table for table, _ in chosen_tables(framework, version, stack)]
     gaps = [*_gaps(framework, version, facts)]
     of_all = [(gap, table) for gap, table in gaps if table is not None]
-    found = [gap for gap, _ in gaps if not gap.names]
+    refused = [gap for gap, _ in gaps if not gap.names]
+    # Another engine of the framework may still run the job: only limits of all tables refuse it.
     if all(any(table is each for _, each in of_all) for table in tables):
-        found += [gap for gap, _ in of_all]
-    return refusal_text(found[0], facts.value(found[0].field), framework.name) if found else None
+        refused += [gap for gap, _ in of_all]
+    if not refused:
+        return None
+    return refusal_text(refused[0], facts.value(refused[0].field), framework.name)
 
 
 def refusal_text(gap: Gap, value: object, framework: str) -> str:
-    """Return the line that says what a framework cannot be told, from the value of its field."""
+    """Return the one-line refusal of *value* of the field of *gap* by a framework."""
     known = ", ".join(map(_word, gap.allowed)) + in_parentheses(gap.why)
     if gap.reason.startswith("model="):
         return f"{gap.reason}, which cannot be expressed for {framework}; allowed: {known}"
@@ -104,28 +107,28 @@ def _word(value: object) -> str:
 def chosen_tables(
     framework: FrameworkProfile, version: str, stack: StackProfile
 ) -> list[tuple[FrameworkTable, tuple[str, ...]]]:
-    """Return the tables that plans of *stack* may have, with what holds of these plans."""
+    """Return the tables for plans of *stack*, each with the conditions under which it is used."""
     tables = framework.tables_of(version)
     for table in tables:
         if any(fnmatchcase(stack.name, each) for each in table.launches):
             return [(table, ())]
-    found: list[tuple[FrameworkTable, tuple[str, ...]]] = []
+    chosen: list[tuple[FrameworkTable, tuple[str, ...]]] = []
     others: tuple[str, ...] = ()
     for table in tables:
         own = (table.when,) if table.when else ()
-        found.append((table, (*others, *own)))
-        others = (*others, *(f"not ({text})" for text in own))
-    return found
+        chosen.append((table, (*others, *own)))
+        others = (*others, *(f"not ({text})" for text in own))  # the first table that fits is used
+    return chosen
 
 
 def _gaps(
     framework: FrameworkProfile, version: str, facts: Facts
 ) -> Iterator[tuple[Gap, FrameworkTable | None]]:
-    """Yield gaps, and the table of those that all plans of it have."""
-    for table, held in chosen_tables(framework, version, facts.stack):
+    """Yield gaps, each with its table if it holds for all plans of that."""
+    for table, conditions in chosen_tables(framework, version, facts.stack):
         for limit in _limits(table, facts):
             of_plan = _parts(limit.texts, facts)
-            chosen = _parts(held, facts)
+            chosen = _parts(conditions, facts)
             if of_plan is not None and chosen is not None:
                 gap = Gap(
                     field=limit.field,
@@ -139,18 +142,18 @@ def _gaps(
 
 
 def _parts(texts: Iterable[str], facts: Facts) -> tuple[expr, ...] | None:
-    """Return what of conditions a plan decides; None where the job does not have the rest."""
-    found: list[expr] = []
+    """Return the parts of conditions on the plan; None if the parts on the job do not hold."""
+    parts: list[expr] = []
     for text in texts:
         of_job, of_plan = parsed(text).about(is_fact)
         if not all_hold(of_job, Numbers(lambda _: 0, facts)):
             return None
-        found += of_plan
-    return tuple(found)
+        parts += of_plan
+    return tuple(parts)
 
 
 def _limits(table: FrameworkTable, facts: Facts) -> Iterator[_Limit]:
-    """Yield all that a table cannot be told."""
+    """Yield all limits of a table."""
     model = facts.job.model
     if table.model_facts and isinstance(model, ModelSpec):
         yield from _model_limits(model, table.model_facts)
@@ -158,15 +161,16 @@ def _limits(table: FrameworkTable, facts: Facts) -> Iterator[_Limit]:
         yield _Limit(rule.field, (rule.when,), rule.allowed, rule.words(), rule.reason)
     for name, field in PLAN_FIELDS.items():
         if name not in table.spoken and name not in NOT_PLANNED:
+            # A field that the table does not mention cannot be exported: only its default is safe.
             text = f"{name} != {field.code(field.default)}"
             yield _Limit(name, (text,), (field.default,))
     for name, entry in table.fields.items():
         yield from _entry_limits(name, entry)
 
 
-def _model_limits(model: ModelSpec, told: tuple[str, ...]) -> Iterator[_Limit]:
-    """Yield the facts of a model that a framework is not told of, and that are not as usual."""
-    known = {"positions", *told}
+def _model_limits(model: ModelSpec, configurable: tuple[str, ...]) -> Iterator[_Limit]:
+    """Yield the model fields that a framework cannot configure and that are not the defaults."""
+    known = {"positions", *configurable}
     usual: dict[str, object] = {}
     if "head_dim" not in known:
         usual["head_dim"] = model.hidden_size // model.num_heads
@@ -177,23 +181,23 @@ def _model_limits(model: ModelSpec, told: tuple[str, ...]) -> Iterator[_Limit]:
         value = getattr(model, name)
         if value != expected:
             is_plain = isinstance(value, str | int | float | bool | None)
-            said = f"{name}={value}" if is_plain else name
-            yield _Limit("model", (), (expected,), reason=f"model={model.name} has {said}")
+            text = f"{name}={value}" if is_plain else name
+            yield _Limit("model", (), (expected,), reason=f"model={model.name} has {text}")
 
 
 def _entry_limits(name: str, entry: FieldEntry) -> Iterator[_Limit]:
     field = PLAN_FIELDS.get(name)
     axis = None if field is None else field.declaration.acts_on
-    # A field whose axis has one rank has no effect, and a value that is not there none either.
+    # A field whose axis has degree 1 has no effect, and neither has one that is left at None.
     around = tuple(text for text in (entry.when, axis and f"{axis} > 1") if text)
-    said = (f"{name} != None",) if field is not None and field.is_optional else ()
+    is_given = (f"{name} != None",) if field is not None and field.is_optional else ()
     if entry.same_as:
-        texts = (f"{name} != {entry.same_as}", *said, *around)
+        texts = (f"{name} != {entry.same_as}", *is_given, *around)
         yield _Limit(name, texts, (f"that of {entry.same_as}",), entry.why)
     others: tuple[str, ...] = ()
     for word, condition in entry.always.items():
         own = () if condition == OTHERWISE else (condition,)
-        is_set = said if word != UNSET else ()
+        is_set = is_given if word != UNSET else ()
         texts = (*own, *others, f"{name} != {literal(field, word)}", *is_set, *around)
         yield _Limit(name, texts, (_shown(word),), entry.why)
         others = (*others, *(f"not ({text})" for text in own))
@@ -205,7 +209,7 @@ def _entry_limits(name: str, entry: FieldEntry) -> Iterator[_Limit]:
 
 
 def literal(field: PlanField | None, word: object) -> str:
-    """Return a value of a table as conditions write it."""
+    """Return a value of a table as a literal of conditions."""
     text = str(word).lower() if isinstance(word, bool) else str(word)
     if text == UNSET:
         return "None"

@@ -1,4 +1,4 @@
-"""How a model is laid out: the job, the plan, the mesh of ranks, stages and placements."""
+"""Layouts: the training job, the parallel plan, the device mesh, stages and placements."""
 
 from meshwright.simulator.layout.axes import (
     AXES,
@@ -50,9 +50,9 @@ from meshwright.simulator.layout.mesh import (
     GroupSpan,
     Mesh,
     context_way,
+    default_inner,
     pair_span,
     strided_span,
-    usual_inner,
 )
 from meshwright.simulator.layout.placement import (
     Partial,
@@ -181,6 +181,7 @@ __all__ = [
     "context_way",
     "copies_table",
     "default_attention",
+    "default_inner",
     "default_precision",
     "divides",
     "experts_refusal",
@@ -228,7 +229,6 @@ __all__ = [
     "sums_microbatches",
     "syncs_by_default",
     "table_rank",
-    "usual_inner",
     "usual_zero_stages",
     "whole_model",
     "with_stages",

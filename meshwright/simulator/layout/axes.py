@@ -1,4 +1,4 @@
-"""The parallel axes, each declared once: its place in the rank order, what it divides, who has it.
+"""Parallel axes, each declared once: position in the rank order, divisibility, supporting stacks.
 
 The mesh, plans, the command line, the search, tables and refusals read these declarations. A new
 axis is a member of `Axis`, a line in `AXES` and a field of the plan.
@@ -35,12 +35,12 @@ class Axis(StrEnum):
 
 
 # Neighbouring axes along which ranks hold the same parameters: gradients are reduced, and states
-# sharded, over all of them.  Ranks of one context-parallel group see parts of the same sequences.
+# sharded, over both, as context-parallel ranks see parts of the same sequences.
 REPLICATED = (Axis.CP, Axis.DP)
-IN_STEP = (Axis.TP, Axis.CP)  # neighbours that work on one microbatch, action by action
+IN_STEP = (Axis.TP, Axis.CP)  # ranks that run the same microbatch in lockstep
 # Numbers of ranks over several axes, as Megatron-Core calls their groups.
 DP_CP, TP_CP = "dp_cp", "tp_cp"
-# Ranks that divide the heads where some context-parallel ones swap tokens for heads; else 0.
+# Ranks that divide the heads where context-parallel ones run Ulysses (all-to-all); else 0.
 TP_CP_INNER = "tp_cp_inner"
 JOINT_AXES: dict[str, tuple[str, ...]] = {
     DP_CP: REPLICATED,
@@ -50,24 +50,24 @@ JOINT_AXES: dict[str, tuple[str, ...]] = {
 
 
 class ExpertAxis(StrEnum):
-    """Axes of the mesh of routed experts: the same ranks as `Axis` has, laid out once more.
+    """Axes of the expert mesh: the ranks of `Axis`, factored a second way.
 
     The ranks of a pipeline stage are ``etp x ep x edp``, fastest first (`RankGenerator` of
     megatron/core/parallel_state.py, core 0.16, order tp-cp-ep-dp-pp): neighbours split an expert's
-    widths, then come other experts, then ranks with the same experts.
+    widths, then come ranks of other experts, then data-parallel ranks of the same experts.
     """
 
     ETP = "etp"
     EP = "ep"
     EDP = "edp"
     ALL = "etp-ep"
-    """Ranks that have all experts between them."""
+    """Ranks that together hold all experts of a layer."""
 
 
 class ContextAxis(StrEnum):
-    """Axes of context-parallel ranks that attend by a ring of swaps: ``inner x outer`` of them.
+    """Axes of hybrid context parallelism (ring + all-to-all): ``inner x outer`` ranks.
 
-    Neighbours swap tokens for heads; ranks of the same place in each of their groups are a ring
+    Inner ranks run Ulysses; ranks at the same position of the inner groups run ring attention
     (`hierarchical_context_parallel_sizes`, the inner number first: `create_hierarchical_groups` of
     megatron/core/parallel_state.py, core 0.16).
     """
@@ -80,15 +80,15 @@ MeshAxis: TypeAlias = Axis | ExpertAxis | ContextAxis
 
 
 class ParallelAxis(NamedTuple):
-    """What is known of an axis.
+    """Declaration of an axis.
 
     Args:
-        title: What its degree is called.
-        refusal: Why a degree cannot split the tensors or the batch of a job; None if it can.
+        title: Name of its degree.
+        refusal: Reason a degree cannot split the tensors or the batch of a job; None if it can.
         most: Largest degree that a rule for stages can lay out; None without a limit.
         offered_by: Trait of the stacks that have the axis; None where all do.
-        takes_rest: Whether its degree is what the others leave of the devices.
-        is_rare: Whether people are told of its degree only where that is not 1.
+        takes_rest: Whether its default degree is the devices over the other degrees.
+        is_rare: Whether its degree is shown only where it is not 1.
     """
 
     title: str
@@ -117,6 +117,7 @@ def nearest_divisor(number: int, wanted: int) -> int:
     """
     wanted = max(1, wanted)
     below = next(n for n in range(wanted, 0, -1) if number % n == 0)
+    # Only divisors that are closer than the one below.
     above = (n for n in range(wanted + 1, 2 * wanted - below) if number % n == 0)
     return next(above, below)
 
@@ -135,9 +136,10 @@ def _batch_refusal(job: TrainingJob, degree: int) -> str | None:
 
 
 def _tokens_refusal(job: TrainingJob, degree: int) -> str | None:
-    """Return why sequences cannot be cut in parts of equal work.
+    """Return the reason sequences cannot be split over *degree* ranks, or None.
 
-    Each rank of a causal model has one early and one late of ``2 cp`` parts (Megatron-Core's
+    Under a causal mask each rank gets one early and one late of ``2 cp`` parts, which balances its
+    work (Megatron-Core's
     `get_batch_on_this_cp_rank`, the load balancer of PyTorch's context_parallel).
     """
     if degree == 1:
@@ -152,26 +154,26 @@ def _tokens_refusal(job: TrainingJob, degree: int) -> str | None:
     return None
 
 
-def check_inner(cp: int, way: ContextParallel | None, inner: int | None) -> None:
-    """Raise PlanError unless *inner* of *cp* ranks can swap tokens for heads.
+def check_inner(cp: int, cp_type: ContextParallel | None, inner: int | None) -> None:
+    """Raise PlanError unless *inner* is a size of Ulysses groups of *cp* ranks.
 
     >>> check_inner(8, ContextParallel.RING_OF_SWAPS, 3)
     Traceback (most recent call last):
     meshwright.simulator.errors.PlanError: cp_inner=3 does not divide cp=8; nearest: 2
     """
-    refusal = _inner_refusal(cp, way, inner)
+    refusal = _inner_refusal(cp, cp_type, inner)
     if refusal is not None:
         raise PlanError(refusal)
 
 
-def _inner_refusal(cp: int, way: ContextParallel | None, inner: int | None) -> str | None:
-    swaps = ContextParallel.RING_OF_SWAPS
-    if way is not swaps:
-        said = way or "the stack's"
-        lone = f"cp_inner={inner} does not go with cp_type={said}; allowed: {swaps}"
-        return None if inner is None else lone
+def _inner_refusal(cp: int, cp_type: ContextParallel | None, inner: int | None) -> str | None:
+    hybrid = ContextParallel.RING_OF_SWAPS
+    if cp_type is not hybrid:
+        name = cp_type or "the stack's"
+        refusal = f"cp_inner={inner} does not go with cp_type={name}; allowed: {hybrid}"
+        return None if inner is None else refusal
     if inner is None:
-        lacks = f"cp_type={swaps} needs cp_inner; allowed: a divisor of cp={cp}"
+        lacks = f"cp_type={hybrid} needs cp_inner; allowed: a divisor of cp={cp}"
         return lacks if cp > 1 else None
     if inner > 0 and cp % inner == 0:
         return None
@@ -196,6 +198,7 @@ AXES: dict[Axis, ParallelAxis] = {
     Axis.PP: ParallelAxis(
         title="Pipeline-parallel",
         refusal=_no_refusal,
+        # Rules give each stage a layer; only an explicit list may leave one empty.
         most=lambda job: job.model.num_layers,
         offered_by="pipeline_parallel",
     ),
@@ -203,34 +206,35 @@ AXES: dict[Axis, ParallelAxis] = {
 
 
 def divides(job: TrainingJob, axis: Axis, degree: int) -> bool:
-    """Return whether *job* can be split *degree* ways on *axis*."""
-    known = AXES[axis]
-    small_enough = known.most is None or degree <= known.most(job)
-    return small_enough and known.refusal(job, degree) is None
+    """Return True if *axis* can have *degree* in a layout of *job*."""
+    declaration = AXES[axis]
+    is_small_enough = declaration.most is None or degree <= declaration.most(job)
+    return is_small_enough and declaration.refusal(job, degree) is None
 
 
 def check_expert_degrees(ep: int, etp: int | None, tp: int, of_stage: int, of_shards: int) -> None:
-    """Refuse degrees of experts that the ranks of a stage, and those of a set of shards, lack.
+    """Refuse expert degrees that do not divide the ranks of a stage and of a sharding group.
 
     Raises:
-        PlanError: Naming them.
+        PlanError: Naming the degrees.
     """
     if etp is not None and etp < 1:
         raise PlanError(f"etp must be >= 1, got {etp}")
     if ep == 1 and etp not in (None, tp):
         raise PlanError(f"etp={etp} does not go with ep=1; allowed: tp, which is {tp}")
-    sharing = tp if etp is None else etp
-    whose = {"of a stage": of_stage, "that have a set of shards between them": of_shards}
-    for words, ranks in whose.items():
-        if ep > 1 and ranks % (ep * sharing):
-            said = f"ep={ep} x etp={sharing} does not divide the {ranks} ranks {words}"
-            if ranks % sharing:
-                raise PlanError(f"{said}; nearest: etp={nearest_divisor(ranks, sharing)}")
-            raise PlanError(f"{said}; nearest: ep={nearest_divisor(ranks // sharing, ep)}")
+    # Megatron-Core's default (expert_tensor_parallel_size of parallel_state.py) is tp.
+    expert_tp = tp if etp is None else etp
+    groups = {"of a stage": of_stage, "that have a set of shards between them": of_shards}
+    for name, ranks in groups.items():
+        if ep > 1 and ranks % (ep * expert_tp):
+            fault = f"ep={ep} x etp={expert_tp} does not divide the {ranks} ranks {name}"
+            if ranks % expert_tp:
+                raise PlanError(f"{fault}; nearest: etp={nearest_divisor(ranks, expert_tp)}")
+            raise PlanError(f"{fault}; nearest: ep={nearest_divisor(ranks // expert_tp, ep)}")
 
 
 def check_modules(recompute: Recompute, modules: tuple[RecomputeModule, ...]) -> None:
-    """Refuse parts of layers to recompute where no selection is recomputed."""
+    """Refuse modules to recompute without selective recomputation."""
     if modules and recompute is not Recompute.SELECTIVE:
         raise PlanError(
             f"recompute_modules={','.join(modules)} does not go with recompute={recompute}; "
@@ -239,7 +243,7 @@ def check_modules(recompute: Recompute, modules: tuple[RecomputeModule, ...]) ->
 
 
 def check_layers(recompute: Recompute, number: int | None, method: RecomputeMethod | None) -> None:
-    """Refuse layers to recompute where they are not recomputed in full."""
+    """Refuse a number of layers to recompute without full recomputation."""
     if method is not None and number is None:
         raise PlanError(f"recompute_method={method} needs recompute_layers; allowed: a number")
     if number is not None and number < 1:
@@ -252,7 +256,7 @@ def check_layers(recompute: Recompute, number: int | None, method: RecomputeMeth
 
 
 def check_offloaded(number: int | None, modules: tuple[OffloadModule, ...]) -> None:
-    """Refuse saved tensors that wait on the host of no layer, and of layers and of parts."""
+    """Refuse activation offloading of no layers, and of layers together with modules."""
     if number is not None and number < 1:
         raise PlanError(f"offload_layers must be >= 1, got {number}")
     if number is not None and modules:
@@ -265,13 +269,13 @@ def check_offloaded(number: int | None, modules: tuple[OffloadModule, ...]) -> N
 def repeated_modules(
     recompute: Recompute, modules: tuple[RecomputeModule, ...]
 ) -> tuple[RecomputeModule, ...]:
-    """Return the parts of a layer that run again: of a selection that names none the attention."""
-    usual = (RecomputeModule.CORE_ATTN,) if recompute is Recompute.SELECTIVE else ()
-    return modules or usual
+    """Return the modules that are recomputed; selective recomputation defaults to attention."""
+    default = (RecomputeModule.CORE_ATTN,) if recompute is Recompute.SELECTIVE else ()
+    return modules or default
 
 
 def check_stages(stages: tuple[int, ...], pp: int, num_virtual_stages: int) -> None:
-    """Refuse layers of other stages than a plan has, and a model without any.
+    """Refuse a list of layers of another number of stages than the plan's, or without layers.
 
     Raises:
         PlanError: Naming the numbers.

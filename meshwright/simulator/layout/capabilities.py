@@ -1,6 +1,6 @@
-"""What a stack does not run of all that plans may have: what its lists leave out, what it refuses.
+"""Limits of a stack: plan values that its lists leave out, and plans that its rules refuse.
 
-Both are conditions as stacks' files write them, read for one plan and for columns of plans.
+Both are conditions in the language of stack files, evaluated for one plan or columns of plans.
 """
 
 from ast import expr
@@ -31,30 +31,30 @@ from meshwright.simulator.layout.axes import AXES, JOINT_AXES
 from meshwright.simulator.layout.fields import PlanField
 from meshwright.simulator.layout.formats import Formats, chosen_formats, syncs_by_default
 from meshwright.simulator.layout.job import TABLES, TrainingJob, check_fact
-from meshwright.simulator.layout.mesh import context_ways
+from meshwright.simulator.layout.mesh import context_parallel_types
 from meshwright.simulator.layout.plan import EXPERT_SHARDS, PLAN_FIELDS, SHARDS
 from meshwright.simulator.model import ModelSpec
 
 MAX_ZERO_STAGE = 3
-PRECISIONS = ("precision", "storage")  # facts that are compared with those of gradients
+PRECISIONS = ("precision", "storage")  # facts that conditions compare with gradient_precision
 GRADIENTS = "gradient_precision"
 JOB_FACTS = ("model", *PRECISIONS, "seq_len", "global_batch_size", "imbalance")
-# Counts that a plan has no number of, and of which fields they are.
+# Counts that are no plan field, with the fields that they are computed from.
 COUNTED = {"num_microbatches": ("dp", "microbatch_size"), "world_size": tuple(AXES)}
 COUNTS = (*JOINT_AXES, SHARDS, EXPERT_SHARDS, *COUNTED)
-# Traits that list which values of a field a stack offers, beside those that fields declare.
+# Stack traits that list the supported values of a field, where its declaration names none.
 LISTS = {"zero_stage": "zero_stages", "recompute_modules": "recompute_modules"}
 NONE_OFFERED = {"recompute_method": "leave recompute_layers out"}  # what helps then
 
 
 class Facts(NamedTuple):
-    """What conditions may say of a job and the stack that runs it."""
+    """Facts of a job and its stack, by the names that conditions have for them."""
 
     job: TrainingJob
     stack: StackProfile
 
     def value(self, name: str) -> object:
-        """Return a fact, None where the model has no such part; of a list, if it has a member."""
+        """Return a fact; None if the model lacks the part; of a list whether it has a member."""
         root, *path = name.split(".")
         if name in {"model", "storage"}:
             return self.job.model.name if name == "model" else self.job.precision.storage
@@ -64,7 +64,7 @@ class Facts(NamedTuple):
         return value
 
     def filled(self, text: object) -> object:
-        """Return a text with facts in the place of their names in braces."""
+        """Return *text* with facts in the place of their names in braces."""
 
         def value(name: str) -> object:
             try:
@@ -76,7 +76,7 @@ class Facts(NamedTuple):
 
 
 def code_of(name: str, value: object) -> Number:
-    """Return *value* of a field or a fact as conditions compare it: 0 for None, of lists a length.
+    """Return the number of a field's or fact's *value* in conditions: None is 0, a list its length.
 
     Raises:
         ProfileError: If a field has no such value.
@@ -92,13 +92,13 @@ def code_of(name: str, value: object) -> Number:
 
 
 class Numbers(NamedTuple):
-    """What the names of a condition stand for: numbers of a plan's fields, and facts."""
+    """Values of the names of a condition: numbers of plan fields, and facts."""
 
     field: Callable[[str], Number]
     facts: Facts
 
     def number(self, name: str) -> Number:
-        """Return a fact, or the number of a field: what the stack does where it is not said."""
+        """Return a fact, or the number of a field, where it is unset the stack's default."""
         if is_fact(name):
             return code_of(name, self.facts.value(name))
         if name in COUNTED:
@@ -108,33 +108,34 @@ class Numbers(NamedTuple):
         number = self.field(field)
         if member:
             return number >> PLAN_FIELDS[field].declaration.members.index(member) & 1
-        return number + (number == 0) * self.habit(name) if name in HABITS else number
+        is_optional = name in STACK_DEFAULTS  # of which 0 is None, and no value
+        return number + (number == 0) * self.stack_default(name) if is_optional else number
 
-    def habit(self, name: str) -> Number:
-        """Return what a field in `HABITS` is where it is not said."""
-        return HABITS[name].number(self)
+    def stack_default(self, name: str) -> Number:
+        """Return the number of the stack's default of a field in `STACK_DEFAULTS`."""
+        return STACK_DEFAULTS[name].number(self)
 
     def code(self, name: str, value: object) -> Number:
-        """Return what *value* is where a condition compares it with *name*."""
+        """Return the number of *value*, which a condition compares with *name*."""
         return code_of(name, value)
 
 
-class Habit(NamedTuple):
-    """What a stack does where a plan does not say a field, and the fields on which that depends."""
+class StackDefault(NamedTuple):
+    """A stack's default of an optional plan field, and the fields on which it depends."""
 
     number: Callable[[Numbers], Number]
     reads: tuple[str, ...]
 
 
-def _first(name: str, where: str, least: int) -> Habit:
-    """Return the habit of the first value that a stack lists, where a number is larger."""
+def _first(name: str, where: str, least: int) -> StackDefault:
+    """Return the default of the stack's first listed value, where field *where* exceeds *least*."""
 
     def number(of: Numbers) -> Number:
         field = PLAN_FIELDS[name]
         values = listed(field, of.facts.stack)
         return (of.field(where) > least) * field.code(values[0]) if values else 0
 
-    return Habit(number, (where,))
+    return StackDefault(number, (where,))
 
 
 def _reshard(of: Numbers) -> Number:
@@ -150,7 +151,7 @@ def _formats(facts: Facts, kept: Precision | None) -> Formats:
 
 
 def _reduced(of: Numbers) -> Number:
-    """Return the format of reduction that goes with that in which gradients are kept."""
+    """Return the number of the reduction format that follows from the format of kept gradients."""
     code, kept = PLAN_FIELDS[GRADIENTS].code, of.field(GRADIENTS)
     return sum(
         (kept == code(each)) * code(_formats(of.facts, each).reduced) for each in (None, *Precision)
@@ -162,28 +163,28 @@ def _sync(of: Numbers) -> Number:
     return (of.facts.stack.strategy is Strategy.MESH) * (1 + (syncs != 0))
 
 
-HABITS: dict[str, Habit] = {
+STACK_DEFAULTS: dict[str, StackDefault] = {
     "cp_type": _first("cp_type", "cp", 1),
-    "etp": Habit(lambda of: of.field("tp") * (of.facts.job.experts is not None), ("tp",)),
+    "etp": StackDefault(lambda of: of.field("tp") * (of.facts.job.experts is not None), ("tp",)),
     "dispatcher": _first("dispatcher", "ep", 1),
     "recompute_method": _first("recompute_method", "recompute_layers", 0),
-    "dp_shard": Habit(lambda of: of.field("dp"), ("dp",)),
-    "reshard_after_forward": Habit(_reshard, ("zero_stage", "pp")),
-    GRADIENTS: Habit(lambda of: code_of(GRADIENTS, _formats(of.facts, None).kept), ()),
-    "reduce_precision": Habit(_reduced, (GRADIENTS,)),
-    "sync_each_microbatch": Habit(_sync, ("zero_stage", "pp")),
+    "dp_shard": StackDefault(lambda of: of.field("dp"), ("dp",)),
+    "reshard_after_forward": StackDefault(_reshard, ("zero_stage", "pp")),
+    GRADIENTS: StackDefault(lambda of: code_of(GRADIENTS, _formats(of.facts, None).kept), ()),
+    "reduce_precision": StackDefault(_reduced, (GRADIENTS,)),
+    "sync_each_microbatch": StackDefault(_sync, ("zero_stage", "pp")),
 }
 
 
 def listed(field: PlanField, stack: StackProfile) -> tuple[object, ...] | None:
-    """Return the values of a field that *stack* lists, None where it lists none."""
+    """Return the values of a field that *stack* lists, None where it has no list."""
     offered = getattr(stack, field.declaration.offered_by or LISTS.get(field.name, ""), None)
     return offered if isinstance(offered, tuple) and not field.declaration.axis else None
 
 
 @cache
 def is_fact(name: str) -> bool:
-    """Return whether a name is of the job or the stack, not of the plan.
+    """Return True if a name is a fact of the job or the stack, False if it is a plan field.
 
     Raises:
         ProfileError: If it is neither.
@@ -205,17 +206,16 @@ class Gap:
     """Plans that a stack does not run, or that a framework cannot be told.
 
     Args:
-        field: Name of the field that is refused; of a model, a format or a stack where `fields` are
-            none: no plan runs.
+        field: Name of the refused field; a fact where `fields` is empty, and no plan runs.
         reason: The plans in words.
-        parts: What holds of them, all of it.
+        parts: Conditions, all of which hold of them.
         facts: Of the job and the stack.
-        allowed: What a plan may have instead.
-        model: Name of the model, if the stack has other plans for others.
-        why: By which rule.
-        conflict: What the field's value does not go with.
-        names: Names that it reads of a plan.
-        fields: The fields of these, and numbers of ranks.
+        allowed: Values that a plan may have instead.
+        model: Name of the model, if the limit depends on it.
+        why: The rule of the framework.
+        conflict: The value that the field's conflicts with.
+        names: Names that the conditions read of a plan.
+        fields: Plan fields and counts of ranks behind these names.
     """
 
     field: str
@@ -230,20 +230,20 @@ class Gap:
     fields: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        """Note what it reads."""
+        """Derive the names and fields that the conditions read."""
         names = frozenset(name for name in names_of(self.parts) if not is_fact(name))
         read = [each for name in names for each in COUNTED.get(name, (name.partition(".")[0],))]
-        habits = [each for name in read if name in HABITS for each in HABITS[name].reads]
+        defaults = [STACK_DEFAULTS[name].reads for name in read if name in STACK_DEFAULTS]
         object.__setattr__(self, "names", names)
-        object.__setattr__(self, "fields", frozenset(read + habits))
+        object.__setattr__(self, "fields", frozenset(read).union(*defaults))
 
     def lacks(self, number: Callable[[str], Number]) -> Number:
-        """Return whether it is such a plan, from the numbers of its fields by name."""
+        """Return True for a refused plan, whose fields *number* gives by name."""
         return all_hold(self.parts, Numbers(number, self.facts))
 
 
 def stack_gaps(stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
-    """Return what *stack* does not run of *job*, for each plan that has it.
+    """Return the limits of *stack* for *job* that depend on the plan.
 
     Raises:
         ProfileError: If a condition names what is neither a field nor a fact.
@@ -252,7 +252,7 @@ def stack_gaps(stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
 
 
 def job_gaps(stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
-    """Return why *stack* does not run *job*, whatever the plan; raises as `stack_gaps`."""
+    """Return the limits of *stack* that refuse *job* in any plan; raises as `stack_gaps`."""
     return _gaps(stack, job)[0]
 
 
@@ -262,17 +262,17 @@ def _gaps(stack: StackProfile, job: TrainingJob) -> tuple[tuple[Gap, ...], tuple
     rules = stack.refused | {
         name: rule for name, rule in common_refusals().items() if name not in stack.refused
     }
-    found = [*_lists(facts)]
+    gaps = [*_lists(facts)]
     for name, rule in rules.items():
-        found += _refused(name, rule, facts)
-    found += _stages_in_pipelines(facts)
-    of_job = tuple(each for each in found if not each.fields)
-    return of_job, tuple(each for each in found if each.fields)
+        gaps += _refused(name, rule, facts)
+    gaps += _stages_in_pipelines(facts)
+    of_job = tuple(gap for gap in gaps if not gap.fields)
+    return of_job, tuple(gap for gap in gaps if gap.fields)
 
 
 def _refused(name: str, rule: Refusal, facts: Facts) -> Iterator[Gap]:
-    """Yield the plans that a rule refuses, unless it says nothing of such a job."""
-    if not rule.when:
+    """Yield the plans that a rule refuses, if its conditions on the job hold."""
+    if not rule.when:  # a stack's own file lifts a refusal of its base
         return
     try:
         condition = parsed(rule.when)
@@ -304,7 +304,7 @@ def _refused(name: str, rule: Refusal, facts: Facts) -> Iterator[Gap]:
 
 
 def _lists(facts: Facts) -> Iterator[Gap]:
-    """Yield what the lists and switches of a stack leave out."""
+    """Yield the plan values that the lists and flags of a stack leave out."""
     stack, model = facts.stack, facts.job.model
     for axis, known in AXES.items():
         if known.offered_by is not None and not getattr(stack, known.offered_by):
@@ -326,11 +326,11 @@ def _lists(facts: Facts) -> Iterator[Gap]:
         yield _gap(facts, "recompute_method", when, allowed, "recompute_layers without a method")
     yield from _zero_stages(facts)
     if stack.context_parallel and isinstance(model, ModelSpec):
-        yield from _ways(facts, model)
+        yield from _cp_types(facts, model)
 
 
 def _values_left_out(field: PlanField, facts: Facts) -> Iterator[Gap]:
-    """Yield the values of *field* that the stack does not list; stages of ZeRO are apart."""
+    """Yield the values of *field* that the stack does not list; ZeRO stages: `_zero_stages`."""
     offered = listed(field, facts.stack)
     if offered is None or field.name == "zero_stage":
         return
@@ -348,7 +348,7 @@ def _values_left_out(field: PlanField, facts: Facts) -> Iterator[Gap]:
 
 
 def _zero_stages(facts: Facts) -> Iterator[Gap]:
-    """Yield the ZeRO stages that a stack lacks; of one rank a stage has no effect."""
+    """Yield the ZeRO stages that a stack lacks; on one rank a stage has no effect."""
     name, offered = "zero_stage", facts.stack.zero_stages
     in_pipelines = _pipeline_stages(facts.stack)
     for stage in sorted({*range(MAX_ZERO_STAGE + 1)} - {*offered}):
@@ -358,7 +358,7 @@ def _zero_stages(facts: Facts) -> Iterator[Gap]:
 
 
 def _stages_in_pipelines(facts: Facts) -> Iterator[Gap]:
-    """Yield the ZeRO stages that a stack has without a pipeline alone."""
+    """Yield the ZeRO stages that a stack supports only without a pipeline."""
     in_pipelines = _pipeline_stages(facts.stack)
     for stage in facts.stack.zero_stages:
         if stage not in in_pipelines:
@@ -373,20 +373,20 @@ def _pipeline_stages(stack: StackProfile) -> tuple[int, ...]:
     return tuple(each for each in stack.zero_stages if each in stack.pipeline_zero_stages)
 
 
-def _ways(facts: Facts, model: ModelSpec) -> Iterator[Gap]:
-    """Yield the ways of context parallelism that do not take heads as wide as *model* has them.
+def _cp_types(facts: Facts, model: ModelSpec) -> Iterator[Gap]:
+    """Yield the types of context parallelism that do not support the head widths of *model*.
 
-    Of Transformer Engine 2.5 to 2.14 rings alone take keys that are wider than values; a ring of
-    swaps in which all ranks swap is none (attn_forward_func_with_cp).
+    Keys wider than values: in Transformer Engine 2.5 to 2.14 only ring attention takes them; a
+    hybrid whose inner group is all ranks has no ring (attn_forward_func_with_cp).
     """
-    known, said = context_ways(model, facts.stack), "with latent attention"
+    known, said = context_parallel_types(model, facts.stack), "with latent attention"
     of_latent = partial(replace, model=model.name, why=facts.stack.rule("latent_context_parallel"))
     if not known:
         yield of_latent(_gap(facts, "cp", "cp > 1", (1,), f"cp > 1 {said}"))
         return
-    for way in facts.stack.context_parallel:
-        if way not in known:
-            when, words = f"cp > 1 and cp_type == '{way}'", f"cp_type={way} {said}"
+    for cp_type in facts.stack.context_parallel:
+        if cp_type not in known:
+            when, words = f"cp > 1 and cp_type == '{cp_type}'", f"cp_type={cp_type} {said}"
             yield of_latent(_gap(facts, "cp_type", when, known, words))
     if ContextParallel.RING_OF_SWAPS in known and ContextParallel.ALL_TO_ALL not in known:
         when, allowed = "cp > 1 and cp_inner == cp", ("a smaller divisor of cp",)

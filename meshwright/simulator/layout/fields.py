@@ -1,4 +1,4 @@
-"""How the field of a plan is declared: once, for everyone who reads or writes plans.
+"""Declarations of plan fields, read by everything that reads or writes plans.
 
 The command line makes options of fields, plan files and JSON their keys, the search its columns,
 reports and CSV files theirs; `docs/plan.md` lists them. A new field is one declaration.
@@ -31,27 +31,27 @@ DECLARATION = "declaration"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Declaration:
-    """What is known of a field beside its name, type and default.
+    """Metadata of a plan field, in addition to its name, type and default.
 
     Args:
-        help: What its option says.
-        option: Name of its option where it is not the field's own.
-        metavar: What stands for its value in help; by default what its type says.
-        group: Which commands take the option: ``layout`` is of both search and simulate.
-        after: Field behind which the option stands in help, where it is not the one before.
-        heading: Head of its column in tables of plans; such a field is searched.
+        help: Help text of its option.
+        option: Name of its option, if another than the field's.
+        metavar: Placeholder of its value in help; by default that of its type.
+        group: Group of commands that take the option: ``layout`` is of search and simulate.
+        after: Field behind which help lists the option, if not the one declared before.
+        heading: Heading of its column in tables of plans; such a field is searched.
         is_limited: Whether a search takes a largest value.
         is_rare: Whether files leave it out where it has its default.
-        is_asked: Whether a search has other values than the habit only where it is asked to.
+        is_asked: Whether a search varies it from the stack's default only on request.
         is_basic: Whether every plan file and every row of a CSV file has it.
         choices: Values of a text, by name.
-        members: What a list may have, each once and in this order.
-        offered_by: Trait of the stacks that offer it, or that lists which values they offer.
-        acts_on: Axis without which it has no effect, or the number of ranks that share parameters.
+        members: Members that a list may have, each once and in this order.
+        offered_by: Stack trait, a flag that the field is supported or a list of supported values.
+        acts_on: Axis, or joint count of ranks, at whose degree 1 it has no effect.
         without_attention: Values that a model without attention may have; None for all, empty where
-            the field says nothing of such a model.
+            the field has no meaning for such a model.
         axis: The axis whose degree it is.
-        of_experts: It lays routed experts out: a model without them has its default.
+        of_experts: Whether it is of expert parallelism: models without experts have its default.
     """
 
     help: str = ""
@@ -93,7 +93,7 @@ def degree(axis: Axis) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degrees:
-    """Ranks along each axis, and how they share what an axis splits."""
+    """Degrees of all axes, and the types of context and expert parallelism."""
 
     tp: int = degree(Axis.TP)
     pp: int = degree(Axis.PP)
@@ -114,7 +114,7 @@ class Degrees:
         heading="cp inner",
         acts_on=Axis.CP,
     ).field(None)
-    """Neighbours that swap tokens for heads in a ring of such groups; of no other ``cp_type``."""
+    """Ranks of a Ulysses group in hybrid context parallelism; unset with another ``cp_type``."""
 
     ep: int = Declaration(
         help="Expert-parallel degree.",
@@ -124,7 +124,7 @@ class Degrees:
         offered_by="expert_parallel",
         of_experts=True,
     ).field(1)
-    """Ranks among which the routed experts of a layer are divided, of those of a pipeline stage."""
+    """Ranks of a pipeline stage over which the routed experts of a layer are divided."""
 
     etp: int | None = Declaration(
         help="Ranks that split each expert's widths [--tp].",
@@ -168,12 +168,12 @@ class PlanField(NamedTuple):
 
     @property
     def divides_experts(self) -> bool:
-        """Whether it says among how many ranks experts are divided."""
+        """Whether it is a degree of expert parallelism."""
         return self.declaration.of_experts and self.kind is int
 
     @property
     def default_goes_without_saying(self) -> bool:
-        """Whether no table of plans says that all of them have the default."""
+        """Whether tables of plans omit it where all plans have the default."""
         declaration = self.declaration
         return declaration.axis is not None or declaration.of_experts or declaration.is_asked
 
@@ -196,34 +196,34 @@ class PlanField(NamedTuple):
 
     @property
     def members(self) -> list[str]:
-        """What a list may name."""
+        """Names of the members that a list may have."""
         return [str(each) for each in self.declaration.members]
 
     def code(self, value: object) -> int:
-        """Return *value* as the whole number that a column of the search holds; None is 0.
+        """Return the integer that a column of the search holds for *value*; None is 0.
 
-        Of a list it has a bit for each member.
+        A list is a bit mask of its members.
         """
         if self.is_optional and value is None:
             return 0
         if self.declaration.members:
             return sum(1 << self.declaration.members.index(each) for each in cast("Any", value))
-        shift = self.is_optional
+        shift = self.is_optional  # 0 is None, so that choices start at 1
         return shift + self.choices.index(value) if self.choices else cast("int", value)
 
     def value(self, code: int) -> object:
-        """Return the value that *code* stands for."""
+        """Return the value that *code* encodes."""
         if self.is_optional and code == 0:
             return None
         if self.declaration.members:
             listed = enumerate(self.declaration.members)
-            return tuple(each for place, each in listed if code >> place & 1)
+            return tuple(member for bit, member in listed if code >> bit & 1)
         return self.choices[code - self.is_optional] if self.choices else code
 
     def values(self, codes: Sequence[int]) -> list[object]:
-        """Return what each of *codes* stands for."""
-        known = {code: self.value(code) for code in set(codes)}
-        return [known[code] for code in codes]
+        """Return the values that *codes* encode, each distinct one decoded once."""
+        decoded = {code: self.value(code) for code in set(codes)}
+        return [decoded[code] for code in codes]
 
 
 @cache
@@ -248,7 +248,7 @@ def fields_of(record: type) -> tuple[PlanField, ...]:
 
 
 def _kind(hint: object) -> type:
-    """Return ``int`` of ``int | None``, ``str`` of a choice between a number and a word."""
+    """Return ``int`` for ``int | None``, ``str`` for a union of a number and a word."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [each for each in get_args(hint) if each is not NoneType]
         return kinds[0] if len(kinds) == 1 else str
@@ -257,7 +257,7 @@ def _kind(hint: object) -> type:
 
 
 def written(value: object) -> str:
-    """Return a value as Python code has it.
+    """Return a value as Python source.
 
     >>> written(Axis.TP), written((1, 2))
     ('Axis.TP', '(1, 2)')
@@ -266,7 +266,7 @@ def written(value: object) -> str:
 
 
 def in_option_order(declared_fields: tuple[PlanField, ...]) -> list[PlanField]:
-    """Return fields in the order in which help shows their options."""
+    """Return fields in the order of their options in help."""
     ordered = [each for each in declared_fields if each.declaration.after is None]
     for each in declared_fields:
         if each.declaration.after is not None:
@@ -281,7 +281,7 @@ MAX_SLOWDOWN = 1000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterServer:
-    """Where parameters live when workers pull them, and how workers keep step."""
+    """Placement and synchronisation of parameter servers, from which workers pull parameters."""
 
     servers: int | Literal["all"] = Declaration(
         help="Parameter servers: own hosts, or all [1].", metavar="N|all", group="replication"

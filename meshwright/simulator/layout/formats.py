@@ -1,4 +1,4 @@
-"""Number formats: of training, and of gradients as they are kept and reduced, with their casts."""
+"""Number formats of training, of gradients in their buffer and in collectives, and their casts."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,32 +15,33 @@ FIRST_BF16_DATE = "2022"
 
 
 def default_precision(device: Device, stack: StackProfile | None = None) -> Precision:
-    """Return bf16 where device and stack have it and it was usual, else fp16, else fp32.
+    """Return bf16 where device and stack support it and it was common, else fp16, else fp32.
 
-    Where they share none it is what the stack has, which the device then refuses.
+    Without a common format it is the stack's first, which the device then refuses.
 
     >>> from meshwright.hwprofiles import load_cluster, load_stack
     >>> core = load_stack("megatron-core")
     >>> [default_precision(load_cluster(name).device, core) for name in ("dgx-a100", "dgx-1v")]
     [<Precision.BF16: 'bf16'>, <Precision.FP16: 'fp16'>]
     """
-    bf16, *others = usual = [Precision.BF16, Precision.FP16, Precision.FP32, *EIGHT_BITS]
+    bf16, *others = ranked = [Precision.BF16, Precision.FP16, Precision.FP32, *EIGHT_BITS]
     if stack is not None and stack.date < FIRST_BF16_DATE:
-        usual = [*others, bf16]
-    offered = [each for each in usual if stack is None or each in stack.precisions]
+        ranked = [*others, bf16]
+    offered = [each for each in ranked if stack is None or each in stack.precisions]
     return next((each for each in offered if each in device.peak_flops_per_s), offered[0])
 
 
 def is_unwrapped(stack: StackProfile, num_ranks: Number) -> Number:
-    """Return whether *stack* does not run fully_shard on so many data-parallel ranks.
+    """Return True if *stack* leaves out fully_shard on *num_ranks* data-parallel ranks.
 
     `parallelize_llama` of torchtitan 0.2.2 runs it where data or contexts are divided.
     """
+    # "&" and not "and": the number may be a column.
     return (num_ranks == 1) & stack.casts_shards_alone
 
 
 def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Number:
-    """Return whether *stack* reduces gradients in each microbatch unless told otherwise.
+    """Return True if *stack* reduces gradients in each microbatch unless told otherwise.
 
     In a pipeline they stay whole until the last microbatch, whatever the stage; fully_shard reduces
     over one rank, too, which has any stage.
@@ -49,7 +50,7 @@ def syncs_by_default(stack: StackProfile, zero_stage: Number, pp: Number) -> Num
 
 
 class Formats(NamedTuple):
-    """Formats of a gradient: kept, and reduced; None for one that a stack has of its own."""
+    """Formats of a gradient in its buffer and in collectives; None for the stack's own."""
 
     kept: Precision | None
     reduced: Precision | None
@@ -59,7 +60,7 @@ STACKS_OWN = Formats(None, None)
 
 
 class Casts(NamedTuple):
-    """Formats of a gradient on its way: from backward, in its buffer and on the wire."""
+    """Formats of a gradient as produced by backward, in its buffer, and on the wire."""
 
     produced: Precision
     kept: Precision
@@ -77,11 +78,12 @@ class Casts(NamedTuple):
         >>> Casts(bf16, fp32, bf16).traffic_bytes(100, 4)
         150
         """
-        there = self._cast_bytes(self._sent(num_shards)) * num_parameters
-        return there + self._cast_bytes(self.kept) * -(-num_parameters // num_shards)
+        # Shards are padded to equal sizes, so that theirs are rounded up.
+        to_wire = self._cast_bytes(self._sent(num_shards)) * num_parameters
+        return to_wire + self._cast_bytes(self.kept) * -(-num_parameters // num_shards)
 
     def buffer_bytes(self, num_parameters: int, num_shards: int) -> int:
-        """Return what holds gradients in the format of the wire, if it is not theirs.
+        """Return the bytes of the buffer for gradients cast to the wire's format; 0 without a cast.
 
         >>> Casts(Precision.BF16, Precision.FP32, Precision.BF16).buffer_bytes(100, 1)
         200
@@ -97,9 +99,10 @@ class Casts(NamedTuple):
 
 
 def default_formats(stack: StackProfile, precision: Precision) -> Formats:
-    """Return the formats that *stack* has unless told otherwise."""
+    """Return the gradient formats that *stack* uses by default."""
 
     def name(num_bytes: int) -> Precision | None:
+        # A profile's bytes are those of 16-bit training.
         if precision is Precision.FP32:
             return precision
         return {FULL_BYTES: Precision.FP32, HALF_BYTES: precision.storage}.get(num_bytes)
@@ -108,7 +111,7 @@ def default_formats(stack: StackProfile, precision: Precision) -> Formats:
 
 
 def offered_formats(stack: StackProfile, precision: Precision) -> list[Formats]:
-    """Return the formats that a plan may ask for: the default, and what else the stack lists.
+    """Return the gradient formats that a plan may have: the default, and those the stack lists.
 
     A 16-bit buffer has the format in which weights are stored.
     """
@@ -121,18 +124,18 @@ def offered_formats(stack: StackProfile, precision: Precision) -> list[Formats]:
 
 
 def chosen_formats(stack: StackProfile, precision: Precision, wanted: Formats) -> Formats:
-    """Return the formats of a plan that wants *wanted*, completed from the stack.
+    """Return *wanted* with unset formats filled in from the stack.
 
     The wire follows the buffer: the first format that the stack lists with it.
     """
-    usual = default_formats(stack, precision)
-    kept = wanted.kept or usual.kept
+    default = default_formats(stack, precision)
+    kept = wanted.kept or default.kept
     with_it = [each.reduced for each in offered_formats(stack, precision) if each.kept == kept]
-    return Formats(kept, wanted.reduced or (with_it or [usual.reduced])[0])
+    return Formats(kept, wanted.reduced or (with_it or [default.reduced])[0])
 
 
 def formats_refusal(stack: StackProfile, precision: Precision, wanted: Formats) -> str | None:
-    """Return why *stack* cannot keep and reduce gradients as *wanted*, or None if it can."""
+    """Return the reason *stack* cannot keep and reduce gradients as *wanted*, or None if it can."""
     offered = offered_formats(stack, precision)
     kept, reduced = chosen_formats(stack, precision, wanted)
     why = in_parentheses(stack.rule("gradient_precisions"))
@@ -154,9 +157,9 @@ def formats_refusal(stack: StackProfile, precision: Precision, wanted: Formats) 
 
 
 def eight_bit_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
-    """Return what of a model its products in 8 bits do not go with, or None when all do.
+    """Return the reason a model's GEMMs cannot run in 8 bits, or None when they can.
 
-    Both products of a layer's gradients sum over tokens, so that these are scaled in blocks, too.
+    GEMMs of weight gradients sum over tokens, so that ``seq_len`` is scaled in blocks, too.
     """
     recipe = stack.recipes.get(job.precision)
     if recipe is None or not recipe.scaled_elements:
@@ -180,7 +183,7 @@ def eight_bit_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 
 
 def gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -> tuple[int, int]:
-    """Return the bytes of a gradient where it is kept, and on the wire.
+    """Return the bytes of a gradient element in its buffer, and on the wire.
 
     >>> from meshwright.hwprofiles import load_stack
     >>> gradient_bytes(load_stack("ddp"), Precision.BF16, Formats(None, Precision.BF16))
@@ -191,6 +194,7 @@ def gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -
     own = (stack.gradient_bytes, stack.gradient_reduce_bytes)
     if precision is Precision.FP32:
         own = (FULL_BYTES, FULL_BYTES)
+    # Bytes of a profile's own format stand, even if no named precision has them.
     kept, reduced = (
         each.num_bytes if each is not None and each is not default else size
         for each, default, size in zip(chosen, usual, own, strict=True)
@@ -201,7 +205,7 @@ def gradient_bytes(stack: StackProfile, precision: Precision, wanted: Formats) -
 def optimizer_bytes(
     stack: StackProfile, precision: Precision, moments: Precision | None
 ) -> tuple[int, int]:
-    """Return the bytes a parameter's optimizer states take, and copies of them in the update.
+    """Return the optimizer's bytes of a parameter: states, and temporary copies in the update.
 
     A precision-aware optimizer keeps both of Adam's moments in *moments*, and of a bf16 weight's
     fp32 copy the 16 bits that the weight has not, if it is to (store_param_remainders of FusedAdam,
@@ -220,6 +224,7 @@ def optimizer_bytes(
     is_narrow = stack.main_precision is Precision.FP16
     is_split = stack.parameter_remainders and precision is Precision.BF16
     master = HALF_BYTES if is_narrow or is_split else FULL_BYTES
+    # Two moments and the master copy, where they have a scale, are dequantised for the update.
     num_scaled = 2 * (moments not in (Precision.FP32, Precision.BF16)) + is_narrow
     return master + 2 * width, stack.optimizer_temporary_bytes + FULL_BYTES * num_scaled
 
@@ -253,7 +258,7 @@ def main_gradient_bytes(
 
 
 def casts_of(stack: StackProfile, precision: Precision, wanted: Formats) -> Casts | None:
-    """Return the casts of a plan; those of the stack's own formats are in its fitted constants."""
+    """Return the casts of a plan, None for default formats: fitted constants include those."""
     chosen = chosen_formats(stack, precision, wanted)
     if chosen == default_formats(stack, precision) or None in chosen:
         return None

@@ -1,4 +1,4 @@
-"""What is trained in a step: the model, its batch and its number format."""
+"""The training job of a step: the model, its batch and its number format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from meshwright.records import Record
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.model import AnyModel, Experts, ModelSpec, load_model
 
-# What conditions may name facts of.
+# Records whose facts conditions may name.
 TABLES: dict[str, tuple[type, ...]] = {"model": get_args(AnyModel), "stack": (StackProfile,)}
 
 
 class Quantity(StrEnum):
-    """What of a job or its plan may grow until memory is full."""
+    """Quantities of a job or a plan that `largest` increases until memory is full."""
 
     SEQ_LEN = "seq-len"
     MICRO_BATCH = "micro-batch"
@@ -54,7 +54,8 @@ class TrainingJob:
     imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse a batch or a sequence that no run could have."""
+        """Refuse a batch or a sequence length out of range."""
+        # The record is frozen: defaults that depend on the model bypass __setattr__.
         if isinstance(self.model, str):
             object.__setattr__(self, "model", load_model(self.model))
         if self.seq_len is None:
@@ -78,7 +79,7 @@ class TrainingJob:
             )
 
     def _check_imbalance(self) -> None:
-        """Refuse a load of the hottest expert that is less than the mean, or more than all."""
+        """Refuse a load of the hottest expert below the mean, or above that of all tokens."""
         experts = self.experts
         if experts is None:
             if self.imbalance != 1:
@@ -87,6 +88,7 @@ class TrainingJob:
                     "no experts; allowed: 1"
                 )
             return
+        # At most every token goes to the hottest expert, whose mean load is top-k over experts.
         most = experts.num_experts / experts.experts_per_token
         if not 1 <= self.imbalance <= most:
             raise PlanError(
@@ -101,7 +103,7 @@ class TrainingJob:
 
     @property
     def prediction_layers(self) -> int:
-        """Layers of the model that predict a further token each."""
+        """MTP layers of the model (multi-token prediction)."""
         return self.model.prediction_layers if isinstance(self.model, ModelSpec) else 0
 
     @property
@@ -117,7 +119,7 @@ class TrainingJob:
 
     @property
     def batch_text(self) -> str:
-        """What an optimizer step consumes, in words."""
+        """Batch of an optimizer step, for people."""
         if isinstance(self.model, ModelSpec):
             return f"{self.global_batch_size:,} x {self.seq_len:,} {self.model.sample}"
         return f"{self.global_batch_size:,} {self.model.sample}"
@@ -129,7 +131,7 @@ class TrainingJob:
 
 
 def check_fact(root: str, path: list[str]) -> None:
-    """Raise ProfileError for what no declared field or property of a table has."""
+    """Raise ProfileError unless *path* names a declared field or property of table *root*."""
     kinds = TABLES[root]
     for place, word in enumerate(path):
         known = {name: inner for kind in kinds for name, inner in _facts_of(kind).items()}
@@ -142,9 +144,10 @@ def check_fact(root: str, path: list[str]) -> None:
 
 @cache
 def _facts_of(kind: type) -> Mapping[str, tuple[type, ...]]:
-    """Return the fields and properties of a record, and the words that a list may have.
+    """Return the fields and properties of a record, and the members of an enumeration.
 
-    Beside each are the records that it holds, or the words of the list that it is.
+    Values are the types in which the next name of a path is looked up: of records, or of a list's
+    members.
     """
     if issubclass(kind, StrEnum):
         return {str(each): () for each in kind}

@@ -1,4 +1,4 @@
-"""Ranks and their coordinates; which nodes a group spans; how ranks share sequences.
+"""The device mesh: coordinates of ranks, process groups and their nodes, context parallelism.
 
 Ranks are numbered in the order of `Axis`, and nodes are filled in rank order.
 """
@@ -23,7 +23,7 @@ from meshwright.simulator.model import ModelSpec
 
 
 class GroupSpan(NamedTuple):
-    """How a communicator lies over the nodes.
+    """Extent of a communicator over the nodes.
 
     ``ranks_per_node`` is the smallest number of members that any of its nodes holds: the
     node through which a ring has the fewest network ports.
@@ -35,7 +35,7 @@ class GroupSpan(NamedTuple):
 
     @property
     def crosses_nodes(self) -> bool:
-        """Whether some member is on another node."""
+        """Whether members are on several nodes."""
         return self.num_nodes > 1
 
 
@@ -53,14 +53,14 @@ def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpa
     GroupSpan(num_ranks=3, num_nodes=2, ranks_per_node=1)
     """
     offset = first % node_size
-    if stride >= node_size:
+    if stride >= node_size:  # each member is on a node of its own
         return GroupSpan(size, size, 1)
     end = offset + (size - 1) * stride
     num_nodes = end // node_size + 1
     if num_nodes == 1:
         return GroupSpan(size, 1, size)
     in_last = (end % node_size) // stride + 1
-    # Members before each further node; their pattern repeats after `stride` nodes at the latest.
+    # Members before each later node; their pattern repeats after `stride` nodes at the latest.
     before = [
         -(-(node * node_size - offset) // stride) for node in range(1, min(num_nodes, stride + 2))
     ]
@@ -69,6 +69,7 @@ def strided_span(first: int, stride: int, size: int, node_size: int) -> GroupSpa
 
 
 def _worse(span: GroupSpan) -> tuple[int, int]:
+    # Fewer members on a node leave a ring fewer network ports.
     return span.num_nodes, -span.ranks_per_node
 
 
@@ -77,8 +78,8 @@ class Mesh:
 
     Args:
         node_size: Devices of a node.
-        experts: Ranks that split an expert's widths, and ranks with different experts.
-        cp_inner: Context-parallel ranks that swap tokens for heads in a ring of swaps.
+        experts: Expert-tensor-parallel and expert-parallel degrees.
+        cp_inner: Ranks of a Ulysses group in hybrid context parallelism.
         degrees: Ranks along each axis by its name; 1 where none is given.
 
     >>> Mesh(tp=8, dp=6, pp=64, node_size=8).world_size
@@ -117,7 +118,7 @@ class Mesh:
         return prod(self._degrees.values())
 
     def stride(self, axis: MeshAxis) -> int:
-        """Return the distance in rank numbers of neighbours on *axis*: the ranks of faster ones.
+        """Return the distance in ranks of neighbours on *axis*: the product of faster degrees.
 
         >>> mesh = Mesh(tp=2, dp=16, experts=(1, 8), node_size=8)
         >>> [(mesh.stride(axis), mesh.degree(axis)) for axis in (ExpertAxis.EP, ExpertAxis.EDP)]
@@ -130,14 +131,15 @@ class Mesh:
             faster_experts = {ExpertAxis.EP: self._experts[:1], ExpertAxis.EDP: self._experts}
             return prod(faster_experts.get(axis, ()))
         if isinstance(axis, ContextAxis):
-            between = self._cp_inner if axis is ContextAxis.OUTER else 1
-            return self.stride(Axis.CP) * between
+            faster = self._cp_inner if axis is ContextAxis.OUTER else 1
+            return self.stride(Axis.CP) * faster
         return self._strides[axis]
 
     def degree(self, axis: MeshAxis) -> int:
         """Return the number of ranks along *axis*."""
         if isinstance(axis, ExpertAxis):
             etp, ep = self._experts
+            # Experts are divided within a pipeline stage; the quotient is data-parallel.
             if axis is ExpertAxis.EDP:
                 return self.stride(Axis.PP) // (etp * ep)
             return {ExpertAxis.ETP: etp, ExpertAxis.EP: ep, ExpertAxis.ALL: etp * ep}[axis]
@@ -155,8 +157,8 @@ class Mesh:
         return {axis: rank // self.stride(axis) % self.degree(axis) for axis in Axis}
 
     def rank(self, coordinates: Mapping[Axis, int]) -> int:
-        """Return the rank at a position, the first one of each axis that is left out."""
-        return sum(self.stride(axis) * place for axis, place in coordinates.items())
+        """Return the rank at *coordinates*, which are 0 on axes that are left out."""
+        return sum(self.stride(axis) * index for axis, index in coordinates.items())
 
     def group(self, rank: int, *axes: MeshAxis) -> tuple[int, ...]:
         """Return the ranks of the communicator that *rank* belongs to, over neighbouring *axes*.
@@ -165,6 +167,7 @@ class Mesh:
         (1, 3, 5, 7)
         """
         stride, degree = self.stride(axes[0]), prod(map(self.degree, axes))
+        # Neighbouring axes are one axis of all their ranks, at the stride of the fastest.
         first = rank - (rank // stride % degree) * stride
         return tuple(range(first, first + stride * degree, stride))
 
@@ -184,7 +187,7 @@ class Mesh:
         return max(spans, key=_worse)
 
     def span_of_instances(self, num_instances: int) -> GroupSpan:
-        """Return the worst span of the ranks of all stages that hold one set of shards.
+        """Return the worst span of one optimizer instance (HSDP) over all pipeline stages.
 
         >>> Mesh(dp=8, pp=2, node_size=2).span_of_instances(2)
         GroupSpan(num_ranks=8, num_nodes=4, ranks_per_node=2)
@@ -199,8 +202,9 @@ class Mesh:
         return max(spans, key=_worse)
 
     def _first_ranks(self, stride: int, degree: int) -> list[int]:
-        """Return first members of enough groups to show every alignment with the nodes."""
+        """Return first members of enough groups to cover every alignment with the nodes."""
         block = stride * degree
+        # Groups a common multiple of block and node apart lie alike, so that one period covers all.
         period = self.node_size // gcd(block, self.node_size)
         num_blocks = min(self.world_size // block, period)
         inner = range(min(stride, self.node_size))
@@ -218,11 +222,11 @@ class Mesh:
 
 
 def context_way(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | None:
-    """Return how context-parallel ranks attend to each other's tokens, None where there are none.
+    """Return the type of context parallelism that runs, None without context parallelism.
 
-    Without a word of it as the stack does; a ring where the stack has no way to.  A ring of swaps
-    whose groups are single ranks is a ring, one of a single group a swap: Transformer Engine takes
-    it so, too (attn_forward_func_with_cp).
+    By default it is the stack's, or a ring where the stack has none.  A hybrid with inner groups
+    of one rank is ring attention, with a single group it is Ulysses, as in Transformer Engine
+    (attn_forward_func_with_cp).
 
     >>> from meshwright.hwprofiles import load_stack
     >>> plan = ResolvedPlan(cp=8, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=8)
@@ -238,13 +242,13 @@ def context_way(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | No
     return plan.cp_type or next(iter(stack.context_parallel), ContextParallel.RING)
 
 
-def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel, ...]:
-    """Return how ranks of *stack* may attend to each other's tokens with heads as *model* has them.
+def context_parallel_types(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel, ...]:
+    """Return the types of context parallelism of *stack* that support the head widths of *model*.
 
     >>> from meshwright.hwprofiles import load_stack
     >>> from meshwright.simulator import load_model
     >>> model, stack = load_model("deepseek-v3"), load_stack("megatron-core@0.16")
-    >>> [str(way) for way in context_ways(model, stack)]
+    >>> [str(way) for way in context_parallel_types(model, stack)]
     ['ring', 'ring+all-to-all']
     """
     latent = model.latent
@@ -252,22 +256,22 @@ def context_ways(model: ModelSpec, stack: StackProfile) -> tuple[ContextParallel
     return stack.latent_context_parallel if is_wide else stack.context_parallel
 
 
-def usual_inner(job: TrainingJob, stack: StackProfile, tp: int, cp: int, node_size: int) -> int:
-    """Return the most ranks of a node that can swap tokens for heads; 1 where none can.
+def default_inner(job: TrainingJob, stack: StackProfile, tp: int, cp: int, node_size: int) -> int:
+    """Return the largest Ulysses group within a node that divides the heads; 1 where none does.
 
-    All of them swap where the stack takes that alone, too.
+    It may be all *cp* ranks only where the stack supports plain Ulysses, too.
 
     >>> from meshwright.simulator import load_model
     >>> from meshwright.hwprofiles import load_stack
     >>> job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=1, seq_len=8192)
-    >>> [usual_inner(job, load_stack("megatron-core"), tp, 16, node_size=8) for tp in (1, 2, 8)]
+    >>> [default_inner(job, load_stack("megatron-core"), tp, 16, node_size=8) for tp in (1, 2, 8)]
     [8, 4, 1]
     """
     model = job.model
     if not isinstance(model, ModelSpec):
         return 1
     heads, most = model.num_kv_heads, cp
-    if ContextParallel.ALL_TO_ALL not in context_ways(model, stack):
+    if ContextParallel.ALL_TO_ALL not in context_parallel_types(model, stack):
         most = cp - 1
     fits = (each for each in range(1, most + 1) if cp % each == heads % (tp * each) == 0)
     return max((each for each in fits if tp * each <= node_size), default=1)

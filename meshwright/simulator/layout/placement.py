@@ -1,9 +1,9 @@
-"""How a tensor lies on one mesh axis, and what it costs to change that.
+"""Placements of a tensor on one mesh axis, and the collectives of redistribution.
 
 Three placements suffice: split along a dim, replicate, and partial sum (S, B and P in OneFlow,
 arXiv:2110.15032; Shard, Replicate and Partial in PyTorch's DTensor). A matmul accepts a few
 combinations of them, moving from one placement to another is a known collective, and a gradient
-lies in the dual placement. Tensor parallelism, sequence parallelism and ZeRO follow from these.
+has the dual placement. Tensor parallelism, sequence parallelism and ZeRO follow from these.
 """
 
 from dataclasses import dataclass
@@ -74,8 +74,8 @@ _REDISTRIBUTION_OPS: dict[tuple[type[Placement], type[Placement]], CollectiveOp 
     (Split, Partial): None,  # every rank pads its slice with zeros
 }
 
-# What data parallelism keeps of the optimizer state on each rank, by ZeRO stage. Megatron's
-# distributed optimizer splits one flat buffer, hence dim 0.
+# Placement of optimizer states over data-parallel ranks, by ZeRO stage. Megatron's distributed
+# optimizer splits one flat buffer, hence dim 0.
 _OPTIMIZER_STATES: dict[int, Placement] = {
     0: Replicate(),
     1: Split(0),
@@ -133,6 +133,7 @@ class Redistribution(NamedTuple):
         buffer_bytes = self.buffer_bytes(size_bytes, num_ranks)
         if self.op is None:
             return Fraction(0)
+        # An all-reduce is a reduce-scatter and an all-gather.
         num_passes = 2 if self.op is CollectiveOp.ALL_REDUCE else 1
         return num_passes * Fraction(num_ranks - 1, num_ranks) * buffer_bytes
 
@@ -146,7 +147,7 @@ class MatmulSignature(NamedTuple):
 
 
 class ZeroCommunication(NamedTuple):
-    """What data parallelism communicates a step: gradients, and parameters after the update."""
+    """Redistributions of data parallelism a step: gradients, and parameters after the update."""
 
     gradient: Redistribution
     parameters: Redistribution | None
@@ -171,7 +172,7 @@ def dual(placement: Placement) -> Placement:
 
 
 def redistribute(source: Placement, target: Placement) -> Redistribution | None:
-    """Return how to move a tensor from *source* to *target*; None if they are the same.
+    """Return the redistribution from *source* to *target*; None if they are the same.
 
     >>> redistribute(Partial(), Split(0)).op.value
     'reduce_scatter'
@@ -207,7 +208,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, *, num_ranks: int)
 
     Args:
         shape: The full tensor.
-        placement: Where it lies on the mesh axis.
+        placement: Its placement on the mesh axis.
         num_ranks: Ranks of the mesh axis.
 
     Raises:
@@ -243,7 +244,7 @@ def shard_shape(
 
     Args:
         shape: The full tensor.
-        placements: Where it lies on each axis.
+        placements: Its placement on each axis.
         sizes: Ranks of each axis.
 
     Raises:
@@ -259,7 +260,7 @@ def shard_shape(
 
 
 def zero_communication(zero_stage: int) -> ZeroCommunication:
-    """Return what data parallelism communicates a step, from where the optimizer state lies.
+    """Return the redistributions of data parallelism a step, from the optimizer state's placement.
 
     Parameters are replicated, so their gradients are partial sums. A rank updates the part whose
     optimizer state it holds: it needs the gradient there, and the others need the result.

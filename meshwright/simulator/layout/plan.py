@@ -1,4 +1,4 @@
-"""How a model is laid out: the parallel plan, each of its fields declared here and nowhere else."""
+"""The parallel plan, each of whose fields is declared here and nowhere else."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,13 +40,13 @@ from meshwright.simulator.layout.formats import Formats
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.schedules import SCHEDULES, Schedule, get_schedule
 
-# Ranks that share a set of shards, and of these those that hold the same experts.
+# Ranks of an HSDP sharding group, and those of them that hold the same experts.
 SHARDS, EXPERT_SHARDS = "shards", "expert_shards"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recomputation(Degrees):
-    """What a rank's passes are of, how states are shared, and what backward computes again."""
+    """Microbatches and virtual stages, ZeRO, and activation recomputation."""
 
     num_virtual_stages: int = Declaration(
         help="Virtual stages of a pipeline rank.",
@@ -71,7 +71,7 @@ class Recomputation(Degrees):
         is_basic=True,
         acts_on=DP_CP,
     ).field(0)
-    """What replicas share: 0 nothing, 1 optimizer states, 2 gradients, too, 3 parameters, too."""
+    """Sharded over dp: 0 nothing, 1 optimizer states, 2 gradients, too, 3 parameters, too."""
 
     sequence_parallel: bool = Declaration(
         help="Split activations outside tensor-parallel regions over the tp axis.",
@@ -106,7 +106,7 @@ class Recomputation(Degrees):
         is_limited=True,
         is_rare=True,
     ).field(None)
-    """Layers `recompute_method` speaks of, with full recomputation; None is all, each by itself."""
+    """The N of `recompute_method`, with full recomputation; None checkpoints each layer."""
 
     recompute_method: RecomputeMethod | None = Declaration(
         help="The first N layers of a stage; all, N to a checkpoint; every N-th of a rank [block].",
@@ -119,7 +119,7 @@ class Recomputation(Degrees):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFields(Recomputation):
-    """What a plan says: each field with its default and all that is known of it."""
+    """All fields of a plan, with defaults and declarations."""
 
     attention: Attention = Declaration(
         help="Attention kernel [the stack's].",
@@ -156,7 +156,7 @@ class PlanFields(Recomputation):
         choices=lambda: tuple(StageSplit),
         is_basic=True,
     ).field(())
-    """Layers of each virtual stage in model order; none where the stack's rule splits them."""
+    """Layers of each virtual stage in model order; empty where the stack's rule splits them."""
 
     prediction_stage: int | None = Declaration(
         help="Virtual stage of layers that predict further tokens, from 0 [the loss's].",
@@ -247,7 +247,7 @@ class PlanFields(Recomputation):
         group="replication",
         after="sync_each_microbatch",
     ).field(False)
-    """Look in each step for weights that the loss did not use, and tell the other replicas."""
+    """DDP's ``find_unused_parameters``: search each step's graph, and all-reduce the result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -259,11 +259,12 @@ class ResolvedPlan(PlanFields):
     """
 
     def __post_init__(self) -> None:
-        """Refuse values that no layout can have."""
+        """Refuse values that contradict each other, whatever the job and the stack."""
         for name in (*AXES, "ep", "num_virtual_stages", "microbatch_size"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be >= 1, got {getattr(self, name)}")
         check_inner(self.cp, self.cp_type, self.cp_inner)
+        # Experts are divided within a stage, and within a sharding group.
         ranks = self.world_size // self.pp, self.tp * self.num_shards
         check_expert_degrees(self.ep, self.etp, self.tp, *ranks)
         check_modules(self.recompute, self.recompute_modules)
@@ -280,12 +281,12 @@ class ResolvedPlan(PlanFields):
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share one set of shards: context-parallel ones always do."""
+        """Ranks of an HSDP sharding group; context-parallel ranks are always in one."""
         return self.cp * (self.dp if self.dp_shard is None else self.dp_shard)
 
     @property
     def expert_shards(self) -> int:
-        """Of these, ranks that hold the same experts, or parts of them."""
+        """Ranks of a sharding group, tensor-parallel ones included, that hold the same experts."""
         return self.tp * self.num_shards // (self.ep * self.expert_tp)
 
     @property
@@ -295,7 +296,7 @@ class ResolvedPlan(PlanFields):
 
     @property
     def gradient_formats(self) -> Formats:
-        """Formats that the plan asks for; None where the stack's are as good."""
+        """Gradient formats of the plan; None for the stack's own."""
         return Formats(self.gradient_precision, self.reduce_precision)
 
     @property
@@ -309,7 +310,7 @@ class ResolvedPlan(PlanFields):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Ranks along each axis that people are told of, in the order of the fields."""
+        """Degrees that are shown to people, in the order of the fields."""
         axes = [axis for each in PLAN_FIELDS.values() if (axis := each.declaration.axis)]
         return {
             axis.value: self.degree(axis)
@@ -318,7 +319,7 @@ class ResolvedPlan(PlanFields):
         }
 
     def number(self, name: str) -> int:
-        """Return a field as the whole number of a column, or the ranks of axes or of shards."""
+        """Return the column's number of a field, or the ranks of joint axes or sharding groups."""
         if name in JOINT_AXES:
             return prod(map(self.number, JOINT_AXES[name]))
         if name == SHARDS:
@@ -334,11 +335,12 @@ class ResolvedPlan(PlanFields):
 
     def schedule_of(self, runtime: PipelineRuntime) -> Schedule:
         """Return the schedule as *runtime* runs it."""
-        beside = self.expert_overlap is not None
-        return get_schedule(self.schedule, runtime, self.microbatch_group_size, beside=beside)
+        overlaps = self.expert_overlap is not None
+        return get_schedule(self.schedule, runtime, self.microbatch_group_size, beside=overlaps)
 
     def num_microbatches(self, job: TrainingJob) -> int:
         """Return the microbatches that each data-parallel rank runs in a step."""
+        # `check_sharding` has refused remainders.
         return job.global_batch_size // (self.dp * self.microbatch_size)
 
     @classmethod
@@ -347,15 +349,15 @@ class ResolvedPlan(PlanFields):
         return cls(**cast("dict[str, Any]", dict(values)))
 
     def __repr__(self) -> str:
-        """Return what the plan says beside the defaults."""
-        said = (
+        """Return the fields that differ from the declared defaults."""
+        changed = (
             f"{each.name}={written(getattr(self, each.name))}"
             for each in PLAN_FIELDS.values()
             if getattr(self, each.name) != each.default
         )
-        return f"ResolvedPlan({', '.join(said)})"
+        return f"ResolvedPlan({', '.join(changed)})"
 
 
 PLAN_FIELDS = {each.name: each for each in fields_of(ResolvedPlan)}
-# What a search varies: a column of its space each, in this order.
+# Fields of the search space, one column each, in this order.
 SEARCHED_FIELDS = tuple(each for each in PLAN_FIELDS.values() if each.declaration.heading)

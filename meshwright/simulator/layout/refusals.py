@@ -1,4 +1,4 @@
-"""What can never run: a plan that does not divide its job, or that its stack does not offer."""
+"""Refusals: plans that do not divide their job, or that their stack does not support."""
 
 from collections.abc import Mapping
 
@@ -21,9 +21,9 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout.axes import AXES, TP_CP
 from meshwright.simulator.layout.capabilities import (
-    HABITS,
     JOB_FACTS,
     MAX_ZERO_STAGE,
+    STACK_DEFAULTS,
     Gap,
     Numbers,
     job_gaps,
@@ -42,18 +42,19 @@ from meshwright.simulator.model import AnyModel, ModelSpec, predicts_further
 
 
 def check_sharding(job: TrainingJob, plan: ResolvedPlan) -> None:
-    """Raise PlanError unless *plan* divides the tensors and the batch of *job* evenly.
+    """Raise PlanError unless *plan* divides the tensors, batch and layers of *job* evenly.
 
     Raises:
         PlanError: Naming the first dimension that does not divide.
     """
-    for axis, known in AXES.items():
-        refusal = known.refusal(job, plan.degree(axis))
+    for axis, declaration in AXES.items():
+        refusal = declaration.refusal(job, plan.degree(axis))
         if refusal is not None:
             raise PlanError(refusal)
     refusal = experts_refusal(job.model, plan.ep, plan.expert_tp)
     if refusal is not None:
         raise PlanError(refusal)
+    # The tokens of a context-parallel rank are split once more, over tp.
     if plan.sequence_parallel and job.seq_len % plan.number(TP_CP):
         ranks = f"tp={plan.tp}" if plan.cp == 1 else f"tp={plan.tp} x cp={plan.cp}"
         raise PlanError(f"seq_len={job.seq_len} is not divisible by {ranks}")
@@ -71,10 +72,10 @@ def check_sharding(job: TrainingJob, plan: ResolvedPlan) -> None:
 
 
 def usual_zero_stages(stack: StackProfile) -> tuple[int, ...]:
-    """Return the ZeRO stages of *stack* that are searched where none is asked for.
+    """Return the ZeRO stages of *stack* that are searched by default.
 
-    Megatron-FSDP is another wrapper of a model than Megatron-Core's usual one, with options and
-    checkpoints of its own, which who asks for stage 3 chooses.
+    Megatron-FSDP is another wrapper than Megatron-Core's DistributedDataParallel, with options and
+    checkpoints of its own, so that stage 3 with it is searched only on request.
     """
     if stack.units is not Units.FLAT:
         return stack.zero_stages
@@ -82,13 +83,13 @@ def usual_zero_stages(stack: StackProfile) -> tuple[int, ...]:
 
 
 def offers(stack: StackProfile, job: TrainingJob, numbers: Mapping[str, int]) -> bool:
-    """Return whether *stack* lacks nothing of *job* in *numbers* of a plan's fields themselves."""
-    known = (gap for gap in stack_gaps(stack, job) if gap.fields <= numbers.keys())
-    return not any(gap.lacks(numbers.__getitem__) for gap in known)
+    """Return True if no limit of *stack* that reads only fields in *numbers* refuses them."""
+    gaps = (gap for gap in stack_gaps(stack, job) if gap.fields <= numbers.keys())
+    return not any(gap.lacks(numbers.__getitem__) for gap in gaps)
 
 
 def attention_kernels(job: TrainingJob, stack: StackProfile) -> tuple[Attention, ...]:
-    """Return the kernels of *stack* that attend as the model does: its own where there is none."""
+    """Return the attention kernels of *stack* that support the model, if that has attention."""
     if not isinstance(job.model, ModelSpec):
         return (stack.attention,)
     code = PLAN_FIELDS["attention"].code
@@ -98,7 +99,7 @@ def attention_kernels(job: TrainingJob, stack: StackProfile) -> tuple[Attention,
 
 
 def default_attention(device: Device, job: TrainingJob, stack: StackProfile) -> Attention:
-    """Return the stack's kernel; unfused, if the job may, where the device lacks its flash one."""
+    """Return the stack's attention kernel; unfused, if allowed, where the device lacks flash."""
     flash, unfused = Attention.FLASH, Attention.UNFUSED
     lacks_kernel = stack.flash_kernel not in device.flash
     if stack.attention is flash and lacks_kernel and unfused in attention_kernels(job, stack):
@@ -114,7 +115,7 @@ def known_values(field: PlanField, model: AnyModel) -> tuple[object, ...] | None
 
 
 def experts_refusal(model: AnyModel, ep: int, etp: int) -> str | None:
-    """Return why the experts of *model* cannot be divided or split so, or None when they can."""
+    """Return the reason *ep* or *etp* do not divide the experts of *model*, or None."""
     experts = model.experts
     if experts is None:
         return None
@@ -126,7 +127,7 @@ def experts_refusal(model: AnyModel, ep: int, etp: int) -> str | None:
 
 
 def model_refusal(field: PlanField, value: object, model: AnyModel) -> str | None:
-    """Return why *value* of *field* cannot be asked for with *model*, or None when it can."""
+    """Return the reason *value* of *field* does not apply to *model*, or None."""
     known = known_values(field, model)
     if known is None or value in known:
         return None
@@ -139,7 +140,7 @@ def model_refusal(field: PlanField, value: object, model: AnyModel) -> str | Non
 
 
 def stack_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
-    """Return why *stack* cannot run *plan*, or None when it can."""
+    """Return the reason *stack* cannot run *plan*, or None when it can."""
     if plan.parameter_server is not None and stack.strategy is not Strategy.PARAMETER_SERVER:
         return f"parameter_server is not offered by stack {stack.name}; it has no servers"
     refusal = _job_refusal(job, plan, stack) or _stages_refusal(job, plan, stack)
@@ -147,17 +148,17 @@ def stack_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> 
         return refusal
     for gap in stack_gaps(stack, job):
         if gap.lacks(plan.number):
-            return _said(gap, plan)
+            return _message(gap, plan)
     return formats_refusal(stack, job.precision, plan.gradient_formats)
 
 
 def other_stacks(
     job: TrainingJob, plan: ResolvedPlan | None, stack: StackProfile
 ) -> tuple[str, ...]:
-    """Return the stacks, by `frameworks_where`, that can be launched and run what *stack* refuses.
+    """Return the launchable stacks, by `frameworks_where`, that run what *stack* refuses.
 
-    That is the job, and of the plan what the rule that refuses it reads; none where it reads of
-    the stack alone what the user set, which the others are not asked about.
+    They must run the job, and the plan fields that the refusing rule reads; none are returned where
+    the refusal comes from facts of the stack that the user set.
     """
     numbers: dict[str, int] = {}
     if plan is not None and job_refusal(job, stack) is None:
@@ -204,13 +205,13 @@ def check_offered(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> 
 def conflict_of(
     field: str, job: TrainingJob, plan: ResolvedPlan, stack: StackProfile
 ) -> str | None:
-    """Return what of *plan* its *field* does not go with, or None when it goes with all."""
+    """Return the part of *plan* that its *field* conflicts with, or None."""
     gaps = (each for each in stack_gaps(stack, job) if each.field == field and each.conflict)
-    return next((_said(gap, plan) for gap in gaps if gap.lacks(plan.number)), None)
+    return next((_message(gap, plan) for gap in gaps if gap.lacks(plan.number)), None)
 
 
 def _job_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
-    """Return why a job, or a field that its model has no use for, goes with no plan, or None."""
+    """Return the reason no plan runs *job*, or that a field does not apply to its model."""
     for field in PLAN_FIELDS.values():
         refusal = model_refusal(field, getattr(plan, field.name), job.model)
         if refusal is not None and known_values(field, job.model):
@@ -219,15 +220,16 @@ def _job_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> s
 
 
 def job_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
-    """Return why *stack* cannot train such a model in such a format, or None when it can."""
+    """Return the reason *stack* cannot train this model in this precision, or None when it can."""
     facts = job.model.layer_facts(job.seq_len) if isinstance(job.model, ModelSpec) else ()
     for fact in facts:
         if fact not in stack.layer_facts:
             said, known = f"{fact} of {job.model.name}", ", ".join(stacks_with(facts)) or "none"
             why = in_parentheses(stack.rule("layer_facts"))
             return f"{said} is not offered by stack {stack.name}; stacks with it: {known}{why}"
+    # Of these no plan runs, so that a default one serves for the message.
     for gap in job_gaps(stack, job):
-        return _said(gap, ResolvedPlan())
+        return _message(gap, ResolvedPlan())
     if job.precision not in stack.precisions:
         known = ", ".join(stack.precisions)
         said = f"precision={job.precision} is not offered by stack {stack.name}"
@@ -236,9 +238,9 @@ def job_refusal(job: TrainingJob, stack: StackProfile) -> str | None:
 
 
 def _stages_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
-    """Return why stages cannot hold or recompute the layers of *plan*, or None when they can.
+    """Return the reason stages cannot hold or recompute the layers of *plan*, or None.
 
-    Megatron-Core asks a stage for layers that it has not where checkpoints do not divide them.
+    Uniform checkpoints must divide a stage: Megatron-Core indexes layers beyond it otherwise.
     """
     number, uniform = plan.recompute_layers, RecomputeMethod.UNIFORM
     uneven = [count for count in plan.stages if number and count % number]
@@ -247,11 +249,11 @@ def _stages_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -
             f"recompute_layers={number} of method {uniform} does not divide a stage of {uneven[0]} "
             f"layers; allowed: a divisor of each of {', '.join(map(str, plan.stages))}"
         )
-    return prediction_refusal(job, plan, stack) or empty_refusal(job, plan, stack)
+    return mtp_refusal(job, plan, stack) or empty_refusal(job, plan, stack)
 
 
-def _said(gap: Gap, plan: ResolvedPlan) -> str:
-    """Return the words that refuse *plan*, which lies in *gap*."""
+def _message(gap: Gap, plan: ResolvedPlan) -> str:
+    """Return the message that refuses *plan*, to which *gap* applies."""
     stack, field, why = gap.facts.stack.name, gap.field, in_parentheses(gap.why)
     if field == "model":
         text = f"{gap.model} has {gap.reason}, which stack {stack} is not known to run{why}"
@@ -265,7 +267,7 @@ def _said(gap: Gap, plan: ResolvedPlan) -> str:
 
 
 def _value(gap: Gap, plan: ResolvedPlan) -> object:
-    """Return the value that *gap* refuses: of a list the members that it speaks of."""
+    """Return the value that *gap* refuses: of a list only the members in its conditions."""
     field = PLAN_FIELDS.get(gap.field)
     if field is None:
         return gap.facts.value(gap.field if gap.field in JOB_FACTS else f"stack.{gap.field}")
@@ -273,42 +275,43 @@ def _value(gap: Gap, plan: ResolvedPlan) -> object:
     if field.declaration.members:
         return ",".join(each for each in value if f"{gap.field}.{each}" in gap.names)
     if value is None and gap.field == "recompute_method":
-        return RecomputeMethod.BLOCK
-    if value is None and gap.field in HABITS:
-        return field.value(Numbers(plan.number, gap.facts).habit(gap.field))
+        return RecomputeMethod.BLOCK  # the default with recompute_layers
+    if value is None and gap.field in STACK_DEFAULTS:
+        return field.value(Numbers(plan.number, gap.facts).stack_default(gap.field))
     return value
 
 
 def reshards_units(plan: ResolvedPlan, stack: StackProfile) -> bool:
-    """Return whether *plan* frees a unit's parameters after its forward pass."""
+    """Return True if *plan* frees a unit's parameters after its forward pass."""
     if plan.reshard_after_forward is None:
         return plan.pp == 1 or stack.reshards_in_pipelines
     return plan.reshard_after_forward
 
 
 def sums_microbatches(syncs_each: Number, pp: Number, num_microbatches: Number) -> Number:
-    """Return whether gradients are summed over several microbatches before they are reduced.
+    """Return True if gradients are accumulated over microbatches before they are reduced.
 
-    So they are in a pipeline, however few its microbatches.
+    In a pipeline they always are, even of one microbatch.
     """
+    # Bitwise operators, as arguments may be columns.
     return (pp > 1) | ((num_microbatches > 1) & (syncs_each == 0))
 
 
 def reduces_once(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> bool:
-    """Return whether *plan* sums gradients over microbatches before it reduces them."""
-    each = plan.sync_each_microbatch
-    if each is None:
-        each = syncs_by_default(stack, plan.zero_stage, plan.pp)
-    return bool(sums_microbatches(each, plan.pp, plan.num_microbatches(job)))
+    """Return True if *plan* accumulates gradients over microbatches before it reduces them."""
+    syncs = plan.sync_each_microbatch
+    if syncs is None:
+        syncs = syncs_by_default(stack, plan.zero_stage, plan.pp)
+    return bool(sums_microbatches(syncs, plan.pp, plan.num_microbatches(job)))
 
 
-def prediction_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
-    """Return why layers that predict further tokens are not on the stage of *plan*, or None.
+def mtp_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
+    """Return the reason MTP layers cannot be on the stage of *plan*, or None.
 
-    Megatron-Core takes any behind all layers, of a rank's virtual stages the last, but of the first
-    rank's several none (`validate_layer_layout` of
-    megatron/core/transformer/pipeline_parallel_layer_layout.py, core 0.16).  What it does not see
-    of these is the last, whose copy of the table it would leave at zero
+    Megatron-Core takes any stage behind all layers that is its rank's last virtual stage, except on
+    a first rank with several (`validate_layer_layout` of
+    megatron/core/transformer/pipeline_parallel_layer_layout.py, core 0.16).  It also takes the last
+    stage, on which it would leave the copy of the embedding at zero
     (`setup_embeddings_and_output_layer` of language_module.py).
     """
     stage = plan.prediction_stage
@@ -323,6 +326,7 @@ def prediction_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile
         return f"{said} is not offered by stack {stack.name}; allowed: {usual}"
     first = max(index for index, count in enumerate(plan.stages) if count)
     is_several = plan.num_virtual_stages > 1
+    # The last virtual stages of ranks; of several virtual stages, not those of the first rank.
     places = range(max(first, plan.num_stages - plan.pp + is_several), plan.num_stages - 1)
     if stage not in places:
         known = [f"{places[0]} to {places[-1]}"] if places else []
@@ -331,13 +335,13 @@ def prediction_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile
             f"{said} of {plan.num_stages} stages is not behind all layers, on the last virtual "
             f"stage of a rank {ranks}; allowed: {', '.join([*known, usual])}"
         )
-    if plan.expert_overlap is not None:  # what such a pass is beside another was not counted
+    if plan.expert_overlap is not None:  # its passes were never counted with F/B overlap
         return f"expert_overlap={plan.expert_overlap} does not go with {said}; allowed: {usual}"
     return None
 
 
 def empty_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
-    """Return why a stage between the first and the last one cannot be empty, or None if it can."""
+    """Return the reason a stage between the first and the last cannot be empty, or None."""
     if 0 not in plan.stages[1:-1]:
         return None
     lacking = "a stage without layers between the first and the last one"
@@ -345,7 +349,7 @@ def empty_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> 
         return f"{job.model.name} does not go with {lacking}; allowed: 1 layer or more"
     if stack.pipeline_runtime is not PipelineRuntime.MEGATRON_CORE:
         return f"{lacking} is not offered by stack {stack.name}; allowed: 1 layer or more"
-    if plan.expert_overlap is not None:  # what such a pass is beside another was not counted
+    if plan.expert_overlap is not None:  # its passes were never counted with F/B overlap
         said = f"expert_overlap={plan.expert_overlap} does not go with {lacking}"
         return f"{said}; allowed: 1 layer or more"
     return None

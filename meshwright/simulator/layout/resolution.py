@@ -1,7 +1,7 @@
-"""The one resolution: what was said of a plan, completed by the job, the cluster and the stack.
+"""Resolution of user options to a complete plan, with the defaults of job, cluster and stack.
 
-Library, command line, files, search, export and import all come through `resolve`; nothing else
-fills in what a plan leaves open.
+Library, command line, files, search, export and import all call `resolve`: nothing else sets
+defaults, so that the same options mean the same plan everywhere.
 """
 
 from dataclasses import field as dataclass_field
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from meshwright.hwprofiles import Cluster, StackProfile, StageSplit
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.defaults import Draft, Said, implied_recompute
+from meshwright.simulator.layout.defaults import PartialPlan, Said, implied_recompute
 from meshwright.simulator.layout.fields import written
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, PlanFields, ResolvedPlan
@@ -21,26 +21,27 @@ from meshwright.simulator.schedules import get_schedule
 
 
 class _Partial:
-    """What was said of a plan; a field is None until it is said.
+    """User options of a parallel plan; a field that is not given is None.
 
-    `resolve` gives the plan that it means for a job, on a cluster, with a stack.  Values are those
-    of `ResolvedPlan`, or as the command line has them: ``recompute="full"``, ``stages="balanced"``.
+    `resolve` completes it for a job, a cluster and a stack.  Values are those of `ResolvedPlan`, or
+    texts as on the command line: ``recompute="full"``, ``stages="balanced"``.
     """
 
     __slots__ = ()
 
     @property
     def said(self) -> dict[str, object]:
-        """The fields that were said."""
+        """The fields that were given."""
         values = {name: getattr(self, name) for name in PLAN_FIELDS}
         return {name: value for name, value in values.items() if value is not None}
 
     def __repr__(self) -> str:
-        """Return what was said."""
+        """Return the given fields."""
         said = (f"{name}={written(value)}" for name, value in self.said.items())
         return f"ParallelPlan({', '.join(said)})"
 
 
+# At run time all fields default to None; type checkers see the types of `PlanFields`.
 if TYPE_CHECKING:
 
     class ParallelPlan(PlanFields):  # noqa: D101  (below)
@@ -70,18 +71,18 @@ def resolve(
     *,
     num_gpus: int | None = None,
 ) -> ResolvedPlan:
-    """Return *plan* with every field, as *stack* trains *job* on *cluster*.
+    """Return *plan* with all fields resolved for *job*, *cluster* and *stack*.
 
     Args:
-        job: What is trained.
-        cluster: On what; None where attention and ``cp_inner`` are said.
-        stack: With what software; its habits are the defaults.
-        plan: What was said: a user's, or the fields of a file or of a search by name, which may
-            have a value where the model has nothing that it says.
-        num_gpus: Devices of the run, which decide ``dp`` where it is not said.
+        job: Training job.
+        cluster: Cluster of the run; may be None if attention and ``cp_inner`` are given.
+        stack: Software stack, whose defaults fill in fields.
+        plan: User options, or the fields of a file or a search by name; only the latter may have
+            a value that does not apply to the model.
+        num_gpus: Devices of the run, which decide ``dp`` where it is not given.
 
     Raises:
-        PlanError: If what was said contradicts itself, the model or the number of devices.
+        PlanError: If options contradict each other, the model or the number of devices.
 
     >>> from meshwright.hwprofiles import load_cluster, load_stack
     >>> from meshwright.simulator.model import load_model
@@ -93,47 +94,48 @@ def resolve(
     """
     is_users = isinstance(plan, _Partial)
     if isinstance(plan, _Partial):
-        words: Said = plan.said
+        given: Said = plan.said
     elif isinstance(plan, ResolvedPlan):
-        words = {name: getattr(plan, name) for name in PLAN_FIELDS if getattr(plan, name) != ()}
+        given = {name: getattr(plan, name) for name in PLAN_FIELDS if getattr(plan, name) != ()}
     else:
-        words = cast("Said", plan)
-    said = {name: value for name, value in words.items() if value is not None}
-    for name, value in said.items() if is_users else ():
+        given = cast("Said", plan)
+    options = {name: value for name, value in given.items() if value is not None}
+    # Files and searches have all fields: only a user means one that does not apply to the model.
+    for name, value in options.items() if is_users else ():
         refusal = model_refusal(PLAN_FIELDS[name], value, job.model)
         if refusal is not None:
             raise PlanError(refusal)
-    draft = Draft(job, cluster, stack, num_gpus, said, {})
+    partial = PartialPlan(job, cluster, stack, num_gpus, options, {})
     for name, field in PLAN_FIELDS.items():
-        draft.known[name] = draft.value(field)
-    return ResolvedPlan.of(draft.known)
+        partial.resolved[name] = partial.value(field)
+    return ResolvedPlan.of(partial.resolved)
 
 
 def said_of(
     job: TrainingJob, cluster: Cluster | None, stack: StackProfile, plan: ResolvedPlan
 ) -> dict[str, object]:
-    """Return the fewest fields that have to be said for `resolve` to give *plan*.
+    """Return the fewest options from which `resolve` gives *plan*.
 
     The number of devices is that of the plan.
     """
     values = {name: getattr(plan, name) for name in PLAN_FIELDS}
-    draft = Draft(job, cluster, stack, plan.world_size, {}, {})
+    partial = PartialPlan(job, cluster, stack, plan.world_size, {}, {})
     said: dict[str, object] = {}
     for name, value in values.items():
         try:
-            is_usual = draft._replace(said=said).usual(PLAN_FIELDS[name]) == value
-        except PlanError:  # of stages that no rule gives
-            is_usual = False
-        if not is_usual and value is not None:
+            is_default = partial._replace(options=said).default(PLAN_FIELDS[name]) == value
+        except PlanError:  # the rule for stages fails, as with more stages than layers
+            is_default = False
+        if not is_default and value is not None:
             said[name] = value
-        draft.known[name] = value
+        partial.resolved[name] = value  # later defaults depend on it
     return said
 
 
 def without_defaults(job: TrainingJob, stack: StackProfile, plan: ResolvedPlan) -> ResolvedPlan:
-    """Return *plan* with None where it does what *stack* does anyway, of fields that may be None.
+    """Return *plan* with optional fields set to None where they equal the defaults of *stack*.
 
-    So tables and pages show what a plan departs in.
+    Tables and pages then show only departures from defaults.
     """
     said = said_of(job, None, stack, plan)
     departures = {
@@ -146,26 +148,29 @@ def without_defaults(job: TrainingJob, stack: StackProfile, plan: ResolvedPlan) 
 def overridden(
     base: Said, given: Said, resolved: ResolvedPlan, *, keeps_model: bool
 ) -> dict[str, object]:
-    """Return what *base* says of a plan, and *given* where it says something else.
+    """Return the options of *base* overridden by *given*.
 
-    What goes with a field that is given is no longer said: stages of another number, a schedule
-    that does not fit, parts of another mode of recomputation, groups of other ranks.
+    Options of *base* that depended on an overridden one are dropped: lists of stages, the schedule,
+    modules or layers to recompute, ``cp_inner``.
 
     Args:
-        base: Of a plan file.
-        given: Besides.
-        resolved: The plan of the file.
-        keeps_model: Whether the model is still the file's.
+        base: Options of a plan file.
+        given: Options of the command line.
+        resolved: The file's plan.
+        keeps_model: Whether the model is the file's.
     """
     kept = {name: value for name, value in base.items() if name not in given}
+    # A list of stages implies the number of virtual stages.
     listed = parse_stages(str(given["stages"])) if isinstance(given.get("stages"), str) else ()
     if isinstance(listed, tuple) and listed:
         kept.pop("num_virtual_stages", None)
     said = {**kept, **given}
     pp, vpp = (cast("int", said.get(name, 1)) for name in ("pp", "num_virtual_stages"))
+    # Layer counts fit one model and one number of stages.
     if "stages" in given or not keeps_model or pp * vpp != resolved.num_stages:
         dropped = {"stages", "prediction_stage"}
         said = {name: each for name, each in said.items() if name in given or name not in dropped}
+    # 1F1B has no virtual stages, and interleaving needs several.
     if get_schedule(resolved.schedule).interleaves != (vpp > 1) and "schedule" not in given:
         said.pop("schedule", None)
     if _recompute_of(said, given) != said.get("recompute", implied_recompute(said)):
@@ -173,13 +178,14 @@ def overridden(
         said = {name: each for name, each in said.items() if name in given or name not in parts}
     inner = cast("int", said.get("cp_inner", 1))
     cp = cast("int", said.get("cp", 1))
+    # An inner group divides cp, and belongs to one cp_type.
     if "cp_inner" not in given and ("cp_type" in given or cp == 1 or cp % inner):
         said.pop("cp_inner", None)
     return said
 
 
 def _recompute_of(said: Said, given: Said) -> object:
-    """Return the mode of recomputation that *given* asks for, or that of all that is *said*."""
+    """Return the recomputation that *given* asks for, else that of all options *said*."""
     asked = {"recompute_modules", "recompute_layers"} & given.keys()
     if "recompute" in given or asked:
         return given.get("recompute", implied_recompute(given))
@@ -187,7 +193,7 @@ def _recompute_of(said: Said, given: Said) -> object:
 
 
 def stages_rule(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> StageSplit | None:
-    """Return the rule that gives the stages of *plan*; None if it is the stack's, or none does."""
+    """Return the rule that gives the stages of *plan*; None if the stack's does, or no rule."""
     if not plan.stages:
         return None
     own = stack.stage_split

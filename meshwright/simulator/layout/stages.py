@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""Pipeline stages: their layers, recomputation checkpoints and activation offloading."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,23 +34,23 @@ from meshwright.simulator.model import (
 
 
 class Checkpoints(NamedTuple):
-    """Which layers of a virtual stage full recomputation runs again.
+    """Checkpoints of full recomputation in a virtual stage.
 
     Args:
-        num_again: How many, from its first one on; None is all of them.
-        num_together: Layers of a checkpoint.
-        interval: Of so many layers of a rank the last one alone.
-        num_ahead: Layers of the interval in which the stage begins that are ahead of it.
+        num_recomputed: Layers that are recomputed, from the first on; None is all.
+        layers_per_checkpoint: Layers that are recomputed together.
+        interval: Only the last of so many layers of a rank is recomputed.
+        num_ahead: Layers of the stage's first interval that earlier virtual stages hold.
     """
 
-    num_again: int | None = None
-    num_together: int = 1
+    num_recomputed: int | None = None
+    layers_per_checkpoint: int = 1
     interval: int = 1
     num_ahead: int = 0
 
     @classmethod
     def of(cls, plan: ResolvedPlan, index: int = 0) -> "Checkpoints":
-        """Return those of the virtual stage number *index* of *plan*, in model order.
+        """Return the checkpoints of virtual stage *index* of *plan*, in model order.
 
         Megatron-Core counts layers of each virtual stage as of a TransformerBlock
         (`_checkpointed_forward` of transformer_block.py, core 0.16), torchtitan those of all
@@ -62,57 +62,58 @@ class Checkpoints(NamedTuple):
             case _ if number is None:
                 return cls()
             case RecomputeMethod.UNIFORM:
-                return cls(num_together=number)
+                return cls(layers_per_checkpoint=number)
             case RecomputeMethod.EVERY:
                 ahead = sum(plan.stages[index % plan.pp : index : plan.pp])
                 return cls(interval=number, num_ahead=ahead % number)
             case _:
-                return cls(num_again=number)
+                return cls(num_recomputed=number)
 
     @property
     def keeps_layers(self) -> bool:
         """Whether there may be layers that are not recomputed."""
-        return self.num_again is not None or self.interval > 1
+        # Uniform checkpoints recompute all layers, however many each has.
+        return self.num_recomputed is not None or self.interval > 1
 
-    def keeps(self, place: int) -> bool:
-        """Return whether the layer at a *place* of the stage, from 0 on, is not recomputed."""
-        if self.num_again is not None:
-            return place >= self.num_again
-        return (self.num_ahead + place + 1) % self.interval != 0
+    def keeps(self, index: int) -> bool:
+        """Return True if layer *index* of the stage is not recomputed."""
+        if self.num_recomputed is not None:
+            return index >= self.num_recomputed
+        return (self.num_ahead + index + 1) % self.interval != 0
 
     def behind(self, num_layers: int) -> "Checkpoints":
-        """Return those of what follows the first *num_layers*, if it is less than a stage.
+        """Return the checkpoints behind the first *num_layers* of the stage.
 
-        What it computes; its checkpoints may begin in what is ahead of it.
+        Exact for computation only: a checkpoint may begin in the layers ahead.
         """
-        again = None if self.num_again is None else max(0, self.num_again - num_layers)
+        number = None if self.num_recomputed is None else max(0, self.num_recomputed - num_layers)
         ahead = (self.num_ahead + num_layers) % self.interval
-        return Checkpoints(again, interval=self.interval, num_ahead=ahead)
+        return Checkpoints(number, interval=self.interval, num_ahead=ahead)
 
     def passes(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Return *layers* by what becomes of them: kept, or together in a checkpoint."""
-        if not self.keeps_layers and self.num_together == 1:
+        """Return *layers* as the kinds that passes run: kept, or grouped in checkpoints."""
+        if not self.keeps_layers and self.layers_per_checkpoint == 1:
             return layers
         kinds = [kind for kind, count in layers for _ in range(count)]
         if self.keeps_layers:
-            found = (
-                KeptLayer(kind) if self.keeps(place) else kind for place, kind in enumerate(kinds)
+            passes = (
+                KeptLayer(kind) if self.keeps(index) else kind for index, kind in enumerate(kinds)
             )
-            return join_runs([BlockRun(kind, 1) for kind in found])
-        size = self.num_together
+            return join_runs([BlockRun(kind, 1) for kind in passes])
+        size = self.layers_per_checkpoint
         groups = (kinds[first : first + size] for first in range(0, len(kinds), size))
         return join_runs([BlockRun(LayerGroup(group), 1) for group in groups])
 
 
 class LayerOffload(NamedTuple):
-    """First layers whose saved tensors wait on the host from forward to backward.
+    """Activation offloading: first layers whose saved tensors go to the host until backward.
 
     Args:
-        number: How many.
-        depth: Tensors of so many layers in a row, and no more, are on the device beside those of
-            layers that keep theirs: a layer's have left when so many more begin in forward, and
-            come back so many ahead, its own counted, in backward.
-        waits: Forward waits for them to have left.
+        number: Number of offloaded layers.
+        depth: Offloaded layers whose tensors are on the device at a time: a layer's are gone when
+            the *depth*-th layer behind it begins in forward, and back that far ahead, its own
+            pass counted, in backward.
+        waits: Whether forward waits for the copies to the host.
     """
 
     number: int = 0
@@ -121,12 +122,12 @@ class LayerOffload(NamedTuple):
 
     @classmethod
     def of(cls, plan: ResolvedPlan, model: AnyModel) -> "LayerOffload":
-        """Return those of *plan*, which has no pipeline.
+        """Return the offloading of *plan*, which has no pipeline.
 
-        Transformer Engine spreads the copies of N of L layers so that those of L - N are there at
-        any time (`DefaultOffloadSynchronizer` of pytorch/cpu_offload.py, 2.10 to 2.18).
-        Megatron-Core leaves parts of the last layer that has them where they are, and has those of
-        the layer before come back while a layer runs (`should_bulk_offload` and
+        Transformer Engine spreads the copies of N of L layers so that tensors of L - N are on the
+        device at any time (`DefaultOffloadSynchronizer` of pytorch/cpu_offload.py, 2.10 to 2.18).
+        Megatron-Core does not offload modules of the last layer, and fetches those of the previous
+        layer while a layer runs (`should_bulk_offload` and
         `on_group_start_backward` of pipeline_parallel/fine_grained_activation_offload.py, core
         0.16 to 0.19).
         """
@@ -137,7 +138,7 @@ class LayerOffload(NamedTuple):
         return cls()
 
     def present(self, place: int) -> range:
-        """Return the layers whose tensors are on the device while that at a *place* runs.
+        """Return the offloaded layers whose tensors are on the device while layer *place* runs.
 
         >>> [[*LayerOffload(number=3, depth=2).present(place)] for place in range(5)]
         [[0], [0, 1], [1, 2], [2], []]
@@ -145,33 +146,32 @@ class LayerOffload(NamedTuple):
         return range(max(0, place - self.depth + 1), min(place + 1, self.number))
 
     def passes(self, layers: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        """Return *layers* with those whose tensors leave by themselves."""
+        """Return *layers* with the offloaded ones as kinds of their own."""
         if not self.number:
             return layers
-        gone = (
+        offloaded = (
             BlockRun(OffloadedLayer(kind), num) for kind, num in cut_runs(layers, 0, self.number)
         )
         num_layers = sum(count for _, count in layers)
-        return (*gone, *cut_runs(layers, self.number, num_layers))
+        return (*offloaded, *cut_runs(layers, self.number, num_layers))
 
     def behind(self, num_layers: int) -> "LayerOffload":
-        """Return those of what follows the first *num_layers*."""
+        """Return the offloading behind the first *num_layers* of the stage."""
         return self._replace(number=max(0, self.number - num_layers)) if self.number else self
 
 
-AHEAD = 2  # a layer, and the one before it that comes back
+AHEAD = 2  # the layer that runs, and the previous one, which is fetched meanwhile
 ALL_ALONE, NO_OFFLOAD = Checkpoints(), LayerOffload()
 ONE_EMBEDDING = (BlockRun(EMBEDDING, 1),)
 BEHIND_LAYERS = tuple(BlockRun(kind, 1) for kind in (FINAL_NORM, PREDICTIONS, HEAD))
 
 
 class Stage(NamedTuple):
-    """Layers of one virtual stage by kind, and whether it holds an end of the model.
+    """Layers of one virtual stage by kind, and the embedding, norm, MTP layers and head it holds.
 
-    ``has_norm`` is whether it holds the final norm apart from the head, ``has_predictions`` whether
-    it holds the layers that predict further tokens.
-    One without layers and a norm ``copies`` what it has received, of which that is the kind of
-    block: Megatron-Core's block gives another tensor (`TransformerBlock.forward` of
+    ``has_norm``: it holds the final norm apart from the head; ``has_predictions``: the MTP layers.
+    A stage without layers and norm ``copies`` its input, as this kind of block: Megatron-Core
+    returns another tensor (`TransformerBlock.forward` of
     transformer_block.py, core 0.16).
     """
 
@@ -191,17 +191,17 @@ class Stage(NamedTuple):
 
     @property
     def blocks(self) -> tuple[BlockRun, ...]:
-        """Layers and ends in model order."""
+        """Embedding, layers and head in model order."""
         return self._between_ends(self.layers)
 
     @property
     def contents(self) -> tuple[BlockRun, ...]:
-        """The same, or the copy of a stage without any."""
+        """The blocks, or the copy of a stage without any."""
         return self.blocks or self.passes
 
     @property
     def passes(self) -> tuple[BlockRun, ...]:
-        """The same as a pass goes through them: by what backward computes again."""
+        """The contents as a pass runs them: kept, recomputed, grouped or offloaded."""
         copy = () if self.copies is None else (BlockRun(self.copies, 1),)
         return copy + self._between_ends(self.offload.passes(self.checkpoints.passes(self.layers)))
 
@@ -209,26 +209,26 @@ class Stage(NamedTuple):
         first = ONE_EMBEDDING if self.has_embedding else ()
         if not (self.has_head or self.has_norm or self.has_predictions):
             return first + layers
-        held = self.has_norm, self.has_predictions, self.has_head
-        return first + layers + tuple(compress(BEHIND_LAYERS, held))
+        present = self.has_norm, self.has_predictions, self.has_head
+        return first + layers + tuple(compress(BEHIND_LAYERS, present))
 
     def num_kept(self, first: int = 0) -> int:
-        """Return the layers from the place *first* on that are not recomputed where others are."""
+        """Return the number of layers from *first* on that are kept while others are recomputed."""
         if not self.checkpoints.keeps_layers:
             return 0
         return sum(map(self.checkpoints.keeps, range(first, self.num_layers)))
 
     @property
     def num_blocks(self) -> int:
-        """Layers and ends."""
+        """Number of layers, embedding and head."""
         ends = self.has_embedding + self.has_norm + self.has_predictions + self.has_head
         return self.num_layers + ends
 
     def part(self, first: int, end: int) -> "Stage":
-        """Return the blocks from the place *first* up to *end*, both counted from 0."""
+        """Return the stage of the blocks from index *first* up to, but without, *end*."""
         offset = int(self.has_embedding)
         behind = offset + self.num_layers
-        further = behind + self.has_norm
+        mtp = behind + self.has_norm
         return Stage(
             cut_runs(self.layers, max(0, first - offset), end - offset),
             has_embedding=self.has_embedding and first == 0,
@@ -236,25 +236,25 @@ class Stage(NamedTuple):
             checkpoints=self.checkpoints.behind(max(0, first - offset)),
             copies=self.copies if first == 0 else None,
             has_norm=self.has_norm and first <= behind < end,
-            has_predictions=self.has_predictions and first <= further < end,
+            has_predictions=self.has_predictions and first <= mtp < end,
             offload=self.offload.behind(max(0, first - offset)),
         )
 
 
 def whole_model(model: AnyModel) -> Stage:
     """Return all of *model* as one stage."""
-    apart = predicts_further(model)
+    has_mtp = predicts_further(model)
     return Stage(
         model.layer_runs,
         has_embedding=True,
         has_head=True,
-        has_norm=apart,
-        has_predictions=apart,
+        has_norm=has_mtp,
+        has_predictions=has_mtp,
     )
 
 
 def repeated_layers(model: AnyModel, plan: ResolvedPlan) -> tuple[BlockRun, ...]:
-    """Return the layers of *model* of which backward computes again what the plan recomputes."""
+    """Return the layers of *model* to which the plan's recomputation applies."""
     if not Checkpoints.of(plan).keeps_layers:
         return model.layer_runs
     runs = [
@@ -267,7 +267,7 @@ def repeated_layers(model: AnyModel, plan: ResolvedPlan) -> tuple[BlockRun, ...]
 
 
 def join_stages(stages: Sequence[Stage]) -> Stage:
-    """Return *stages*, which follow each other, as one; of none, a stage that holds nothing."""
+    """Return consecutive *stages* as one; without any, an empty stage."""
     return Stage(
         join_runs([run for stage in stages for run in stage.layers]),
         has_embedding=any(stage.has_embedding for stage in stages),
@@ -280,37 +280,37 @@ def join_stages(stages: Sequence[Stage]) -> Stage:
 def model_stages(
     model: AnyModel, layers: Sequence[int], prediction_stage: int | None = None
 ) -> tuple[Stage, ...]:
-    """Return *model* cut into stages with so many *layers* each, in model order.
+    """Return *model* split into virtual stages of *layers* layers each, in model order.
 
-    Layers that predict further tokens are on the stage of that number, or with the head.
+    MTP layers are on *prediction_stage*, or with the head.
 
     >>> from meshwright.simulator.model import load_model
     >>> model_stages(load_model("gpt2"), (5, 7))[0].blocks
     (BlockRun(kind='embedding', num_blocks=1), BlockRun(kind='layer', num_blocks=5))
     """
     last = len(layers) - 1
-    with_layers = max((index for index, count in enumerate(layers) if count), default=last)
-    apart = predicts_further(model)
-    predicting = last if prediction_stage is None else prediction_stage
+    last_with_layers = max((index for index, count in enumerate(layers) if count), default=last)
+    has_mtp = predicts_further(model)
+    mtp_stage = last if prediction_stage is None else prediction_stage
     return tuple(
         Stage(
             cut_runs(model.layer_runs, end - count, end),
             has_embedding=index == 0,
             has_head=index == last,
-            copies=(COPY if index <= predicting else COPY_OF_STREAMS)
-            if count == 0 and 0 < index < last + apart
+            copies=(COPY if index <= mtp_stage else COPY_OF_STREAMS)
+            if count == 0 and 0 < index < last + has_mtp
             else None,
-            has_norm=apart and index == with_layers,
-            has_predictions=apart and index == predicting,
+            has_norm=has_mtp and index == last_with_layers,
+            has_predictions=has_mtp and index == mtp_stage,
         )
         for index, (count, end) in enumerate(zip(layers, accumulate(layers), strict=True))
     )
 
 
 def reads_table(model: AnyModel, stage: Stage) -> bool:
-    """Return whether *stage* has use of the table of tokens beside that of the embedding.
+    """Return True if the head or MTP layers of *stage* read the shared embedding weight.
 
-    On another stage than the embedding's that is a copy.
+    On another stage than the embedding's they read a copy.
     """
     if not (stage.has_head or stage.has_predictions):
         return False
@@ -319,26 +319,26 @@ def reads_table(model: AnyModel, stage: Stage) -> bool:
 
 
 def table_rank(plan: ResolvedPlan) -> int:
-    """Return which pipeline rank has the other copy of a shared table: the head's, if no other.
+    """Return the pipeline rank with the second copy of a shared embedding: of the head, or of MTP.
 
-    That is 0 where the first rank has all use of it.
+    It is 0 where no other rank reads it.
     """
     return plan.pp - 1 if plan.prediction_stage is None else plan.prediction_stage % plan.pp
 
 
 def receives_streams(model: AnyModel, stage: Stage) -> bool:
-    """Return whether *stage* is behind the one that predicts further tokens."""
+    """Return True if *stage* receives the hidden states of MTP layers from an earlier stage."""
     has_losses = predicts_further(model) and stage.has_head and not stage.has_predictions
     return has_losses or stage.copies == COPY_OF_STREAMS
 
 
 def copies_table(model: AnyModel, stage: Stage) -> bool:
-    """Return whether *stage* has a copy of the table of tokens."""
+    """Return True if *stage* has a copy of the embedding weight."""
     return reads_table(model, stage) and not stage.has_embedding
 
 
 def plan_stages(model: AnyModel, plan: ResolvedPlan) -> tuple[Stage, ...]:
-    """Return the virtual stages of *plan*, in model order, and what their layers keep."""
+    """Return the virtual stages of *plan* in model order, with recomputation and offloading."""
     stages = model_stages(model, plan.stages, plan.prediction_stage)
     offload = LayerOffload.of(plan, model)
     if offload.number:
@@ -352,7 +352,7 @@ def plan_stages(model: AnyModel, plan: ResolvedPlan) -> tuple[Stage, ...]:
 
 
 def rank_stages(model: AnyModel, plan: ResolvedPlan, pp_rank: int) -> tuple[Stage, ...]:
-    """Return the virtual stages of pipeline rank ``r``: number ``r, p + r, 2 p + r, ...``.
+    """Return the virtual stages of pipeline rank ``r`` of p: ``r, p + r, 2 p + r, ...``.
 
     >>> from meshwright.simulator.model import load_model
     >>> plan = ResolvedPlan(pp=2, num_virtual_stages=2, stages=(1, 2, 3, 6))
@@ -364,11 +364,10 @@ def rank_stages(model: AnyModel, plan: ResolvedPlan, pp_rank: int) -> tuple[Stag
 
 @lru_cache
 def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
-    """Return the forward FLOPs of the head, in units of one layer's forward FLOPs.
+    """Return the forward FLOPs of head and MTP layers, in units of a layer's forward FLOPs.
 
     Per token a layer costs ``2 h (2 q + 2 g) + 4 q s + 2 h f k`` (QKV and projection, attention
-    over s keys, MLP with k = 2 or 3 matrices), in the mean of all layers, and the head ``2 h V``,
-    beside those of layers that predict further tokens.
+    over s keys, MLP with k = 2 or 3 matrices), in the mean of all layers, and the head ``2 h V``.
     """
     runs = model.layer_runs
     layers = sum(count * layer_flops(model, kind, seq_len) for kind, count in runs)
@@ -379,7 +378,7 @@ def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
 def resolve_stages(
     model: AnyModel, seq_len: int, num_stages: int, wanted: StageSplit | Sequence[int]
 ) -> tuple[int, ...]:
-    """Return layer counts for a rule or pass explicit counts through."""
+    """Return the layer counts of a rule, or explicit counts unchanged."""
     if isinstance(wanted, StageSplit):
         cost = head_cost_layers(model, seq_len) if isinstance(model, ModelSpec) else 0.0
         return split_layers(model.num_layers, num_stages, wanted, head_cost=cost)

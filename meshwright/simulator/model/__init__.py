@@ -1,4 +1,4 @@
-"""What is trained: a model's sizes and weights, built in or read from a file."""
+"""Models: sizes and weights, built in or read from a file."""
 
 from meshwright.simulator.model.catalogue import list_models, load_model
 from meshwright.simulator.model.chain import ChainModel, LinearLayer

@@ -1,4 +1,4 @@
-"""Find a model by name or by file: built-in, model TOML, or Hugging Face config.json."""
+"""Models by name or by file: built-in, model TOML, or Hugging Face config.json."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -92,10 +92,11 @@ def read_models(
 
 @cache
 def _built_in_model(name: str) -> AnyModel | None:
-    """Return a built-in model; of the files those alone are read in full that have its name."""
-    told = name.encode(errors="replace")
+    """Return a built-in model, or None."""
+    encoded = name.encode(errors="replace")
     for path in _data_files():
-        if told in path.read_bytes() and name in _models_of(path):
+        # A search for bytes is far cheaper than parsing TOML files of other models.
+        if encoded in path.read_bytes() and name in _models_of(path):
             return _models_of(path)[name]
     return None
 
@@ -110,7 +111,7 @@ def _models_of(path: Path) -> Mapping[str, AnyModel]:
 
 
 def _check_readable(path: Path, name_or_path: str) -> None:
-    """Raise unless *path* is a model file of plausible kind."""
+    """Raise PlanError unless *path* is a file with the suffix of a model."""
     shown = shorten(name_or_path)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()

@@ -1,4 +1,4 @@
-"""What a chain is: linear layers one after the other, listed with their shapes."""
+"""Chain models: consecutive linear layers, listed with their shapes."""
 
 from typing import ClassVar, Literal, NamedTuple
 
@@ -25,10 +25,10 @@ class LinearRun(Fields):
 
 
 class LinearLayer(NamedTuple):
-    """A kind of layer: a matrix of weights, perhaps with a bias, and ReLU after it.
+    """A linear layer, with or without a bias, and with or without ReLU behind it.
 
-    ``split`` is what tensor parallelism splits: columns, then rows, in turn; the last of an odd
-    number of layers is whole.
+    ``split`` alternates between column- and row-parallel, as in Megatron-LM's MLP, so that only
+    pairs communicate; the last of an odd number of layers is replicated.
     """
 
     inputs: int
@@ -39,25 +39,26 @@ class LinearLayer(NamedTuple):
 
     @property
     def name(self) -> BlockKind:
-        """What it is called."""
+        """Kind of block of the layer."""
         bias, activation = " + bias" * self.bias, ", relu" * self.activation
         return f"linear {self.inputs} x {self.outputs}{bias}{activation} ({self.split})"
 
     @property
     def tensors(self) -> tuple[ParameterTensor, ...]:
-        """Its weights, as PyTorch stores them."""
+        """Its weight and bias, as ``nn.Linear`` stores them."""
         shape = (self.outputs, self.inputs)
         split = {"columns": 0, "rows": 1, "none": None}[self.split]
         weight = ParameterTensor("weight", shape, self.name, split)
-        of_bias = 0 if self.split == "columns" else None
-        bias = ParameterTensor("bias", shape[:1], self.name, of_bias)
+        # A row-parallel layer adds its bias after the all-reduce, on each rank in full.
+        bias_dim = 0 if self.split == "columns" else None
+        bias = ParameterTensor("bias", shape[:1], self.name, bias_dim)
         return (weight, bias) if self.bias else (weight,)
 
 
 class ChainModel(ListedModel[LinearLayer]):
-    """Linear layers; a sample is a row of the first one's inputs.
+    """A chain of linear layers; a sample is a row of the first one's input.
 
-    The loss is no part of it: the gradient of what the last layer makes arrives.
+    The loss is not part of it: backward begins with the gradient of the last layer's output.
 
     >>> layers = [LinearRun(inputs=5, outputs=8), LinearRun(inputs=8, outputs=3)]
     >>> ChainModel(name="textbook", kind="chain", linear=layers).num_layers
@@ -69,49 +70,49 @@ class ChainModel(ListedModel[LinearLayer]):
     name: str = Field(min_length=1, max_length=200)
     kind: Literal["chain"]
     title: str = Field(default="", min_length=1, max_length=200)
-    linear: tuple[LinearRun, ...] = Field(min_length=1, strict=False)
+    linear: tuple[LinearRun, ...] = Field(min_length=1, strict=False)  # arrays of TOML are lists
     source: str = "not given"
 
     @property
     def layers(self) -> tuple[LinearLayer, ...]:
-        """The kind of each layer, in the order in which they run."""
+        """All layers in model order."""
         flat = [run for run in self.linear for _ in range(run.count)]
-        pairs = len(flat) // 2 * 2
+        num_paired = len(flat) // 2 * 2
         return tuple(
             LinearLayer(
                 run.inputs,
                 run.outputs,
                 run.bias,
                 run.activation,
-                "none" if index >= pairs else ("rows" if index % 2 else "columns"),
+                "none" if index >= num_paired else ("rows" if index % 2 else "columns"),
             )
             for index, run in enumerate(flat)
         )
 
     @property
     def tensors(self) -> tuple[ParameterTensor, ...]:
-        """Weights of a layer of each kind."""
+        """Weights of one layer of each kind."""
         return tuple(each for kind in dict.fromkeys(self.layers) for each in kind.tensors)
 
     @property
     def num_outputs(self) -> int:
-        """What the last layer makes of a row."""
+        """Width of the last layer's output."""
         return self.layers[-1].outputs
 
     @property
     def num_layers(self) -> int:
-        """Linear layers."""
+        """Number of linear layers."""
         return sum(run.count for run in self.linear)
 
     def split_refusal(self, tp: int) -> str | None:
-        """Return why *tp* ranks cannot split its tensors, or None where they can."""
+        """Return the reason *tp* ranks cannot split its tensors, or None where they can."""
         for index, layer in enumerate(self.layers):
             if layer.split != "rows" and layer.outputs % tp:
                 return f"layer {index} has {layer.outputs} outputs, which tp={tp} does not divide"
         return None
 
     def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:
-        """Return the sizes on one of *tp* ranks that should be multiples of a load."""
+        """Return the GEMM sizes on one of *tp* ranks, which tensor cores want aligned."""
         widths = dict.fromkeys(
             size // (tp if each.split == split else 1)
             for each in self.layers

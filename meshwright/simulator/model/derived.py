@@ -1,4 +1,4 @@
-"""What the fields of a transformer are where they are left out, and its layers by kind."""
+"""Derived fields of a transformer: defaults of omitted sizes, and its layers by kind."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -15,7 +15,7 @@ from meshwright.simulator.model.kinds import (
 from meshwright.simulator.model.parts import Experts
 
 FUSED_QKV = ("phi3", "gpt_neox", "falcon", "falcon-groups")  # one product in transformers' code
-# Of a letter, with an MLP and with experts.
+# Layer kinds of a pattern's letter, with an MLP and with experts.
 KINDS_BY_LETTER = {
     "W": (WINDOWED_LAYER, WINDOWED_EXPERT_LAYER),
     "F": (TRANSFORMER_LAYER, EXPERT_LAYER),
@@ -24,7 +24,7 @@ KINDS_BY_LETTER = {
 
 @cache
 def mixed_runs(pattern: str, experts: Experts | None, num_layers: int) -> tuple[BlockRun, ...]:
-    """Return the layers that *pattern*, repeated, and *experts* tell.
+    """Return the layers of a repeated window *pattern*, with *experts* where those have layers.
 
     >>> mixed_runs("WWF", None, 4)[1:]
     (BlockRun(kind='layer', num_blocks=1), BlockRun(kind='windowed layer', num_blocks=1))
@@ -38,13 +38,13 @@ def mixed_runs(pattern: str, experts: Experts | None, num_layers: int) -> tuple[
 
 
 def derived_sizes(data: Mapping[str, object]) -> dict[str, object]:
-    """Return what the fields of a transformer are where they are left out.
+    """Return the defaults of a transformer's omitted fields that depend on given ones.
 
     ``head_dim`` is ``hidden_size / num_heads``, ``num_kv_heads`` equals ``num_heads``,
     ``ffn_hidden_size`` is four times ``hidden_size`` (it must be given for a gated MLP, unless all
-    layers have experts), ``max_positions`` equals ``seq_len``, and ``fused_qkv``, whether
-    transformers makes queries, keys and values in one product, holds for decoders without rotary
-    positions and where ``spelling`` says so.
+    layers have experts), ``max_positions`` equals ``seq_len``, and ``fused_qkv``, one linear layer
+    for queries, keys and values in transformers, holds for decoders without rotary positions and
+    for some values of ``spelling``.
     """
     derived = {
         "num_kv_heads": data.get("num_heads"),
@@ -53,6 +53,7 @@ def derived_sizes(data: Mapping[str, object]) -> dict[str, object]:
         "fused_qkv": _has_fused_qkv(data),
     }
     hidden_size, num_heads = data.get("hidden_size"), data.get("num_heads")
+    # Types are tested here since this runs before validation.
     if isinstance(hidden_size, int) and data.get("gated_mlp") is not True:
         derived["ffn_hidden_size"] = 4 * hidden_size
     if isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
@@ -64,13 +65,13 @@ def derived_sizes(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def _has_fused_qkv(data: Mapping[str, object]) -> bool:
-    """Return whether transformers makes queries, keys and values in one product."""
+    """Return True if transformers has one linear layer for queries, keys and values."""
     is_rotary, is_decoder = data.get("positions") == "rotary", data.get("causal") is not False
     return (not is_rotary and is_decoder) or data.get("spelling") in FUSED_QKV
 
 
 def _only_width(data: Mapping[str, object]) -> object:
-    """Return the width of experts where no layer has an MLP, which has none to tell then."""
+    """Return the width of experts where all layers have them, so that no MLP gives one."""
     given = data.get("experts")
     experts = given.model_dump(exclude_defaults=True) if isinstance(given, Experts) else given
     if not isinstance(experts, Mapping) or {"first_dense_layers", "layer_step"} & {*experts}:

@@ -1,4 +1,4 @@
-"""What all kinds of models have in common: a name, a source, strict reading, one line a fault."""
+"""Base classes of all kinds of models, strict parsing, and one-line errors."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Protocol, TypeVar, get_args
@@ -18,14 +18,14 @@ MAX_WIDTH = 262_144
 
 
 class Fields(Record, strict=True):
-    """A table that a person wrote."""
+    """A table of a user's file, read without type coercion."""
 
 
 class Model(Fields):
-    """What is trained; ``title`` equals ``name`` where it is not given.
+    """A model; ``title`` defaults to ``name``.
 
-    ``sample`` is what a batch counts and a rate is of: tokens of a sequence, or whole samples,
-    which are sequences of length 1.
+    ``sample`` is the unit of batch sizes and rates: tokens of a sequence, or whole samples, which
+    count as sequences of length 1.
     """
 
     sample: ClassVar[str] = "tokens"
@@ -41,6 +41,7 @@ class Model(Fields):
     @model_validator(mode="before")
     @classmethod
     def _fill_title(cls, data: object) -> object:
+        # Before validation, as an empty title is refused.
         if not isinstance(data, Mapping) or data.get("name") is None:
             return data
         return {"title": data["name"], **data}
@@ -53,12 +54,13 @@ class Model(Fields):
                 continue
             if field in {"name", "title"} and not text.isprintable():
                 raise ValueError(f"{field}={shorten(text)} must {LINE_RULE}")
+            # Texts of models are printed to terminals.
             if has_controls(text):
                 raise ValueError(f"{field}={shorten(text)} must {TEXT_RULE}")
 
 
 class ProductSize(NamedTuple):
-    """A size on a rank that tensor cores load in whole lines; *is_linear* in those of fp8, too."""
+    """A GEMM dim on a rank, best a multiple of what tensor cores load; *is_linear*: also in fp8."""
 
     name: str
     size: int
@@ -66,7 +68,7 @@ class ProductSize(NamedTuple):
 
 
 class ParameterTensor(NamedTuple):
-    """One weight tensor; *tp_dim* is the dim split over tp, or None if each rank has it all."""
+    """A parameter tensor; *tp_dim* is the dim split over tp, or None if it is replicated."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,18 +77,18 @@ class ParameterTensor(NamedTuple):
 
 
 class LayerKind(Protocol):
-    """A kind of layer: all that tells it from others."""
+    """A kind of layer, equal for layers of equal shapes."""
 
     @property
     def name(self) -> BlockKind:
-        """What it is called."""
+        """Kind of block of the layer."""
 
 
 K = TypeVar("K", bound=LayerKind)
 
 
 class ListedModel(Model, Generic[K]):
-    """A model whose layers differ, and whose sample is a sequence of length 1."""
+    """A model with a list of different layers, whose samples count as sequences of length 1."""
 
     tied_embeddings: ClassVar[bool] = False
     experts: ClassVar[None] = None
@@ -94,16 +96,16 @@ class ListedModel(Model, Generic[K]):
 
     @property
     def layers(self) -> tuple[K, ...]:
-        """The kind of each layer, in the order in which they run."""
+        """All layers in model order."""
         raise NotImplementedError
 
     def layer(self, name: BlockKind) -> K:
-        """Return the kind of layer of a name."""
+        """Return the layer of kind *name*."""
         return next(kind for kind in self.layers if kind.name == name)
 
     @property
     def layer_runs(self) -> tuple[BlockRun, ...]:
-        """The layers as runs of equal ones."""
+        """Layers in model order, consecutive equal ones joined."""
         return join_runs([BlockRun(kind.name, 1) for kind in self.layers])
 
 
@@ -111,12 +113,12 @@ T = TypeVar("T", bound=Model)
 
 
 def parse(kind: type[T], data: Mapping[str, object], *, origin: str) -> T:
-    """Return the model of one kind that a mapping read from a file describes.
+    """Return the model of class *kind* described by the mapping of a file.
 
     Args:
-        kind: What it is.
-        data: Names of its fields with their values.
-        origin: What to call the mapping in an error, normally the file name.
+        kind: Class of the model.
+        data: Its fields by name.
+        origin: Name of the mapping in errors, normally that of the file.
 
     Raises:
         PlanError: If a key is missing, unknown or out of range, or if sizes
@@ -134,7 +136,7 @@ def parse(kind: type[T], data: Mapping[str, object], *, origin: str) -> T:
 
 
 def _describe(kind: type[Model], fault: "ErrorDetails") -> str:
-    """Return one line for one fault that pydantic found."""
+    """Return a one-line message for an error of pydantic."""
     loc = fault["loc"]
     key = ".".join(str(part) for part in loc)
     match fault["type"]:
@@ -154,7 +156,7 @@ def _describe(kind: type[Model], fault: "ErrorDetails") -> str:
 
 
 def _table(kind: type[Model], loc: tuple[int | str, ...]) -> type[Fields]:
-    """Return the table in which *loc* is: the model's own, or one of a list of tables."""
+    """Return the class of the table at *loc*: the model's, or that of a list of tables."""
     if len(loc) == 1:
         return kind
     item: type[Fields] = get_args(kind.model_fields[str(loc[0])].annotation)[0]

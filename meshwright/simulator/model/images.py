@@ -1,4 +1,4 @@
-"""What a residual network for images is: its stem, runs of bottleneck blocks, and its classes."""
+"""Residual networks for images (ResNet): stem, runs of bottleneck blocks, and classifier."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
@@ -20,7 +20,7 @@ Weight: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 class BottleneckRun(Fields):
-    """Blocks of one width one after the other; the first has the stride, in its 3 x 3 convolution.
+    """Consecutive blocks of one width; the first has the stride, in its 3 x 3 convolution.
 
     ``inner_channels`` are those of the 3 x 3 convolution.
     """
@@ -32,7 +32,7 @@ class BottleneckRun(Fields):
 
 
 class Bottleneck(NamedTuple):
-    """A kind of layer: a bottleneck block of images with *side* rows and columns."""
+    """A bottleneck block on images of *side* x *side* pixels."""
 
     side: int
     in_channels: int
@@ -42,18 +42,18 @@ class Bottleneck(NamedTuple):
 
     @property
     def name(self) -> BlockKind:
-        """What it is called."""
+        """Kind of block of the layer."""
         channels = f"{self.in_channels}-{self.inner_channels}-{self.out_channels}"
         return f"bottleneck {channels} of {self.side} x {self.side} to {self.out_side}"
 
     @property
     def kernel(self) -> int:
-        """Rows and columns of the windows of the convolution in the middle."""
+        """Kernel size of the convolution in the middle."""
         return 3
 
     @property
     def out_side(self) -> int:
-        """Rows and columns of what it makes."""
+        """Rows and columns of the output."""
         return -(-self.side // self.stride)
 
     @property
@@ -70,15 +70,15 @@ class Bottleneck(NamedTuple):
 
     @property
     def projects(self) -> bool:
-        """Whether a convolution of its input is added, which has another shape."""
+        """Whether the shortcut is a projection, as input and output differ in shape."""
         return self.stride != 1 or self.in_channels != self.out_channels
 
 
 class ImageModel(ListedModel[Bottleneck]):
     """A residual network such as ResNet-50 v1.5 (He et al. 2015, arXiv 1512.03385).
 
-    The stem is a 7 x 7 convolution with stride 2 and a pooling with stride 2, the last end the
-    mean over pixels and a linear layer.
+    The stem is a 7 x 7 convolution with stride 2 and pooling with stride 2, the classifier
+    average pooling and a linear layer.
 
     >>> run = BottleneckRun(count=2, inner_channels=8, out_channels=32, stride=2)
     >>> stem = {"image_size": 32, "stem_channels": 16}
@@ -99,23 +99,26 @@ class ImageModel(ListedModel[Bottleneck]):
     channels: int = Field(default=3, ge=1, le=MAX_WIDTH)
     stem_channels: int = Field(ge=1, le=MAX_WIDTH)
     num_classes: int = Field(ge=1, le=MAX_WIDTH)
+    # Not strict, as arrays of TOML are lists.
     blocks: tuple[BottleneckRun, ...] = Field(min_length=1, strict=False)
     source: str = "not given"
 
     @property
     def stem_side(self) -> int:
         """Rows and columns after the first convolution."""
+        # Convolutions are padded, so that sizes are rounded up.
         return -(-self.image_size // self.stem_stride)
 
     @property
     def layers(self) -> tuple[Bottleneck, ...]:
-        """The kind of each layer, in the order in which they run."""
+        """All blocks in model order."""
         return tuple(self._layers())
 
     def _layers(self) -> Iterator[Bottleneck]:
         side, channels = -(-self.stem_side // self.pool_stride), self.stem_channels
         for run in self.blocks:
             for index in range(run.count):
+                # Only the first block of a stage of ResNet downsamples.
                 stride = 1 if index else run.stride
                 kind = Bottleneck(side, channels, run.inner_channels, run.out_channels, stride)
                 yield kind
@@ -147,11 +150,11 @@ class ImageModel(ListedModel[Bottleneck]):
         return sum(run.count for run in self.blocks)
 
     def split_refusal(self, tp: int) -> str | None:
-        """Return why *tp* ranks cannot split its tensors, or None where they can."""
+        """Return the reason *tp* ranks cannot split its tensors, or None where they can."""
         return f"tp={tp} does not go with {self.name}: convolutions are whole" if tp > 1 else None
 
     def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:  # noqa: ARG002
-        """Return none: libraries pad the channels of convolutions."""
+        """Return no sizes, as libraries pad the channels of convolutions."""
         return ()
 
     @model_validator(mode="after")
@@ -163,6 +166,7 @@ class ImageModel(ListedModel[Bottleneck]):
 def _normalised(name: str, outputs: int, inputs: int, kernel: int) -> tuple[Weight, ...]:
     """Return the weights of a convolution and of the batch norm after it."""
     return (
+        # No bias: the batch norm behind it has one.
         (f"{name}convolution.weight", (outputs, inputs, kernel, kernel)),
         (f"{name}norm.weight", (outputs,)),
         (f"{name}norm.bias", (outputs,)),

@@ -1,4 +1,4 @@
-"""Kinds of blocks by name, and the order in which a model has its layers."""
+"""Kinds of blocks by name, and runs of equal blocks in model order."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -6,18 +6,18 @@ from typing import NamedTuple, Self
 
 BlockKind = str
 
-# The ends of every model: what comes before all layers, and what comes after them.
+# Blocks ahead of all layers, and behind them, in every model.
 EMBEDDING: BlockKind = "embedding"
 HEAD: BlockKind = "head"
 ENDS = (EMBEDDING, HEAD)
-FINAL_NORM: BlockKind = "final norm"  # apart from a head that predicts further tokens
-PREDICTIONS: BlockKind = "predictions"  # all layers that predict further tokens, ahead of a head
-APART = (FINAL_NORM, PREDICTIONS)  # between the last layer and such a head
-COPY: BlockKind = "copy"  # of what a stage without layers hands on
-COPY_OF_STREAMS: BlockKind = "copy of streams"  # the same of the streams that predictions make
+FINAL_NORM: BlockKind = "final norm"  # apart from the head in models with MTP
+PREDICTIONS: BlockKind = "predictions"  # all MTP layers, ahead of the head
+APART = (FINAL_NORM, PREDICTIONS)  # between the last layer and the head, with MTP
+COPY: BlockKind = "copy"  # of the input of a stage without layers, as Megatron-Core has it
+COPY_OF_STREAMS: BlockKind = "copy of streams"  # of the hidden states of MTP layers as well
 TRANSFORMER_LAYER: BlockKind = "layer"
-WINDOWED_LAYER: BlockKind = "windowed layer"  # a token sees no more than a window of others
-EXPERT_LAYER: BlockKind = "expert layer"  # routed experts in the place of the MLP
+WINDOWED_LAYER: BlockKind = "windowed layer"  # with sliding-window or chunked attention
+EXPERT_LAYER: BlockKind = "expert layer"  # routed experts instead of the MLP
 WINDOWED_EXPERT_LAYER: BlockKind = "windowed expert layer"  # both
 EXPERT_LAYERS = (EXPERT_LAYER, WINDOWED_EXPERT_LAYER)
 WINDOWED_LAYERS = (WINDOWED_LAYER, WINDOWED_EXPERT_LAYER)
@@ -25,7 +25,7 @@ LAYERS = (TRANSFORMER_LAYER, WINDOWED_LAYER, *EXPERT_LAYERS)
 
 
 class KeptLayer(str):
-    """A layer that is not recomputed where others are: a kind of block made of another.
+    """A layer that keeps its activations while others are recomputed.
 
     >>> KeptLayer("layer"), KeptLayer("layer").layer
     ('kept layer', 'layer')
@@ -42,7 +42,7 @@ class KeptLayer(str):
 
 
 class OffloadedLayer(str):
-    """A layer that leaves saved tensors on the host until its backward: made of another kind.
+    """A layer whose saved tensors are offloaded to the host until its backward.
 
     >>> OffloadedLayer("layer"), OffloadedLayer("layer").layer
     ('offloaded layer', 'layer')
@@ -59,7 +59,7 @@ class OffloadedLayer(str):
 
 
 class LayerGroup(str):
-    """Layers that are checkpointed together: a kind of block made of others.
+    """Layers in one activation checkpoint.
 
     >>> LayerGroup(["layer", "expert layer", "expert layer"])
     '1-layer 2-expert-layer checkpoint'
@@ -78,7 +78,7 @@ class LayerGroup(str):
 
 
 def model_blocks(kind: BlockKind) -> tuple[BlockKind, ...]:
-    """Return the blocks of a model that one of *kind* is made of.
+    """Return the kinds of a model's own blocks in *kind*, a wrapped or grouped one.
 
     >>> model_blocks("layer"), model_blocks(LayerGroup(["layer", "expert layer"]))
     (('layer',), ('layer', 'expert layer'))
@@ -89,14 +89,14 @@ def model_blocks(kind: BlockKind) -> tuple[BlockKind, ...]:
 
 
 class BlockRun(NamedTuple):
-    """Equal blocks that follow each other."""
+    """Consecutive equal blocks."""
 
     kind: BlockKind
     num_blocks: int
 
 
 def cut_runs(runs: Sequence[BlockRun], first: int, end: int) -> tuple[BlockRun, ...]:
-    """Return the blocks of *runs* from the place *first* up to *end*, both counted from 0.
+    """Return the blocks of *runs* from index *first* up to, but without, *end*.
 
     >>> cut_runs([BlockRun("narrow", 3), BlockRun("wide", 2)], 1, 4)
     (BlockRun(kind='narrow', num_blocks=2), BlockRun(kind='wide', num_blocks=1))
@@ -111,7 +111,7 @@ def cut_runs(runs: Sequence[BlockRun], first: int, end: int) -> tuple[BlockRun, 
 
 
 def join_runs(runs: Sequence[BlockRun]) -> tuple[BlockRun, ...]:
-    """Return the same blocks with neighbours of one kind as one run.
+    """Return the same blocks with consecutive runs of one kind joined.
 
     >>> join_runs([BlockRun("narrow", 1), BlockRun("narrow", 2)])
     (BlockRun(kind='narrow', num_blocks=3),)
@@ -126,6 +126,6 @@ def join_runs(runs: Sequence[BlockRun]) -> tuple[BlockRun, ...]:
 
 
 def mixes_windows(runs: Iterable[BlockRun]) -> bool:
-    """Return whether of layers that are alike but for a window there are both kinds."""
+    """Return True if layers with and without a window occur that are otherwise equal."""
     kinds = {run.kind for run in runs}
     return any({*pair} <= kinds for pair in (LAYERS[:2], LAYERS[2:]))

@@ -1,4 +1,4 @@
-"""The weight tensors of a model: their shapes, how tensor parallelism splits them, their count."""
+"""Parameter tensors of a model: shapes, tensor-parallel splits and counts."""
 
 from collections import Counter, defaultdict
 from math import prod
@@ -33,16 +33,16 @@ INT64_BYTES = 8
 def parameter_tensors(
     model: AnyModel, *, vocab_size: int | None = None
 ) -> tuple[ParameterTensor, ...]:
-    """Return the tensors of the embedding, of ONE layer of each kind, and of the head, unsplit.
+    """Return the unsplit tensors of the embedding, of ONE layer of each kind, and of the head.
 
-    The final norm belongs to the head, unless that predicts further tokens. An
+    The final norm belongs to the head, unless the model has MTP layers. An
     untied output matrix does, too; a tied one is listed once, in the embedding.
     Weights are (outputs, inputs), as PyTorch stores them, so column-parallel
     layers split dim 0 and row-parallel ones dim 1 (Shoeybi et al. 2019, arXiv
     1909.08053, section 3).
 
     Args:
-        model: Whose tensors.
+        model: The model.
         vocab_size: Rows of the embedding, such as a padded vocabulary;
             by default the model's own.
 
@@ -75,7 +75,7 @@ def count_parameters(model: AnyModel) -> int:
 
 
 def count_trained_parameters(model: AnyModel) -> int:
-    """Return how many of the parameters have gradients: all but biases of routing.
+    """Return the number of parameters with gradients: all but biases of routing.
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> model = load_model("deepseek-v3")
@@ -88,7 +88,7 @@ def count_trained_parameters(model: AnyModel) -> int:
 
 
 def count_active_parameters(model: AnyModel) -> int:
-    """Return the parameters that one token passes: of routed experts those that it is sent to.
+    """Return the active parameters of a token: of routed experts only its top-k.
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> count_active_parameters(load_model("mixtral-8x7b"))
@@ -103,10 +103,10 @@ def count_active_parameters(model: AnyModel) -> int:
 
 
 def layer_flops(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
-    """Return the FLOPs of a token's forward pass through a layer.
+    """Return the forward FLOPs of a token in a layer of *kind*.
 
-    Products with weights, of experts those that a token is sent to, and full attention over
-    *seq_len* keys, or as many as a window has: scores as wide as queries, sums as wide as values.
+    GEMMs with weights, of experts the top-k, and attention over *seq_len* keys, or as many as a
+    window has, without a factor for causal masks; 2 FLOPs a multiply-add.
     """
     seen = model.seen_tokens(kind, seq_len)
     attention = model.num_heads * (model.query_head_dim + model.value_head_dim) * seen
@@ -120,9 +120,9 @@ def layer_flops(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
 
 
 def prediction_flops(model: ModelSpec, seq_len: int) -> int:
-    """Return those of a token through all layers that predict further ones, logits among them.
+    """Return the forward FLOPs of a token in all MTP layers, their logits included.
 
-    Each has a product of twice the hidden width, a layer of the last one's kind and the head's.
+    Each has a projection from ``2 h`` to ``h``, a layer of the last one's kind and the head's GEMM.
     """
     product = 2 * model.hidden_size * (2 * model.hidden_size + model.vocab_size)
     layer = layer_flops(model, model.layer_runs[-1].kind, seq_len)
@@ -136,7 +136,7 @@ def _num_expert_layers(model: ModelSpec) -> int:
 
 
 def _count_routing_biases(model: AnyModel) -> int:
-    """Return the biases of routing, which no gradient trains: they are no tensors of a step."""
+    """Return the number of routing biases, which have no gradient and are no step's tensors."""
     if model.experts is None:
         return 0
     return model.experts.routing_bias * _num_expert_layers(model) * model.experts.num_experts
@@ -151,10 +151,10 @@ def parameters_by_kind(
     etp: int | None = None,
     ends_tp: int | None = None,
 ) -> dict[BlockKind, int]:
-    """Return the parameters one tp rank holds of a block of each kind.
+    """Return the parameters of a block of each kind on one tp rank.
 
     Args:
-        model: Whose parameters.
+        model: The model.
         tp: Tensor-parallel degree.
         vocab_size: As for `parameter_tensors`; pass `padded_vocab_size` where
             the stack pads.
@@ -178,9 +178,9 @@ def parameters_by_kind(
 
 
 def expert_parameters(model: AnyModel, tp: int, ep: int, etp: int | None) -> dict[BlockKind, int]:
-    """Return the parameters of routed experts that one rank holds of a layer of each kind.
+    """Return the parameters of routed experts on one rank, of a layer of each kind.
 
-    None where experts are not divided among ranks: then all that hold the rest hold them, too.
+    Empty without expert parallelism: then experts are replicated like all other parameters.
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> expert_parameters(load_model("mixtral-8x7b"), 2, 8, 1)
@@ -195,10 +195,9 @@ def expert_parameters(model: AnyModel, tp: int, ep: int, etp: int | None) -> dic
 
 
 def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counter[BlockKind]:
-    """Return the weights of linear layers, of experts too, that one rank holds of a layer.
+    """Return the parameters of linear layers, experts included, on one rank by kind of block.
 
-    By its kind; of a head those of layers that predict further tokens.  Routers and gates choose
-    and weigh in full width: they are none.
+    These run in 8 bits in fp8 training; routers and gates do not, and are not counted.
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> linear_weights(load_model("gpt3-175b"), 8, 1, None)["layer"]
@@ -212,25 +211,25 @@ def linear_weights(model: AnyModel, tp: int, ep: int, etp: int | None) -> Counte
 
 
 def is_linear(tensor: ParameterTensor) -> bool:
-    """Return whether a tensor is the weight of a linear layer within a layer, or of its experts."""
-    chooses = tensor.name in {"router.weight", "shared_gate.weight"}
+    """Return True if a tensor is the weight of a linear layer within a layer, or of its experts."""
+    is_router = tensor.name in {"router.weight", "shared_gate.weight"}  # in 16 bits or more
     is_inside = tensor.block in {*LAYERS, PREDICTIONS}
-    return is_inside and len(tensor.shape) > 1 and not (chooses or is_bias(tensor))
+    return is_inside and len(tensor.shape) > 1 and not (is_router or is_bias(tensor))
 
 
 def linear_shapes(
     model: AnyModel, multiple: int, tp: int, ep: int, etp: int | None
 ) -> dict[BlockKind, frozenset[tuple[int, ...]]]:
-    """Return what shapes the weights of linear layers have that one rank holds, each once.
+    """Return the distinct shapes of linear layers' weights on one rank, by kind of block.
 
-    By the kind of block that has use of them: of a head also the output matrix, whose rows are
-    filled up to a *multiple* on each rank; of experts one's.
+    The head has the output matrix, whose rows are padded to a *multiple* on each rank; of experts
+    it is the shape of one.
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> sorted(linear_shapes(load_model("gpt2"), 128, 2, 1, None)["head"])
     [(25216, 768)]
     """
-    found: defaultdict[BlockKind, set[tuple[int, ...]]] = defaultdict(set)
+    shapes_of: defaultdict[BlockKind, set[tuple[int, ...]]] = defaultdict(set)
     matrix = "word_embedding" if model.tied_embeddings else "output_embedding"
     is_listed = not isinstance(model, ModelSpec)
     for tensor in rank_tensors(model, tp, multiple):
@@ -238,14 +237,14 @@ def linear_shapes(
         is_matrix = is_listed and len(tensor.shape) == 2
         if makes_logits or is_matrix or is_linear(tensor):
             kind = HEAD if makes_logits else tensor.block
-            found[kind].add(local_shape(model, tensor, tp=tp, ep=ep, etp=etp)[-2:])
-    return {kind: frozenset(shapes) for kind, shapes in found.items()}
+            shapes_of[kind].add(local_shape(model, tensor, tp=tp, ep=ep, etp=etp)[-2:])
+    return {kind: frozenset(shapes) for kind, shapes in shapes_of.items()}
 
 
 def predicts_further(model: AnyModel) -> bool:
-    """Return whether layers behind the last predict further tokens.
+    """Return True if the model has MTP layers (multi-token prediction).
 
-    The final norm then goes with the last layer, wherever the head is
+    The final norm is then on the stage of the last layer, wherever the head is
     (`has_final_layernorm_in_this_stage` of megatron/core/transformer/transformer_block.py, core
     0.16).
     """
@@ -258,28 +257,28 @@ def kinds_apart(model: AnyModel) -> tuple[BlockKind, ...]:
 
 
 def shares_table(model: AnyModel) -> bool:
-    """Return whether another block than the embedding has use of the table of tokens.
+    """Return True if another block than the embedding reads its weight.
 
-    The head does as of its matrix, layers that predict further tokens look these up. Both stages
-    of a pipeline then have a copy each, and sum its gradients.
+    A tied head multiplies by it, MTP layers look tokens up. In a pipeline both stages then have a
+    copy, and all-reduce its gradients.
     """
     return model.tied_embeddings or predicts_further(model)
 
 
 def is_expert(tensor: ParameterTensor) -> bool:
-    """Return whether a tensor holds a weight, or a bias, of each of a layer's routed experts."""
+    """Return True if a tensor holds a weight, or a bias, of each of a layer's routed experts."""
     return tensor.name.startswith(ROUTED)
 
 
 def is_bias(tensor: ParameterTensor) -> bool:
-    """Return whether a tensor is added, not multiplied by."""
+    """Return True if a tensor is a bias."""
     return tensor.name.endswith(".bias")
 
 
 def local_shape(
     model: AnyModel, tensor: ParameterTensor, *, tp: int, ep: int = 1, etp: int | None = None
 ) -> tuple[int, ...]:
-    """Return the shape of one rank's part of a tensor.
+    """Return the shape of a tensor's shard on one rank.
 
     With fewer key-value heads than ranks each rank keeps one whole head, so
     keys and values are stored ``tp / num_kv_heads`` times, as in Megatron-LM.
@@ -342,10 +341,10 @@ def rank_parameters(
 
 
 def buffer_bytes(model: AnyModel) -> tuple[int, ...]:
-    """Return the bytes of what a module of *model* has beside its weights, one type after another.
+    """Return the bytes of the buffers of a PyTorch module of *model*, by data type.
 
-    Rotary embeddings of transformers keep their frequencies, and those they began with, in fp32.
-    A batch norm keeps running means and variances in fp32, and how many batches there were.
+    Rotary embeddings of transformers have ``inv_freq`` and ``original_inv_freq`` in fp32.
+    Batch norms have running means and variances in fp32, and ``num_batches_tracked``.
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> [buffer_bytes(load_model(name)) for name in ("gpt2", "llama2-7b", "resnet50")]
@@ -363,7 +362,7 @@ def buffer_bytes(model: AnyModel) -> tuple[int, ...]:
 
 
 def padded_vocab_size(model: ModelSpec, tp: int, multiple: int) -> int:
-    """Return the rows of the table where each rank's share is a *multiple*; 1 pads nothing.
+    """Return the rows of the padded embedding, each rank's a *multiple*; 1 pads nothing.
 
     Megatron-LM's is 128 (its default of make-vocab-size-divisible-by): the logit GEMM tiles well.
 
@@ -377,18 +376,18 @@ def padded_vocab_size(model: ModelSpec, tp: int, multiple: int) -> int:
 
 
 def layer_kinds(model: AnyModel) -> list[BlockKind]:
-    """Return each kind of layer of *model* once, in the order in which they come first."""
+    """Return the distinct kinds of layers of *model*, in order of first occurrence."""
     return list(dict.fromkeys(kind for kind, _ in model.layer_runs))
 
 
 def _local_qkv_size(model: ModelSpec, tp: int) -> int:
-    """Return how many query, key and value outputs one rank computes."""
+    """Return the query, key and value outputs of one rank."""
     _check_divisible("num_heads", model.num_heads, tp)
     if model.num_kv_heads % tp and tp % model.num_kv_heads:
         raise PlanError(
             f"num_kv_heads={model.num_kv_heads} is neither divisible by tp={tp} nor divides it"
         )
-    local_kv_heads = max(1, model.num_kv_heads // tp)
+    local_kv_heads = max(1, model.num_kv_heads // tp)  # further ranks replicate heads
     return (model.num_heads // tp + 2 * local_kv_heads) * model.head_dim
 
 

@@ -1,4 +1,4 @@
-"""Parts of a transformer in the place of the usual ones: routed experts, latent attention."""
+"""Variants of transformer parts: routed experts (MoE), and multi-head latent attention (MLA)."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ MAX_EXPERTS = 16_384
 
 
 class Experts(Fields):
-    """Routed experts in the place of the MLP: sizes and switches of the experts of a layer.
+    """Routed experts (MoE) instead of the MLP: sizes and options of a layer's experts.
 
     ``hidden_size`` is the width of one expert, ``shared_hidden_size`` that of all shared ones
     together, through which every token goes; with ``shared_gate`` a product with one output weighs
@@ -47,29 +47,29 @@ class Experts(Fields):
 
     @property
     def gated(self) -> bool:
-        """Whether the first product of an expert has a gate beside the value."""
+        """Whether experts are gated, as SwiGLU is."""
         return self.activation in {"silu", "clamped"}
 
     @property
     def num_parts(self) -> int:
-        """Outputs of the first product over the width of an expert."""
+        """Outputs of an expert's first linear layer over its width: 2 with a gate."""
         return 1 + self.gated
 
     @property
     def routed_in_full(self) -> bool:
-        """Whether transformers scores tokens in fp32, as DeepSeek's and GLM-4.5's code does.
+        """Whether transformers runs the router in fp32, as DeepSeek's and GLM-4.5's code does.
 
-        Of those with a softmax DeepSeek-V2's alone have shared experts without a gate.
+        With softmax scores only DeepSeek-V2 has shared experts without a gate.
         """
         return self.scores == "sigmoid" or bool(self.shared_hidden_size and not self.shared_gate)
 
     @property
     def leaves_shares(self) -> bool:
-        """Whether transformers leaves shares as scores are, which add up to less than 1 (V2)."""
+        """Whether transformers does not normalise the top-k scores to 1 (DeepSeek-V2)."""
         return self.routed_in_full and self.scores == "softmax"
 
     def has_layer(self, number: int) -> bool:
-        """Return whether the layer of a *number*, counted from 0, has experts."""
+        """Return True if layer *number*, from 0, has experts."""
         return number >= self.first_dense_layers and (number + 1) % self.layer_step == 0
 
     @model_validator(mode="after")
@@ -100,10 +100,10 @@ class Experts(Fields):
 class LatentAttention(Fields):
     """Widths of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1).
 
-    Keys and values of all heads are made of a latent of ``kv_rank``, queries of one of
-    ``query_rank``, or straight of the tokens where it is 0.  A head's queries and keys are
-    ``plain_head_dim`` wide without positions and ``rotary_head_dim`` with them, which all heads'
-    keys share.
+    Keys and values of all heads are projected from a latent of ``kv_rank``, queries from one of
+    ``query_rank``, or from the tokens where it is 0.  A head's queries and keys have
+    ``plain_head_dim`` dims without and ``rotary_head_dim`` with RoPE; the keys' RoPE dims are
+    shared by all heads.
 
     >>> LatentAttention(kv_rank=512, plain_head_dim=128, rotary_head_dim=64, value_head_dim=128)\
 .query_head_dim
@@ -118,14 +118,14 @@ class LatentAttention(Fields):
 
     @property
     def query_head_dim(self) -> int:
-        """Width of a head's queries, and of its keys."""
+        """Width of a head's queries and keys."""
         return self.plain_head_dim + self.rotary_head_dim
 
 
 def product_sizes(
     head_dim: int, hidden_size: int, ffn_hidden_size: int, experts: Experts | None, tp: int
 ) -> tuple[ProductSize, ...]:
-    """Return the sizes of a transformer's products on one of *tp* ranks."""
+    """Return the GEMM dims of a transformer on one of *tp* ranks."""
     widths = {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
     if experts is not None:
         widths["experts.hidden_size"] = experts.hidden_size

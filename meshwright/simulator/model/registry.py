@@ -1,4 +1,4 @@
-"""Kinds of models, and how a file says which it describes."""
+"""Registry of model kinds, and parsing of a model by its ``kind``."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -21,7 +21,7 @@ KINDS: dict[str, type[AnyModel]] = {
 
 
 def parse_any_model(data: Mapping[str, object], *, origin: str) -> AnyModel:
-    """Return the model that a mapping read from a file describes; its ``kind`` says what it is.
+    """Return the model described by the mapping of a file, of the class of its ``kind``.
 
     Raises:
         PlanError: If there is no such kind, or a key is missing, unknown or out of range.
@@ -44,10 +44,10 @@ def built_in_model(data: Mapping[str, object], *, origin: str) -> AnyModel:  # n
 
 
 def with_predictions(model: AnyModel, number: int) -> AnyModel:
-    """Return *model* with so many layers that each predict a token further than the one before.
+    """Return *model* with *number* MTP layers.
 
     Raises:
-        PlanError: If it is no model that can have them.
+        PlanError: If it is no transformer, or cannot have MTP layers.
 
     >>> from meshwright.simulator.model.catalogue import load_model
     >>> with_predictions(load_model("glm4.5"), 1).prediction_layers
@@ -59,6 +59,7 @@ def with_predictions(model: AnyModel, number: int) -> AnyModel:
         raise PlanError(f"prediction_layers={number} does not go with {model.name}; allowed: 0")
     if number == model.prediction_layers:
         return model
-    told = [each for each in model.left_out.split("; ") if not each.startswith(PREDICTION_KEYS)]
-    changed = {"prediction_layers": number, "left_out": "; ".join(told)}
+    # The warning that the checkpoint's MTP layers are not trained no longer applies.
+    notes = [each for each in model.left_out.split("; ") if not each.startswith(PREDICTION_KEYS)]
+    changed = {"prediction_layers": number, "left_out": "; ".join(notes)}
     return parse(ModelSpec, {**model.model_dump(), **changed}, origin=model.name)

@@ -1,4 +1,4 @@
-"""What a transformer is: the sizes and switches that decide its shapes."""
+"""`ModelSpec`: sizes and options of a transformer."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal, Self
@@ -33,7 +33,7 @@ Spelling = Literal[
     "falcon",
     "falcon-groups",
 ]
-FUSED_MLP = {"phi3", "glm4"}
+FUSED_MLP = {"phi3", "glm4"}  # gate_up_proj in transformers
 NEVER_WITH_EXPERTS = {"gemma", "olmo2", *FUSED_QKV, *FUSED_MLP}
 NOT_WITH_EXPERTS = ("parallel_mlp",)
 NOT_WITH_LATENT = (
@@ -50,7 +50,7 @@ NOT_WITH_LATENT = (
 
 
 class ModelSpec(Model):
-    """A transformer; defaults describe a GPT-2 style decoder.
+    """A transformer; defaults are those of a GPT-2 style decoder.
 
     With ``experts`` layers may have them in the place of the MLP, with ``latent`` latent attention.
     An encoder such as BERT has ``causal=False``: all tokens attend to all.  ``mlm_head`` is BERT's:
@@ -126,7 +126,7 @@ class ModelSpec(Model):
 
     @property
     def differs_by_window(self) -> bool:
-        """Whether weights or bytes of layers differ that are alike but for a window."""
+        """Whether layers with and without a window differ in more than the window."""
         return self.rotary_layers != "all" and mixes_windows(self.layer_runs)
 
     @property
@@ -136,12 +136,12 @@ class ModelSpec(Model):
 
     @property
     def rotary_dim(self) -> int:
-        """How much of a head's width positions turn."""
+        """Dims of a head to which RoPE is applied."""
         return round(self.head_dim * self.rotary_fraction)
 
     @property
     def query_head_dim(self) -> int:
-        """Width of a head's queries, and of its keys."""
+        """Width of a head's queries and keys."""
         return self.head_dim if self.latent is None else self.latent.query_head_dim
 
     @property
@@ -155,24 +155,24 @@ class ModelSpec(Model):
         return self.num_kv_heads * self.head_dim
 
     def seen_tokens(self, kind: BlockKind, seq_len: int) -> int:
-        """Return how many of *seq_len* tokens one attends to at most in a layer of a kind."""
+        """Return the most of *seq_len* tokens that a token attends to in a layer of *kind*."""
         return min(self.window, seq_len) if kind in WINDOWED_LAYERS else seq_len
 
     def has_positions(self, kind: BlockKind) -> bool:
-        """Return whether a layer of a kind turns queries and keys by their positions."""
-        is_turned = self.rotary_layers == "all" or kind in WINDOWED_LAYERS
-        return self.positions == "rotary" and is_turned
+        """Return True if layers of *kind* apply RoPE."""
+        has_rope = self.rotary_layers == "all" or kind in WINDOWED_LAYERS
+        return self.positions == "rotary" and has_rope
 
     def layer_facts(self, seq_len: int) -> tuple[LayerFact, ...]:
-        """Return what is not as in GPT and Llama, for sequences of *seq_len* tokens."""
+        """Return the features beyond those of GPT and Llama, for sequences of *seq_len* tokens."""
         return tuple(fact for fact, holds in _facts(self, seq_len).items() if holds)
 
     def split_refusal(self, tp: int) -> str | None:
-        """Return why *tp* ranks cannot split its tensors, or None where they can."""
+        """Return the reason *tp* ranks cannot split its tensors, or None where they can."""
         return _split_fault(self, tp)
 
     def product_sizes(self, tp: int) -> tuple[ProductSize, ...]:
-        """Return the sizes on one of *tp* ranks that should be multiples of a load."""
+        """Return the GEMM dims on one of *tp* ranks, which tensor cores want aligned."""
         sizes = self.query_head_dim, self.hidden_size, self.ffn_hidden_size, self.experts
         return product_sizes(*sizes, tp)
 
@@ -189,6 +189,7 @@ class ModelSpec(Model):
 
     @model_serializer(mode="wrap")
     def _without_usual_width(self, write: Callable[[Self], dict[str, object]]) -> dict[str, object]:
+        # Derived widths are left out, as they are in files of users.
         document = write(self)
         if self.has_usual_heads:
             del document["head_dim"]
@@ -196,12 +197,12 @@ class ModelSpec(Model):
 
     @property
     def has_usual_heads(self) -> bool:
-        """Whether heads are as wide as tokens in all, or have widths of latent attention."""
+        """Whether heads together are as wide as the residual stream, or attention is latent."""
         return self.latent is not None or self.query_hidden_size == self.hidden_size
 
 
 def _split_fault(model: ModelSpec, tp: int) -> str | None:
-    """Return why *tp* ranks cannot split the tensors of a model, or None where they can."""
+    """Return the reason *tp* ranks cannot split the tensors of a model, or None where they can."""
     sizes = {name: getattr(model, name) for name in ("num_heads", "ffn_hidden_size", "hidden_size")}
     if model.experts is not None:
         sizes["experts.hidden_size"] = model.experts.hidden_size
@@ -211,14 +212,14 @@ def _split_fault(model: ModelSpec, tp: int) -> str | None:
             return f"{name}={size} is not divisible by tp={tp}"
     if model.qk_norm == "width" and tp > 1:
         return f"qk_norm=width is over all heads and is not split over tp={tp}; allowed: tp=1"
-    # Ranks beyond the key-value heads hold copies of them, as many of each.
+    # Ranks beyond the number of key-value heads replicate them, each equally often.
     if model.num_kv_heads % tp and tp % model.num_kv_heads:
         return f"num_kv_heads={model.num_kv_heads} and tp={tp}: one must divide the other"
     return None
 
 
 def _facts(model: ModelSpec, seq_len: int) -> dict[LayerFact, bool]:
-    """Return of each fact whether it holds for sequences of *seq_len* tokens."""
+    """Return, for each feature, whether the model has it at *seq_len* tokens."""
     return {
         LayerFact.ROUTED_EXPERTS: model.experts is not None,
         LayerFact.LATENT_ATTENTION: model.latent is not None,
@@ -255,7 +256,7 @@ def _expert_facts(experts: Experts | None) -> dict[LayerFact, bool]:
 
 
 def _size_fault(model: ModelSpec) -> str | None:
-    """Return which sizes do not go together, or None where all do."""
+    """Return the message of the first conflict of sizes, or None."""
     if model.ffn_hidden_size == 0:
         return "ffn_hidden_size is missing; gated_mlp=true has no usual value for it"
     if model.head_dim == 0:
@@ -277,18 +278,18 @@ def _size_fault(model: ModelSpec) -> str | None:
 
 
 def _layer_fault(model: ModelSpec) -> str | None:
-    """Return which facts of a layer do not go together, or None where all do."""
+    """Return the message of the first conflict of layer options, or None."""
     has_window = "W" in model.layer_pattern
-    turned = model.head_dim * model.rotary_fraction
+    rotated = model.head_dim * model.rotary_fraction  # RoPE rotates pairs of dims
     faults = {
         f"window={model.window} and layer_pattern={model.layer_pattern!r} disagree: layers (W) "
         "have a window of at least 1": has_window != (model.window > 0),
         f"window={model.window} is of attention to earlier tokens; causal=false has none": (
             has_window and not model.causal
         ),
-        f"rotary_fraction={model.rotary_fraction} turns {turned:g} of head_dim={model.head_dim}; "
+        f"rotary_fraction={model.rotary_fraction} turns {rotated:g} of head_dim={model.head_dim}; "
         "it must be an even number, with positions='rotary'": (
-            model.rotary_fraction < 1 and (turned % 2 != 0 or model.positions != "rotary")
+            model.rotary_fraction < 1 and (rotated % 2 != 0 or model.positions != "rotary")
         ),
         "chunked_window=true needs a window": model.chunked_window and not has_window,
         "rotary_layers='windowed' needs a window and positions='rotary'": (
@@ -318,10 +319,10 @@ def _layer_fault(model: ModelSpec) -> str | None:
 
 
 def _prediction_faults(model: ModelSpec) -> dict[str, bool]:
-    """Return what layers that predict further tokens do not go with.
+    """Return the conflicts of MTP layers by message, and whether each applies.
 
-    Megatron-LM refuses other positions (validate_args of megatron/training/arguments.py); what is
-    tied, windowed or capped is not modelled with them.
+    Megatron-LM refuses other positions (validate_args of megatron/training/arguments.py); tied
+    embeddings, windows and softcaps are not modelled with MTP.
     """
     wanted = {"positions": "rotary", "norm_places": "before", "tied_embeddings": False}
     wanted |= {"window": 0, "logit_softcap": 0, "scored_fraction": 1, "mlm_head": False}
@@ -335,7 +336,7 @@ def _prediction_faults(model: ModelSpec) -> dict[str, bool]:
 
 
 def _part_fault(model: ModelSpec) -> str | None:
-    """Return what neither experts nor latent attention were published with, or None."""
+    """Return the message of the first conflict with experts or latent attention, or None."""
     if model.experts is None and model.latent is None:
         return None
     needed: dict[str, object] = {}
@@ -357,7 +358,7 @@ def _part_fault(model: ModelSpec) -> str | None:
 
 
 def with_layers(model: ModelSpec, num_layers: int) -> ModelSpec:
-    """Return a model of the same shape with so many layers, named after them.
+    """Return *model* with *num_layers* layers, which its name gets as a suffix.
 
     >>> sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256}
     >>> with_layers(ModelSpec(name="tiny", seq_len=32, **sizes), 3).name
@@ -370,7 +371,7 @@ def with_layers(model: ModelSpec, num_layers: int) -> ModelSpec:
 
 
 def parse_model(data: Mapping[str, object], *, origin: str) -> ModelSpec:
-    """Return the transformer that a mapping read from a file describes.
+    """Return the transformer described by the mapping of a file.
 
     Raises:
         PlanError: If a key is missing, unknown or out of range, or if sizes disagree.

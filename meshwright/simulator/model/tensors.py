@@ -1,4 +1,4 @@
-"""The weight tensors of a transformer: of its ends, and of one layer of each kind."""
+"""Parameter tensors of a transformer: of embedding, head and one layer of each kind."""
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -20,22 +20,22 @@ from meshwright.simulator.model.parts import LatentAttention
 from meshwright.simulator.model.spec import ModelSpec
 
 NEXT_SENTENCE_CLASSES = 2
-ROUTED = "experts_"  # what the names of tensors begin with that hold a part of each expert
+ROUTED = "experts_"  # prefix of tensors that stack the weights of all experts
 
-# Modules of attention, and those of them that Megatron-Core makes first.
+# Modules of attention, and those of them that Megatron-Core constructs first.
 _LATENT = {"query", *(f"{each}_{part}" for each in ("query", "kv") for part in ("down", "up"))}
 _LATENT |= {"query_latent_norm", "kv_latent_norm"}
 _ATTENTION = {"attention_norm", "qkv", "query_norm", "key_norm", *_LATENT}
 _FIRST = ("sinks", "attention_output")
 
-Held = TypeVar("Held")
+Weight = TypeVar("Weight")
 
 # Shapes by the names of tensors, each with the dim that is split over tp.
 Shapes: TypeAlias = dict[str, tuple[tuple[int, ...], int | None]]
 
 
 def embedding_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
-    """Return the tensors of the embedding, with *vocab_size* rows of the table."""
+    """Return the tensors of the embedding, whose weight has *vocab_size* rows."""
     width = model.hidden_size
     tensors = [ParameterTensor("word_embedding.weight", (vocab_size, width), EMBEDDING, 0)]
     if model.positions == "learned":
@@ -79,10 +79,12 @@ def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
     if model.qk_norm in {"head", "width"}:
         tensors += _qk_norm_tensors(model)
     if model.attention_sinks:
+        # One number for each head, split with the heads.
         tensors.append(ParameterTensor("sinks", (model.num_heads,), TRANSFORMER_LAYER, 0))
     shape = (width, query_size)
     tensors.append(ParameterTensor("attention_output.weight", shape, TRANSFORMER_LAYER, 1))
     if model.output_bias:
+        # Row-parallel: the bias is added to the sum over ranks.
         tensors.append(ParameterTensor("attention_output.bias", (width,), TRANSFORMER_LAYER, None))
     if model.norm_places != "before":
         tensors += _norm_tensors(model, "attention_output_norm", TRANSFORMER_LAYER)
@@ -90,7 +92,7 @@ def _attention_tensors(model: ModelSpec) -> list[ParameterTensor]:
 
 
 def _qk_norm_tensors(model: ModelSpec) -> list[ParameterTensor]:
-    """Return the weights of the norms of queries and keys: of a head, or of all of them."""
+    """Return the weights of query and key norms: over one head, or over all heads."""
     widths = (model.head_dim,) * 2
     if model.qk_norm == "width":
         widths = model.query_hidden_size, model.kv_hidden_size
@@ -103,7 +105,7 @@ def _qk_norm_tensors(model: ModelSpec) -> list[ParameterTensor]:
 
 
 def _latent_tensors(model: ModelSpec, latent: LatentAttention) -> list[ParameterTensor]:
-    """Return the weights of latent attention: every tensor rank makes the latents whole."""
+    """Return the weights of latent attention; its down projections are replicated over tp."""
     width, heads = model.hidden_size, model.num_heads
     query_size = heads * latent.query_head_dim
     both_size = latent.kv_rank + latent.rotary_head_dim
@@ -129,36 +131,37 @@ def _latent_tensors(model: ModelSpec, latent: LatentAttention) -> list[Parameter
 def _of_layer(
     shapes: Shapes,
 ) -> list[ParameterTensor]:
-    """Return tensors of a layer by their names, each with its shape and the dim that tp cuts."""
+    """Return the tensors of a layer from shapes and split dims by name."""
     return [
         ParameterTensor(name, shape, TRANSFORMER_LAYER, dim)
         for name, (shape, dim) in shapes.items()
     ]
 
 
-def in_engine_order(weights: Iterable[Held], module_of: Callable[[Held], str]) -> list[Held]:
-    """Return *weights* of layers, or modules of such, as Megatron-Core's modules list them.
+def in_engine_order(weights: Iterable[Weight], module_of: Callable[[Weight], str]) -> list[Weight]:
+    """Return *weights* of layers, or their modules, in the order of Megatron-Core's parameters.
 
-    Its `Attention` makes its core and the output product before `SelfAttention` makes what reads
-    tokens (megatron/core/transformer/attention.py and multi_latent_attention.py, core 0.16).  The
+    Its `Attention` constructs core attention and ``linear_proj`` before `SelfAttention` does
+    ``linear_qkv`` (attention.py and multi_latent_attention.py of megatron/core/transformer,
+    core 0.16).  The
     norm before that is in the same module of Transformer Engine, but of latent attention apart.
 
     Args:
-        weights: As layers run them.
-        module_of: The name of the module that has one of them.
+        weights: In the order in which layers run them.
+        module_of: Returns the name of a weight's module.
 
     >>> in_engine_order(["attention_norm", "qkv", "sinks", "attention_output", "mlp_norm"], str)
     ['sinks', 'attention_output', 'attention_norm', 'qkv', 'mlp_norm']
     """
-    ordered: list[Held] = []
+    ordered: list[Weight] = []
     known = _ATTENTION.union(_FIRST)
     for is_attention, run in groupby(weights, key=lambda each: module_of(each) in known):
-        held = list(run)
+        modules = list(run)
         if is_attention:
-            latent = any(module_of(each) in _LATENT for each in held)
+            latent = any(module_of(each) in _LATENT for each in modules)
             places = (*(("attention_norm",) if latent else ()), *_FIRST)
-            held.sort(key=lambda each: (*places, module_of(each)).index(module_of(each)))
-        ordered += held
+            modules.sort(key=lambda each: (*places, module_of(each)).index(module_of(each)))
+        ordered += modules
     return ordered
 
 
@@ -168,6 +171,7 @@ def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
     tensors = []
     if model.norm_places != "after" and model.parallel_mlp != "one norm":
         tensors += _norm_tensors(model, "mlp_norm", TRANSFORMER_LAYER)
+    # Gate and value are one fused weight, as in Megatron-LM (SwiGLU).
     tensors.append(ParameterTensor("mlp_in.weight", (in_size, width), TRANSFORMER_LAYER, 0))
     if model.mlp_bias:
         tensors.append(ParameterTensor("mlp_in.bias", (in_size,), TRANSFORMER_LAYER, 0))
@@ -180,13 +184,13 @@ def _mlp_tensors(model: ModelSpec) -> list[ParameterTensor]:
 
 
 def _routed_tensors(model: ModelSpec) -> list[ParameterTensor]:
-    """Return what an expert layer has in the place of the MLP; axis tp cuts experts' widths."""
+    """Return the weights of a layer's router, experts and shared experts; tp splits widths."""
     experts, width = model.experts, model.hidden_size
     assert experts is not None
     num, inner, shared = experts.num_experts, experts.hidden_size, experts.shared_hidden_size
     parts = experts.num_parts
     shapes: Shapes = {
-        "router.weight": ((num, width), None),
+        "router.weight": ((num, width), None),  # each rank routes its own tokens
         "router.bias": ((num,), None),
         f"{ROUTED}in.weight": ((num, parts * inner, width), 1),
         f"{ROUTED}in.bias": ((num, parts * inner), 1),
@@ -221,11 +225,11 @@ def head_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
 
 
 def prediction_tensors(model: ModelSpec) -> list[ParameterTensor]:
-    """Return what a layer that predicts one token further has of its own.
+    """Return the tensors of one MTP layer (multi-token prediction).
 
-    It reads what the last layer made and the next token's embedding, both normalised, and is a
-    layer of the last one's kind (DeepSeek-V3, arXiv 2412.19437, 2.2); table and output matrix it
-    shares.  The names of its norms and of its product are those of Megatron-Core
+    It projects the last layer's output and the next token's embedding, both normalised, and has a
+    layer of the last one's kind (DeepSeek-V3, arXiv 2412.19437, 2.2); embedding and output matrix
+    are shared.  The names of its norms and its projection are those of Megatron-Core
     (MultiTokenPredictionLayer of core 0.16).
     """
     width, kind = model.hidden_size, model.layer_runs[-1].kind
@@ -240,7 +244,7 @@ def prediction_tensors(model: ModelSpec) -> list[ParameterTensor]:
 
 
 def _mlm_tensors(model: ModelSpec, vocab_size: int) -> list[ParameterTensor]:
-    """Return what BERT's head has beside an output matrix; only the bias of the logits splits."""
+    """Return the tensors of BERT's head but the output matrix; tp splits only the logits' bias."""
     width = model.hidden_size
     shapes = {
         "pooler.weight": (width, width),

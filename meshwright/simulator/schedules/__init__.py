@@ -23,8 +23,8 @@ from meshwright.simulator.schedules.lookahead import (
     refetched,
 )
 from meshwright.simulator.schedules.one_f_one_b import (
-    ONE_F_BESIDE_ONE_B,
     ONE_F_ONE_B,
+    OVERLAPPED_ONE_F_ONE_B,
     PYTORCH_ONE_F_ONE_B,
 )
 from meshwright.simulator.schedules.periodic import Periodic, moved_times, total_ps
@@ -64,6 +64,7 @@ RUNTIMES: dict[PipelineRuntime, dict[str, Schedule]] = {
 SCHEDULES = RUNTIMES[PipelineRuntime.PUBLISHED]
 
 
+# A schedule holds functions, so that one made anew would equal no other in caches.
 _interleaved = cache(interleaved)
 
 
@@ -77,11 +78,11 @@ def get_schedule(
     """Return the schedule called *name* as *runtime* runs it.
 
     Args:
-        name: Of the registry.
-        runtime: Whose.
-        group_size: Microbatches that an interleaved one takes through a virtual stage in a row;
-            None is as many as the runtime does.
-        beside: Whether forward passes run beside backward passes of other microbatches.
+        name: Registry key.
+        runtime: Runtime of the pipeline.
+        group_size: Microbatches in a row through a virtual stage, of an interleaved schedule; None
+            is the runtime's default.
+        beside: Whether forward passes overlap with backward passes of other microbatches.
 
     Raises:
         PlanError: If there is none, with the nearest names.
@@ -95,4 +96,4 @@ def get_schedule(
         raise PlanError(f"unknown schedule {name!r}{hint}; known: {known}") from None
     if schedule.interleaves and (beside or group_size is not None):
         return _interleaved(runtime, group_size, beside=beside)
-    return ONE_F_BESIDE_ONE_B if beside and schedule.name == ONE_F_ONE_B.name else schedule
+    return OVERLAPPED_ONE_F_ONE_B if beside and schedule.name == ONE_F_ONE_B.name else schedule

@@ -1,4 +1,4 @@
-"""The vocabulary of pipeline schedules."""
+"""Actions of pipeline schedules, and `Schedule`, which lists them for each rank."""
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -8,15 +8,15 @@ from typing import NamedTuple, Self
 
 from meshwright.simulator.schedules.periodic import Periodic
 
-# Orders of fewer microbatches than so many times those with their period once are kept whole.
+# Orders shorter than this many times their first period are listed in full: little is saved there.
 LEAST_TIMES = 8
 
 
 class Phase(StrEnum):
-    """What a pipeline rank does in one action (names as in torch.distributed.pipelining).
+    """Phase of an action of a pipeline rank (named as in torch.distributed.pipelining).
 
     Args:
-        direction: Where its message goes: 1 to the next stage, -1 to the one before, 0 to nobody.
+        direction: Stages that its message moves on: 1 to the next, -1 to the previous, 0 for none.
     """
 
     FORWARD = "F", 1
@@ -26,6 +26,7 @@ class Phase(StrEnum):
 
     def __new__(cls, value: str, direction: int) -> Self:
         """Return the phase that *value* stands for."""
+        # The direction is an attribute, and no part of the value that is written to JSON.
         phase = str.__new__(cls, value)
         phase._value_, phase.direction = value, direction
         return phase
@@ -52,7 +53,9 @@ class Action(NamedTuple):
         return f"{self.phase}{self.virtual_stage}.{self.microbatch}"
 
     def further(self, pp_rank: int, pp: int, num_stages: int) -> tuple[int, "Action"]:
-        """Return rank and pass of the microbatch so many stages on; these go round the ranks.
+        """Return the rank and the pass of the same microbatch *num_stages* later.
+
+        Virtual stages are assigned to ranks round-robin.
 
         >>> Action(Phase.FORWARD, 0, 5).further(pp_rank=3, pp=4, num_stages=1)[0]
         0
@@ -62,38 +65,38 @@ class Action(NamedTuple):
 
 
 def no_pairs(_pp_rank: int, _pp: int, _num_microbatches: int, _vpp: int) -> range:
-    """Return the pairs of a schedule whose passes run one after the other."""
+    """Return the overlapped pairs of a schedule that overlaps no passes: none."""
     return range(0)
 
 
 def one_of_each_rank(pp: int, _num_microbatches: int) -> int:
-    """Return the size of a group of as many microbatches as a pipeline has ranks."""
+    """Return a group of *pp* microbatches, as Narayanan et al. 2021 publish it."""
     return pp
 
 
 class Schedule(NamedTuple):
-    """A pipeline schedule: the action lists and what is known about them in closed form.
+    """A pipeline schedule: action lists, and their closed forms.
 
     Args:
         name: Registry key.
         title: One line for people.
         source: Where it was published.
         rank_actions: ``(pp_rank, pp, num_microbatches, vpp) -> `` the ordered actions of a rank.
-        in_flight: ``(pp_rank, pp, num_microbatches, vpp) -> `` the most virtual-stage passes of
-            a rank that wait for their backward at one time.
+        in_flight: ``(pp_rank, pp, num_microbatches, vpp) -> `` the largest number of passes of a
+            rank that await their backward at one time.
         around_last: ``(pp_rank, pp, num_microbatches, vpp) -> `` the forward and the backward
             passes of each virtual stage of a rank, from the first to the last one of the last.
         bubble_fraction: ``(pp, num_microbatches, vpp) -> `` idle share for equal stages and
             free communication.
-        refusal: ``(pp, num_microbatches, vpp) -> `` why these numbers cannot run, or None.
-        pairs: ``(pp_rank, pp, num_microbatches, vpp) -> `` where in the list of a rank forward
-            passes are that run beside the backward pass behind them.
-        group: ``(pp, num_microbatches) -> `` how many microbatches go through a virtual stage in a
-            row, before the first of them goes on to the rank's next one.
+        refusal: ``(pp, num_microbatches, vpp) -> `` the reason these numbers cannot run, or None.
+        pairs: ``(pp_rank, pp, num_microbatches, vpp) -> `` indices of forward passes that overlap
+            with the backward pass behind them (F/B overlap).
+        group: ``(pp, num_microbatches) -> `` microbatches in a row through a virtual stage,
+            before the first of them goes on to the rank's next one.
         warmup: ``(pp_rank, pp, num_microbatches, vpp) -> `` the forward passes of a rank before
-            each has a backward pass behind it; None where that is never so.
+            1F1B alternation begins; None for schedules without alternation.
         interleaves: Whether it takes more than one virtual stage a rank.
-        holds_sent: Whether PyTorch's runtime of it holds each message it sent until the step ends.
+        holds_sent: Whether PyTorch's runtime keeps sent p2p buffers alive until the step ends.
     """
 
     name: str
@@ -111,11 +114,11 @@ class Schedule(NamedTuple):
     holds_sent: bool = False
 
     def actions(self, pp: int, num_microbatches: int, vpp: int = 1) -> list[Sequence[Action]]:
-        """Return the ordered actions of each pipeline rank, long ones with their period once."""
+        """Return the ordered actions of each pipeline rank, those of long steps as `Periodic`."""
         return [self.order(rank, pp, num_microbatches, vpp) for rank in range(pp)]
 
     def order(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> Sequence[Action]:
-        """Return the ordered actions of a pipeline rank, many with their period once."""
+        """Return the ordered actions of a pipeline rank, those of long steps as `Periodic`."""
         once = self._microbatches_once(pp, num_microbatches, vpp)
         actions = self.rank_actions(pp_rank, pp, once, vpp)
         if once == num_microbatches or self.warmup is None:
@@ -124,23 +127,23 @@ class Schedule(NamedTuple):
         size, copies = len(Phase) * group * vpp, (num_microbatches - once) // group
         end = self.warmup(pp_rank, pp, once, vpp) + size
         group_of = self.group if self.interleaves else None
-        make = partial(_made, self.rank_actions, group_of, (pp_rank, pp, vpp), (once, group))
+        make = partial(_extended, self.rank_actions, group_of, (pp_rank, pp, vpp), (once, group))
         return Periodic(actions, end, size, copies, group, moved_actions, make)
 
     def _microbatches_once(self, pp: int, num_microbatches: int, vpp: int) -> int:
-        """Return the microbatches of a step in which each rank runs its period once.
+        """Return the smallest number of microbatches at which each rank runs one whole period.
 
         Between warm-up and rest, forward and backward passes of a group of microbatches follow
-        those of the group before it; they are as many where they would not come often.
+        those of the group before it.  Where that repeats too seldom it is *num_microbatches*.
         """
         if self.warmup is None:
             return num_microbatches
         group = self._group_in_a_row(pp, num_microbatches)
         longest = self.warmup(0, pp, num_microbatches, vpp)
-        # The passes that reduce gradients, of the last group, are behind the period on all ranks.
+        # Passes of the last group reduce gradients: on all ranks they must lie behind the period.
         periods = max(1, -(-longest // (group * vpp))) + 1
         least = periods * group + num_microbatches % group
-        # Of fewer microbatches a runtime may make other groups; which, comes again with a rest.
+        # With fewer microbatches a runtime may choose another group, which depends on remainders.
         most = min(num_microbatches // LEAST_TIMES, least + group * group)
         for once in range(least, most + 1, group):
             if self._group_in_a_row(pp, once) == group:
@@ -153,8 +156,8 @@ class Schedule(NamedTuple):
     def most_in_flight(
         self, pp_rank: int, pp: int, num_microbatches: int, vpp: int
     ) -> tuple[int, int]:
-        """Return the most passes of a rank in flight, and of those through its last stage."""
-        # Through the last stage of whole groups as many are in flight as with no other stage.
+        """Return the most passes in flight of a rank, and of its last virtual stage."""
+        # With whole groups the last virtual stage has as many in flight as if it were the only one.
         is_whole = num_microbatches % self.group(pp, num_microbatches) == 0
         counts = vpp, 1 if is_whole else vpp
         most, last = (self.in_flight(pp_rank, pp, num_microbatches, count) for count in counts)
@@ -162,19 +165,19 @@ class Schedule(NamedTuple):
 
     @property
     def runs_beside(self) -> bool:
-        """Whether it runs forward passes beside backward passes of other microbatches."""
+        """Whether forward passes overlap with backward passes of other microbatches."""
         return self.pairs is not no_pairs
 
 
 def refuse_virtual_stages(_pp: int, _num_microbatches: int, vpp: int) -> str | None:
-    """Return the refusal of schedules that hold one stage a rank."""
+    """Return the refusal of ``vpp > 1`` by schedules with one stage a rank, or None."""
     if vpp == 1:
         return None
     return f"vpp={vpp} needs a schedule with virtual stages, such as interleaved"
 
 
 def all_passes(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> list[tuple[int, int]]:
-    """Return the forward and the backward passes of a rank that holds one stage."""
+    """Return the numbers of forward and backward passes of a rank with one stage."""
     return [(num_microbatches, num_microbatches)]
 
 
@@ -193,15 +196,15 @@ def plain_bubble_fraction(pp: int, num_microbatches: int, vpp: int) -> float:
     return idle / (passes + idle)
 
 
-def _made(
+def _extended(
     rank_actions: Callable[[int, int, int, int], list[Action]],
     group_of: Callable[[int, int], int] | None,
-    place: tuple[int, int, int],
+    position: tuple[int, int, int],
     microbatches: tuple[int, int],
     copies: int,
 ) -> list[Action] | None:
-    """Return the actions of a rank with *copies* of its period; None where groups differ then."""
-    (pp_rank, pp, vpp), (once, group) = place, microbatches
+    """Return the actions of a rank with *copies* of its period; None if the group size changes."""
+    (pp_rank, pp, vpp), (once, group) = position, microbatches
     count = once + copies * group
     if group_of is not None and group_of(pp, count) != group:
         return None
@@ -209,18 +212,19 @@ def _made(
 
 
 def moved_actions(actions: Sequence[Action], distance: int) -> list[Action]:
-    """Return *actions* of microbatches that come so much later."""
+    """Return *actions* with *distance* added to the microbatch of each."""
     return [Action(phase, stage, microbatch + distance) for phase, stage, microbatch in actions]
 
 
 def alternate(forward: list[Action], backward: list[Action], warmup: int) -> list[Action]:
-    """Return *warmup* forward passes, then one forward and one backward, then the rest."""
+    """Return the 1F1B order: *warmup* forward passes, a steady alternation, and a cooldown."""
+    # Forward passes run out first: the backward passes behind them are the cooldown.
     steady = list(chain.from_iterable(zip(forward[warmup:], backward, strict=False)))
     return [*forward[:warmup], *steady, *backward[len(steady) // 2 :]]
 
 
 def steady_pairs(warmup: int, num_passes: int) -> range:
-    """Return where the forward passes stand that have a backward pass behind each.
+    """Return the indices of forward passes in the steady part of an `alternate` order.
 
     >>> list(steady_pairs(warmup=2, num_passes=4))
     [2, 4]

@@ -11,7 +11,7 @@ from meshwright.simulator.schedules.actions import (
 
 
 def _rank_actions(_pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
-    """Return the actions of a rank.
+    """Return the ordered actions of a rank.
 
     >>> " ".join(str(action) for action in _rank_actions(0, 2, 2, 1))
     'F0.0 F0.1 B0.0 B0.1'
@@ -25,6 +25,7 @@ def _rank_actions(_pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> l
 
 
 def _in_flight(_pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> int:
+    # Gradient accumulation without a pipeline frees each microbatch before the next one begins.
     return 1 if pp == 1 else num_microbatches
 
 

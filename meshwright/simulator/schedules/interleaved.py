@@ -1,6 +1,6 @@
-"""Interleaved 1F1B: several virtual stages a rank, a bubble smaller by their number.
+"""Interleaved 1F1B: several virtual stages a rank, which divide the bubble by their number.
 
-Microbatches go through a rank's virtual stages in groups.  Runtimes differ in the size of a group,
+Microbatches go through a rank's virtual stages in groups.  Runtimes differ in the group size,
 and so in the numbers of microbatches that they take.
 """
 
@@ -22,12 +22,12 @@ from meshwright.simulator.schedules.actions import (
 
 
 def ranks_group(pp: int, num_microbatches: int) -> int | None:
-    """Return the size of groups as published: as many microbatches as ranks, and no rest."""
+    """Return the published group size, *pp*; None unless it divides the microbatches."""
     return pp if num_microbatches % pp == 0 else None
 
 
 def core_group(pp: int, num_microbatches: int) -> int | None:
-    """Return the smallest group that Megatron-Core takes.
+    """Return the smallest group size that Megatron-Core takes, or None.
 
     Its ``microbatch_group_size_per_vp_stage`` is at least the number of ranks and leaves no rest
     below that (`forward_backward_pipelining_with_interleaving`, megatron/core/pipeline_parallel/
@@ -42,7 +42,7 @@ def core_group(pp: int, num_microbatches: int) -> int | None:
 
 
 def pytorch_group(pp: int, num_microbatches: int) -> int | None:
-    """Return the size of PyTorch's rounds, as many as fit and all of one size.
+    """Return the microbatches of one of PyTorch's rounds, which are all equal, or None.
 
     ``number_of_rounds`` and ``microbatches_per_round`` of `ScheduleInterleaved1F1B`
     (torch/distributed/pipelining/schedules.py of PyTorch 2.13).
@@ -67,7 +67,7 @@ ALLOWED = {
 
 
 def any_core_group(size: int) -> Callable[[int, int], int | None]:
-    """Return what gives groups of *size* where Megatron-Core takes them; see `core_group`.
+    """Return a function that gives *size* where Megatron-Core takes it, like `core_group`.
 
     >>> [any_core_group(6)(4, count) for count in (5, 6, 8, 10)]
     [None, 6, None, 6]
@@ -81,16 +81,16 @@ def any_core_group(size: int) -> Callable[[int, int], int | None]:
 
 
 class _Order(NamedTuple):
-    """The order of the groups of a runtime, or of one size, with passes beside each other or not.
+    """Interleaved order of a runtime or of a group size, with or without F/B overlap.
 
-    With passes *beside* each other a rank runs one more forward pass ahead, so that no backward
-    pass needs what the forward pass before it makes (`get_pp_rank_microbatches`, megatron/core/
+    With F/B overlap a rank runs one more forward pass ahead, so that no backward
+    pass needs the output of the forward pass before it (`get_pp_rank_microbatches`, megatron/core/
     pipeline_parallel/schedules.py of core 0.16).
     """
 
     runtime: PipelineRuntime
     group_size: int | None
-    beside: bool
+    has_overlap: bool
 
     def group(self, pp: int, num_microbatches: int) -> int:
         size = _groups(self.runtime, self.group_size)(pp, num_microbatches)
@@ -98,7 +98,8 @@ class _Order(NamedTuple):
         return size
 
     def warmup(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> int:
-        ahead = 2 * (pp - pp_rank - 1) + self.beside
+        # Twice the distance to the last rank, as in `get_pp_rank_microbatches` of Megatron-Core.
+        ahead = 2 * (pp - pp_rank - 1) + self.has_overlap
         return ahead + (vpp - 1) * self.group(pp, num_microbatches)
 
     def rank_actions(self, pp_rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
@@ -126,9 +127,9 @@ def interleaved(
     """Return the interleaved 1F1B order with the groups of *runtime*, or of one size.
 
     Args:
-        runtime: Whose groups.
-        group_size: Microbatches of a group, where they are of one size.
-        beside: Whether forward passes run beside backward passes of other microbatches.
+        runtime: Runtime that decides the group size.
+        group_size: Microbatches of a group, if chosen by the user.
+        beside: Whether forward passes overlap with backward passes of other microbatches.
 
     >>> lists = interleaved(PipelineRuntime.PUBLISHED).actions(2, 2, 2)
     >>> "".join(f"{a.phase}{a.virtual_stage}" for a in lists[1])
@@ -154,7 +155,7 @@ def interleaved(
 
 @lru_cache(maxsize=256)
 def group_passes(group: int, num_microbatches: int, vpp: int) -> tuple[list[Action], list[Action]]:
-    """Return the order of forward and of backward passes, the same on every rank."""
+    """Return the orders of forward and of backward passes, the same on every rank."""
     forward = [
         Action(Phase.FORWARD, virtual_stage, microbatch)
         for first in range(0, num_microbatches, group)
@@ -197,7 +198,7 @@ def _group_refusal(size: int, pp: int, num_microbatches: int) -> str:
 
 def _around_last(group: int, warmup: int, num_microbatches: int, vpp: int) -> list[tuple[int, int]]:
     before = (vpp - 1) * min(group, num_microbatches)
-    # The last group comes back through the last virtual stage before it does through others.
+    # Backward passes of the last group go through the last virtual stage before the others.
     backward = num_microbatches * vpp - (vpp - 1) * ((num_microbatches - 1) % group + 1)
     forward = min(num_microbatches * vpp, warmup + backward)
 
@@ -208,9 +209,9 @@ def _around_last(group: int, warmup: int, num_microbatches: int, vpp: int) -> li
 
 
 def first_passes(group: int, num_microbatches: int, vpp: int, count: int) -> list[int]:
-    """Return how many of the first *count* forward passes go through each virtual stage.
+    """Return the number of passes through each virtual stage among the first *count* forward ones.
 
-    Backward passes begin with the last one.
+    Backward passes are counted alike, from the last virtual stage on.
 
     >>> first_passes(4, 8, 2, 7), first_passes(4, 6, 2, 10)
     ([4, 3], [6, 4])

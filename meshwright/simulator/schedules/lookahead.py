@@ -1,4 +1,4 @@
-"""Which virtual stages of a rank PyTorch's pipeline runtime keeps gathered: those that run next."""
+"""All-gathers of FSDP virtual stages by PyTorch's pipeline runtime, which keeps the next few."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,11 +11,11 @@ MOST_GATHERED = 3
 
 
 class Refetches(NamedTuple):
-    """How often a virtual stage is gathered anew in a step because it was not among the next.
+    """Repeated all-gathers of a virtual stage in a step, as the runtime had resharded it.
 
     Args:
-        after_forward: The pass before was a forward pass.
-        after_backward: It was a backward pass.
+        after_forward: Those whose previous pass was a forward pass.
+        after_backward: Those whose previous pass was a backward pass.
     """
 
     after_forward: int = 0
@@ -26,28 +26,28 @@ NO_REFETCHES = Refetches()
 
 
 def next_virtual_stages(actions: Sequence[Action]) -> list[tuple[int, ...]]:
-    """Return for each action of a rank the virtual stages that run from there on, soonest first.
+    """Return, for each action of a rank, the virtual stages that run next, soonest first.
 
-    They are gathered before the action, and all others freed.
+    They are unsharded before the action, and all others resharded.
 
     >>> next_virtual_stages([Action(Phase.FORWARD, each, 0) for each in (0, 1, 2, 3)])
     [(0, 1, 2), (1, 2, 3), (2, 3), (3,)]
     """
     coming: list[int] = []
-    found: list[tuple[int, ...]] = []
+    upcoming: list[tuple[int, ...]] = []
     for action in reversed(actions):
         if not coming or coming[0] != action.virtual_stage:
             if action.virtual_stage in coming:
                 coming.remove(action.virtual_stage)
             coming.insert(0, action.virtual_stage)
-            found.append(tuple(coming[:MOST_GATHERED]))
+            upcoming.append(tuple(coming[:MOST_GATHERED]))
         else:
-            found.append(found[-1])
-    return found[::-1]
+            upcoming.append(upcoming[-1])
+    return upcoming[::-1]
 
 
 def refetched(actions: Sequence[Action], num_virtual_stages: int) -> list[bool]:
-    """Tell of each action whether its virtual stage was freed since its pass before.
+    """Return, for each action, whether its virtual stage was resharded since its previous pass.
 
     >>> order = [Action(Phase.FORWARD, each, 0) for each in (0, 1, 2, 3, 0)]
     >>> refetched(order, 4)
@@ -55,21 +55,21 @@ def refetched(actions: Sequence[Action], num_virtual_stages: int) -> list[bool]:
     """
     if num_virtual_stages <= MOST_GATHERED:
         return [False] * len(actions)
-    waiting: set[int] = set()  # passed, and not freed since
+    active: set[int] = set()  # unsharded by an earlier pass, and not resharded since
     passed: set[int] = set()
-    found = []
+    refetches = []
     for action, gathered in zip(actions, next_virtual_stages(actions), strict=True):
-        waiting.intersection_update(gathered)
-        found.append(action.virtual_stage in passed and action.virtual_stage not in waiting)
+        active.intersection_update(gathered)
+        refetches.append(action.virtual_stage in passed and action.virtual_stage not in active)
         passed.add(action.virtual_stage)
-        waiting.add(action.virtual_stage)
-    return found
+        active.add(action.virtual_stage)
+    return refetches
 
 
 def count_refetches(actions: Sequence[Action], num_virtual_stages: int) -> list[Refetches]:
-    """Return how often each virtual stage of a rank is gathered anew in a step."""
+    """Return the repeated all-gathers of each virtual stage of a rank in a step."""
     if isinstance(actions, Periodic):
-        # What comes next, and what came before, is the same in all periods but the outer ones.
+        # All periods but the outer ones have the same neighbours, so that counts grow linearly.
         once, twice = (
             count_refetches(actions.repeated(copies), num_virtual_stages) for copies in (1, 2)
         )

@@ -11,14 +11,14 @@ from meshwright.simulator.schedules.actions import (
     steady_pairs,
 )
 
-BESIDE_REFUSAL = (
+OVERLAP_REFUSAL = (
     "passes of two microbatches beside each other at pp={pp} need virtual stages; allowed: "
     "schedule=interleaved with vpp of 2 or more, or pp=1"
 )
 
 
 def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
-    """Return the actions of a rank.
+    """Return the ordered actions of a rank.
 
     >>> ["".join(f"{a.phase}{a.microbatch}" for a in _rank_actions(r, 2, 3, 1)) for r in (0, 1)]
     ['F0F1B0F2B1B2', 'F0B0F1B1F2B2']
@@ -27,11 +27,12 @@ def _rank_actions(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> li
 
 
 def _overlapped_actions(_pp_rank: int, _pp: int, num_microbatches: int, _vpp: int) -> list[Action]:
-    """Return the actions of the only rank, one forward pass ahead."""
+    """Return the ordered actions of the only rank, one forward pass ahead."""
     return alternate(*single_stage_passes(num_microbatches), 1)
 
 
 def _in_flight(pp_rank: int, pp: int, num_microbatches: int, _vpp: int) -> int:
+    # Warm-up fills the pipeline behind the rank; then a backward precedes each further forward.
     return min(pp - pp_rank, num_microbatches)
 
 
@@ -54,16 +55,16 @@ ONE_F_ONE_B = Schedule(
     warmup=lambda pp_rank, pp, _count, _vpp: pp - 1 - pp_rank,
 )
 
-# Without a pipeline a forward pass runs ahead, and each other one beside a backward pass of the
-# microbatch before (`combined_1f1b_schedule_for_no_pipelining`, megatron/core/pipeline_parallel/
-# combined_1f1b.py of core 0.16); a pipeline needs virtual stages for it.
-ONE_F_BESIDE_ONE_B = ONE_F_ONE_B._replace(
+# Without a pipeline one forward pass runs ahead; each later one overlaps the backward pass of the
+# previous microbatch (`combined_1f1b_schedule_for_no_pipelining`, megatron/core/pipeline_parallel/
+# combined_1f1b.py of core 0.16); Megatron-Core has F/B overlap in a pipeline only with vpp > 1.
+OVERLAPPED_ONE_F_ONE_B = ONE_F_ONE_B._replace(
     rank_actions=_overlapped_actions,
     in_flight=lambda _rank, _pp, count, _vpp: min(2, count),
     pairs=lambda _rank, _pp, count, _vpp: steady_pairs(1, count),
     warmup=lambda *_size: 1,
     refusal=lambda pp, count, vpp: (
-        BESIDE_REFUSAL.format(pp=pp) if pp > 1 else refuse_virtual_stages(pp, count, vpp)
+        OVERLAP_REFUSAL.format(pp=pp) if pp > 1 else refuse_virtual_stages(pp, count, vpp)
     ),
 )
 

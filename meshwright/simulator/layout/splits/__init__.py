@@ -1,4 +1,4 @@
-"""How many layers each stage gets: by a rule, or as a text tells it."""
+"""Layers of each pipeline stage: by a rule, or parsed from a text."""
 
 from meshwright.simulator.layout.splits.rules import split_layers
 from meshwright.simulator.layout.splits.texts import (

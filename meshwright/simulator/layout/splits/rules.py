@@ -1,4 +1,4 @@
-"""How many layers each stage gets by a rule."""
+"""Rules that split layers over pipeline stages."""
 
 from functools import cache
 
@@ -48,6 +48,7 @@ def _fill_from_front(num_layers: int, num_stages: int) -> tuple[int, ...]:
     counts: list[int] = []
     left = num_layers
     for stage in range(num_stages):
+        # Each later stage needs at least one layer.
         later = num_stages - stage - 1
         counts.append(min(most, left - later))
         left -= counts[-1]
@@ -57,6 +58,7 @@ def _fill_from_front(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def _with_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
     if num_stages == 1:
         return (num_layers,)
+    # Embedding and head count as a layer each on the outer stages.
     share, rest = divmod(num_layers + 2, num_stages)
     counts = [share + (stage < rest) for stage in range(num_stages)]
     counts[0] -= 1
@@ -65,7 +67,7 @@ def _with_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _level(num_layers: int, counts: list[int], head_cost: float) -> tuple[int, ...]:
-    """Add the layers that are left one by one to the cheapest stage.
+    """Return *counts* with the remaining layers added one by one to the cheapest stage.
 
     Among equals the later stage wins: it keeps fewer microbatches in flight, so the layer
     costs less memory there.

@@ -1,4 +1,4 @@
-"""Stages as a text tells them: a rule's name, layer counts, or a layout letter by letter."""
+"""Texts of stages: a rule's name, layer counts, or Megatron-Core's pipeline layout."""
 
 import re
 
@@ -7,7 +7,7 @@ from meshwright.simulator.errors import PlanError
 
 
 def parse_stages(text: str) -> StageSplit | tuple[int, ...]:
-    """Read the value of ``--stages``: a rule's name, layer counts such as ``3,2,2,1``, or a layout.
+    """Parse the value of ``--stages``: a rule's name, counts such as ``3,2,2,1``, or a layout.
 
     Raises:
         PlanError: If it is none of them.
@@ -29,7 +29,7 @@ def parse_stages(text: str) -> StageSplit | tuple[int, ...]:
         ) from None
 
 
-# What a text begins with, and consists of, that is neither a rule nor numbers.
+# Alphabet of layouts, which no rule or list of numbers begins with.
 LAYOUT_TEXT = re.compile(r"[E(][EtmL|()*,0-9]*")
 REPEATED = re.compile(r"\(([^()]+)\)\*([0-9]{1,6})"), re.compile(r"([EtmL|])\*([0-9]{1,6})")
 MAX_LAYOUT = 100_000  # letters: more than any model has layers and stages
@@ -38,11 +38,10 @@ MAX_LAYOUT = 100_000  # letters: more than any model has layers and stages
 def read_layout(text: str) -> tuple[int, ...]:
     """Return the layers of each virtual stage of a layout, in model order.
 
-    It has a letter for the embedding (E), each layer (t), each that predicts a further token (m)
-    and the loss (L) with stages between borders (|), and repeats letters and groups, as ``t*4`` and
-    ``(t|)*4``; commas say nothing (`PipelineParallelLayerLayout` of megatron/core/transformer, core
-    0.16).  How many m there are is checked by `check_predictions`, on which stage they are is told
-    by `prediction_place`.
+    It has a letter for the embedding (E), each layer (t), each MTP layer (m)
+    and the loss (L), separates stages by ``|``, and repeats letters and groups, as ``t*4`` and
+    ``(t|)*4``; commas are ignored (`PipelineParallelLayerLayout` of megatron/core/transformer, core
+    0.16).  `check_predictions` checks the number of m, `prediction_place` gives their stage.
 
     Raises:
         PlanError: If it is no such text, or has m ahead of layers or on several stages.
@@ -65,9 +64,9 @@ def read_layout(text: str) -> tuple[int, ...]:
 
 
 def check_predictions(text: str, number: int) -> None:
-    """Raise PlanError if a layout has not as many m as a model has layers that predict further.
+    """Raise PlanError unless a layout has as many m as the model has MTP layers.
 
-    So Megatron-Core asks it (`validate_layer_layout` of its PipelineParallelLayerLayout).
+    Megatron-Core requires it (`validate_layer_layout` of its PipelineParallelLayerLayout).
 
     >>> check_predictions("Et*3|t*2mL", 1), check_predictions("3,2", 1)
     (None, None)
@@ -79,7 +78,7 @@ def check_predictions(text: str, number: int) -> None:
 
 
 def num_predictions(text: str) -> int:
-    """Return the layers of a layout that predict further tokens; 0 of a rule or of counts.
+    """Return the number of MTP layers in a layout; 0 for a rule or counts.
 
     >>> num_predictions("Et*3|t*2mL"), num_predictions("3,2")
     (1, 0)
@@ -88,10 +87,10 @@ def num_predictions(text: str) -> int:
 
 
 def prediction_place(text: str, told: object = None) -> int | None:
-    """Return the virtual stage of the m of a layout, in model order; None if that is the loss's.
+    """Return the virtual stage of a layout's MTP layers, in model order; None if it is the loss's.
 
     Raises:
-        PlanError: If another one is *told* beside it.
+        PlanError: If ``prediction_stage``, *told*, is another one.
 
     >>> prediction_place("Et*3|t*2|m|L"), prediction_place("Et*3|t*2mL")
     (2, None)
@@ -106,9 +105,10 @@ def prediction_place(text: str, told: object = None) -> int | None:
 
 
 def _spelled_out(text: str) -> str:
-    """Return a layout letter by letter; raises PlanError where no model has as many."""
+    """Return a layout with repetitions expanded; raises PlanError beyond `MAX_LAYOUT` letters."""
     plain = text.replace(",", "")
     for pattern in REPEATED:
+        # Checked before expansion: a few nested repetitions would fill the memory.
         size = len(plain) + sum(len(each[1]) * int(each[2]) for each in pattern.finditer(plain))
         if size > MAX_LAYOUT:
             raise PlanError(f"stages={shown(text)} has more than {MAX_LAYOUT:,} letters")

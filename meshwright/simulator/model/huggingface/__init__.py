@@ -1,4 +1,4 @@
-"""Read the config.json of a Hugging Face checkpoint: a module for families that are alike.
+"""Parsing of a Hugging Face checkpoint's config.json: one module for each group of families.
 
 The meaning of each key follows the configuration classes of the transformers library.
 """
@@ -25,7 +25,7 @@ __all__ = ["MAX_TOKENS", "PREDICTION_KEYS", "architectures", "read_config"]
 
 @cache
 def architectures() -> Mapping[str, Architecture]:
-    """Return what reads a configuration, by its ``model_type``: imported when one is read."""
+    """Return the readers of configurations by ``model_type``, imported only when one is read."""
     from meshwright.simulator.model.huggingface.dense import DENSE_FAMILIES  # noqa: PLC0415
     from meshwright.simulator.model.huggingface.experts import EXPERT_FAMILIES  # noqa: PLC0415
     from meshwright.simulator.model.huggingface.gemma import GEMMA_FAMILIES  # noqa: PLC0415
@@ -54,7 +54,7 @@ def read_config(config: Mapping[str, object], *, path: Path) -> dict[str, object
 
     Args:
         config: The JSON object.
-        path: Where it came from, for the name and for errors.
+        path: Its file, for the model's name and for errors.
 
     Raises:
         PlanError: If the architecture, or a key that may change it, is not supported.
@@ -80,8 +80,9 @@ def read_config(config: Mapping[str, object], *, path: Path) -> dict[str, object
 
 
 def _why_not(config: Mapping[str, object]) -> str:
-    """Return what of a configuration is not modelled, if a key tells, and what is read."""
+    """Return the end of a refusal: the unmodelled feature, if a key shows it, and valid types."""
     inner = config.get("text_config")
+    # Multimodal checkpoints keep their language model's configuration in text_config.
     inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
     if isinstance(inner_type, str) and inner_type in architectures():
         return f"; its text_config, of model_type {inner_type!r}, is, as a file of its own"
@@ -95,7 +96,7 @@ def _why_not(config: Mapping[str, object]) -> str:
 
 
 def _left_out(config: Mapping[str, object]) -> str:
-    """Return what keys of a configuration ask for that changes no size and is not modelled."""
+    """Return warnings for keys that change no size and are not modelled."""
     given: dict[str, object] = {}
     for each in (config.get("text_config"), config):
         if isinstance(each, Mapping):

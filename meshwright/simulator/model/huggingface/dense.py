@@ -1,6 +1,6 @@
-"""Dense families that differ from Llama's by a switch or two: OLMo 3, Granite, Ministral and more.
+"""Dense families that differ from Llama's by an option or two: OLMo 3, Granite, Ministral, ...
 
-What changes no size and is not modelled is said where a result is (CHANGING_NO_SIZE of `reader`).
+Keys that change no size and are not modelled become warnings (CHANGING_NO_SIZE of `reader`).
 """
 
 from meshwright.simulator.model.huggingface.llama import (
@@ -26,7 +26,7 @@ from meshwright.simulator.model.huggingface.reader import (
 
 Fields = dict[str, object]
 
-# What the configuration classes assume where a file says nothing.
+# Defaults of the configuration classes.
 OLMO3_PATTERN = "WWWF"
 SMOLLM3_INTERVAL = 4
 MINISTRAL3_ROTARY = {"original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1}
@@ -35,13 +35,13 @@ NEMOTRON_ROTARY_FRACTION = 0.5
 
 
 def _read_olmo3(reader: Reader) -> Fields:
-    """Return the fields of OLMo 3: layers of OLMo 2, three of four with a window."""
+    """Return the fields of OLMo 3: layers of OLMo 2, three of four with sliding windows."""
     pattern = reader.layer_pattern(usual=OLMO3_PATTERN)
     return {**read_olmo2(reader), **windows(reader.optional_size("sliding_window"), pattern)}
 
 
 def _read_exaone4(reader: Reader) -> Fields:
-    """Return the fields of EXAONE 4: beside layers with a window others have no positions."""
+    """Return the fields of EXAONE 4, where layers without a window have no RoPE."""
     window = reader.optional_size("sliding_window")
     pattern = reader.layer_pattern(usual="") or _exaone4_pattern(reader)
     is_mixed = window is not None and "F" in pattern
@@ -56,33 +56,33 @@ def _read_exaone4(reader: Reader) -> Fields:
 
 
 def _exaone4_pattern(reader: Reader) -> str:
-    """Return which layers have a window where no list says so: all but every n-th."""
+    """Return the pattern of windows without ``layer_types``: all but every n-th layer."""
     if not reader.has("sliding_window"):
         return "F"
     return "W" * (reader.size("sliding_window_pattern") - 1) + "F"
 
 
 def _read_smollm3(reader: Reader) -> Fields:
-    """Return the fields of SmolLM3: every fourth layer has no positions, and all see all tokens.
+    """Return the fields of SmolLM3: full attention, and no RoPE in every fourth layer (NoPE).
 
-    Layers with positions have a window that no sequence is longer than, which is what tells them
-    from the others.
+    Layers with RoPE get a window longer than any sequence, as only windows distinguish layers in
+    a `ModelSpec`.
     """
     if reader.switch("use_sliding_window", default=False):
         reader.refuse("use_sliding_window", "is not supported; it must be false")
     interval = reader.optional_size("no_rope_layer_interval") or SMOLLM3_INTERVAL
     pattern = "W" * (interval - 1) + "F"
-    turned = numbers(reader, "no_rope_layers")
-    if turned:
-        pattern = period(reader, "no_rope_layers", ["FW"[each != 0] for each in turned])
+    has_rope = numbers(reader, "no_rope_layers")  # despite its name 1 is a layer with RoPE
+    if has_rope:
+        pattern = period(reader, "no_rope_layers", ["FW"[each != 0] for each in has_rope])
     if reader.layer_pattern(usual="F") != "F":
         reader.refuse("layer_types", "is not supported; each must be 'full_attention'")
-    some = {**windows(MAX_TOKENS, pattern), "rotary_layers": "windowed"}
+    mixed = {**windows(MAX_TOKENS, pattern), "rotary_layers": "windowed"}
     if "W" not in pattern:
         reader.refuse("no_rope_layers", "is not supported; some layers must have positions")
     return {
         **read_llama(reader),
-        **(some if "F" in pattern else {}),
+        **(mixed if "F" in pattern else {}),
         "tied_embeddings": reader.switch("tie_word_embeddings", default=True),
     }
 
@@ -97,7 +97,7 @@ def _read_seed_oss(reader: Reader) -> Fields:
 
 
 def _read_ernie(reader: Reader) -> Fields:
-    """Return the fields of ERNIE 4.5, all whose products have a bias or none."""
+    """Return the fields of ERNIE 4.5, in which all linear layers have a bias, or none."""
     has_bias = reader.switch("use_bias", default=False)
     return {
         **gated_decoder(reader),
@@ -110,7 +110,7 @@ def _read_ernie(reader: Reader) -> Fields:
 
 
 def read_hunyuan(reader: Reader) -> Fields:
-    """Return the fields of Hunyuan's layers: heads that positions have turned have norms."""
+    """Return the fields of Hunyuan's layers, with query and key norms behind RoPE."""
     if not reader.switch("use_qk_norm", default=True):
         reader.refuse("use_qk_norm", "is not supported; it must be true")
     if reader.switch("use_cla", default=False):
@@ -119,7 +119,7 @@ def read_hunyuan(reader: Reader) -> Fields:
 
 
 def read_granite(reader: Reader) -> Fields:
-    """Return the fields of Granite's layers: those of Llama, embeddings times a number."""
+    """Return the fields of Granite's layers: those of Llama, with scaled embeddings."""
     for key in ("attention_multiplier", "logits_scaling", "residual_multiplier"):
         reader.number(key, default=1.0)
     multiplier = reader.number("embedding_multiplier", default=1.0)
@@ -134,12 +134,12 @@ def _read_arcee(reader: Reader) -> Fields:
 
 
 def _read_nemotron(reader: Reader) -> Fields:
-    """Return the fields of Nemotron: LayerNorm, the square of ReLU, heads turned in part."""
+    """Return the fields of Nemotron: LayerNorm, squared ReLU, partial RoPE."""
     return {
         **_read_arcee(reader),
         "norm": "layernorm",
         "rotary_fraction": reader.rotary_fraction(default=NEMOTRON_ROTARY_FRACTION),
-        "spelling": "glm4_moe",  # turns heads by the same operators
+        "spelling": "glm4_moe",  # applies partial RoPE by the same operators
     }
 
 
@@ -151,9 +151,9 @@ def _read_ministral3(reader: Reader) -> Fields:
 
 
 def _read_mistral3(reader: Reader) -> Fields:
-    """Return the language model of one that also sees images, which are not modelled.
+    """Return the fields of a multimodal model's language model; images are not modelled.
 
-    Whether the table is tied is said outside of ``text_config`` if at all.
+    ``tie_word_embeddings`` stands outside of ``text_config``, if anywhere.
     """
     kind = reader.inside("text_config").text("model_type", default="mistral")
     if kind not in _MISTRAL3_TEXTS:
@@ -185,7 +185,7 @@ _ERNIE_KEYS = """
     num_attention_heads num_hidden_layers num_key_value_heads rope_parameters rope_scaling
     rope_theta tie_word_embeddings use_bias vocab_size
     """
-# Beside keys of Llama those of its authors' own code, which transformers does not read.
+# Keys of Llama, and those of the authors' own code, which transformers ignores.
 HUNYUAN_KEYS = f"""
     {LLAMA_KEYS} attention_head_dim auto_map cla_share_factor class_num eod_token_id im_end_id
     im_newline_id im_start_id image_token_id mask_init_id norm_type org_vocab_size pool_type

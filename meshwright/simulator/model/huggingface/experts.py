@@ -1,6 +1,6 @@
-"""Families with routed experts and latent attention.
+"""Families with routed experts (MoE) and latent attention (MLA).
 
-Weights of losses that balance experts, factors and norms of scores, and jitter change no size.
+Coefficients of balancing losses, scaling and normalisation of scores, and jitter change no size.
 """
 
 from meshwright.simulator.model.huggingface.llama import (
@@ -17,7 +17,7 @@ Fields = dict[str, object]
 
 
 def _read_mixtral(reader: Reader) -> Fields:
-    """Return the fields of Mixtral's layers: experts in the place of every MLP."""
+    """Return the fields of Mixtral's layers: experts instead of every MLP."""
     return {
         **read_mistral(reader),
         "ffn_hidden_size": reader.size("intermediate_size"),
@@ -26,7 +26,7 @@ def _read_mixtral(reader: Reader) -> Fields:
 
 
 def plain_experts(reader: Reader, *number_keys: str) -> Fields:
-    """Return experts as wide as an MLP; one of *number_keys* says how many."""
+    """Return experts as wide as an MLP, their number under one of *number_keys*."""
     return {
         "num_experts": reader.size(*number_keys),
         "experts_per_token": reader.size("num_experts_per_tok"),
@@ -73,7 +73,7 @@ def _read_qwen3_moe(reader: Reader) -> Fields:
 
 
 def _read_glm4_moe(reader: Reader) -> Fields:
-    """Return the fields of GLM-4.5's layers: experts after dense layers, heads turned in part."""
+    """Return the fields of GLM-4.5's layers: experts after dense layers, partial RoPE."""
     return {
         **gated_decoder(reader),
         "num_kv_heads": reader.size("num_key_value_heads"),
@@ -86,11 +86,11 @@ def _read_glm4_moe(reader: Reader) -> Fields:
 
 
 def sigmoid_experts(reader: Reader, *, first_dense_layers: int) -> Fields:
-    """Return experts scored by sigmoid with a bias in routing, as those of DeepSeek-V3.
+    """Return experts with sigmoid scores and a routing bias, as those of DeepSeek-V3.
 
     Args:
         reader: The configuration.
-        first_dense_layers: How many layers have an MLP where the configuration says nothing.
+        first_dense_layers: Default number of layers with an MLP.
     """
     width = reader.size("moe_intermediate_size")
     return {
@@ -109,8 +109,7 @@ def sigmoid_experts(reader: Reader, *, first_dense_layers: int) -> Fields:
 def _read_deepseek_v2(reader: Reader) -> Fields:
     """Return the fields of DeepSeek's layers: latent attention, and experts after dense layers.
 
-    A layer that predicts tokens beyond the next (num_nextn_predict_layers) is left out, as
-    transformers does in training.
+    MTP layers (num_nextn_predict_layers) are left out, as in transformers.
     """
     if reader.optional_size("moe_layer_freq") not in {None, 1}:
         reader.refuse("moe_layer_freq", "is not supported; it must be 1")
@@ -123,10 +122,11 @@ def _read_deepseek_v2(reader: Reader) -> Fields:
     method = reader.text("topk_method", default="")
     if method not in {"", "greedy", "group_limited_greedy", "noaux_tc"}:
         reader.refuse("topk_method", "is not supported")
+    # Greedy top-k ignores the groups, whatever the configuration says of them.
     has_groups = method != "greedy"
     return {
         **gated_decoder(reader),
-        "head_dim": None,  # of the rotary part, where it is given
+        "head_dim": None,  # DeepSeek's key, where given, is the width of the RoPE part alone
         "num_kv_heads": heads,
         "latent": {
             "query_rank": reader.optional_size("q_lora_rank") or 0,
@@ -148,7 +148,7 @@ def _read_deepseek_v2(reader: Reader) -> Fields:
 
 
 def read_deepseek_v3(reader: Reader) -> Fields:
-    """Return the fields of DeepSeek-V3's layers: scores by sigmoid, with a bias in routing."""
+    """Return the fields of DeepSeek-V3's layers: sigmoid scores, with a routing bias."""
     if reader.text("scoring_func", default="sigmoid") != "sigmoid":
         reader.refuse("scoring_func", "is not supported; it must be 'sigmoid'")
     if reader.text("topk_method", default="noaux_tc") != "noaux_tc":
@@ -212,7 +212,7 @@ EXPERT_FAMILIES = {
     "glm4_moe": Architecture(
         _read_glm4_moe, frozenset(_GLM4_MOE_KEYS.split()), {"n_shared_experts": 1}
     ),
-    "kimi_k2": _DEEPSEEK_V3,  # of a class of its authors', a copy of DeepSeek-V3's
+    "kimi_k2": _DEEPSEEK_V3,  # the authors' class is a copy of DeepSeek-V3's
     "mixtral": Architecture(_read_mixtral, frozenset(_MIXTRAL_KEYS.split())),
     "qwen2_moe": Architecture(_read_qwen2_moe, frozenset(_QWEN2_MOE_KEYS.split())),
     "qwen3_moe": Architecture(_read_qwen3_moe, frozenset(_QWEN3_MOE_KEYS.split())),

@@ -1,9 +1,9 @@
-"""Gemma: wide heads, scaled embeddings, and from the second on windows and norms on both sides."""
+"""Gemma: wide heads, scaled embeddings; from Gemma 2 on sliding windows, pre- and post-norms."""
 
 from meshwright.simulator.model.huggingface.llama import gated_decoder, tied_outside, windows
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 
-# What the configuration classes assume where a file says nothing, as those of images do.
+# Defaults of the configuration classes; multimodal files omit most keys of their text model.
 HEAD_DIM = {"head_dim": 256}
 GEMMA2_WINDOW, GEMMA2_PATTERN = 4096, "WF"
 GEMMA2_ATTENTION_CAP, GEMMA2_LOGIT_CAP = 50.0, 30.0
@@ -56,7 +56,7 @@ def _read_gemma3_text(reader: Reader) -> dict[str, object]:
 
 
 def _read_gemma3(reader: Reader) -> dict[str, object]:
-    """Return the language model of one that also sees images, which are not modelled."""
+    """Return the fields of a multimodal model's language model; images are not modelled."""
     inner = reader.nested("text_config", GEMMA_FAMILIES["gemma3_text"])
     return {**_read_gemma3_text(inner), **tied_outside(reader)}
 

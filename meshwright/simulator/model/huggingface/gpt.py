@@ -1,10 +1,11 @@
-"""Families of before rotary positions: GPT-2, BLOOM, OPT and BERT."""
+"""Families without RoPE: GPT-2, BLOOM, OPT and BERT."""
 
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 
 # BLOOM models were trained on sequences of this length (arXiv 2211.05100, Table 3).
 BLOOM_SEQ_LEN = 2048
-# OPT's learned positions start at this index (OPTLearnedPositionalEmbedding).
+# OPT's learned positions start at this index, so that the embedding has as many rows more
+# (OPTLearnedPositionalEmbedding).
 OPT_POSITION_OFFSET = 2
 
 
@@ -38,6 +39,7 @@ def _read_bloom(reader: Reader) -> dict[str, object]:
 
 def _read_opt(reader: Reader) -> dict[str, object]:
     hidden_size = reader.size("hidden_size")
+    # OPT-350m alone projects embeddings of another width, and has norms behind its layers.
     if reader.optional_size("word_embed_proj_dim") not in {None, hidden_size}:
         reader.refuse("word_embed_proj_dim", f"must equal hidden_size={hidden_size}")
     for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"):

@@ -1,4 +1,4 @@
-"""Llama and its successors: rotary positions, RMS norms, a gated MLP."""
+"""Llama and its successors: RoPE, RMSNorm, a gated MLP."""
 
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 
@@ -9,7 +9,7 @@ def _read_whole_llama(reader: Reader) -> dict[str, object]:
 
 
 def check_whole_heads(reader: Reader) -> None:
-    """Raise where heads have no width of their own and do not divide that of a token."""
+    """Raise PlanError if ``head_dim`` is absent and heads do not divide ``hidden_size``."""
     width, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
     if width % heads and not reader.has("head_dim"):
         reader.refuse("num_attention_heads", f"does not divide hidden_size={width}")
@@ -28,7 +28,7 @@ def read_llama(reader: Reader) -> dict[str, object]:
 
 
 def read_mistral(reader: Reader) -> dict[str, object]:
-    """Return the fields of Mistral's layers, which all have a window if any."""
+    """Return the fields of Mistral's layers: sliding windows in all of them, or in none."""
     decoder = gated_decoder(reader)
     max_positions = reader.size("max_position_embeddings")
     window = reader.optional_size("sliding_window")
@@ -64,7 +64,7 @@ def read_qwen3(reader: Reader) -> dict[str, object]:
 
 
 def _chosen_window(reader: Reader) -> dict[str, object]:
-    """Return the window of Qwen, which all layers from ``max_window_layers`` on have if any."""
+    """Return the sliding window of Qwen's layers from ``max_window_layers`` on, if switched on."""
     if not reader.switch("use_sliding_window", default=False):
         if reader.layer_pattern(usual="F") != "F":
             reader.refuse("layer_types", "is not supported; each must be 'full_attention'")
@@ -79,7 +79,7 @@ def _chosen_window(reader: Reader) -> dict[str, object]:
 
 
 def windows(window: int | None, pattern: str) -> dict[str, object]:
-    """Return which layers have a window, of how many tokens; none where there is none."""
+    """Return the fields of a window in the layers of *pattern*; empty without a window."""
     return {"window": window, "layer_pattern": pattern} if window and "W" in pattern else {}
 
 
@@ -123,14 +123,14 @@ def _read_phi3(reader: Reader) -> dict[str, object]:
 
 
 def gated_decoder(reader: Reader) -> dict[str, object]:
-    """Return what Llama and its successors share: rotary positions, RMS norms, a gated MLP."""
+    """Return the fields that Llama and its successors share: RoPE, RMSNorm, a gated MLP."""
     max_positions = reader.size("max_position_embeddings")
     width, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
     return {
         "num_layers": reader.size("num_hidden_layers"),
         "hidden_size": width,
         "num_heads": heads,
-        "head_dim": reader.optional_size("head_dim") or width // heads,  # what is left is not used
+        "head_dim": reader.optional_size("head_dim") or width // heads,  # the remainder is not used
         "ffn_hidden_size": reader.size("intermediate_size"),
         "vocab_size": reader.size("vocab_size"),
         "seq_len": reader.original_positions() or max_positions,
@@ -147,7 +147,7 @@ def gated_decoder(reader: Reader) -> dict[str, object]:
 
 
 def tied_outside(reader: Reader) -> dict[str, object]:
-    """Return what a configuration around a ``text_config`` says of the table, where it does."""
+    """Return ``tied_embeddings`` of a configuration around a ``text_config``, if it is given."""
     if not reader.has("tie_word_embeddings"):
         return {}
     return {"tied_embeddings": reader.switch("tie_word_embeddings", default=True)}

@@ -1,16 +1,16 @@
-"""Families with routed experts whose layers attend in two ways: gpt-oss and Llama 4."""
+"""MoE families that alternate two kinds of attention: gpt-oss and Llama 4."""
 
 from meshwright.simulator.model.huggingface.llama import gated_decoder, windows
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader, numbers, period
 
-# What the configuration classes assume where a file says nothing.
+# Defaults of the configuration classes.
 GPT_OSS_PATTERN = "WF"
 GPT_OSS_ROTARY = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
 LLAMA4_INTERVAL = 4
 
 
 def _read_gpt_oss(reader: Reader) -> dict[str, object]:
-    """Return the fields of gpt-oss: sinks, and experts with biases in all layers."""
+    """Return the fields of gpt-oss: attention sinks, and experts with biases in all layers."""
     has_bias, width = (
         reader.switch("attention_bias", default=True),
         reader.size("intermediate_size"),
@@ -39,9 +39,9 @@ def _read_gpt_oss(reader: Reader) -> dict[str, object]:
 
 
 def _read_llama4_text(reader: Reader) -> dict[str, object]:
-    """Return the fields of Llama 4: chunks, layers without positions, one expert a token.
+    """Return the fields of Llama 4: chunked attention, layers without RoPE, top-1 experts.
 
-    What scales queries of layers without positions is 1 as far as ``floor_scale`` tokens.
+    The scale of queries in layers without RoPE is 1 up to ``floor_scale`` tokens.
     """
     width, chunk = reader.size("intermediate_size"), reader.size("attention_chunk_size")
     decoder = gated_decoder(reader)
@@ -73,12 +73,12 @@ def _read_llama4_text(reader: Reader) -> dict[str, object]:
 
 
 def _llama4_pattern(reader: Reader) -> str:
-    """Return which layers attend in chunks, and have positions (W): three of four, if not told."""
+    """Return the pattern of layers with chunked attention and RoPE (W), by default 3 of 4."""
     interval = reader.optional_size("no_rope_layer_interval") or LLAMA4_INTERVAL
     usual = "W" * (interval - 1) + "F"
-    turned = numbers(reader, "no_rope_layers")
-    if turned:
-        usual = period(reader, "no_rope_layers", ["FW"[each != 0] for each in turned])
+    has_rope = numbers(reader, "no_rope_layers")  # despite its name 1 is a layer with RoPE
+    if has_rope:
+        usual = period(reader, "no_rope_layers", ["FW"[each != 0] for each in has_rope])
     pattern = reader.layer_pattern(usual=usual, windowed="chunked_attention")
     if pattern != usual:
         reader.refuse("layer_types", "is not supported; layers with positions attend in chunks")
@@ -86,12 +86,13 @@ def _llama4_pattern(reader: Reader) -> str:
 
 
 def _llama4_step(reader: Reader) -> int:
-    """Return every how many layers one has experts."""
+    """Return the interval of layers with experts."""
     step, layers = (
         reader.optional_size("interleave_moe_layer_step") or 1,
         numbers(reader, "moe_layers"),
     )
     if layers:
+        # `moe_layers` lists indices from 0: the last layer of each interval has the experts.
         step = layers[0] + 1
         if layers != [*range(layers[0], reader.size("num_hidden_layers"), step)]:
             reader.refuse("moe_layers", "is not supported; it must be every so many layers")
@@ -99,7 +100,7 @@ def _llama4_step(reader: Reader) -> int:
 
 
 def _read_llama4(reader: Reader) -> dict[str, object]:
-    """Return the language model of one that also sees images, which are not modelled."""
+    """Return the fields of a multimodal model's language model; images are not modelled."""
     return _read_llama4_text(reader.nested("text_config", MIXED_FAMILIES["llama4_text"]))
 
 

@@ -1,8 +1,8 @@
-"""Families whose attention and MLP read the same tokens: GPT-NeoX and Falcon."""
+"""Families with parallel attention and MLP (parallel residual): GPT-NeoX and Falcon."""
 
 from meshwright.simulator.model.huggingface.reader import Architecture, Reader
 
-# What the configuration classes assume where a file says nothing.
+# Defaults of the configuration classes.
 NEOX_ROTARY_FRACTION = 0.25
 FALCON_POSITIONS = 2048
 
@@ -36,6 +36,7 @@ def _read_falcon(reader: Reader) -> dict[str, object]:
     num_norms = reader.optional_size("num_ln_in_parallel_attn") or (2 if is_new else 1)
     num_kv_heads = reader.optional_size("num_kv_heads", "n_head_kv") or num_heads
     if not is_new:
+        # The first architecture has one key-value head (multi-query), or one for each query head.
         num_kv_heads = 1 if reader.switch("multi_query", default=True) else num_heads
     has_bias = reader.switch("bias", default=False)
     parallel = "two norms" if is_new and num_norms > 1 else "one norm"

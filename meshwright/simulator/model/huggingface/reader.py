@@ -1,4 +1,4 @@
-"""Typed reading of a config.json, and what it may hold beside the sizes of its architecture."""
+"""Typed reading of a config.json, and the keys that change no size of a model."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -20,11 +20,11 @@ _HARMLESS_KEYS = """
     torchscript transformers_version typical_p unk_token_id use_cache
     """
 HARMLESS_KEYS = frozenset(_HARMLESS_KEYS.split())
-# No sequence of a model, and no window, is longer.
+# Upper limit of sequence lengths and windows.
 MAX_TOKENS = 134_217_728
-# Layers that predict further tokens: transformers trains none, so a job has to ask for them.
+# MTP layers: transformers trains none, so that a job has to ask for them.
 PREDICTION_KEYS = ("num_mtp_layers", "num_nextn_predict_layers")
-# Keys that change no size, but what a step does: a warning says what of it is not modelled.
+# Keys that change no size but the computation of a step, with the warning that results carry.
 CHANGING_NO_SIZE = {
     "attn_temperature_tuning": "scales queries by their position, which is not modelled",
     "llama_4_scaling_beta": "scales queries by their position, which is not modelled",
@@ -36,9 +36,9 @@ CHANGING_NO_SIZE = {
     "residual_multiplier": "scales what each layer adds, which is not modelled",
     "router_jitter_noise": "moves tokens before they are routed, which is not modelled",
 }
-# Values of them that change nothing, beside zero and false.
+# Their neutral values, other than zero and false.
 CHANGING_NOTHING = {"logits_scaling": 1, "residual_multiplier": 1}
-# Keys that tell of layers which no block here has, whatever the model_type: for refusals.
+# Keys of layers that are not modelled, whatever the model_type, with their name for refusals.
 NOT_MODELLED = {
     **dict.fromkeys(
         ("mamba_n_heads", "mamba_num_heads", "mamba_d_state", "ssm_cfg", "state_size"),
@@ -65,7 +65,7 @@ class Reader:
         self._origin = origin
 
     def size(self, *keys: str) -> int:
-        """Return a positive integer that must be there, under any of its names."""
+        """Return a required positive integer, under any of its names."""
         size = self.optional_size(*keys)
         if size is None:
             raise PlanError(f"{self._origin}: {' or '.join(keys)} is missing")
@@ -78,6 +78,7 @@ class Reader:
             value = self._config.get(key)
             if value is None:
                 continue
+            # JSON's true is an int in Python.
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 self.refuse(key, "must be an integer of at least 1")
             for other, size in found.items():
@@ -96,19 +97,19 @@ class Reader:
         return value
 
     def refuse_listed(self, key: str) -> None:
-        """Raise for a list that holds anything."""
+        """Raise PlanError unless a list is empty or absent."""
         if self._config.get(key) not in (None, []):
             self.refuse(key, "is not supported; it must be empty")
 
     def switch(self, key: str, *, default: bool) -> bool:
-        """Return a boolean, or what the configuration class assumes where it is absent."""
+        """Return a boolean, or the configuration class's *default* where it is absent."""
         value = self._config.get(key, default)
         if not isinstance(value, bool):
             self.refuse(key, "must be true or false")
         return value
 
     def text(self, key: str, *, default: str) -> str:
-        """Return a word, or what the configuration class assumes where it is absent."""
+        """Return a string, or the configuration class's *default* where it is absent."""
         value = self._config.get(key, default)
         if not isinstance(value, str):
             self.refuse(key, "must be a text")
@@ -124,11 +125,11 @@ class Reader:
         return float(value)
 
     def value(self, key: str) -> object:
-        """Return what a key says, None where it is absent."""
+        """Return the unchecked value of a key, None where it is absent."""
         return self._config.get(key)
 
     def layer_pattern(self, *, usual: str, windowed: str = "sliding_attention") -> str:
-        """Return a letter a layer, W where it has a window and F where it sees all."""
+        """Return the shortest period of layers, W with a window and F with full attention."""
         types = self._config.get("layer_types")
         if types is None:
             return usual
@@ -145,7 +146,7 @@ class Reader:
         return Reader(value or {}, f"{self._origin}: {key}")
 
     def rotary_fraction(self, *names: str, default: float = 1.0) -> float:
-        """Return the part of a head that positions turn, here or among the rotary parameters."""
+        """Return the fraction of a head with RoPE, given here or among the RoPE parameters."""
         for reader in (self, self.inside("rope_parameters"), self.inside("rope_scaling")):
             for name in (*names, "partial_rotary_factor"):
                 if reader.has(name):
@@ -161,19 +162,19 @@ class Reader:
         return inner.with_defaults(architecture)
 
     def with_defaults(self, architecture: "Architecture") -> "Reader":
-        """Return a reader that finds what the configuration class assumes where a key is absent."""
+        """Return a reader with the configuration class's defaults for absent keys."""
         return Reader(completed(self._config, architecture), self._origin)
 
     def activation(self, key: str) -> str:
-        """Return how an MLP without a gate activates: GELU in one kernel, or as it is usual."""
+        """Return the activation of an MLP without a gate: one-kernel GELU, or the default."""
         return "gelu" if self.text(key, default="gelu") == "gelu" else "usual"
 
     def has(self, key: str) -> bool:
-        """Return whether a key is there and says something."""
+        """Return True if a key is present and not null."""
         return self._config.get(key) is not None
 
     def dropout(self, *keys: str, default: float) -> bool:
-        """Return whether any of these dropout probabilities is above zero."""
+        """Return True if any of these dropout probabilities is above zero."""
         found = {key: self._config.get(key, default) for key in keys}
         for key, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
@@ -181,7 +182,7 @@ class Reader:
         return any(found.values())
 
     def original_positions(self) -> int | None:
-        """Return the positions a model was trained on before its rotary scaling, if it says so."""
+        """Return the sequence length of pre-training, before RoPE scaling, if it is given."""
         for key in ("rope_scaling", "rope_parameters"):
             inner = self.inside(key)
             if inner.has("full_attention"):  # parameters of each kind of layers
@@ -191,8 +192,9 @@ class Reader:
         return None
 
     def refuse_unknown_keys(self, architecture: "Architecture") -> None:
-        """Raise for a key that might change the architecture, unless it switches nothing on."""
+        """Raise PlanError for an unknown key that might change the architecture."""
         for key, value in self._config.items():
+            # Keys with an underscore are private attributes that transformers serialises.
             known = key in architecture.keys or key in HARMLESS_KEYS or key.startswith("_")
             switches_nothing_on = value is None or value is False or value in ({}, [])
             if not known and not switches_nothing_on:
@@ -203,15 +205,15 @@ class Reader:
                 )
 
     def refuse(self, key: str, rule: str) -> NoReturn:
-        """Raise the error for one value."""
+        """Raise PlanError for the value of *key*, which violates *rule*."""
         raise PlanError(f"{self._origin}: {key}={shorten(self._config.get(key))} {rule}")
 
 
 class Architecture(NamedTuple):
-    """How to read one model_type, the keys it may carry, and what its class assumes where absent.
+    """Reader of one model_type, its allowed keys, and the defaults of its configuration class.
 
     The defaults are those of the configuration class in transformers 5.23, whatever a released
-    model has.  A null is no absent key: of ``q_lora_rank`` or ``sliding_window`` it says none.
+    model has.  A null is not an absent key: ``q_lora_rank`` or ``sliding_window`` is then off.
     """
 
     read: Callable[[Reader], dict[str, object]]
@@ -222,7 +224,7 @@ class Architecture(NamedTuple):
 def completed(config: Mapping[str, object], architecture: Architecture) -> dict[str, object]:
     """Return a configuration with the defaults of its class.
 
-    Null parameters of rotary positions are absent ones, which classes fill in when they are made.
+    Null RoPE parameters count as absent: classes fill them in when they are constructed.
     """
     absent = {"rope_parameters"} & architecture.defaults.keys()
     given = {key: each for key, each in config.items() if each is not None or key not in absent}
@@ -240,7 +242,7 @@ def numbers(reader: Reader, key: str) -> list[int]:
 
 
 def same_size(reader: Reader, key: str) -> int:
-    """Return a positive integer that must be there; in a list, one a layer, all are equal."""
+    """Return a required positive integer; a list of one for each layer must repeat it."""
     value = reader.value(key)
     if not isinstance(value, list):
         return reader.size(key)
@@ -250,14 +252,14 @@ def same_size(reader: Reader, key: str) -> int:
 
 
 def period(reader: Reader, key: str, letters: list[str]) -> str:
-    """Return the shortest beginning of *letters*, one a layer, that tells all."""
+    """Return the shortest period of *letters*, one for each layer."""
     if len(letters) != reader.size("num_hidden_layers"):
         reader.refuse(key, "must have one entry a layer")
     return _shortest_period("".join(letters))
 
 
 def _shortest_period(letters: str) -> str:
-    """Return the shortest beginning that, repeated, gives all *letters*.
+    """Return the shortest prefix that, repeated, gives all *letters*.
 
     >>> _shortest_period("WFWFW"), _shortest_period("WWF"), _shortest_period("FF")
     ('WF', 'WWF', 'F')

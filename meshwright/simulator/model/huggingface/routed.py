@@ -1,4 +1,4 @@
-"""Families whose layers are known and whose experts are told in words of their own.
+"""MoE families with known layers and their own configuration keys for experts.
 
 ERNIE 4.5, Hunyuan-A13B, MiniMax-M2, OLMoE, Granite with experts, dots.llm1 and GLM-4.7-Flash.
 """
@@ -23,7 +23,7 @@ Fields = dict[str, object]
 
 
 def _read_ernie_moe(reader: Reader) -> Fields:
-    """Return the fields of ERNIE 4.5 with experts, from a first layer on."""
+    """Return the fields of ERNIE 4.5 with experts, after dense layers."""
     if reader.switch("use_bias", default=False):
         reader.refuse("use_bias", "is not supported; it must be false")
     last = reader.size("num_hidden_layers") - 1
@@ -69,7 +69,7 @@ def _read_hunyuan_moe(reader: Reader) -> Fields:
 
 
 def _read_minimax_m2(reader: Reader) -> Fields:
-    """Return the fields of MiniMax-M2: norms over all heads, heads turned in part."""
+    """Return the fields of MiniMax-M2: query and key norms over all heads, partial RoPE."""
     for key, wanted in (("use_qk_norm", True), ("use_routing_bias", True)):
         if not reader.switch(key, default=True):
             reader.refuse(key, f"is not supported; it must be {str(wanted).lower()}")
@@ -79,12 +79,12 @@ def _read_minimax_m2(reader: Reader) -> Fields:
     if reader.count("shared_intermediate_size", default=0):
         reader.refuse("shared_intermediate_size", "is not supported; it must be 0")
     head_dim = reader.size("head_dim")
-    turned = reader.optional_size("rotary_dim")
+    rotary_dim = reader.optional_size("rotary_dim")
     return {
         **gated_decoder(reader),
         "num_kv_heads": reader.size("num_key_value_heads"),
         "qk_norm": "width",
-        "rotary_fraction": turned / head_dim if turned else reader.rotary_fraction(),
+        "rotary_fraction": rotary_dim / head_dim if rotary_dim else reader.rotary_fraction(),
         "experts": {
             **plain_experts(reader, "num_local_experts", "num_experts"),
             "scores": "sigmoid",
@@ -122,7 +122,7 @@ def _read_granite_moe(reader: Reader) -> Fields:
 
 
 def _read_dots1(reader: Reader) -> Fields:
-    """Return the fields of dots.llm1: heads with norms, experts as DeepSeek-V3's."""
+    """Return the fields of dots.llm1: query and key norms, experts as DeepSeek-V3's."""
     has_bias = reader.switch("attention_bias", default=False)
     layers = reader.size("num_hidden_layers")
     first = reader.count("max_window_layers", default=layers)
@@ -142,7 +142,7 @@ def _read_dots1(reader: Reader) -> Fields:
 def _read_glm4_moe_lite(reader: Reader) -> Fields:
     """Return the fields of GLM-4.7-Flash: DeepSeek-V3's layers, the first with an MLP.
 
-    Its class reads ``mlp_layer_types`` alone, and ``head_dim`` as another name of the rotary part.
+    Its class reads only ``mlp_layer_types``, and ``head_dim`` as the width of the RoPE part.
     """
     kinds = reader.value("mlp_layer_types")
     layers = reader.size("num_hidden_layers")
@@ -160,7 +160,7 @@ def _read_glm4_moe_lite(reader: Reader) -> Fields:
     return {**fields, "experts": {**experts, "first_dense_layers": first}}
 
 
-# Beside keys that transformers reads those of released files that its code leaves out.
+# Keys that transformers reads, and those of released files that it ignores.
 _ERNIE_MOE_KEYS = f"""
     {ROUTING_KEYS} auto_map head_dim hidden_act hidden_size intermediate_size
     max_position_embeddings moe_capacity moe_gate moe_intermediate_size moe_k moe_layer_end_index
