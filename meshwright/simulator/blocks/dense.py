@@ -57,7 +57,7 @@ def layer(
         with block.part(norm_part(shape, kind, OffloadModule.ATTN_NORM)):
             attended = _normed(block, x, "attention norm", shape, ahead[0])
         y = first(block, attended, shape, dims, kind)
-        block.give_up(ahead[0], attended)
+        block.discard(ahead[0], attended)
         y = _normed(block, y, "attention output norm", shape)
         held = (y,) if spelling_of(shape).names_attention else ()
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
@@ -65,7 +65,7 @@ def layer(
             given = _normed(block, x, "mlp norm", shape, ahead[1])
         with block.part(module):
             y = last(block, given, shape, dims)
-        block.give_up(ahead[1], given)
+        block.discard(ahead[1], given)
         y = _normed(block, y, "mlp out norm", shape)
         out = residual(block, y, x, bias=model.mlp_bias, drops=model.dropout)
         block.hold(entered, x, *held)

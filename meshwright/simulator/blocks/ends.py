@@ -100,7 +100,7 @@ def _with_rows(block: Block, x: Tensor, name: str, num_rows: int, stream: Tensor
     numbers = x.like(f"{name} numbers", dims=x.dims[:-1], at={}, width=NUMBER_BYTES)
     kept = [] if is_alike else [numbers]
     gradients = [
-        Gradient(x, (), (traffic,), hands_on=True),
+        Gradient(x, (), (traffic,), passes_through=True),
         Gradient(rows, tuple(kept), at=summed),
     ]
     outputs = [x.like(f"{name} added"), *kept]
@@ -147,7 +147,7 @@ def predictions(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> 
     streams = [x]
     for index in range(shape.model.prediction_layers):
         streams.append(_prediction_layer(block, streams[-1], shape, dims, f"layer:{index}"))
-    slopes = [Gradient(each, hands_on=True, is_part=True) for each in streams]
+    slopes = [Gradient(each, passes_through=True, is_slice=True) for each in streams]
     made = streams_like(x, shape)
     return block.add(streams, [made], slopes, block.traffic(made, made))
 
@@ -175,7 +175,7 @@ def _losses(block: Block, streams: Tensor, shape: BlockShape, dims: LayerDims) -
         block.hold(*named)  # a local name has the logits before until now
         named = [logits]
         loss = loss_of(block, logits)
-        slopes = [Gradient(main, hands_on=True), Gradient(loss, at=loss.at)]
+        slopes = [Gradient(main, passes_through=True), Gradient(loss, at=loss.at)]
         main = block.add([main, loss], [main.like(main.name, base=main.storage)], slopes)
     with block.module(main):
         (logits,) = columns(block, main, vocabulary, linear=linear)
@@ -196,7 +196,7 @@ def _prediction_layer(
         parts.append(_contiguous_back(block, normed(block, x, "hnorm", shape)))
         twice = Dim("embedding and hidden", 2 * shape.model.hidden_size)
         both = parts[0].like(twice.name, dims=(*x.dims[:-1], twice))
-        slopes = [Gradient(each, hands_on=True) for each in parts]
+        slopes = [Gradient(each, passes_through=True) for each in parts]
         both = block.add(parts, [both], slopes, block.traffic(both, both))
         (y,) = columns(block, both, Dim("eh_proj", shape.model.hidden_size))
         y = _gathered(block, y, x)

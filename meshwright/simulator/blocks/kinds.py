@@ -135,7 +135,7 @@ def _copy(block: Block, shape: BlockShape, dims: LayerDims, kind: BlockKind = CO
     if kind == COPY_OF_STREAMS:
         x = streams_like(x, shape)
     made = x.like("copied input")
-    block.add([x], [made], [Gradient(x, (x,), hands_on=True)], block.traffic(x, made))
+    block.add([x], [made], [Gradient(x, (x,), passes_through=True)], block.traffic(x, made))
     return x
 
 
@@ -190,11 +190,12 @@ def lowering_of(shape: BlockShape) -> Lowering:
         spells_out=stack.transformers_layers,
         # Of cut sequences torchtitan says which positions are whose (`reshape_for_broadcast` of
         # models/llama3/model/model.py, 0.2.2).
-        looks_up=shape.cp > 1 and not (stack.transformers_layers or stack.megatron_layers),
+        indexes_rope_cache=shape.cp > 1
+        and not (stack.transformers_layers or stack.megatron_layers),
         fuses_products=fuses_qkv(shape),
         fuses_gate=stack.megatron_layers,
         fuses_places=stack.megatron_layers,
-        places_apart=stack.tp_plan and shape.tp > 1,
+        redistributes_each_input=stack.tp_plan and shape.tp > 1,
         fuses_norms=stack.transformer_engine and stack.kernels is Kernels.FUSED,
         fuses_residual=stack.megatron_layers,
         saves_first=not stack.megatron_layers,
@@ -236,8 +237,8 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         pads_experts=recipe.fills_expert_rows
         and shape.dispatcher is not Dispatcher.HYBRIDEP
         and shape.stack.expert_capacity is None,
-        opens_experts=recipe.fuses_experts,
-        given_up=outputs_again(shape)
+        fuses_expert_activation=recipe.fuses_experts,
+        discarded=outputs_again(shape)
         | (ATTENDED if recipe.keeps_attention_output else frozenset()),
     )
 

@@ -93,7 +93,7 @@ def spelling_of(shape: BlockShape) -> Spelling:
     if not stack.transformers_layers:
         if fuses_qkv(shape) and not stack.megatron_layers:
             halves = model.qk_norm == "head"  # Qwen3
-            turned = RotaryFormula.LOOKED_UP_HALVES if halves else RotaryFormula.LOOKED_UP
+            turned = RotaryFormula.INDEXED_COS_SIN if halves else RotaryFormula.INDEXED_COMPLEX
             return Spelling(rotary=turned, packing=Packing.CONTIGUOUS)
         is_qwen3 = model.qk_norm == "head" and not fuses_qkv(shape)
         has_table = is_qwen3 and stack.kernels is not Kernels.FUSED
@@ -130,7 +130,7 @@ def layer_table_bytes(shape: BlockShape) -> int:
         return 0
     formula, latent = spelling_of(shape).rotary, shape.model.latent
     width = shape.model.head_dim if latent is None else latent.rotary_head_dim
-    repeats = {RotaryFormula.LOOKED_UP: 1, RotaryFormula.LOOKED_UP_HALVES: 2}.get(formula, 0)
+    repeats = {RotaryFormula.INDEXED_COMPLEX: 1, RotaryFormula.INDEXED_COS_SIN: 2}.get(formula, 0)
     return shape.seq_len * width * ANGLE_BYTES * repeats
 
 

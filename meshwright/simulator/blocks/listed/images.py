@@ -135,7 +135,10 @@ def _added(block: Block, x: Tensor, other: Tensor, given: Tensor) -> Tensor:
     """
     out = x.like("added", base=x.storage)
     summed = block.traffic(given, given, given)
-    gradients = [Gradient(x, hands_on=True), Gradient(other, (), (summed,), hands_on=True)]
+    gradients = [
+        Gradient(x, passes_through=True),
+        Gradient(other, (), (summed,), passes_through=True),
+    ]
     return block.add([x, other], [out], gradients, block.traffic(x, other, out))
 
 

@@ -65,7 +65,7 @@ class Chunks(NamedTuple):
             added = Dim("added tokens", self.whole.size - self.tokens.size)
             zeros = x.like("zeros", dims=(added, self.batch, width))
             more = x.like(f"{x.name} filled up", dims=(self.whole, self.batch, width))
-            back, work = Gradient(x, hands_on=True, at=x.at), block.traffic(x, more)
+            back, work = Gradient(x, passes_through=True, at=x.at), block.traffic(x, more)
             x = block.add([x], [more], [back], work, scratch=((zeros,), ()))
         out = x.like(f"{given.name} in chunks", dims=(self.size, self.rows, width))
         work = block.traffic(x, out)

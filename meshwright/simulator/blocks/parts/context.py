@@ -12,8 +12,8 @@ from collections.abc import Callable
 from meshwright.hwprofiles import CollectiveOp, ContextParallel
 from meshwright.simulator.graph import (
     STATISTIC_BYTES,
-    Beside,
     Block,
+    ContextParallelWork,
     Dim,
     Exchange,
     Gradient,
@@ -51,7 +51,7 @@ def context_parallel(
     follows lays them out by tokens.
     """
     is_engines = block.lowering.copies_operands
-    with block.one_node(fused=True):
+    with block.autograd_node(fused=True):
         ways = _ENGINES if is_engines else _PYTORCHS
         out = ways[way](block, query, key, value, heads)
     return out if is_engines else copy(block, out, "attention by tokens", copies_back=False)
@@ -88,7 +88,7 @@ def _ring(
         [_times(pair, others), _times(result, steps)],
         [_times(pair, Dim("buffers", 3)), pair.like("gradients of a step"), query.like("step")],
     )
-    beside = Beside((*forward, put_together), (*backward, summed), lives)
+    beside = ContextParallelWork((*forward, put_together), (*backward, summed), lives)
     return attended(block, query, (pair,), heads, value.dims[-1].grain, beside)
 
 
@@ -125,7 +125,7 @@ def _gathered(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: He
         [*gathered, gathered[wider].like("not in order yet")],
         [*gathered, *sums, *parts, _times(given[wider], others)],
     )
-    beside = Beside((*gathers, moved), (*gathers, back, *scatters), lives)
+    beside = ContextParallelWork((*gathers, moved), (*gathers, back, *scatters), lives)
     return attended(block, query, given, heads, value.dims[-1].grain, beside)
 
 
@@ -213,7 +213,7 @@ def _in_fp32(
             query.like("sum", dims=(kernels,), at={}),
         ],
     )
-    beside = Beside((*moves[0], put_together), (*moves[1], last, summed), lives)
+    beside = ContextParallelWork((*moves[0], put_together), (*moves[1], last, summed), lives)
     return attended(block, query, (key, value), heads, value.dims[-1].grain, beside)
 
 

@@ -102,7 +102,7 @@ def latent_attention(
     with block.module(x):
         if spells_out:
             query, key, value, held = _spelled_out(block, x, latent, dims, core.turned)
-        elif core.turned is RotaryFormula.LOOKED_UP:
+        elif core.turned is RotaryFormula.INDEXED_COMPLEX:
             query, key, value, held = _turned_together(block, x, latent, dims)
         else:
             with block.part(OffloadModule.QKV_LINEAR):
@@ -111,7 +111,7 @@ def latent_attention(
         if spells_out:  # heads come before tokens in what attends, and out of it
             context = copy(block, context, "attention by tokens", copies_back=False)
         for each in (query, key, value):
-            block.give_up(RecomputeModule.MLA_UP_PROJ, each)
+            block.discard(RecomputeModule.MLA_UP_PROJ, each)
         with block.part(OffloadModule.ATTN_PROJ):
             y = row(block, context, hidden, "attention output", outside)
         block.hold(*held, query, key, value, context)
@@ -183,7 +183,7 @@ def _turned_together(
     narrow, shared = cut(
         block, whole_product(block, x, width, "kv down", PLAIN), dims.latent, dims.shared_key
     )
-    query, shared = rotary(block, query, shared, how=Rotary(formula=RotaryFormula.LOOKED_UP))
+    query, shared = rotary(block, query, shared, how=Rotary(formula=RotaryFormula.INDEXED_COMPLEX))
     held = given, query, shared
     query = _joined(block, plain, query, dims.queries)
     (pairs,) = columns(block, norm(block, narrow, "kv latent norm", centers=False), dims.pairs)
@@ -240,7 +240,7 @@ def _joined(block: Block, plain: Tensor, turned: Tensor, out: Dim) -> Tensor:
     # Of a part that serves all heads a rank has the gradients of its own heads.
     of_heads = {axis: PARTIAL for axis, dim in plain.at.items() if dim is plain.dims[-1]}
     gradients = [
-        Gradient(plain, hands_on=True, at=plain.at),
-        Gradient(turned, hands_on=not serves_all, at=of_heads if serves_all else turned.at),
+        Gradient(plain, passes_through=True, at=plain.at),
+        Gradient(turned, passes_through=not serves_all, at=of_heads if serves_all else turned.at),
     ]
     return block.add([plain, turned], [made], gradients, block.traffic(made, made))

@@ -153,12 +153,12 @@ def _multiplied(
         opens = _opened_at_once if experts.gated else _opened
         opened = opens(block, inner, weights, dims, experts)
     made = grouped(block, opened, hidden, dims, split=dims.inner)
-    block.give_up(RecomputeModule.MOE_ACT, opened)
+    block.discard(RecomputeModule.MOE_ACT, opened)
     if fills_up:
         made = moved(block, made, "rows as they came", made.dims)
     if not experts.bias:
         return made
-    if bits is not None and bits.opens_experts:
+    if bits is not None and bits.fuses_expert_activation:
         return _in_product(block, made, dims, weights)
     out = _with_biases(block, made, weights, dims)
     block.hold(made)
@@ -204,7 +204,7 @@ def _opened_at_once(
     they make, and backward what they take, nothing is read or written for it beside them.
     """
     bits = block.lowering.eight_bits
-    is_free = bits is not None and bits.opens_experts
+    is_free = bits is not None and bits.fuses_expert_activation
     if experts.activation == "clamped" and not is_free:
         parts = bounded(block, inner, (dims.gate, dims.up), by_slices=False)
         inner = handed_on(block, parts, inner.like("bounded"), block.traffic(inner, inner))
@@ -251,13 +251,16 @@ def _in_product(
     of the kernel that opens backward (`BackwardGroupedMLP` of Transformer Engine 2.16).
     """
     out, bits = made.dims[-1], block.lowering.eight_bits
-    is_free = weights is None and bits is not None and bits.opens_experts
+    is_free = weights is None and bits is not None and bits.fuses_expert_activation
     split: Placement = {dims.mesh.split_on: out} if weights is None else {}
     at: Placement = {ExpertAxis.EP: dims.experts, **split}
     vector = block.weight(f"expert {out.name}.bias", dims.experts, out, at=at)
     read = () if weights is None else (weights,)
     summed = () if is_free else (block.traffic(made),)
-    slopes = [Gradient(made, hands_on=True), *(Gradient(each, read, at=each.at) for each in read)]
+    slopes = [
+        Gradient(made, passes_through=True),
+        *(Gradient(each, read, at=each.at) for each in read),
+    ]
     slopes.append(Gradient(vector, read, summed, at=vector.at))
     outputs = [made.like(made.name, base=made.storage)]
     return block.add([made, *read, vector], outputs, slopes)
@@ -328,7 +331,7 @@ def _sequential(
     mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
     by_expert, counts = shares.like("shares by expert"), _counts(block, shares, dims)
     views = [by_expert, mask, turned, *counts]
-    block.add([shares], views, [Gradient(shares, hands_on=True)])
+    block.add([shares], views, [Gradient(shares, passes_through=True)])
     known = Numbers((by_expert, turned))
     weights = moved(block, by_expert, "weights of rows", (dims.rows,), known, at)
     order = numbers(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")

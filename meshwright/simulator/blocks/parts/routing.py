@@ -24,11 +24,11 @@ from meshwright.simulator.graph import (
     Tensor,
     Transfer,
     cast,
-    gradient_place,
-    kept_copy,
-    narrow_scratch,
+    fp8_scratch,
+    gradient_placement,
     pointwise,
     product,
+    saved_input,
     take,
 )
 from meshwright.simulator.layout import ExpertAxis
@@ -158,7 +158,7 @@ def moved(
     out = x.like(name, dims=dims, at=x.at if at is None else at)
     traffic = block.traffic(x, out)
     # A gradient that is a sum over ranks stays one where rows stay where they are.
-    back = None if out.at == x.at else gradient_place(x.at)
+    back = None if out.at == x.at else gradient_placement(x.at)
     gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=back)
     return block.add([x], [out, *known.made], [gradient], traffic, scratch=(known.turned, ()))
 
@@ -213,7 +213,7 @@ def grouped(
         reads: Where each expert's rows begin, which backward reads, too.
     """
     experts, inputs, bits = dims.experts, x.dims[-1], block.lowering.eight_bits
-    with kept_copy(block, x) as kept:
+    with saved_input(block, x) as kept:
         axis, ranks = dims.mesh.split_on, dims.mesh.ranks
         at = {axis: split, ExpertAxis.EP: experts}
         weight = block.weight(f"expert {out.name}.weight", experts, out, inputs, at=at)
@@ -229,7 +229,7 @@ def grouped(
         ]
         scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
         if bits is not None:
-            scratch = narrow_scratch(
+            scratch = fp8_scratch(
                 block, (kept, weight), made, copies=2, again=0 if bits.keeps_copy else 2
             )
         work = Product(rows, n, k, num)

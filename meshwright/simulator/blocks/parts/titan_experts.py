@@ -220,7 +220,7 @@ def _computed(block: Block, lines: Tensor, dims: RoutedDims, begin: Tensor) -> T
         up = multiplied(lines, dims.up, dims.up)
         inner = pointwise(block, "activation", opened, up, last=dims.inner)
     else:
-        with block.one_price():
+        with block.merged_gemm():
             gate, up = (multiplied(lines, each, each) for each in (dims.gate, dims.up))
         inner = activation(block, gate, up, parts=(dims.gate, dims.up), last=dims.inner)
     return multiplied(inner, hidden, dims.inner)

@@ -138,7 +138,7 @@ def _summed(block: Block, wide: Tensor, dims: RoutedDims, *, copies_back: bool) 
     """Return the sums of each token's rows; their gradient is spread out, perhaps as a copy."""
     by_token = view(block, wide, dims.tokens, dims.chosen, wide.dims[-1])
     total = by_token.like("sums", dims=(dims.tokens, wide.dims[-1]))
-    work, back = block.traffic(by_token, total), Gradient(by_token, hands_on=not copies_back)
+    work, back = block.traffic(by_token, total), Gradient(by_token, passes_through=not copies_back)
     return block.add([by_token], [total], [back], work)
 
 
