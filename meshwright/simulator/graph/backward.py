@@ -39,12 +39,10 @@ class Backward:
     Args:
         tape: Tape after its forward pass.
         weight_gradients: Fused into the GEMM, accumulated, or kept.
-        arrivals: Numbers of events after which a weight's gradient is there and its inputs are
-            freed.
+        arrivals: Numbers of events by which a weight's gradient is ready and its inputs freed.
         places: Placement of each weight's gradient, before any all-reduce.
         arriving: Gradient of the block's output.
-        summed_into_output_gradient: Number of events before the first in-place accumulation into
-            it.
+        summed_into_output_gradient: Number of events before anything is added to it in place.
     """
 
     tape: Tape
@@ -57,7 +55,7 @@ class Backward:
     _summed: list[Tensor] = field(default_factory=list)
     _sums: list[Tensor] = field(default_factory=list)
     _referenced: set[Tensor] = field(default_factory=set)
-    _out_of_place_sums: list[Tensor] = field(default_factory=list)
+    _new_sums: list[Tensor] = field(default_factory=list)
     _recomputed: dict[Region, list[Tensor]] = field(default_factory=dict)
     _uses: "_Uses" = field(init=False)
     _redistributed: frozenset[Tensor] = field(init=False)
@@ -69,11 +67,7 @@ class Backward:
         self._uses = _Uses(self.tape)
 
     def run(self, arriving: Tensor | None = None) -> None:
-        """Run the backward of all nodes, the last one first.
-
-        Args:
-            arriving: Gradient of the block's output; by default a tensor of its size.
-        """
+        """Run the backward of all nodes, last first; *arriving* is the gradient of the output."""
         output = self.tape.block.operators[-1].outputs[0]
         token = output.like(f"{output.name} gradient") if arriving is None else arriving
         self.arriving = token
@@ -84,9 +78,8 @@ class Backward:
 
     def _run_node(self, node: Node) -> None:
         tape, storages = self.tape, self.tape.storages
-        self._recomputed |= _recompute_discarded(
-            tape, [found for op in node for found in tape.discarded(op)]
-        )
+        discarded_here = [each for op in node for each in tape.discarded(op)]
+        self._recomputed |= _recompute_discarded(tape, discarded_here)
         # A checkpoint recomputes its part when backward reaches the part's last node.
         region = _recompute_region(tape, node, self._pending, self._referenced)
         if discarded := self._recomputed.pop(region, []):
@@ -119,12 +112,12 @@ class Backward:
     def _accumulate(self, done: Sequence[Tensor]) -> None:
         """Accumulate gradients of tensors with several uses; free the summands and *done*."""
         storages = self.tape.storages
-        storages.hold(*self._out_of_place_sums)
+        storages.hold(*self._new_sums)
         storages.touch(*self._sums)
         storages.drop((*done, *self._summed))
         if self._adds_to_output_gradient and self.summed_into_output_gradient is None:
             self.summed_into_output_gradient = len(storages.events)
-        for each in (self._summed, self._sums, self._out_of_place_sums):
+        for each in (self._summed, self._sums, self._new_sums):
             each.clear()
 
     def _inputs(self, op: Operator, arrived: PendingGradient) -> list[tuple[Gradient, Operator]]:
@@ -140,11 +133,9 @@ class Backward:
     def _input(self, op: Operator, gradient: Gradient, arrived: PendingGradient) -> None:
         of, at = gradient.of, arrived.at if gradient.at is None else gradient.at
         work, passes_through = gradient.work, gradient.passes_through
-        # Only here is it known how the gradient lies, and so which collectives bring it back.
         if op.kind is Kind.PLACE:
-            work, passes_through = _redistribute_gradient(
-                self.tape.block, op, of, redistribute_collectives(arrived.at, at)
-            )
+            found = redistribute_collectives(arrived.at, at)
+            work, passes_through = _redistribute_gradient(self.tape.block, op, of, found)
         elif gradient.at is None and of.at != op.outputs[0].at:
             at = of.at
         self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in work]
@@ -161,9 +152,8 @@ class Backward:
     def _store(self, of: Tensor, arrived: PendingGradient) -> None:
         """Store a gradient; a second one is accumulated in place once its node is done.
 
-        Gradients of a DTensor are summed out of place, and so is one that something else refers
-        to, or that is a slice of a storage (`can_accumulate_inplace` of
-        torch/csrc/autograd/input_buffer.cpp).
+        Out of place are sums of DTensors, and into a slice or what something else refers to
+        (`can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp).
         """
         if of in self._pending:
             self._summed.append(arrived.token)
@@ -172,13 +162,12 @@ class Backward:
             self._adds_to_output_gradient |= first.token is self.arriving and is_in_place
             if not is_in_place:
                 self._summed.append(first.token)
-                self._out_of_place_sums.append(
+                self._new_sums.append(
                     of.like(f"sum of {of.name} gradients", width=first.token.width)
                 )
-                self._pending[of] = PendingGradient(self._out_of_place_sums[-1], first.at)
+                self._pending[of] = PendingGradient(self._new_sums[-1], first.at)
             elif of in self._redistributed and not self.tape.block.lowering.fuses_places:
-                # DTensor adds by dispatch: the sum is a third tensor for a moment, then takes the
-                # first's place.
+                # DTensor adds out of place: for a moment the sum is a third tensor.
                 self._sums.append(arrived.token.like("sum of gradients"))
         else:
             self._pending[of] = arrived
@@ -188,9 +177,8 @@ class Backward:
         of, policy = gradient.of, self.weight_gradients
         self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in gradient.work]
         self.places[of] = gradient.at or {}
-        fused = policy is WeightGradients.FUSED
         # The GEMM adds to main_grad itself (gradient_accumulation_fusion): no tensor of its own.
-        if fused and _is_gemm(gradient):
+        if policy is WeightGradients.FUSED and _is_gemm(gradient):
             return []
         token = _token(self.tape, of if gradient.makes is None else gradient.makes)
         return self._uses.add(op, of, token, is_kept=policy is WeightGradients.KEPT)

@@ -179,10 +179,10 @@ def _unit(block: Block, wide: Tensor, name: str) -> tuple[Tensor, Tensor]:
     slope = Gradient(wide, (wide,), (one, one, two), at=wide.at)
     square = block.add([wide], [wide.like("square")], [slope], one, scratch=power)
     mean = block.add([square], [number], [Gradient(square, (), (one,), at=wide.at)], one)
-    indices = ((number.like("shifted mean"),), tuple(number.like("slope") for _ in range(2)))
+    vectors = ((number.like("shifted mean"),), tuple(number.like("slope") for _ in range(2)))
     deviation = number.like(f"{name} deviation")
     root = Gradient(mean, (deviation,), at=mean.at)
-    block.add([mean], [deviation], [root], scratch=indices)
+    block.add([mean], [deviation], [root], scratch=vectors)
     slopes = [
         Gradient(wide, (deviation,), (one,), at=wide.at),
         Gradient(deviation, (wide,), (two, one), at=deviation.at),
