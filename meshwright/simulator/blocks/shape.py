@@ -104,6 +104,7 @@ class WeightShape:
     @property
     def local_kv_width(self) -> int:
         """Width of the keys (or values) of one rank; at least one head."""
+        # Fewer key-value heads than ranks are replicated.
         return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim
 
     @property
@@ -339,7 +340,9 @@ def _accumulated_bytes(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile
     if job.experts is None:
         return 0
     if not stack.fused_gradient_accumulation:
+        # Unfused, the GEMM writes the gradient; its accumulation is priced as traffic of its own.
         return job.precision.num_bytes
+    # Fused accumulation reads and writes main_grad.
     kept = plan.gradient_precision
     return 2 * (stack.gradient_bytes if kept is None else kept.num_bytes)
 

@@ -233,6 +233,7 @@ class BlockTable:
         if isinstance(kind, KeptLayer):
             return self._row(kept_shape(shape), kind.layer, ending)
         if isinstance(kind, OffloadedLayer):
+            # Offload changes the memory, not the walk.
             walked, _, row = self._row(shape, kind.layer, ending)
             return _Row(walked, walked.offloaded(saved_offload(shape))[row], row)
         key = (shape, kind, ending)
@@ -315,6 +316,7 @@ def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
         shape.sequence_parallel,
         shape.keeps_outputs,
         shape.defers_sums,
+        # With one sequence DTensor's transposes of tokens and sequences are views.
         shape.microbatch_size > 1 and not shape.stack.megatron_layers,
     )
     if not _has_layers(shape, kind):

@@ -165,6 +165,7 @@ class RankTimes(NamedTuple):
     def streams(self) -> RankStreams:
         """Return the spans of each of its streams."""
         sent = ((each, *times) for each, times in zip(self.senders, self.sent_ps, strict=True))
+        # A wait is no work of any stream.
         closing = [span for span in self.closing if span.kind is not SpanKind.REDUCTION_WAIT]
         return RankStreams(
             compute=(

@@ -203,6 +203,7 @@ class StepWork(NamedTuple):
         once = range(pairs.start, pairs.stop - order.copies * order.size, pairs.step)
         period = range(order.end - order.size, order.end)
         return sum(
+            # A pass of the period counts once for each copy.
             self.hidden_of(pp_rank, order.place(each)) * (1 + order.copies * (each in period))
             for each in chain(once, (i + 1 for i in once))
         )

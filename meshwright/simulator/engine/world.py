@@ -90,6 +90,7 @@ def _simulated_ranks(clock: UntimedEnvironment, work: StepWork, mesh: Mesh) -> l
     sizes = [prod(map(mesh.degree, axes)) for axes in (IN_STEP, REPLICATED)]
     for rank in range(mesh.world_size):
         pp_rank = rank // stride % work.pp
+        # A group is identified by its first rank.
         tp_first, dp_first = (
             mesh.group(rank, *axes)[0] if size > 1 else rank
             for axes, size in zip((IN_STEP, REPLICATED), sizes, strict=True)

@@ -338,6 +338,7 @@ def _recompute(tape: Tape, region: Region, *, holds_output: bool) -> None:
         tape.order.inputs[region].append(output)
     tape.storages.drop(references)
     for node in nodes[end + 1 :]:
+        # Nodes behind an early stop are not recomputed, and save nothing.
         tape.saved[node[0].node] = []
     unread = [op for node in nodes for op in node if op in tape.repetition.kept - reached]
     tape.order.inputs[region].extend(out for op in unread for out in op.outputs)

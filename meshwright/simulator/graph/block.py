@@ -35,6 +35,7 @@ class _Numbering:
     @contextmanager
     def share_number(self, *, fused: bool) -> Iterator[None]:
         """Give the operators inside one number, if they are *fused*; the outermost call wins."""
+        # Nested calls join the outer node.
         if self._open is not None:
             yield
             return
@@ -95,6 +96,7 @@ class Block:
         made = Tensor(name, dims, self.placed(at or {}), self.mesh, width, is_weight=True)
         if shared or name in self._shared:
             made = self._shared.setdefault(name, made)
+        # A shared weight is counted in the block that owns it.
         if not shared:
             self.weights.append(made)
         return made

@@ -74,8 +74,10 @@ def place(
         buffered: Whether it goes into a global buffer.
     """
     at = block.placed(at)
+    # On one rank there is neither a collective nor an autograd node.
     if not block.mesh:
         return x
+    # Megatron all-reduces a partial sum in place.
     stays = at == dict(x.at) or (at == gradient_placement(x.at) and block.lowering.fuses_places)
     base = x.storage if stays else None
     if buffered and not stays:
@@ -227,6 +229,7 @@ def _side_by_side(block: Block, outs: tuple[Dim, ...]) -> Dim:
     size: Size = 0
     grain: Size = 0
     for out in outs:
+        # Replicated key-value heads count once for each rank.
         size = size + (out.split(ranks) if Axis.TP in block.mesh else out.size) * ranks
         grain = grain + out.grain
     return Dim(", ".join(out.name for out in outs), size, grain)
@@ -253,6 +256,7 @@ def row(
         if bits is not None:
             made = saved.like(name, dims=(*saved.dims[:-1], out), at={})
             gathered = in_fp8 and bool(block.placed(at))
+            # Gathered in fp8, the output's gradient arrives as one of its two copies.
             again = 0 if bits.keeps_copy else 2
             scratch = fp8_scratch(
                 block, (saved, weight), made, copies=1 if gathered else 2, again=again

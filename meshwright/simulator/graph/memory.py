@@ -140,6 +140,7 @@ class BlockMemory(NamedTuple, Generic[Held]):
         changes = [each.nbytes * sign for each, sign in events]
         for place in range(returned, len(events)):
             each, sign = events[place]
+            # Offloaded tensors are not on the device, so backward does not free them there.
             changes[place] = changes[place] - sign * offloaded.moved.get(each, 0)
         levels = _levels(changes)
         levels[returned:] = [each - moved for each in levels[returned:]]

@@ -138,6 +138,7 @@ def norm(
         for each in kinds
     ]
     summed = dict.fromkeys(x.at, PARTIAL)
+    # torch.compile recomputes the residual sum from its addends.
     read = (*block.recompute_inputs.get(x, (x,)), *statistics)
     slope = Gradient(x, read, (block.traffic(*[x] * 5),))
     of_weights = [Gradient(each, read, at=summed) for each in weights]

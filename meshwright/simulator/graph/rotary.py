@@ -60,6 +60,7 @@ def rotary(block: Block, *queries_keys: Tensor, how: Rotary = WHOLE_HEADS) -> li
     angles = _cos_sin(block, queries_keys[0], how)
     if lowering.is_local or how.apart:
         rotated = [_megatron_rope(block, x, how.width) for x in queries_keys]
+    # The rotation is linear: backward rotates the gradient back and reads the cache alone.
     elif not lowering.is_eager:
         rotated = [
             pointwise(block, f"rotated {x.name}", x, reads=Reads.NOTHING, beside=angles)

@@ -140,6 +140,7 @@ class Tape:
                     storages.hold(*order.inputs[region])
                 self.run(op, Phase.FORWARD)
                 if region and op in self.repetition.kept:
+                    # Selective checkpointing caches these outputs for recomputation.
                     storages.hold(*op.outputs)
             if not region:
                 self.save(node)

@@ -154,8 +154,8 @@ def boxing(tensor: TensorSize, source: Placements, target: Placements, mesh: Dev
     """Return the redistributions that move a tensor from *source* to *target*, in order.
 
     It is the sequence of the fewest steps; of several, of the least time, then of the fewest bytes.
-     Where two axes split the same dim, the later one holds slices of the earlier one's slices, so
-     the earlier one may change only while the later one does not split that dim.
+    Where two axes split the same dim, the later one holds slices of the earlier one's slices, so
+    the earlier one may change only while the later one does not split that dim.
 
     Args:
         tensor: The full tensor.

@@ -171,6 +171,7 @@ def embedding(num_tokens: int, *, vocab_size: int, hidden_size: int) -> PlacedOp
             Signature("data parallel", (Split(0), Replicate()), Split(0)),
             Signature("model parallel (column)", (Replicate(), Split(1)), Split(1)),
             Signature("vocabulary split", (Replicate(), Split(0)), Partial()),
+            # The lookup is linear in the weight, not in the ids.
             _partial_input(1, 2),
             _replicated(2),
         ),
@@ -228,6 +229,7 @@ def attention(num_sequences: int, seq_len: int, *, num_heads: int, head_dim: int
             Signature("head parallel", (_HEADS,) * 3, _HEADS),
             Signature("query tokens split", (_TOKENS, whole, whole), _TOKENS),
             Signature("value columns split", (whole, whole, _WIDTH), _WIDTH),
+            # Attention is linear in the values alone.
             _partial_input(2, 3),
             _replicated(3),
         ),

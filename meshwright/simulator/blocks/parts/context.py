@@ -75,6 +75,7 @@ def _p2p_ring(
     key_value = _key_value(key, value)
     handed_on(block, [key, value], key_value, block.traffic(key_value, key_value))
     steps, others = Dim("steps", ranks), Dim("other steps", ranks - 1)
+    # Backward's first message is keys and values alone, its last one gradients alone.
     moves = (
         [(key_value.nbytes, ranks - 1)],
         [(key_value.nbytes, 2), (2 * key_value.nbytes, ranks - 2)],
