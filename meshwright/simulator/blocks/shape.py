@@ -349,8 +349,8 @@ def _accumulated_bytes(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile
 
 def _dispatcher(plan: ResolvedPlan, stack: StackProfile) -> Dispatcher:
     """Return the token dispatcher of expert parallelism."""
-    habit = next(iter(stack.dispatchers), Dispatcher.ALL_TO_ALL)
-    return habit if plan.dispatcher is None or plan.ep == 1 else plan.dispatcher
+    default = next(iter(stack.dispatchers), Dispatcher.ALL_TO_ALL)
+    return default if plan.dispatcher is None or plan.ep == 1 else plan.dispatcher
 
 
 def _cp_inner(plan: ResolvedPlan) -> int:

@@ -35,11 +35,11 @@ class LatentCore(NamedTuple):
 
     Args:
         attend: Function that adds core attention of queries, keys and values.
-        turned: RoPE formula.
+        rope: RoPE formula.
     """
 
     attend: Attend
-    turned: RotaryFormula
+    rope: RotaryFormula
 
 
 class LatentDims(NamedTuple):
@@ -61,15 +61,15 @@ class LatentDims(NamedTuple):
         def heads(name: str, width: int) -> Dim:
             return Dim(name, num_heads * width, width)
 
-        plain, turned = latent.plain_head_dim, latent.rotary_head_dim
+        plain, rope = latent.plain_head_dim, latent.rotary_head_dim
         return cls(
             queries=heads("queries", latent.query_head_dim),
             plain_queries=heads("plain queries", plain),
-            rotary_queries=heads("rotary queries", turned),
+            rotary_queries=heads("rotary queries", rope),
             keys_values=heads("keys and values", plain + latent.value_head_dim),
             plain_keys=heads("plain keys", plain),
             values=heads("values", latent.value_head_dim),
-            shared_key=Dim("shared key", turned, turned),
+            shared_key=Dim("shared key", rope, rope),
             latent=Dim("latent", latent.kv_rank),
         )
 
@@ -102,9 +102,9 @@ def latent_attention(
     with block.module(x):
         if spells_out:
             query, key, value, named_tensors = _transformers_projected(
-                block, x, latent, dims, core.turned
+                block, x, latent, dims, core.rope
             )
-        elif core.turned is RotaryFormula.INDEXED_COMPLEX:
+        elif core.rope is RotaryFormula.INDEXED_COMPLEX:
             query, key, value, named_tensors = _torchtitan_projected(block, x, latent, dims)
         else:
             with block.part(OffloadModule.QKV_LINEAR):

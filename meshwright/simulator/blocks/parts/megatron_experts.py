@@ -11,16 +11,16 @@ from meshwright.simulator.blocks.parts.feed_forward import Shared, gated
 from meshwright.simulator.blocks.parts.routed_dims import RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
-    Numbers,
-    dropped,
-    exchanged,
-    grouped,
+    RowIndices,
+    all_to_all_rows,
+    drop_tokens,
+    gather_rows,
+    grouped_gemm,
     logits_of,
-    moved,
     normalised,
-    numbers,
+    permute,
+    row_indices,
     score,
-    taken,
 )
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
@@ -56,7 +56,7 @@ def megatron(
     shared_output = None if shared is None else _shared_experts(block, x, shared)
     flat = dims.flat(block, x)
     shares = _routing_weights(block, flat, experts, dims)
-    shares = (_gather_counts if dims.mesh.capacity is None else dropped)(block, shares, dims)
+    shares = (_gather_counts if dims.mesh.capacity is None else drop_tokens)(block, shares, dims)
     named: list[Tensor] = []
     if block.lowering.groups_experts:
         out = _fused_permutation(block, flat, shares, dims, experts)
@@ -82,11 +82,11 @@ def _routing_weights(block: Block, flat: Tensor, experts: Experts, dims: RoutedD
     logits = logits_of(block, flat, dims, bias=experts.bias)
     few = (dims.tokens, dims.chosen)
     if experts.scores != "sigmoid":
-        chosen, places = taken(block, logits, "chosen logits", few)
+        chosen, places = gather_rows(block, logits, "chosen logits", few)
         shares = cast(block, score(block, chosen), "shares cast", block.width)
     else:
         scores = cast(block, score(block, logits), "scores cast", block.width)
-        shares, places = taken(block, scores, "chosen scores", few)
+        shares, places = gather_rows(block, scores, "chosen scores", few)
         if not experts.weighs_inputs:  # with top-1 there is nothing to normalise
             shares = normalised(block, shares)
             shares = pointwise(block, "scaled shares", shares, reads=Reads.NOTHING)
@@ -97,12 +97,12 @@ def _routing_weights(block: Block, flat: Tensor, experts: Experts, dims: RoutedD
 
 def _gather_counts(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
     """All-gather the tokens per expert over ep and expert tp (preprocess of the dispatcher)."""
-    axis = dims.mesh.told
+    axis = dims.mesh.group
     if axis not in block.mesh:
         return shares
     size = NUMBER_BYTES * dims.experts.size * block.mesh[axis]
-    told = shares.like(shares.name, base=shares.storage)
-    return handed_on(block, [shares], told, Transfer(CollectiveOp.ALL_GATHER, axis, size))
+    gathered = shares.like(shares.name, base=shares.storage)
+    return handed_on(block, [shares], gathered, Transfer(CollectiveOp.ALL_GATHER, axis, size))
 
 
 def _fused_permutation(
@@ -120,15 +120,15 @@ def _fused_permutation(
         shares = cast(block, shares, "shares in fp32", STATISTIC_BYTES)
     entries = Dim("entries of a token", 2 * dims.experts.size + 1)
     row_map = shares.like("row map", dims=(dims.tokens, entries), width=INT32_BYTES)
-    rows = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(row_map,)), at)
-    weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers((row_map,)), at)
+    rows = permute(block, flat, "rows", (dims.rows, hidden), RowIndices(made=(row_map,)), at)
+    weights = permute(block, shares, "weights of rows", (dims.rows,), RowIndices((row_map,)), at)
     given = rows
-    arrived = [exchanged(block, each, dims) for each in (rows, weights)]
+    arrived = [all_to_all_rows(block, each, dims) for each in (rows, weights)]
     rows, weights = _sorted_by_expert(block, arrived, dims)
     made = _grouped_mlp(block, rows, weights, dims, experts)
     made = _combined(block, made, rows, at, dims)
     block.hold(given, arrived[0])
-    return moved(block, made, "experts out", flat.dims, Numbers((row_map,)), flat.at)
+    return permute(block, made, "experts out", flat.dims, RowIndices((row_map,)), flat.at)
 
 
 def _grouped_mlp(
@@ -142,21 +142,21 @@ def _grouped_mlp(
     hidden, given, bits = rows.dims[-1], rows, block.lowering.eight_bits
     pads = bits is not None and bits.pads_experts
     if pads:
-        rows = moved(block, rows, "rows filled up", rows.dims)
+        rows = permute(block, rows, "rows filled up", rows.dims)
     if experts.weighs_inputs:
         rows, weights = _weighted_rows(block, rows, weights, dims)
         block.hold(given)
     with block.part(OffloadModule.EXPERT_FC1):
-        inner = grouped(block, rows, dims.first, dims, split=dims.first)
+        inner = grouped_gemm(block, rows, dims.first, dims, split=dims.first)
     if experts.bias:
         inner = _fused_bias(block, inner, dims)
     with block.part(RecomputeModule.MOE_ACT):
         activate = _fused_activation if experts.gated else _activation
         activated = activate(block, inner, weights, dims, experts)
-    made = grouped(block, activated, hidden, dims, split=dims.inner)
+    made = grouped_gemm(block, activated, hidden, dims, split=dims.inner)
     block.discard(RecomputeModule.MOE_ACT, activated)
     if pads:
-        made = moved(block, made, "rows as they came", made.dims)
+        made = permute(block, made, "rows as they came", made.dims)
     if not experts.bias:
         return made
     if bits is not None and bits.fuses_expert_activation:
@@ -292,7 +292,7 @@ def _sorted_by_expert(block: Block, arrived: list[Tensor], dims: RoutedDims) -> 
     if dims.mesh.has_one:
         return found
     names = "sorted rows", "sorted weights"
-    return [moved(block, x, name, x.dims) for x, name in zip(found, names, strict=True)]
+    return [permute(block, x, name, x.dims) for x, name in zip(found, names, strict=True)]
 
 
 def _combined(
@@ -306,12 +306,12 @@ def _combined(
     """Return the experts' output on the tokens' ranks; *counts* (tokens per expert) reorder it."""
     made = outputs
     if not dims.mesh.has_one:
-        turned = tuple(each.like(each.name) for each in counts)
-        made = moved(block, made, "unsorted rows", made.dims, Numbers(turned=turned))
+        reordered = tuple(each.like(each.name) for each in counts)
+        made = permute(block, made, "unsorted rows", made.dims, RowIndices(temporary=reordered))
     lies = {axis: dims.arrived if dim is dims.rows else dim for axis, dim in at.items()}
     made = place(block, made, lies)
     block.hold(outputs, rows)
-    return exchanged(block, made, dims, back=True)
+    return all_to_all_rows(block, made, dims, back=True)
 
 
 def _sequential_experts(
@@ -324,15 +324,15 @@ def _sequential_experts(
     local variables until the layer returns (custom_forward of MoELayer.forward, core 0.16).
     """
     hidden, at = flat.dims[-1], dims.rows_at(flat)
-    mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
+    mask, mask_by_expert = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
     by_expert, counts = shares.like("shares by expert"), _tokens_per_expert(block, shares, dims)
-    views = [by_expert, mask, turned, *counts]
+    views = [by_expert, mask, mask_by_expert, *counts]
     block.add([shares], views, [Gradient(shares, passes_through=True)])
-    known = Numbers((by_expert, turned))
-    weights = moved(block, by_expert, "weights of rows", (dims.rows,), known, at)
-    order = numbers(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")
-    given = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(order,)), at)
-    arrived = [exchanged(block, each, dims) for each in (given, weights)]
+    indices_by_expert = RowIndices((by_expert, mask_by_expert))
+    weights = permute(block, by_expert, "weights of rows", (dims.rows,), indices_by_expert, at)
+    order = row_indices(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")
+    given = permute(block, flat, "rows", (dims.rows, hidden), RowIndices(made=(order,)), at)
+    arrived = [all_to_all_rows(block, each, dims) for each in (given, weights)]
     rows, sent = _sorted_by_expert(block, arrived, dims)
     read = _weighted_rows(block, rows, sent, dims) if experts.weighs_inputs else (rows, sent)
     num = common(dims.num_local)  # another number of experts is another structure
@@ -342,8 +342,8 @@ def _sequential_experts(
     made = outs[0].like("outputs", dims=(dims.arrived, hidden))
     made = handed_on(block, outs, made, block.traffic(made, made))
     block.hold(*outs, *read)
-    made = _combined(block, made, rows, at, dims, counts if dims.mesh.told in block.mesh else ())
-    out = moved(block, made, "experts out", flat.dims, Numbers((order,)), flat.at)
+    made = _combined(block, made, rows, at, dims, counts if dims.mesh.group in block.mesh else ())
+    out = permute(block, made, "experts out", flat.dims, RowIndices((order,)), flat.at)
     return [out, given, *arrived, made, shares, mask, *counts]
 
 
@@ -351,9 +351,9 @@ def _tokens_per_expert(block: Block, shares: Tensor, dims: RoutedDims) -> tuple[
     """Return tokens per local expert and sending rank, on a rank with several experts."""
     if dims.mesh.has_one:
         return ()
-    ranks = block.mesh.get(dims.mesh.told, 1) // dims.mesh.ranks
-    told = Dim("own experts by rank", dims.experts.size * ranks)
-    return (shares.like("rows of experts", dims=(told,), at={}, width=NUMBER_BYTES),)
+    ranks = block.mesh.get(dims.mesh.group, 1) // dims.mesh.ranks
+    local_experts = Dim("own experts by rank", dims.experts.size * ranks)
+    return (shares.like("rows of experts", dims=(local_experts,), at={}, width=NUMBER_BYTES),)
 
 
 def _rows(block: Block, x: Tensor, own: Dim, num: int) -> list[Tensor]:

@@ -15,7 +15,7 @@ class ExpertMesh(NamedTuple):
 
     Args:
         split_on: Axis of expert tensor parallelism: tp, or an axis of its own.
-        told: Axis of all ranks of the layer's experts, ep and expert tp together.
+        group: Axis of all ranks of the layer's experts, ep and expert tp together.
         ranks: Expert-parallel degree.
         is_divided: Whether it exceeds 1.
         has_one: Whether a rank has one local expert.
@@ -25,7 +25,7 @@ class ExpertMesh(NamedTuple):
     """
 
     split_on: MeshAxis = Axis.TP
-    told: MeshAxis = Axis.TP
+    group: MeshAxis = Axis.TP
     ranks: Size = 1
     is_divided: bool = False
     has_one: bool = False

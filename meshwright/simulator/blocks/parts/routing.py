@@ -36,11 +36,11 @@ from meshwright.simulator.layout import ExpertAxis
 INT32_BYTES = 4
 
 
-class Taken(NamedTuple):
+class GatheredRows(NamedTuple):
     """Gathered values and their indices."""
 
     values: Tensor
-    numbers: Tensor
+    row_indices: Tensor
 
 
 def score(block: Block, logits: Tensor) -> Tensor:
@@ -67,12 +67,12 @@ def wide_logits(block: Block, flat: Tensor, dims: RoutedDims) -> Tensor:
     return product(block, "router", operands, dims.tokens, dims.experts, linear=Linear(wide=True))
 
 
-def taken(
+def gather_rows(
     block: Block, x: Tensor, name: str, dims: tuple[Dim, ...], at: Placement | None = None
-) -> Taken:
+) -> GatheredRows:
     """Return the output of `take`, and the indices that its backward reads."""
     values = take(block, x, name, dims, at)
-    return Taken(values, block.operators[-1].outputs[1])
+    return GatheredRows(values, block.operators[-1].outputs[1])
 
 
 def normalised(block: Block, shares: Tensor, *, in_place: bool = False) -> Tensor:
@@ -96,7 +96,7 @@ def normalised(block: Block, shares: Tensor, *, in_place: bool = False) -> Tenso
     return block.add([shares, weight_sum], outputs, gradients, block.traffic(shares, shares))
 
 
-def dropped(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
+def drop_tokens(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
     """Return routing weights *shares* after token dropping by capacity; backward reads the mask.
 
     Each expert keeps its largest weights, whose indices are scattered to a mask
@@ -120,29 +120,29 @@ def dropped(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
     return block.add([shares], [kept_weights, mask], [gradient], *work, scratch=scratch)
 
 
-class Numbers(NamedTuple):
+class RowIndices(NamedTuple):
     """Index tensors of a permutation.
 
     Args:
         read: Existing ones that backward reads.
         made: New ones that backward reads.
-        turned: Temporary ones.
+        temporary: Temporary ones.
     """
 
     read: tuple[Tensor, ...] = ()
     made: tuple[Tensor, ...] = ()
-    turned: tuple[Tensor, ...] = ()
+    temporary: tuple[Tensor, ...] = ()
 
 
-NO_NUMBERS = Numbers()
+NO_INDICES = RowIndices()
 
 
-def moved(
+def permute(
     block: Block,
     x: Tensor,
     name: str,
     dims: tuple[Dim, ...],
-    known: Numbers = NO_NUMBERS,
+    indices: RowIndices = NO_INDICES,
     at: Placement | None = None,
 ) -> Tensor:
     """Return rows of *x* permuted, padded or repeated: a copy, whose gradient is copied back.
@@ -152,25 +152,29 @@ def moved(
         x: Rows.
         name: Name of the output.
         dims: Dims of the output.
-        known: Index tensors.
+        indices: Index tensors.
         at: Placement; by default that of *x*.
     """
     out = x.like(name, dims=dims, at=x.at if at is None else at)
     traffic = block.traffic(x, out)
     # A gradient that is a sum over ranks stays one where rows stay where they are.
     back = None if out.at == x.at else gradient_placement(x.at)
-    gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=back)
-    return block.add([x], [out, *known.made], [gradient], traffic, scratch=(known.turned, ()))
+    gradient = Gradient(x, (*indices.read, *indices.made), (traffic,), at=back)
+    return block.add(
+        [x], [out, *indices.made], [gradient], traffic, scratch=(indices.temporary, ())
+    )
 
 
-def told(block: Block, rows: Tensor, counts: Tensor, *splits: Tensor) -> tuple[Tensor, ...]:
+def exchange_counts(
+    block: Block, rows: Tensor, counts: Tensor, *splits: Tensor
+) -> tuple[Tensor, ...]:
     """All-to-all the *counts* of *rows* per expert; return them and the host's *splits*."""
     call = Transfer(CollectiveOp.ALL_TO_ALL, ExpertAxis.EP, counts.nbytes)
     block.add([rows], [counts, *splits], [], call)
     return (counts, *splits)
 
 
-def exchanged(block: Block, x: Tensor, dims: RoutedDims, *, back: bool = False) -> Tensor:
+def all_to_all_rows(block: Block, x: Tensor, dims: RoutedDims, *, back: bool = False) -> Tensor:
     """Return rows after dispatch, or *back*: combine; gradients go the other way.
 
     Each rank receives as many as it sends, except the hottest, which receives more.
@@ -191,7 +195,7 @@ def renamed_rows(x: Tensor, given: Dim, made: Dim) -> Tensor:
     return x.like(x.name, dims=dims, at=at)
 
 
-def grouped(
+def grouped_gemm(
     block: Block,
     x: Tensor,
     out: Dim,
@@ -244,7 +248,7 @@ def grouped(
         )
 
 
-def rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
+def weighted_by(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
     """Return *rows* times their weights, in the weights' dtype; backward sums over each row."""
     spread = weights.like("weights by column", dims=rows.dims, base=weights.storage)
     block.add([weights], [spread], [Gradient(weights)])
@@ -261,12 +265,12 @@ def rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
     return block.add([rows, spread], [wide], gradients, traffic, scratch=((), last))
 
 
-def starts(x: Tensor, dims: RoutedDims, width: int = INT32_BYTES) -> Tensor:
+def offsets_like(x: Tensor, dims: RoutedDims, width: int = INT32_BYTES) -> Tensor:
     """Return an integer for each expert, such as the offset of its rows."""
     return x.like("starts of experts", dims=(dims.experts,), at={}, width=width)
 
 
-def numbers(x: Tensor, name: str, width: int = NUMBER_BYTES) -> Tensor:
+def row_indices(x: Tensor, name: str, width: int = NUMBER_BYTES) -> Tensor:
     """Return an integer for each row of *x*."""
     at = {axis: dim for axis, dim in x.at.items() if dim is x.dims[0]}
     return x.like(name, dims=x.dims[:1], at=at, width=width)

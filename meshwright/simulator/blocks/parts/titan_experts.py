@@ -4,19 +4,19 @@ from meshwright.simulator.blocks.parts.feed_forward import Shared
 from meshwright.simulator.blocks.parts.routed_dims import EXPERTS, RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
-    Numbers,
-    Taken,
-    exchanged,
-    grouped,
+    GatheredRows,
+    RowIndices,
+    all_to_all_rows,
+    exchange_counts,
+    gather_rows,
+    grouped_gemm,
     logits_of,
-    moved,
     normalised,
-    numbers,
-    rows_weighted,
+    offsets_like,
+    permute,
+    row_indices,
     score,
-    starts,
-    taken,
-    told,
+    weighted_by,
     wide_logits,
 )
 from meshwright.simulator.graph import (
@@ -54,24 +54,24 @@ def torchtitan(
     """
     flat, hidden = dims.flat(block, x), x.dims[-1]
     scores = pointwise(block, "scores", wide_logits(block, flat, dims), reads=Reads.OUTPUT)
-    chosen = taken(block, scores, "shares", (dims.tokens, dims.chosen))
+    chosen = gather_rows(block, scores, "shares", (dims.tokens, dims.chosen))
     shares = pointwise(block, "scaled", normalised(block, chosen.values), reads=Reads.NOTHING)
-    mask, counts = scores.like("routing map", width=MASK_BYTES), starts(x, dims, NUMBER_BYTES)
+    mask, counts = scores.like("routing map", width=MASK_BYTES), offsets_like(x, dims, NUMBER_BYTES)
     block.add([scores], [mask, counts], [])
     with block.part(EXPERTS):
-        rows, tokens = taken(block, flat, "rows", (dims.rows, hidden))
-        order = numbers(rows, "order of rows")
+        rows, tokens = gather_rows(block, flat, "rows", (dims.rows, hidden))
+        order = row_indices(rows, "order of rows")
         by_row = view(block, shares, dims.rows)
-        weights = moved(block, by_row, "weights", (dims.rows,), Numbers(made=(order,)))
+        weights = permute(block, by_row, "weights", (dims.rows,), RowIndices(made=(order,)))
         made = _unpadded_experts(block, rows, x, dims)
-    result = _scatter_add(block, made, Taken(weights, tokens), dims)
+    result = _scatter_add(block, made, GatheredRows(weights, tokens), dims)
     block.hold(rows, made, weights)
     result = place(block, view(block, result, *x.dims), outside)
     if shared is not None:
         out = shared.write(block, x)
         made = out.like("all experts out")
         result = handed_on(block, [result, out], made, block.traffic(out, out))
-    block.hold(scores, chosen.numbers, shares, mask, counts)
+    block.hold(scores, chosen.row_indices, shares, mask, counts)
     return result
 
 
@@ -86,23 +86,23 @@ def _unpadded_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -
         block.add([rows], [offsets], [])
         return _swiglu_experts(block, rows, dims, offsets)
     names = _tokens_per_expert(block, rows, x, dims)
-    given = exchanged(block, rows, dims)
-    places = numbers(given, "places of rows")
-    lines = moved(block, given, "rows by expert", given.dims, Numbers(made=(places,)))
+    given = all_to_all_rows(block, rows, dims)
+    places = row_indices(given, "places of rows")
+    lines = permute(block, given, "rows by expert", given.dims, RowIndices(made=(places,)))
     block.add([lines], [offsets], [])
     made = _swiglu_experts(block, lines, dims, offsets)
-    back = moved(block, made, "rows in order", given.dims, Numbers((places,)))
+    back = permute(block, made, "rows in order", given.dims, RowIndices((places,)))
     block.hold(*names, lines)
-    return exchanged(block, back, dims, back=True)
+    return all_to_all_rows(block, back, dims, back=True)
 
 
-def _scatter_add(block: Block, rows: Tensor, weights: Taken, dims: RoutedDims) -> Tensor:
+def _scatter_add(block: Block, rows: Tensor, weights: GatheredRows, dims: RoutedDims) -> Tensor:
     """Return the sums of tokens' *rows* times their *weights* in fp32, by ``scatter_add``."""
     zeros = rows.like("zeros", dims=(dims.tokens, rows.dims[-1]))
     block.add([rows], [zeros], [])
     wide = cast(block, rows, "rows in fp32", STATISTIC_BYTES)
-    narrow = cast(block, rows_weighted(block, wide, weights.values), "weighted rows", block.width)
-    result = moved(block, narrow, "experts out", zeros.dims, Numbers((weights.numbers,)))
+    narrow = cast(block, weighted_by(block, wide, weights.values), "weighted rows", block.width)
+    result = permute(block, narrow, "experts out", zeros.dims, RowIndices((weights.row_indices,)))
     block.hold(zeros, narrow)
     return result
 
@@ -122,7 +122,7 @@ def padded_torchtitan(
     """
     flat, hidden = dims.flat(block, x), x.dims[-1]
     scores = score(block, logits_of(block, flat, dims))
-    shares = taken(block, scores, "shares", (dims.tokens, dims.chosen)).values
+    shares = gather_rows(block, scores, "shares", (dims.tokens, dims.chosen)).values
     if not experts.weighs_inputs:
         shares = normalised(block, shares)
     shares = pointwise(block, "scaled shares", shares, reads=Reads.NOTHING)
@@ -130,8 +130,8 @@ def padded_torchtitan(
     with block.part(EXPERTS):
         back = _padded_experts(block, rows, x, dims)
     out = None if shared is None else shared.write(block, x)
-    known = Numbers((order,)) if experts.weighs_inputs else Numbers(made=(order,))
-    unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), known)
+    known = RowIndices((order,)) if experts.weighs_inputs else RowIndices(made=(order,))
+    unsorted = permute(block, back, "rows of tokens", (dims.rows, hidden), known)
     if experts.weighs_inputs:
         result = unsorted.like("sums of one row", dims=(dims.tokens, hidden))
         result = handed_on(block, [unsorted], result, block.traffic(unsorted, result))
@@ -153,18 +153,21 @@ def _sorted_rows(
     Sorted weights and tokens per expert stay in variables even if nothing reads them.
     """
     whole = dims.rows, flat.dims[-1]
-    order = numbers(flat.like("rows", dims=whole), "order of rows")
+    order = row_indices(flat.like("rows", dims=whole), "order of rows")
     if not experts.weighs_inputs:
-        rows = taken(block, flat, "rows", whole).values
-        names = numbers(rows, "sorted shares", STATISTIC_BYTES), starts(x, dims, NUMBER_BYTES)
+        rows = gather_rows(block, flat, "rows", whole).values
+        names = (
+            row_indices(rows, "sorted shares", STATISTIC_BYTES),
+            offsets_like(x, dims, NUMBER_BYTES),
+        )
         block.add([rows], [*names], [])
         return rows, names, order
-    by_row, counts = view(block, shares, dims.rows), starts(x, dims, NUMBER_BYTES)
-    weights = moved(block, by_row, "sorted shares", (dims.rows,), Numbers(made=(order,)))
+    by_row, counts = view(block, shares, dims.rows), offsets_like(x, dims, NUMBER_BYTES)
+    weights = permute(block, by_row, "sorted shares", (dims.rows,), RowIndices(made=(order,)))
     block.add([weights], [counts], [])
-    given = taken(block, flat, "rows", whole).values
+    given = gather_rows(block, flat, "rows", whole).values
     wide = cast(block, given, "rows in fp32", STATISTIC_BYTES)
-    rows = cast(block, rows_weighted(block, wide, weights), "weighted rows", block.width)
+    rows = cast(block, weighted_by(block, wide, weights), "weighted rows", block.width)
     block.hold(given)
     return rows, (weights, counts), order
 
@@ -177,24 +180,24 @@ def _padded_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> 
     """
     hidden, is_divided = rows.dims[-1], dims.mesh.is_divided
     names = _tokens_per_expert(block, rows, x, dims) if is_divided else ()
-    given = exchanged(block, rows, dims)
+    given = all_to_all_rows(block, rows, dims)
     one_more = Dim("rows and an empty one", dims.arrived.size + 1)
     more = given.like(one_more.name, dims=(one_more, hidden))
     more = handed_on(block, [given], more, block.traffic(given, given))
     own = Dim("own experts", dims.num_local)
     space = dims.arrived.size + ALIGNED_ROWS * own.size
     padded = Dim("padded rows", rounded_up(space, ALIGNED_ROWS))
-    places = numbers(rows.like("rows", dims=(padded, hidden)), "places of rows", INT32_BYTES)
+    places = row_indices(rows.like("rows", dims=(padded, hidden)), "places of rows", INT32_BYTES)
     offsets = x.like("starts of own experts", dims=(own,), at={}, width=INT32_BYTES)
-    lines = moved(block, more, padded.name, (padded, hidden), Numbers(made=(places, offsets)))
+    lines = permute(block, more, padded.name, (padded, hidden), RowIndices(made=(places, offsets)))
     block.hold(*names, *((given,) if is_divided else ()))
     made = _swiglu_experts(block, lines, dims, block.operators[-1].outputs[2])
-    back = moved(block, made, "rows in order", (one_more, hidden), Numbers((places,)))
+    back = permute(block, made, "rows in order", (one_more, hidden), RowIndices((places,)))
     cut = back.like("rows again", dims=(dims.arrived, hidden), base=back.storage)
     cut = block.add([back], [cut], [Gradient(back)])
     if not is_divided:
         return cut
-    cut = exchanged(block, cut, dims, back=True)
+    cut = all_to_all_rows(block, cut, dims, back=True)
     block.hold(made)
     return cut
 
@@ -203,10 +206,10 @@ def _tokens_per_expert(
     block: Block, rows: Tensor, x: Tensor, dims: RoutedDims
 ) -> tuple[Tensor, ...]:
     """All-to-all the tokens per expert; return them with input and output splits."""
-    counts = starts(x, dims, NUMBER_BYTES)
+    counts = offsets_like(x, dims, NUMBER_BYTES)
     ranks = Dim("ranks of experts", dims.mesh.ranks)
     splits = (x.like(name, dims=(ranks,), at={}, width=NUMBER_BYTES) for name in ("sent", "got"))
-    return told(block, rows, counts, *splits)
+    return exchange_counts(block, rows, counts, *splits)
 
 
 def _swiglu_experts(block: Block, lines: Tensor, dims: RoutedDims, offsets: Tensor) -> Tensor:
@@ -214,7 +217,7 @@ def _swiglu_experts(block: Block, lines: Tensor, dims: RoutedDims, offsets: Tens
     hidden = lines.dims[-1]
 
     def multiplied(x: Tensor, out: Dim, split: Dim) -> Tensor:
-        return grouped(block, x, out, dims, split=split, reads=(offsets,))
+        return grouped_gemm(block, x, out, dims, split=split, reads=(offsets,))
 
     if block.lowering.is_eager:
         gate = multiplied(lines, dims.gate, dims.gate)

@@ -11,18 +11,18 @@ from meshwright.simulator.blocks.parts.feed_forward import Shared, gated
 from meshwright.simulator.blocks.parts.routed_dims import EXPERTS, RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
-    Numbers,
-    exchanged,
-    grouped,
+    RowIndices,
+    all_to_all_rows,
+    exchange_counts,
+    gather_rows,
+    grouped_gemm,
     logits_of,
-    moved,
     normalised,
-    numbers,
-    rows_weighted,
+    offsets_like,
+    permute,
+    row_indices,
     score,
-    starts,
-    taken,
-    told,
+    weighted_by,
     wide_logits,
 )
 from meshwright.simulator.graph import (
@@ -85,15 +85,15 @@ def _sorted(
 ) -> Tensor:
     """Return the output of all experts, which are local."""
     hidden = flat.dims[-1]
-    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
+    rows = gather_rows(block, flat, "rows", (dims.rows, hidden)).values
     shares = view(block, shares, dims.rows)
-    order = numbers(rows, "order of rows")
-    weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers(made=(order,)))
+    order = row_indices(rows, "order of rows")
+    weights = permute(block, shares, "weights of rows", (dims.rows,), RowIndices(made=(order,)))
     names, offsets = _counted(block, rows, dims)
     made = _grouped_mlp(block, rows, experts, dims, SortedRows(offsets, names[0]))
-    wide = rows_weighted(block, made, weights)
+    wide = weighted_by(block, made, weights)
     inverse = _inverse(block, rows)
-    wide = moved(block, wide, "rows of tokens", (dims.rows, hidden), Numbers(read=(inverse,)))
+    wide = permute(block, wide, "rows of tokens", (dims.rows, hidden), RowIndices(read=(inverse,)))
     total = _summed(block, wide, dims, copies_back=True)
     result = cast(block, total, "experts out", block.width)
     block.hold(shares, order, wide, inverse, *names)
@@ -111,19 +111,21 @@ def _expert_parallel(
     """
     hidden = flat.dims[-1]
     shares = cast(block, shares, "shares of a unit", block.width)
-    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
-    order, sent = numbers(rows, "order of rows"), starts(flat, dims, NUMBER_BYTES)
+    rows = gather_rows(block, flat, "rows", (dims.rows, hidden)).values
+    order, sent = row_indices(rows, "order of rows"), offsets_like(flat, dims, NUMBER_BYTES)
     block.add([rows], [order, sent], [])
-    got = told(block, rows, starts(flat, dims, NUMBER_BYTES))
-    given = exchanged(block, rows, dims)
+    got = exchange_counts(block, rows, offsets_like(flat, dims, NUMBER_BYTES))
+    given = all_to_all_rows(block, rows, dims)
     ones = given.like("ones", dims=given.dims[:1])
-    names = given, numbers(given, "experts of rows"), ones
+    names = given, row_indices(given, "experts of rows"), ones
     block.add([given], [*names[1:]], [])
     block.hold(rows, sent, *got)
     made = _local_experts(block, given, ones, dims, experts)
-    back = exchanged(block, made, dims, back=True)
-    unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), Numbers(read=(order,)))
-    wide = rows_weighted(block, unsorted, view(block, shares, dims.rows))
+    back = all_to_all_rows(block, made, dims, back=True)
+    unsorted = permute(
+        block, back, "rows of tokens", (dims.rows, hidden), RowIndices(read=(order,))
+    )
+    wide = weighted_by(block, unsorted, view(block, shares, dims.rows))
     total = _summed(block, wide, dims, copies_back=False)
     block.hold(order, *names, made, back, unsorted)
     return cast(block, total, "experts out", block.width)
@@ -131,7 +133,7 @@ def _expert_parallel(
 
 def _inverse(block: Block, rows: Tensor) -> Tensor:
     """Return the inverse permutation of *rows*: recomputation stops at it, not at rows."""
-    return block.add([rows], [numbers(rows, "inverse order")], [])
+    return block.add([rows], [row_indices(rows, "inverse order")], [])
 
 
 def _summed(block: Block, wide: Tensor, dims: RoutedDims, *, copies_back: bool) -> Tensor:
@@ -151,8 +153,8 @@ def _local_experts(
     each.
     """
     hidden = given.dims[-1]
-    rows = taken(block, given, "rows by expert", (dims.arrived, hidden)).values
-    order, weights = numbers(rows, "order by expert"), ones.like("weights of rows")
+    rows = gather_rows(block, given, "rows by expert", (dims.arrived, hidden)).values
+    order, weights = row_indices(rows, "order by expert"), ones.like("weights of rows")
     block.add([ones], [weights, order], [])
     names, offsets = _counted(block, rows, dims)
     mask = rows.like("rows of no expert", dims=rows.dims[:1], width=MASK_BYTES)
@@ -163,7 +165,9 @@ def _local_experts(
     made = _grouped_mlp(block, cleared, experts, dims, SortedRows(offsets, names[0], mask))
     wide = pointwise(block, "weighted rows", made, reads=Reads.NOTHING, beside=(weights,))
     inverse = _inverse(block, rows)
-    wide = moved(block, wide, "rows in order", (dims.arrived, hidden), Numbers(read=(inverse,)))
+    wide = permute(
+        block, wide, "rows in order", (dims.arrived, hidden), RowIndices(read=(inverse,))
+    )
     out = wide.like("sums of one row")
     out = handed_on(block, [wide], out, block.traffic(wide, out))
     block.hold(cleared, made, wide, order, *names)
@@ -178,7 +182,7 @@ def _counted(block: Block, rows: Tensor, dims: RoutedDims) -> tuple[tuple[Tensor
     own = Dim("own experts", dims.num_local)
     each = rows.like("rows of experts", dims=(own,), at={}, width=INT32_BYTES)
     offsets = each.like("starts of experts")
-    names = numbers(rows, "sorted"), numbers(rows, "counted", INT32_BYTES), each
+    names = row_indices(rows, "sorted"), row_indices(rows, "counted", INT32_BYTES), each
     block.add([rows], [*names, offsets], [])
     return names, offsets
 
@@ -196,7 +200,7 @@ def _scaled_shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedD
         mask = scores.like("experts of other groups", width=MASK_BYTES)
         block.add([scores], [mask], [])
         scores = pointwise(block, "cleared scores", scores, reads=Reads.NOTHING, beside=(mask,))
-    shares = taken(block, scores, "shares", few).values
+    shares = gather_rows(block, scores, "shares", few).values
     if not experts.leaves_shares:
         shares = normalised(block, shares, in_place=True)
     return pointwise(block, "scaled shares", shares, reads=Reads.NOTHING)
@@ -206,10 +210,10 @@ def _shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedDims) ->
     """Return routing weights, in the dtype that multiplies the experts' output."""
     few = dims.tokens, dims.chosen
     if experts.scores == "softmax of chosen":
-        chosen = taken(block, logits, "chosen logits", few).values
+        chosen = gather_rows(block, logits, "chosen logits", few).values
         return pointwise(block, "shares", chosen, reads=Reads.OUTPUT)
     scores = score(block, logits)
-    shares = taken(block, scores, "shares", few).values
+    shares = gather_rows(block, scores, "shares", few).values
     shares = normalised(block, shares, in_place=True)
     return cast(block, shares, "shares cast", block.width) if experts.casts_shares else shares
 
@@ -238,7 +242,7 @@ def _grouped_mlp(
     hidden, parts, both = rows.dims[-1], (dims.gate, dims.up), dims.first
     offsets, expert_ids, mask = known
     first = [_biases(block, rows, both, dims, expert_ids)] if experts.bias else []
-    inner = grouped(block, rows, both, dims, split=both, reads=(offsets,))
+    inner = grouped_gemm(block, rows, both, dims, split=both, reads=(offsets,))
     inner = _zeroed_rows(block, _add_biases(block, inner, *first), mask)
     if experts.activation == "clamped":
         inner = clamped(block, inner, parts, dims.inner, by_slices=True)
@@ -246,7 +250,7 @@ def _grouped_mlp(
         inner = activation(block, inner, parts=parts, last=dims.inner)
     second = [_biases(block, rows, hidden, dims, expert_ids)] if experts.bias else []
     block.hold(*first)
-    made = grouped(block, inner, hidden, dims, split=dims.inner, reads=(offsets,))
+    made = grouped_gemm(block, inner, hidden, dims, split=dims.inner, reads=(offsets,))
     made = _zeroed_rows(block, _add_biases(block, made, *second), mask)
     block.hold(*second)
     return made
