@@ -201,8 +201,8 @@ def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: B
     model = shape.model
     assert model.latent is not None
 
-    def core(*given: Tensor) -> Tensor:
-        return _attended(block, given, shape, dims, kind)
+    def core(*queries_keys_values: Tensor) -> Tensor:
+        return _attended(block, queries_keys_values, shape, dims, kind)
 
     latent_core = LatentCore(core, latent_rotary(shape))
     return latent_attention(block, x, model.latent, model.num_heads, dims.outside, latent_core)

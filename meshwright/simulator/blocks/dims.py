@@ -84,6 +84,7 @@ class LayerDims(NamedTuple):
         tokens, width = Dim("tokens", shape.seq_len // columns.cp), model.head_dim
         local_tokens = columns.microbatch_size * tokens.size
         local_tokens = local_tokens // columns.tp if shape.sequence_parallel else local_tokens
+        # The vocabulary is padded to a multiple on each rank that splits it.
         ranks = 1 if shape.whole_ends else columns.tp
         return cls(
             tokens=tokens,

@@ -83,9 +83,9 @@ def _word_embedding(block: Block, shape: BlockShape, dims: LayerDims, ids: Tenso
     makes = None
     if shape.stack.whole_table_gradient:
         is_padded = shape.stack.vocabulary_multiple > 1
-        every = rows if is_padded else Dim("all rows", shape.model.vocab_size)
+        gradient_rows = rows if is_padded else Dim("all rows", shape.model.vocab_size)
         # DTensor's replicated gradient is sliced afterwards, so the whole exists for a moment.
-        makes = table.like("table gradient", dims=(every, dims.hidden), at={})
+        makes = table.like("table gradient", dims=(gradient_rows, dims.hidden), at={})
     work = (traffic, Traffic(TABLE_TRAFFIC * table.numel))
     gradient = Gradient(table, (ids,), work, makes=makes)
     return block.add([ids, table], [x], [gradient], traffic)
@@ -149,6 +149,7 @@ def predictions(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> 
     streams = [x]
     for index in range(shape.model.prediction_layers):
         streams.append(_prediction_layer(block, streams[-1], shape, dims, f"layer:{index}"))
+    # Backward of the concatenation yields slices of one gradient, which lives until all are used.
     slopes = [Gradient(each, passes_through=True, is_slice=True) for each in streams]
     made = streams_like(x, shape)
     return block.add(streams, [made], slopes, block.traffic(made, made))
@@ -193,9 +194,9 @@ def _prediction_layer(
     """Return the hidden states of one MTP layer; *part* may be recomputed by itself."""
     ids = _roll_tensor(block, x, shape, dims)
     _roll_tensor(block, x, shape, dims)  # positions
-    given = embedding(block, shape, dims, ids)
+    embedded = embedding(block, shape, dims, ids)
     with block.part(part):
-        parts = [_contiguous_gradient(block, normed(block, given, "enorm", shape))]
+        parts = [_contiguous_gradient(block, normed(block, embedded, "enorm", shape))]
         parts.append(_contiguous_gradient(block, normed(block, x, "hnorm", shape)))
         twice = Dim("embedding and hidden", 2 * shape.model.hidden_size)
         both = parts[0].like(twice.name, dims=(*x.dims[:-1], twice))

@@ -52,6 +52,7 @@ def _fused(block: Block, logits: Tensor) -> Tensor:
     saved_logits = logits.like(LOGITS, base=None if is_slow else logits.storage)
     calls = []
     if Axis.TP in block.mesh:
+        # The output of the all-gather has three numbers a token of every rank.
         size = NUM_STATISTICS * FP32_BYTES * _num_tokens(logits) * block.mesh[Axis.TP]
         calls = [Transfer(CollectiveOp.ALL_GATHER, Axis.TP, size)]
     slope = Gradient(

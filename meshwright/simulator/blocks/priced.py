@@ -65,13 +65,13 @@ class PricedBlock(NamedTuple):
         shape: Its fields, and its sizes where they are no columns.
         sizes: Sizes that may be columns.
         kind: Kind of block.
-        found: Its walk.
+        walk: Its walk.
     """
 
     shape: BlockShape
     sizes: Columns
     kind: BlockKind
-    found: Backward
+    walk: Backward
 
     def operators(self) -> BlockOperators:
         """Return the operators of one microbatch on one rank."""
@@ -99,7 +99,7 @@ class PricedBlock(NamedTuple):
     ) -> BlockOperators:
         """Return the operators, with a launch for each kernel of the walk."""
         starts = {
-            phase: KernelLaunches(f"{self.kind} {phase}", _num_kernels(self.found, phase))
+            phase: KernelLaunches(f"{self.kind} {phase}", _num_kernels(self.walk, phase))
             for phase in Phase
         }
         return BlockOperators(
@@ -109,7 +109,7 @@ class PricedBlock(NamedTuple):
         )
 
     def _phase(self, phase: Phase) -> tuple[Operator, ...]:
-        steps = [step for step in self.found.tape.steps if step.phase is phase]
+        steps = [step for step in self.walk.tape.steps if step.phase is phase]
         merges = phase is not Phase.RECOMPUTE or self.shape.recompute is not Recompute.SELECTIVE_OP
         products = _gemms(self, steps, merges=merges)
         calls = _collectives(self, steps, products)
@@ -139,7 +139,7 @@ class PricedBlock(NamedTuple):
         num_products = sum(isinstance(each, Gemm) for each in operators)
         if stack.kernels is Kernels.EAGER:
             phase = Phase.BACKWARD if backward else Phase.FORWARD
-            usual = max(usual, _num_kernels(self.found, phase) - num_products)
+            usual = max(usual, _num_kernels(self.walk, phase) - num_products)
         return (
             *ends,
             *casts(self.shape, linears),
@@ -182,7 +182,7 @@ class PricedBlock(NamedTuple):
         stack, listed = self.shape.stack, not isinstance(self.shape.trained, ModelSpec)
         if stack.fused_gradient_accumulation or (self.kind == EMBEDDING and not listed):
             return ()
-        weights = list(self.found.places)
+        weights = list(self.walk.places)
         if self.kind not in LAYERS and not listed:
             weights = [each for each in weights if len(each.dims) > 1]
         count = sum(_as_int(each.numel) for each in weights)
@@ -200,7 +200,7 @@ class PricedBlock(NamedTuple):
             Collective(
                 "tp norm reduce", CollectiveOp.ALL_REDUCE, _as_int(each.numel) * width, Axis.TP
             )
-            for each in _partial_weights(self.found)
+            for each in _partial_weights(self.walk)
         )
 
 
@@ -218,18 +218,18 @@ def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses
     layers = _num_layers(block)
     if experts is None:
         return HostPasses(name, (1 + backward) * layers)
-    own, casts = _as_int(experts.num_experts // block.sizes.ep), expert_casts(shape, backward)
-    return HostPasses(name, (1 + backward) * layers, own, own * layers * casts)
+    num_local, casts = _as_int(experts.num_experts // block.sizes.ep), expert_casts(shape, backward)
+    return HostPasses(name, (1 + backward) * layers, num_local, num_local * layers * casts)
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:
     """Return the operators of a block between dispatch and combine of experts."""
-    sent = [step for step in block.found.tape.steps if _is_exchange(step)]
+    sent = [step for step in block.walk.tape.steps if _is_exchange(step)]
     if not sent or block.kind not in LAYERS:
         return ExpertOperators()
     forward = [step for step in sent if step.phase is Phase.FORWARD]
     backward = [step for step in sent if step.phase is Phase.BACKWARD]
-    steps = [step for step in block.found.tape.steps if step.phase is Phase.BACKWARD]
+    steps = [step for step in block.walk.tape.steps if step.phase is Phase.BACKWARD]
     products = _gemms(block, steps, merges=True)
     gradients = [each for (_, number), each in products.items() if number == 1]
     weights = tuple(each for each in gradients if each.rows)
@@ -240,9 +240,9 @@ def expert_operators(block: PricedBlock) -> ExpertOperators:
 
 def _between(block: PricedBlock, first: Step, last: Step) -> tuple[Operator, ...]:
     """Return GEMMs of experts, and traffic, between two steps of a walk."""
-    known = block.found.tape.steps
-    start, end = (place for place, step in enumerate(known) if step is first or step is last)
-    steps = known[start + 1 : end]
+    all_steps = block.walk.tape.steps
+    start, end = (place for place, step in enumerate(all_steps) if step is first or step is last)
+    steps = all_steps[start + 1 : end]
     products = _gemms(block, steps, merges=True).values()
     return (*(each for each in products if each.rows), *_traffic("rows of experts", steps))
 
@@ -251,10 +251,10 @@ def _traffic(name: str, steps: Sequence[Step]) -> list[MemoryBound]:
     """Return the traffic of *steps*, with that of strided kernels apart."""
     moved = [step.work for step in steps if isinstance(step.work, Traffic)]
     whole = sum(_as_int(work.nbytes) for work in moved if work.strided is None)
-    found = [MemoryBound(name, whole)] if not isinstance(whole, int) or whole > 0 else []
+    operators = [MemoryBound(name, whole)] if not isinstance(whole, int) or whole > 0 else []
     apart = [(work.nbytes, work.strided) for work in moved if work.strided is not None]
     sums = [sum(map(_as_int, each)) for each in zip(*apart, strict=True)]
-    return [*found, *([MemoryBound(f"{name} over slices", *sums)] if apart else [])]
+    return [*operators, *([MemoryBound(f"{name} over slices", *sums)] if apart else [])]
 
 
 def _is_exchange(step: Step) -> bool:
@@ -263,9 +263,9 @@ def _is_exchange(step: Step) -> bool:
     return isinstance(work, Transfer) and work[:2] == (CollectiveOp.ALL_TO_ALL, ExpertAxis.EP)
 
 
-def _partial_weights(found: Backward) -> list[Tensor]:
+def _partial_weights(backward: Backward) -> list[Tensor]:
     """Return the weights whose gradients are partial sums over tensor-parallel ranks."""
-    return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
+    return [each for each, at in backward.places.items() if at.get(Axis.TP) is PARTIAL]
 
 
 def _as_int(size: Size) -> int:
@@ -281,7 +281,7 @@ def _gemms(
     The key is the number of the operators that are priced together, and the index of an operator's
     GEMM: in backward 0 is dgrad, 1 wgrad.
     """
-    found: dict[tuple[int, int], Gemm] = {}
+    gemms: dict[tuple[int, int], Gemm] = {}
     seen: Counter[Written] = Counter()
     for step in steps:
         # GEMMs of kind OTHER have hardly more than one row: they are priced by their traffic.
@@ -290,16 +290,16 @@ def _gemms(
         op, number = step.operator, seen[step.operator]
         seen[op] += 1
         m, n, k, batch = (_as_int(size) for size in step.work)
-        apart = len(found) if not merges or op.kind is Kind.ATTENTION else 0
+        apart = len(gemms) if not merges or op.kind is Kind.ATTENTION else 0
         key = (op.price if not apart else -apart, number)
-        if key in found:
-            found[key] = _merged(found[key], (m, n, k), step.phase, number)
+        if key in gemms:
+            gemms[key] = _merged(gemms[key], (m, n, k), step.phase, number)
             continue
         is_attention = op.kind is Kind.ATTENTION
         made = Gemm(op.name, m, n, k, batch, is_attention, in_eight_bits=op.eight_bits)
         is_grouped = op.kind is Kind.GROUPED
-        found[key] = _with_weight_traffic(made, block, step.phase, number) if is_grouped else made
-    return found
+        gemms[key] = _with_weight_traffic(made, block, step.phase, number) if is_grouped else made
+    return gemms
 
 
 def _with_weight_traffic(product: Gemm, block: PricedBlock, phase: Phase, number: int) -> Gemm:
@@ -370,11 +370,11 @@ def _convolutions(steps: Sequence[Step]) -> list[ImplicitGemm]:
     ]
 
 
-def _num_kernels(found: Backward, phase: Phase) -> int:
+def _num_kernels(walk: Backward, phase: Phase) -> int:
     """Return the number of kernels of a phase: one for each work item, and each copy both ways."""
-    steps = (step for step in found.tape.steps if step.phase is phase)
+    steps = (step for step in walk.tape.steps if step.phase is phase)
     count = sum(not isinstance(step.work, Transfer | Exchange) for step in steps)
-    copies = [op for op in found.tape.block.operators if not op.work and op.outputs[0].base is None]
+    copies = [op for op in walk.tape.block.operators if not op.work and op.outputs[0].base is None]
     return count + (len(copies) if phase is not Phase.RECOMPUTE else 0)
 
 
@@ -387,7 +387,7 @@ def _collectives(
     its gradient wgrad (Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication). Chunked
     (tp-comm-overlap), each collective overlaps its own GEMM.
     """
-    first = {each.price: each.kind for each in reversed(block.found.tape.block.operators)}
+    first = {each.price: each.kind for each in reversed(block.walk.tape.block.operators)}
     for phase, op, work in steps:
         if not isinstance(work, Transfer):
             continue

@@ -61,14 +61,14 @@ class NamedBytes(NamedTuple):
 class _Walk:
     """A walk shared by *count* shapes."""
 
-    found: PricedBlock
+    priced: PricedBlock
     count: int
     known: dict[SavedOffload, list[BlockMemory[int]]] = field(default_factory=dict)
 
     @cached_property
     def columns(self) -> BlockOperators:
         """Operators of the block, in columns where shapes differ."""
-        return self.found.operators()
+        return self.priced.operators()
 
     @cached_property
     def operators(self) -> list[BlockOperators]:
@@ -78,19 +78,19 @@ class _Walk:
     @cached_property
     def expert_operators(self) -> list[ExpertOperators]:
         """Operators between dispatch and combine, for each shape."""
-        return _operator_rows(expert_operators(self.found), self.count)
+        return _operator_rows(expert_operators(self.priced), self.count)
 
     @cached_property
     def nested(self) -> list[NestedMemory]:
         """Memory around its routed experts, for each shape."""
-        memory = NestedMemory.of(self.found.found, EXPERTS)
+        memory = NestedMemory.of(self.priced.walk, EXPERTS)
         return [NestedMemory(*row) for row in _rows_of(memory, self.count)]
 
     def offloaded(self, offload: SavedOffload) -> list[BlockMemory[int]]:
         """Return the memory of the block with activation *offload*, for each shape."""
         if offload not in self.known:
-            found = self.found.found
-            memory = BlockMemory.of(found, offload.tensors(found))
+            backward = self.priced.walk
+            memory = BlockMemory.of(backward, offload.tensors(backward))
             self.known[offload] = [BlockMemory(*row) for row in _rows_of(memory, self.count)]
         return self.known[offload]
 
@@ -224,7 +224,7 @@ class BlockTable:
         if key not in self._tensors:
             if repeats or shape.recompute is Recompute.NONE:  # the walk at hand has them
                 walked, _, row = self._row(shape, kind, ADDED)
-                self._tensors[key] = tuple(_saved(walked.found.found, row))
+                self._tensors[key] = tuple(_saved(walked.priced.walk, row))
             else:
                 self._tensors[key] = tuple(_saved(walk(shape, kind, repeats=False)))
         return self._tensors[key]
@@ -238,17 +238,17 @@ class BlockTable:
             return _Row(walked, walked.offloaded(saved_offload(shape))[row], row)
         key = (shape, kind, ending)
         if key not in self._rows:
-            found = walk(shape, kind, ending=ending)
-            block = PricedBlock(shape, _columns(shape, kind), kind, found)
+            backward = walk(shape, kind, ending=ending)
+            block = PricedBlock(shape, _columns(shape, kind), kind, backward)
             self._add(_Walk(block, 1), {shape: 0}, ending)
         return self._rows[key]
 
     def _add(self, walked: _Walk, shapes: Mapping[BlockShape, int], ending: Ending) -> None:
         """Store the memory of each of *shapes*, by its row of *walked*."""
-        memory = BlockMemory.of(walked.found.found)
+        memory = BlockMemory.of(walked.priced.walk)
         rows = [BlockMemory(*row) for row in _rows_of(memory, walked.count)]
         for shape, row in shapes.items():
-            self._rows[shape, walked.found.kind, ending] = _Row(walked, rows[row], row)
+            self._rows[shape, walked.priced.kind, ending] = _Row(walked, rows[row], row)
 
 
 def _rows_of(sizes: Iterable[Size], count: int) -> Iterator[tuple[int, ...]]:
@@ -337,10 +337,10 @@ def _runs_by_expert(shape: BlockShape) -> bool:
     return shape.stack.megatron_layers and not lowering_of(shape).groups_experts
 
 
-def _saved(found: Backward, row: int = 0) -> Iterator[NamedBytes]:
+def _saved(backward: Backward, row: int = 0) -> Iterator[NamedBytes]:
     """Yield the tensors alive when forward has returned, with the bytes of one row."""
     live: dict[Tensor, None] = {}
-    for tensor, sign in found.tape.storages.events[: found.tape.marks.returned]:
+    for tensor, sign in backward.tape.storages.events[: backward.tape.marks.returned]:
         if sign > 0:
             live[tensor] = None
         else:

@@ -191,11 +191,11 @@ def sent_once(experts: Experts, num_parts: int) -> float:
     groups_per_part = max(1, round(per_part / in_group))
     expected_hits = 0.0
     for number in range(1, min(groups_per_part, chosen) + 1):
-        ways = comb(groups_per_part, number) * comb(groups - groups_per_part, chosen - number)
+        num_ways = comb(groups_per_part, number) * comb(groups - groups_per_part, chosen - number)
         inside = min(per_part, number * in_group)
         # Hypergeometric: the chance that all k experts lie outside of the part.
         missed = comb(round(num_candidates - inside), k) / num_choices
-        expected_hits += ways / comb(groups, chosen) * (1 - missed)
+        expected_hits += num_ways / comb(groups, chosen) * (1 - missed)
     return num_parts * expected_hits
 
 

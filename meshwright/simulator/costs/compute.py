@@ -24,9 +24,9 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
     try:
         return device.peak_flops_per_s[precision]
     except KeyError:
-        known = ", ".join(sorted(device.peak_flops_per_s))
+        precisions = ", ".join(sorted(device.peak_flops_per_s))
         raise PlanError(
-            f"precision={precision} is not available on {device.name}; allowed: {known}"
+            f"precision={precision} is not available on {device.name}; allowed: {precisions}"
         ) from None
 
 
@@ -146,9 +146,9 @@ def flash_attention_cost(
         PlanError: If the device has no such kernel.
     """
     if kernel not in device.flash:
-        known = ", ".join(sorted(device.flash)) or "none"
+        kernels = ", ".join(sorted(device.flash)) or "none"
         raise PlanError(
-            f"attention=flash: {device.name} has no kernel {kernel!r}; known there: {known}"
+            f"attention=flash: {device.name} has no kernel {kernel!r}; known there: {kernels}"
         )
     facts = device.flash[kernel].facts_of(attention.head_dim, attention.window)
     # Backward reaches less of the peak than forward, so each has a share of its own.

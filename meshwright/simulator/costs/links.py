@@ -23,6 +23,7 @@ def _bus_ratio_parts(op: CollectiveOp, num_ranks: int) -> tuple[int, int]:
         case CollectiveOp.ALL_GATHER | CollectiveOp.REDUCE_SCATTER | CollectiveOp.ALL_TO_ALL:
             return num_ranks - 1, num_ranks
         case CollectiveOp.BROADCAST | CollectiveOp.REDUCE | CollectiveOp.P2P:
+            # The busiest link carries the whole buffer.
             return 1, 1
 
 

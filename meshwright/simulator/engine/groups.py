@@ -96,6 +96,7 @@ class CollectiveStream:
         # A ring runs at the pace of its slowest rank: the one with most messages on its port.
         for each in messages:
             end_ps = max(end_ps, busy_end_ps(start_ps, issued.work_ps, each))
+        # A group of one rank has collectives of no time: they are no spans.
         if issued.work_ps:
             self.record.append(Span(issued.kind, start_ps, end_ps, issued.virtual_stage))
         self._free_ps = end_ps

@@ -189,6 +189,7 @@ def run_shorter(
         if period is None:
             continue
         times, rest = divmod(left, period.num_groups)
+        # Only whole periods can be repeated: else a step longer by the rest is simulated.
         if not rest:
             return [each.repeated(period, times) for each in records], num_passes
         copies.insert(0, orders[0].copies - left + rest)
@@ -234,10 +235,12 @@ def find_period(work: StepWork, records: Sequence[RankRecord]) -> Period | None:
         period = Period(
             num_groups, size, ahead + extra_periods * size, behind + extra_periods * size
         )
+        # The steady phase must hold a period and all that it depends on.
         needed = period.size + period.ahead + period.behind
         if any(each.end - needed < each.order.end for each in records):
             break
         later = records[0].later_by(period)
+        # All ranks must repeat with the same period.
         if later is None or any(each.later_by(period) != later for each in records[1:]):
             continue
         period = period._replace(time_ps=later)

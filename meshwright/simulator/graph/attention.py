@@ -75,17 +75,17 @@ NO_CONTEXT_PARALLEL = ContextParallelWork()
 def attended(
     block: Block,
     query: Tensor,
-    given: Sequence[Tensor],
+    keys_values: Sequence[Tensor],
     heads: Heads,
     value_dim: Size,
     beside: ContextParallelWork = NO_CONTEXT_PARALLEL,
 ) -> Tensor:
-    """Return fused attention of *query* to the *given* keys and values, or one tensor of both.
+    """Return fused attention of *query* to *keys_values*, two tensors or one of both.
 
     Args:
         block: Block to add the operator to.
         query: Queries of this rank.
-        given: Keys and values of this rank.
+        keys_values: Keys and values of this rank.
         heads: Shape of attention; *seen* counts tokens of all ranks.
         value_dim: Head dim of the values.
         beside: Communication and scratch of context parallelism.
@@ -98,15 +98,15 @@ def attended(
     head_dim = width.grain
     out = last_dim(query, "attention", Dim("attention", heads.heads.size * value_dim, value_dim))
     scores = rows.numel * heads.seen
-    read = (query, *given, out, rows)
+    read = (query, *keys_values, out, rows)
     # Backward recomputes the scores and runs four more GEMMs (Dao 2023, arXiv 2307.08691, 4.1).
     backward = FusedAttention(scores, 3 * head_dim + 2 * value_dim, heads.ranks)
     gradients = [
         Gradient(query, read, (backward, *beside.backward)),
-        *(Gradient(each, read, at=each.at) for each in given),
+        *(Gradient(each, read, at=each.at) for each in keys_values),
     ]
     work = FusedAttention(scores, head_dim + value_dim, heads.ranks), *beside.forward
-    inputs = [query, *given]
+    inputs = [query, *keys_values]
     if heads.sinks is not None:
         sinks = _sinks(block, heads.sinks)
         inputs.append(sinks)
@@ -143,15 +143,15 @@ def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads
     rows, batch, width = query.dims
     head = Dim("head", width.grain)
     seen = Dim("seen tokens", heads.tokens.size)
-    held: list[Tensor] = []
+    local_variables: list[Tensor] = []
     by_heads = []
     for x in (query, key, value):
-        given = (
+        expanded = (
             copy(block, x, f"repeated {x.name}", like=query) if _has_fewer_heads(x, query) else x
         )
-        by_heads.append(_heads_first(block, given))
+        by_heads.append(_heads_first(block, expanded))
         # The function's locals keep these alive until it returns.
-        held += [by_heads[-1], *([given] if given is x else [])]
+        local_variables += [by_heads[-1], *([expanded] if expanded is x else [])]
     query, key, value = by_heads
     query = view(block, query, rows, batch, heads.heads, head, renamed=(width, heads.heads))
     key, value = (
@@ -168,10 +168,10 @@ def scored(block: Block, query: Tensor, key: Tensor, value: Tensor, heads: Heads
     out = product(block, "values", (weights, value), *dims, kind=Kind.ATTENTION)
     out = copy(block, out, "attention")
     if is_local:
-        held += [scores, weights]
+        local_variables += [scores, weights]
         # baddbmm wants an input tensor even with beta=0: a global buffer, shared by all layers.
         block.buffers.append(scores.like("buffer of scores"))
-    block.hold(*held)
+    block.hold(*local_variables)
     return view(block, out, rows, batch, width, renamed=(heads.heads, width))
 
 

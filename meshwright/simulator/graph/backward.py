@@ -134,8 +134,8 @@ class Backward:
         of, at = gradient.of, arrived.at if gradient.at is None else gradient.at
         work, passes_through = gradient.work, gradient.passes_through
         if op.kind is Kind.PLACE:
-            found = redistribute_collectives(arrived.at, at)
-            work, passes_through = _redistribute_gradient(self.tape.block, op, of, found)
+            collectives = redistribute_collectives(arrived.at, at)
+            work, passes_through = _redistribute_gradient(self.tape.block, op, of, collectives)
         elif gradient.at is None and of.at != op.outputs[0].at:
             at = of.at
         self.tape.steps += [Step(Phase.BACKWARD, op, each) for each in work]
@@ -194,8 +194,8 @@ class _Uses:
     def __init__(self, tape: Tape) -> None:
         self._region = tape.repetition.region
         operators = tape.block.operators
-        found = ((self._region(op), each.of) for op in operators for each in op.gradients)
-        self._left = Counter(use for use in found if use[1].is_weight)
+        uses = ((self._region(op), each.of) for op in operators for each in op.gradients)
+        self._left = Counter(use for use in uses if use[1].is_weight)
         self._first: dict[tuple[Region, Tensor], Tensor] = {}
 
     def add(self, op: Operator, of: Tensor, token: Tensor, *, is_kept: bool) -> list[Tensor]:
@@ -235,7 +235,7 @@ def _token(tape: Tape, of: Tensor, width: int | None = None) -> Tensor:
 
 
 def _redistribute_gradient(
-    block: Block, op: Operator, of: Tensor, found: list[tuple[CollectiveOp, MeshAxis]]
+    block: Block, op: Operator, of: Tensor, collectives: list[tuple[CollectiveOp, MeshAxis]]
 ) -> tuple[tuple[Work, ...], bool]:
     """Return the collectives that redistribute a gradient, and whether its storage stays.
 
@@ -246,10 +246,10 @@ def _redistribute_gradient(
     width, scaled = (block.width, block.lowering.scaled) if op.eight_bits else (None, 0)
     copies = 2 if scaled else 1
     work = redistribute_work(
-        found, op.outputs[0], of, cast_from=width, scaled=scaled, copies=copies
+        collectives, op.outputs[0], of, cast_from=width, scaled=scaled, copies=copies
     )
-    is_sum = {each for each, _ in found} == {CollectiveOp.ALL_REDUCE}
-    return work, not found or (block.lowering.fuses_places and is_sum)
+    is_sum = {each for each, _ in collectives} == {CollectiveOp.ALL_REDUCE}
+    return work, not collectives or (block.lowering.fuses_places and is_sum)
 
 
 def _unconverted(tape: Tape, op: Operator, gradient: Gradient) -> list[Tensor]:
@@ -300,16 +300,16 @@ def _recompute_discarded(tape: Tape, discarded: list[Discarded]) -> dict[Region,
     for each in discarded:
         made = next(op for op in tape.block.operators if each.output in op.outputs)
         parts.setdefault(tape.repetition.region(made), []).append((each.output, made))
-    for region, found in parts.items():
-        recomputed = [output.like(f"{output.name} again") for output, _ in found]
+    for region, discarded_outputs in parts.items():
+        recomputed = [output.like(f"{output.name} again") for output, _ in discarded_outputs]
         tape.storages.hold(*recomputed)
         _recompute(tape, region, holds_output=False)
-        tape.storages.refill([output for output, _ in found])
-        for output, made in found:
+        tape.storages.refill([output for output, _ in discarded_outputs])
+        for output, made in discarded_outputs:
             copied = tape.block.traffic(output, output)
             tape.steps.append(Step(Phase.RECOMPUTE, made, copied))
         tape.order.inputs[region].extend(recomputed)
-    return {region: [output for output, _ in found] for region, found in parts.items()}
+    return {region: [output for output, _ in outputs] for region, outputs in parts.items()}
 
 
 def _recompute(tape: Tape, region: Region, *, holds_output: bool) -> None:

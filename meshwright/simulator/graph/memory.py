@@ -150,14 +150,14 @@ class BlockMemory(NamedTuple, Generic[Held]):
         saved = levels[returned]
         gradient_end = _output_gradient_end(walk)
         # A pipeline's p2p buffer may keep the gradient alive beyond its last use.
-        held = [each + walk.arriving.nbytes for each in levels[gradient_end:]]
+        with_output_gradient = [each + walk.arriving.nbytes for each in levels[gradient_end:]]
         return BlockMemory(
             saved=saved,
             cached=sum(gone),
             forward=_peak(levels[: ran + 1]) - saved - moved,
             backward=_peak(levels[returned:]) - saved,
             arrival=_peak([levels[each] for each in walk.arrivals] or [saved]) - saved,
-            holding=_peak([*levels[returned:gradient_end], *held]) - saved,
+            holding=_peak([*levels[returned:gradient_end], *with_output_gradient]) - saved,
             left=levels[-1],
             received=events[0][0].nbytes,
             sent=output.nbytes,

@@ -185,14 +185,15 @@ def boxings_from(
     # Steps, time, bytes and, to break ties, the path itself: axis and index of the new placement.
     start: tuple[int, int, Fraction, tuple[tuple[int, int], ...]] = (0, 0, Fraction(0), ())
     queue = [(start, source, Boxing(()))]
-    found: dict[Placements, Boxing] = {}
+    boxings: dict[Placements, Boxing] = {}
     while queue:
         (count, time_ps, sent_bytes, path), current, steps_so_far = heappop(queue)
-        if current in found:
+        # A shorter path to it was popped before.
+        if current in boxings:
             continue
-        found[current] = steps_so_far
+        boxings[current] = steps_so_far
         for axis, number, following in _neighbours(tensor, current, mesh, candidates):
-            if following in found:
+            if following in boxings:
                 continue
             step = _step(tensor, current, following, mesh, axis)
             rank = (
@@ -202,7 +203,7 @@ def boxings_from(
                 (*path, (axis, number)),
             )
             heappush(queue, (rank, following, Boxing((*steps_so_far.steps, step))))
-    return found
+    return boxings
 
 
 def _axis_placements(tensor: TensorSize) -> tuple[Placement, ...]:

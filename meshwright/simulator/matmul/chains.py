@@ -216,6 +216,7 @@ def _extended(
             boxing = redistributions[input_placements(run.signatures, 0)]
             rank = _advance(prefix.rank, boxing, run.time_ps, run.number)
             out = out_placements(run.signatures)
+            # Only the best prefix of a placement can be part of the best chain.
             if out not in extended or rank < extended[out].rank:
                 extended[out] = _Prefix(rank, (*prefix.steps, ChainStep(boxing, run)))
     return extended

@@ -281,14 +281,14 @@ def _hybrid_ring(block: Block, query: Tensor, key: Tensor, value: Tensor, heads:
 
 def _between_all_to_alls(
     block: Block,
-    given: tuple[Tensor, Tensor, Tensor],
+    queries_keys_values: tuple[Tensor, Tensor, Tensor],
     heads: Heads,
     axis: MeshAxis,
     attend: Attend,
 ) -> Tensor:
     """Return *attend* on a rank's heads and all tokens of *axis*, between two all-to-alls."""
     ranks = heads.ranks if axis is Axis.CP else heads.inner
-    query = given[0]
+    query = queries_keys_values[0]
     all_tokens, num_local_heads = (
         Dim("all tokens", query.dims[0].size * ranks),
         heads.heads.size // ranks,
@@ -297,9 +297,11 @@ def _between_all_to_alls(
     within = heads._replace(
         heads=local_heads, tokens=all_tokens, ranks=heads.ranks // ranks, inner=1
     )
-    query_, key_, value_ = (_all_to_all(block, x, all_tokens, ranks, axis) for x in given)
+    query_, key_, value_ = (
+        _all_to_all(block, x, all_tokens, ranks, axis) for x in queries_keys_values
+    )
     out = attend(block, query_, key_, value_, within)
-    whole = _attention_output(query, given[2])
+    whole = _attention_output(query, queries_keys_values[2])
     return block.add(
         [out],
         [whole],
@@ -308,12 +310,12 @@ def _between_all_to_alls(
     )
 
 
-def _all_to_all(block: Block, x: Tensor, every: Dim, ranks: Size, axis: MeshAxis) -> Tensor:
+def _all_to_all(block: Block, x: Tensor, all_tokens: Dim, ranks: Size, axis: MeshAxis) -> Tensor:
     """Return *x* after the all-to-all: all tokens of the group, a rank's share of the heads."""
     width = x.dims[-1]
     part = Dim(f"{width.name} of a rank", width.size // ranks, width.grain)
     at = {axis: part if dim is width else dim for axis, dim in x.at.items()}
-    out = x.like(f"{x.name} swapped", dims=(every, x.dims[1], part), at=at)
+    out = x.like(f"{x.name} swapped", dims=(all_tokens, x.dims[1], part), at=at)
     return block.add(
         [x], [out], [_all_to_all_back(block, x, out, axis)], *_all_to_all_work(block, x, axis)
     )

@@ -231,6 +231,7 @@ def _key_latent(block: Block, x: Tensor, width: Dim, dims: LatentDims) -> tuple[
     """Return the normalised latent of keys and values, and the key's shared RoPE part."""
     both = whole_product(block, x, width, "kv down", PLAIN)
     narrow, shared = cut(block, both, dims.latent, dims.shared_key)
+    # All heads read the shared key, so every rank gathers all of its tokens.
     if Axis.TP in x.at:
         shared = place(block, shared, replicated(x.at, Axis.TP))
     return norm(block, narrow, "kv latent norm", centers=False), shared

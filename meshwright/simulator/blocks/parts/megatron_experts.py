@@ -122,12 +122,12 @@ def _fused_permutation(
     row_map = shares.like("row map", dims=(dims.tokens, entries), width=INT32_BYTES)
     rows = permute(block, flat, "rows", (dims.rows, hidden), RowIndices(made=(row_map,)), at)
     weights = permute(block, shares, "weights of rows", (dims.rows,), RowIndices((row_map,)), at)
-    given = rows
+    permuted = rows
     arrived = [all_to_all_rows(block, each, dims) for each in (rows, weights)]
     rows, weights = _sorted_by_expert(block, arrived, dims)
     made = _grouped_mlp(block, rows, weights, dims, experts)
     made = _combined(block, made, rows, at, dims)
-    block.hold(given, arrived[0])
+    block.hold(permuted, arrived[0])
     return permute(block, made, "experts out", flat.dims, RowIndices((row_map,)), flat.at)
 
 
@@ -139,13 +139,13 @@ def _grouped_mlp(
     In fp8 rows are padded to the GEMM's alignment, by a copy before and one after (Fp8Padding of
     Transformer Engine 1.12 to 2.9).  The activation may be discarded after the last GEMM.
     """
-    hidden, given, bits = rows.dims[-1], rows, block.lowering.eight_bits
+    hidden, permuted, bits = rows.dims[-1], rows, block.lowering.eight_bits
     pads = bits is not None and bits.pads_experts
     if pads:
         rows = permute(block, rows, "rows filled up", rows.dims)
     if experts.weighs_inputs:
         rows, weights = _weighted_rows(block, rows, weights, dims)
-        block.hold(given)
+        block.hold(permuted)
     with block.part(OffloadModule.EXPERT_FC1):
         inner = grouped_gemm(block, rows, dims.first, dims, split=dims.first)
     if experts.bias:
@@ -285,14 +285,14 @@ def _weighted_rows(
 
 def _sorted_by_expert(block: Block, arrived: list[Tensor], dims: RoutedDims) -> list[Tensor]:
     """Return rows and weights gathered over expert tp and sorted by local expert."""
-    found = []
+    gathered = []
     for each in arrived:
         whole: Placement = {axis: dim for axis, dim in each.at.items() if dim is not dims.arrived}
-        found.append(place(block, each, whole))
+        gathered.append(place(block, each, whole))
     if dims.mesh.has_one:
-        return found
+        return gathered
     names = "sorted rows", "sorted weights"
-    return [permute(block, x, name, x.dims) for x, name in zip(found, names, strict=True)]
+    return [permute(block, x, name, x.dims) for x, name in zip(gathered, names, strict=True)]
 
 
 def _combined(
@@ -331,20 +331,20 @@ def _sequential_experts(
     indices_by_expert = RowIndices((by_expert, mask_by_expert))
     weights = permute(block, by_expert, "weights of rows", (dims.rows,), indices_by_expert, at)
     order = row_indices(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")
-    given = permute(block, flat, "rows", (dims.rows, hidden), RowIndices(made=(order,)), at)
-    arrived = [all_to_all_rows(block, each, dims) for each in (given, weights)]
+    permuted = permute(block, flat, "rows", (dims.rows, hidden), RowIndices(made=(order,)), at)
+    arrived = [all_to_all_rows(block, each, dims) for each in (permuted, weights)]
     rows, sent = _sorted_by_expert(block, arrived, dims)
     read = _weighted_rows(block, rows, sent, dims) if experts.weighs_inputs else (rows, sent)
     num = common(dims.num_local)  # another number of experts is another structure
     part = Dim("rows of an expert", dims.arrived.size // num)
     parts = [_rows(block, each, part, num) for each in read]
-    outs = [_expert(block, row, own, dims, experts) for row, own in zip(*parts, strict=True)]
+    outs = [_expert(block, row, weight, dims, experts) for row, weight in zip(*parts, strict=True)]
     made = outs[0].like("outputs", dims=(dims.arrived, hidden))
     made = handed_on(block, outs, made, block.traffic(made, made))
     block.hold(*outs, *read)
     made = _combined(block, made, rows, at, dims, counts if dims.mesh.group in block.mesh else ())
     out = permute(block, made, "experts out", flat.dims, RowIndices((order,)), flat.at)
-    return [out, given, *arrived, made, shares, mask, *counts]
+    return [out, permuted, *arrived, made, shares, mask, *counts]
 
 
 def _tokens_per_expert(block: Block, shares: Tensor, dims: RoutedDims) -> tuple[Tensor, ...]:
@@ -356,9 +356,9 @@ def _tokens_per_expert(block: Block, shares: Tensor, dims: RoutedDims) -> tuple[
     return (shares.like("rows of experts", dims=(local_experts,), at={}, width=NUMBER_BYTES),)
 
 
-def _rows(block: Block, x: Tensor, own: Dim, num: int) -> list[Tensor]:
+def _rows(block: Block, x: Tensor, expert_rows: Dim, num: int) -> list[Tensor]:
     """Return views of each expert's rows (``torch.split``); backward concatenates."""
-    dims = (own, *x.dims[1:])
+    dims = (expert_rows, *x.dims[1:])
     views = [x.like(f"{x.name} of an expert", dims=dims, base=x.storage) for _ in range(num)]
     block.add([x], views, [Gradient(x)])
     return views

@@ -188,10 +188,10 @@ def all_to_all_rows(block: Block, x: Tensor, dims: RoutedDims, *, back: bool = F
     return block.add([x], [out], [Gradient(x, work=(call,))], call)
 
 
-def renamed_rows(x: Tensor, given: Dim, made: Dim) -> Tensor:
-    """Return a tensor like *x* with rows *made* in the place of *given*."""
-    dims = tuple(made if dim is given else dim for dim in x.dims)
-    at = {axis: made if dim is given else dim for axis, dim in x.at.items()}
+def renamed_rows(x: Tensor, before: Dim, made: Dim) -> Tensor:
+    """Return a tensor like *x* with rows *made* in the place of *before*."""
+    dims = tuple(made if dim is before else dim for dim in x.dims)
+    at = {axis: made if dim is before else dim for axis, dim in x.at.items()}
     return x.like(x.name, dims=dims, at=at)
 
 

@@ -86,12 +86,12 @@ def _unpadded_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -
         block.add([rows], [offsets], [])
         return _swiglu_experts(block, rows, dims, offsets)
     names = _tokens_per_expert(block, rows, x, dims)
-    given = all_to_all_rows(block, rows, dims)
-    places = row_indices(given, "places of rows")
-    lines = permute(block, given, "rows by expert", given.dims, RowIndices(made=(places,)))
+    received = all_to_all_rows(block, rows, dims)
+    places = row_indices(received, "places of rows")
+    lines = permute(block, received, "rows by expert", received.dims, RowIndices(made=(places,)))
     block.add([lines], [offsets], [])
     made = _swiglu_experts(block, lines, dims, offsets)
-    back = permute(block, made, "rows in order", given.dims, RowIndices((places,)))
+    back = permute(block, made, "rows in order", received.dims, RowIndices((places,)))
     block.hold(*names, lines)
     return all_to_all_rows(block, back, dims, back=True)
 
@@ -130,8 +130,8 @@ def padded_torchtitan(
     with block.part(EXPERTS):
         back = _padded_experts(block, rows, x, dims)
     out = None if shared is None else shared.write(block, x)
-    known = RowIndices((order,)) if experts.weighs_inputs else RowIndices(made=(order,))
-    unsorted = permute(block, back, "rows of tokens", (dims.rows, hidden), known)
+    indices = RowIndices((order,)) if experts.weighs_inputs else RowIndices(made=(order,))
+    unsorted = permute(block, back, "rows of tokens", (dims.rows, hidden), indices)
     if experts.weighs_inputs:
         result = unsorted.like("sums of one row", dims=(dims.tokens, hidden))
         result = handed_on(block, [unsorted], result, block.traffic(unsorted, result))
@@ -165,10 +165,10 @@ def _sorted_rows(
     by_row, counts = view(block, shares, dims.rows), offsets_like(x, dims, NUMBER_BYTES)
     weights = permute(block, by_row, "sorted shares", (dims.rows,), RowIndices(made=(order,)))
     block.add([weights], [counts], [])
-    given = gather_rows(block, flat, "rows", whole).values
-    wide = cast(block, given, "rows in fp32", STATISTIC_BYTES)
+    unweighted = gather_rows(block, flat, "rows", whole).values
+    wide = cast(block, unweighted, "rows in fp32", STATISTIC_BYTES)
     rows = cast(block, weighted_by(block, wide, weights), "weighted rows", block.width)
-    block.hold(given)
+    block.hold(unweighted)
     return rows, (weights, counts), order
 
 
@@ -180,17 +180,17 @@ def _padded_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> 
     """
     hidden, is_divided = rows.dims[-1], dims.mesh.is_divided
     names = _tokens_per_expert(block, rows, x, dims) if is_divided else ()
-    given = all_to_all_rows(block, rows, dims)
+    received = all_to_all_rows(block, rows, dims)
     one_more = Dim("rows and an empty one", dims.arrived.size + 1)
-    more = given.like(one_more.name, dims=(one_more, hidden))
-    more = handed_on(block, [given], more, block.traffic(given, given))
-    own = Dim("own experts", dims.num_local)
-    space = dims.arrived.size + ALIGNED_ROWS * own.size
+    more = received.like(one_more.name, dims=(one_more, hidden))
+    more = handed_on(block, [received], more, block.traffic(received, received))
+    local_experts = Dim("own experts", dims.num_local)
+    space = dims.arrived.size + ALIGNED_ROWS * local_experts.size
     padded = Dim("padded rows", rounded_up(space, ALIGNED_ROWS))
     places = row_indices(rows.like("rows", dims=(padded, hidden)), "places of rows", INT32_BYTES)
-    offsets = x.like("starts of own experts", dims=(own,), at={}, width=INT32_BYTES)
+    offsets = x.like("starts of own experts", dims=(local_experts,), at={}, width=INT32_BYTES)
     lines = permute(block, more, padded.name, (padded, hidden), RowIndices(made=(places, offsets)))
-    block.hold(*names, *((given,) if is_divided else ()))
+    block.hold(*names, *((received,) if is_divided else ()))
     made = _swiglu_experts(block, lines, dims, block.operators[-1].outputs[2])
     back = permute(block, made, "rows in order", (one_more, hidden), RowIndices((places,)))
     cut = back.like("rows again", dims=(dims.arrived, hidden), base=back.storage)

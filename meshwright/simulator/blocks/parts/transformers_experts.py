@@ -115,12 +115,12 @@ def _expert_parallel(
     order, sent = row_indices(rows, "order of rows"), offsets_like(flat, dims, NUMBER_BYTES)
     block.add([rows], [order, sent], [])
     got = exchange_counts(block, rows, offsets_like(flat, dims, NUMBER_BYTES))
-    given = all_to_all_rows(block, rows, dims)
-    ones = given.like("ones", dims=given.dims[:1])
-    names = given, row_indices(given, "experts of rows"), ones
-    block.add([given], [*names[1:]], [])
+    received = all_to_all_rows(block, rows, dims)
+    ones = received.like("ones", dims=received.dims[:1])
+    names = received, row_indices(received, "experts of rows"), ones
+    block.add([received], [*names[1:]], [])
     block.hold(rows, sent, *got)
-    made = _local_experts(block, given, ones, dims, experts)
+    made = _local_experts(block, received, ones, dims, experts)
     back = all_to_all_rows(block, made, dims, back=True)
     unsorted = permute(
         block, back, "rows of tokens", (dims.rows, hidden), RowIndices(read=(order,))
@@ -145,15 +145,15 @@ def _summed(block: Block, wide: Tensor, dims: RoutedDims, *, copies_back: bool) 
 
 
 def _local_experts(
-    block: Block, given: Tensor, ones: Tensor, dims: RoutedDims, experts: Experts
+    block: Block, received: Tensor, ones: Tensor, dims: RoutedDims, experts: Experts
 ) -> Tensor:
-    """Return the local experts' output of received rows *given*, in their order.
+    """Return the local experts' output of *received* rows, in their order.
 
     A mask zeroes rows of no local expert, though there are none, before the first GEMM and after
     each.
     """
-    hidden = given.dims[-1]
-    rows = gather_rows(block, given, "rows by expert", (dims.arrived, hidden)).values
+    hidden = received.dims[-1]
+    rows = gather_rows(block, received, "rows by expert", (dims.arrived, hidden)).values
     order, weights = row_indices(rows, "order by expert"), ones.like("weights of rows")
     block.add([ones], [weights, order], [])
     names, offsets = _counted(block, rows, dims)
@@ -179,8 +179,8 @@ def _counted(block: Block, rows: Tensor, dims: RoutedDims) -> tuple[tuple[Tensor
 
     Tokens per expert are counted on int32 ids (``histc``).
     """
-    own = Dim("own experts", dims.num_local)
-    each = rows.like("rows of experts", dims=(own,), at={}, width=INT32_BYTES)
+    local_experts = Dim("own experts", dims.num_local)
+    each = rows.like("rows of experts", dims=(local_experts,), at={}, width=INT32_BYTES)
     offsets = each.like("starts of experts")
     names = row_indices(rows, "sorted"), row_indices(rows, "counted", INT32_BYTES), each
     block.add([rows], [*names, offsets], [])
@@ -233,14 +233,14 @@ class SortedRows(NamedTuple):
 
 
 def _grouped_mlp(
-    block: Block, rows: Tensor, experts: Experts, dims: RoutedDims, known: SortedRows
+    block: Block, rows: Tensor, experts: Experts, dims: RoutedDims, sorted_rows: SortedRows
 ) -> Tensor:
     """Return the experts' output of sorted *rows*.
 
     A local variable keeps the gathered biases until those of the next GEMM replace them.
     """
     hidden, parts, both = rows.dims[-1], (dims.gate, dims.up), dims.first
-    offsets, expert_ids, mask = known
+    offsets, expert_ids, mask = sorted_rows
     first = [_biases(block, rows, both, dims, expert_ids)] if experts.bias else []
     inner = grouped_gemm(block, rows, both, dims, split=both, reads=(offsets,))
     inner = _zeroed_rows(block, _add_biases(block, inner, *first), mask)
