@@ -1,4 +1,4 @@
-"""What one microbatch runs and keeps in a layer and at the ends of a model."""
+"""Blocks of a model (embedding, layers, head): operators and activation memory of a microbatch."""
 
 from meshwright.simulator.blocks.ends import SHIFTED_BYTES
 from meshwright.simulator.blocks.fp8_casts import (

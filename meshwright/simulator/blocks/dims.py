@@ -1,4 +1,4 @@
-"""Dims of a model's layers and ends, from its shape on a rank."""
+"""Dims of a model's layers, embedding and head, from the shape of its blocks."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from meshwright.simulator.layout import Axis, ExpertAxis
 
 
 class Columns(NamedTuple):
-    """Sizes of many shapes that are alike but for these; `BlockShape` says what each is."""
+    """Columns of sizes in which shapes of one structure may differ; see `BlockShape`."""
 
     tp: Size
     cp: Size
@@ -26,7 +26,7 @@ class Columns(NamedTuple):
 
 
 def expert_mesh(shape: BlockShape, ranks: Size) -> ExpertMesh:
-    """Return how as many *ranks* share the experts of a layer."""
+    """Return the expert-parallel layout of a layer over *ranks*."""
     experts = shape.model.experts
     split_on = Axis.TP if shape.splits_experts_alike else ExpertAxis.ETP
     has_one = experts is not None and experts.num_experts == shape.ep
@@ -34,13 +34,14 @@ def expert_mesh(shape: BlockShape, ranks: Size) -> ExpertMesh:
     capacity = None if factor is None else Fraction(factor).limit_denominator(1000)
     if shape.ep == 1:
         return ExpertMesh(split_on, split_on, has_one=has_one, capacity=capacity)
-    told = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
+    expert_group = ExpertAxis.EP if shape.expert_tp == 1 else ExpertAxis.ALL
     assert experts is not None
-    # DeepEP and HybridEP take shares in fp32 alone, so that experts weigh in it (_DeepepManager and
-    # _HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
+    # DeepEP and HybridEP take routing weights in fp32 alone, so experts are weighted in fp32
+    # (_DeepepManager and _HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py,
+    # core 0.16).
     return ExpertMesh(
         split_on,
-        told,
+        expert_group,
         ranks,
         is_divided=True,
         has_one=has_one,
@@ -51,11 +52,11 @@ def expert_mesh(shape: BlockShape, ranks: Size) -> ExpertMesh:
 
 
 class LayerDims(NamedTuple):
-    """Dims of a model's layers and ends, and of what runs through them.
+    """Dims of a model's layers, embedding and head.
 
-    ``tokens`` are those of a context-parallel rank, of ``cp``: all but attention goes by them.
-    ``outside`` is where activations lie outside of tensor-parallel regions, ``scored`` is of the
-    tokens on a rank that reach the output matrix.
+    ``tokens`` are those of one of ``cp`` context-parallel ranks: all but attention uses them.
+    ``outside`` is the placement of activations outside of tensor-parallel regions (split over
+    tokens with sequence parallelism), ``scored`` the tokens on a rank that reach the LM head.
     """
 
     tokens: Dim
@@ -78,11 +79,12 @@ class LayerDims(NamedTuple):
 
     @classmethod
     def of(cls, shape: BlockShape, columns: Columns) -> "LayerDims":
-        """Return the dims of *shape* with the sizes of *columns* in the place of its own."""
+        """Return the dims of *shape*, with the sizes of *columns*."""
         model = shape.model
         tokens, width = Dim("tokens", shape.seq_len // columns.cp), model.head_dim
-        own = columns.microbatch_size * tokens.size
-        own = own // columns.tp if shape.sequence_parallel else own
+        local_tokens = columns.microbatch_size * tokens.size
+        local_tokens = local_tokens // columns.tp if shape.sequence_parallel else local_tokens
+        # The vocabulary is padded to a multiple on each rank that splits it.
         ranks = 1 if shape.whole_ends else columns.tp
         return cls(
             tokens=tokens,
@@ -101,14 +103,14 @@ class LayerDims(NamedTuple):
                 "vocabulary",
                 rounded_up(model.vocab_size, shape.stack.vocabulary_multiple * ranks),
             ),
-            scored=Dim("scored tokens", share(own, model.scored_fraction)),
+            scored=Dim("scored tokens", share(local_tokens, model.scored_fraction)),
             outside={Axis.TP: tokens} if shape.sequence_parallel else {},
             cp=columns.cp,
             experts=expert_mesh(shape, columns.ep),
         )
 
     def stream(self, block: Block, shape: BlockShape) -> Tensor:
-        """Return what enters a layer: the residual stream."""
+        """Return the residual stream: the input of a layer."""
         width = shape.residual_bytes
         dims = (self.tokens, self.batch, self.hidden)
         return block.tensor("layer input", *dims, at=self.outside, width=width)

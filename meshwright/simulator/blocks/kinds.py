@@ -1,4 +1,4 @@
-"""The kinds of blocks by name, how a stack runs them, and a walk through one of them."""
+"""Kinds of blocks, their lowering on a software stack, and the walk through one of them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,22 +55,22 @@ from meshwright.simulator.model import (
     ModelSpec,
 )
 
-# Parts of blocks that full recomputation runs again: a layer, or several in one checkpoint.
+# Parts that full recomputation checkpoints: a layer, or several layers together.
 LAYER, GROUP = "layer", "group"
-GIVEN_UP = {RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT}
-NOT_HELD = {RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM}
+DISCARDED = {RecomputeModule.LAYERNORM, RecomputeModule.MOE_ACT}
+NOT_REFERENCED = {RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM}
 ATTENDED: frozenset[str] = frozenset({RecomputeModule.CORE_ATTN})
-# Ways of recomputation that run whole layers again; others run the parts that a plan names.
-OF_LAYERS = {Recompute.FULL, Recompute.SELECTIVE_OP}
+# Recompute modes that checkpoint whole layers; others recompute the modules a plan names.
+WHOLE_LAYERS = {Recompute.FULL, Recompute.SELECTIVE_OP}
 
 
-# Elements of the smallest tensor that Transformer Engine moves (`_check_if_offload` of
+# Elements of the smallest tensor that Transformer Engine offloads (`_check_if_offload` of
 # pytorch/cpu_offload.py, 2.10 to 2.18), and Megatron-Core (min_offloaded_tensor_size).
-SMALLEST_OF_LAYERS, SMALLEST_OF_MODULES = 256 * 1024, 1024 * 1024
+SMALLEST_TE_OFFLOAD, SMALLEST_MEGATRON_OFFLOAD = 256 * 1024, 1024 * 1024
 
 
 class Written(NamedTuple):
-    """A block that is written down, and what enters it."""
+    """The graph of a block, and its input."""
 
     block: Block
     first: Tensor
@@ -85,16 +85,17 @@ def _layer(
 
 
 def _group(block: Block, shape: BlockShape, dims: LayerDims, kinds: Sequence[BlockKind]) -> Tensor:
-    """Write layers that are checkpointed together.
+    """Add layers that share one checkpoint; return the input.
 
-    Their first pass keeps the masks of dropout ahead of residual sums until all are done: Megatron-
-    Core adds with gradients enabled in any case (`bias_dropout_add_exec_handler` of
+    Their first pass keeps the dropout masks of bias_dropout_add until all are done: Megatron-Core
+    runs it with gradients enabled in any case (`bias_dropout_add_exec_handler` of
     transformer_layer.py, core 0.16).
     """
     first = x = dims.stream(block, shape)
     with block.part(GROUP):
         for kind in kinds:
             x = layer(block, x, shape, dims, kind)
+        # Masks are second outputs, of one byte an element.
         made = (out for each in block.operators for out in each.outputs[1:])
         block.hold(*(each for each in made if each.width == 1 and each.dims == first.dims))
     return first
@@ -126,21 +127,21 @@ def _head(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
 
 
 def _copy(block: Block, shape: BlockShape, dims: LayerDims, kind: BlockKind = COPY) -> Tensor:
-    """Write what a stage without layers does; its backward hands the gradient on.
+    """Add the copy of a stage without layers; its backward passes the gradient through.
 
-    Megatron-Core keeps the inputs of passes in flight, whatever reads them (``input_tensors`` of
+    Megatron-Core keeps the inputs of microbatches in flight, even if unread (``input_tensors`` of
     pipeline_parallel/schedules.py, core 0.16).
     """
     x = dims.stream(block, shape)
     if kind == COPY_OF_STREAMS:
         x = streams_like(x, shape)
     made = x.like("copied input")
-    block.add([x], [made], [Gradient(x, (x,), hands_on=True)], block.traffic(x, made))
+    block.add([x], [made], [Gradient(x, (x,), passes_through=True)], block.traffic(x, made))
     return x
 
 
 def _output(block: Block, shape: BlockShape, dims: LayerDims) -> Tensor:
-    """Write the head without its loss, which another device makes."""
+    """Add the head without its loss, which another device computes."""
     x = dims.stream(block, shape)
     output(block, x, shape, dims)
     return x
@@ -164,12 +165,12 @@ BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
 
 
 class Ending(NamedTuple):
-    """How the backward pass of a block begins, and what becomes of weights' gradients.
+    """Gradients at the borders of a block's backward: that of its output, and those of weights.
 
     Args:
-        keeps_gradients: Those of weights stay until the pass is over.
-        arriving_bytes: What the gradient of its output takes; None if as much as the output, 0
-            if it lies in a buffer that is counted elsewhere.
+        keeps_gradients: Weight gradients stay allocated until the pass is over.
+        arriving_bytes: Bytes of the output's gradient; None for the output's size, 0 for a
+            buffer that is counted elsewhere.
     """
 
     keeps_gradients: bool = False
@@ -180,7 +181,7 @@ ADDED = Ending()
 
 
 def lowering_of(shape: BlockShape) -> Lowering:
-    """Return how the stack of *shape* runs operators; its facts are read here and nowhere else."""
+    """Return the lowering of *shape*'s stack, whose facts are read here and nowhere else."""
     stack = shape.stack
     # Megatron-Core's own layers add gradients in their products, too, but hand autograd an empty
     # tensor for each (core/tensor_parallel/layers.py, LinearWithGradAccumulation...).
@@ -188,13 +189,14 @@ def lowering_of(shape: BlockShape) -> Lowering:
     return Lowering(
         kernels=stack.kernels,
         spells_out=stack.transformers_layers,
-        # Of cut sequences torchtitan says which positions are whose (`reshape_for_broadcast` of
+        # Under context parallelism torchtitan passes position ids (`reshape_for_broadcast` of
         # models/llama3/model/model.py, 0.2.2).
-        looks_up=shape.cp > 1 and not (stack.transformers_layers or stack.megatron_layers),
+        indexes_rope_cache=shape.cp > 1
+        and not (stack.transformers_layers or stack.megatron_layers),
         fuses_products=fuses_qkv(shape),
         fuses_gate=stack.megatron_layers,
         fuses_places=stack.megatron_layers,
-        places_apart=stack.tp_plan and shape.tp > 1,
+        redistributes_each_input=stack.tp_plan and shape.tp > 1,
         fuses_norms=stack.transformer_engine and stack.kernels is Kernels.FUSED,
         fuses_residual=stack.megatron_layers,
         saves_first=not stack.megatron_layers,
@@ -210,14 +212,14 @@ def lowering_of(shape: BlockShape) -> Lowering:
 
 
 def saved_offload(shape: BlockShape) -> SavedOffload:
-    """Return which saved tensors of a layer wait on the host, where some do."""
+    """Return the activation offload of a layer, by its modules or Transformer Engine's default."""
     if not shape.offload_modules:
-        return SavedOffload(frozenset(), SMALLEST_OF_LAYERS)
-    return SavedOffload(frozenset(map(str, shape.offload_modules)), SMALLEST_OF_MODULES)
+        return SavedOffload(frozenset(), SMALLEST_TE_OFFLOAD)
+    return SavedOffload(frozenset(map(str, shape.offload_modules)), SMALLEST_MEGATRON_OFFLOAD)
 
 
 def makes_gradients(shape: BlockShape) -> bool:
-    """Return whether a weight's gradient is a tensor before it is added to what is kept."""
+    """Return True if a weight's gradient is a tensor of its own before accumulation."""
     return lowering_of(shape).weight_gradients is not WeightGradients.FUSED
 
 
@@ -230,28 +232,29 @@ def _eight_bits(shape: BlockShape) -> EightBits | None:
         keeps_weights=recipe.weight_copy_bytes > 0 or recipe.gathers_parameters,
         gathers=recipe.tp_gathers_fp8,
         scaled=recipe.scaled_elements,
-        # HybridEP fills rows up as it dispatches, so that nothing is left to be filled up
+        # HybridEP pads rows as it dispatches, so that nothing is left to pad
         # (_HybridEPManager of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
-        # Nor where rows are those of a capacity, a multiple of what a product takes.
+        # Nor with an expert capacity, which is a multiple of the GEMM's alignment.
         pads_experts=recipe.fills_expert_rows
         and shape.dispatcher is not Dispatcher.HYBRIDEP
         and shape.stack.expert_capacity is None,
-        opens_experts=recipe.fuses_experts,
-        given_up=outputs_again(shape)
+        fuses_expert_activation=recipe.fuses_experts,
+        discarded=outputs_again(shape)
         | (ATTENDED if recipe.keeps_attention_output else frozenset()),
     )
 
 
 def outputs_again(shape: BlockShape) -> frozenset[str]:
-    """Return the parts whose outputs are given up and made again, in 8 bits."""
+    """Return the parts whose outputs are discarded and recomputed, in fp8."""
     if shape.recipe is None:
         return frozenset()
-    return frozenset(GIVEN_UP.intersection(repeated_modules(shape.recompute, shape.modules)))
+    return frozenset(DISCARDED.intersection(repeated_modules(shape.recompute, shape.modules)))
 
 
 def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) -> Written:
-    """Return the block of one kind, with the sizes of *columns* in the place of the shape's own."""
+    """Return the graph of one block, with the sizes of *columns* if given."""
     sizes = columns or Columns.of(shape)
+    # With DTensor plans embedding and head may be replicated while layers are split.
     is_whole = shape.tp == 1 or (shape.whole_ends and kind in {*ENDS, OUTPUT})
     mesh: dict[MeshAxis, Size] = {} if is_whole else {Axis.TP: sizes.tp}
     widths = sizes.tp if shape.splits_experts_alike else sizes.expert_tp
@@ -271,7 +274,7 @@ def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) 
 def listed(
     block: Block, model: ImageModel | ChainModel, kind: BlockKind, num_samples: Size
 ) -> Tensor:
-    """Write a block of a model that lists its layers; return what enters it."""
+    """Add a block of a model that lists its layers; return its input."""
     match model:
         case ImageModel() if kind == EMBEDDING:
             return stem(block, model, num_samples)
@@ -289,7 +292,7 @@ def listed(
 
 
 def keeps_output(shape: BlockShape, kind: BlockKind) -> bool:
-    """Return whether backward of a layer reads what the layer hands on."""
+    """Return True if a layer's backward reads the layer's output."""
     if shape.recompute is Recompute.FULL:
         return False
     match shape.trained:
@@ -309,14 +312,14 @@ def walk(
     ending: Ending = ADDED,
     repeats: bool = True,
 ) -> Backward:
-    """Return a walk forward and backward through a block.
+    """Return the forward and backward walk of a block.
 
     Args:
-        shape: Its sizes and switches.
-        kind: Which block.
-        known: The block where it is written already, as of columns of sizes.
-        ending: How backward begins and ends.
-        repeats: Whether backward runs again what the plan recomputes.
+        shape: Shape of the block.
+        kind: Kind of block.
+        known: The block's graph, if made before with columns of sizes.
+        ending: Gradients at its borders.
+        repeats: Whether backward recomputes as the plan says.
     """
     block, first = known or written(shape, kind)
     repetition = _repetition(shape, block) if repeats else Repetition()
@@ -334,28 +337,28 @@ def walk(
 def _repetition(shape: BlockShape, block: Block) -> Repetition:
     is_by_operator = shape.recompute is Recompute.SELECTIVE_OP
     modules = frozenset(repeated_modules(shape.recompute, shape.modules))
-    is_whole = shape.recompute in OF_LAYERS
+    is_whole = shape.recompute in WHOLE_LAYERS
     parts = frozenset({LAYER, GROUP}) if is_whole else modules
     # Megatron's checkpoints of layers are reentrant, too; PyTorch's and DeepSpeed's own are not.
-    is_named = not is_whole or (shape.stack.megatron_layers and not is_by_operator)
+    is_reentrant = not is_whole or (shape.stack.megatron_layers and not is_by_operator)
     return Repetition(
         parts,
         shape.stack.recompute_stops_early,
-        _kept_operators(block) if is_by_operator else frozenset(),
-        # Reentrant checkpoints have names for what they made again; of an attention core another
-        # storage is as large by then, and norms have given theirs up.
-        held=parts - NOT_HELD if is_named else frozenset(),
+        _saved_operators(block) if is_by_operator else frozenset(),
+        # Reentrant checkpoints refer to their recomputed outputs; of core attention another storage
+        # is as large by then, and norms have discarded theirs.
+        held=parts - NOT_REFERENCED if is_reentrant else frozenset(),
     )
 
 
-def _kept_operators(block: Block) -> frozenset[Operator]:
-    """Return the operators whose outputs selective recomputation per operator keeps.
+def _saved_operators(block: Block) -> frozenset[Operator]:
+    """Return the operators whose outputs selective checkpointing per operator saves.
 
     torchtitan's ``selective_ac_option = "op"`` (torchtitan/parallelisms/parallelize_llama.py,
-    commit 6b03ffa of 2024-12-26) keeps what the operators of a list give out: attention, what is
-    reduce-scattered, and products but for every second one, counted through the layer.  The list
-    has ``aten.mm`` alone: PyTorch runs a product with a bias as ``addmm``, so that always runs
-    again, but torchao adds the bias of an fp8 product afterwards (torchao/float8/float8_linear.py,
+    commit 6b03ffa of 2024-12-26) saves the outputs of listed operators: attention, reduce-scatters,
+    and every second GEMM, counted through the layer.  The list has ``aten.mm`` alone: PyTorch runs
+    a linear layer with a bias as ``addmm``, which is always recomputed, but torchao adds the bias
+    of an fp8 GEMM afterwards (torchao/float8/float8_linear.py,
     commit eab345c of 2024-12-20).
     """
     kept, num_listed = set(), 0

@@ -1,15 +1,15 @@
-"""FLOPs of a step by the usual convention: matrix products, full attention, no recomputation.
+"""Model FLOPs of a step by the usual convention: GEMMs, full attention, no recomputation.
 
-Per token, forward: ``2 (h (2 q + 2 g) + k h f)`` a layer for the linear products, with the widths q
+Per token, forward: ``2 (h (2 q + 2 g) + k h f)`` a layer for the linear layers, with the widths q
 of queries (h, unless a head's width is given) and g of keys; for attention ``4 s q`` over all s
 keys (not halved for causality), or ``4 min(s, w) q`` in a layer with a window of w (a whole band);
 ``2 h V`` for the head and ``2 h^2`` more for that of BERT, whose pooler (one token a sequence) is
 left out, both of scored positions only; backward is twice that.  For a GPT this is
 ``72 B s l h^2 (1 + s / 6h + V / 12 l h)`` (Narayanan et al. 2021, arXiv 2104.04473, appendix;
 Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
-Of routed experts those count that a token is sent to; latent attention has head dims of its own.
-Layers that predict further tokens count with a product of 2h inputs and logits of their own each.
-Models that list their layers, and what recomputation repeats, are counted in the blocks themselves.
+Of routed experts the active ones count; latent attention has head dims of its own.  An MTP layer
+adds a projection of 2h inputs and its own logits.  Models that list their layers, and recomputed
+FLOPs, are counted in the blocks themselves.
 """
 
 from collections.abc import Iterable
@@ -67,24 +67,24 @@ def model_flops(job: TrainingJob) -> int:
 
 
 def hardware_flops(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> int:
-    """Return the model FLOPs plus what recomputation repeats of the layers on *stack*."""
-    undivided = replace(plan, ep=1, etp=None)  # first: ranks that cut sequences may have experts
+    """Return hardware FLOPs: model FLOPs plus those that *stack* recomputes."""
+    undivided = replace(plan, ep=1, etp=None)  # before cp=1: ep may span context-parallel ranks
     one = replace(undivided, tp=1, cp=1, cp_type=None, cp_inner=None, microbatch_size=1)
-    alone = BlockShape.of(job, one, stack)
+    unsharded = BlockShape.of(job, one, stack)
 
-    def repeated(kind: BlockKind) -> int:
-        steps = walk(alone, kind).tape.steps
+    def recomputed_flops(kind: BlockKind) -> int:
+        steps = walk(unsharded, kind).tape.steps
         return _flops(each.work for each in steps if each.phase is Phase.RECOMPUTE)
 
     runs = [*repeated_layers(job.model, plan)]
     if isinstance(job.model, ModelSpec) and job.model.prediction_layers:
         runs.append(BlockRun(HEAD, 1))
-    again = sum(count * repeated(kind) for kind, count in runs)
-    return model_flops(job) + again * job.global_batch_size
+    recomputed = sum(count * recomputed_flops(kind) for kind, count in runs)
+    return model_flops(job) + recomputed * job.global_batch_size
 
 
 def _transformer_flops(job: TrainingJob, model: ModelSpec) -> int:
-    """Return the FLOPs of a step's forward passes."""
+    """Return the FLOPs of all forward passes of a step."""
     per_token = sum(
         count * layer_flops(model, kind, job.seq_len) for kind, count in model.layer_runs
     )
@@ -96,7 +96,7 @@ def _transformer_flops(job: TrainingJob, model: ModelSpec) -> int:
 
 
 def _listed_flops(model: ImageModel | ChainModel) -> int:
-    """Return the FLOPs of a sample's forward pass; how a stack runs it changes none."""
+    """Return the FLOPs of a sample's forward pass; they do not depend on the lowering."""
     eager = Lowering(
         fuses_products=False,
         fuses_gate=False,

@@ -1,4 +1,4 @@
-"""The operators a training step is made of: shapes, FLOPs and bytes, without times."""
+"""Operators of a training step: shapes, FLOPs and bytes, without times."""
 
 from typing import Literal, NamedTuple
 
@@ -15,26 +15,26 @@ from meshwright.simulator.model import (
     ModelSpec,
 )
 
-# Kernels forward and backward: of an embedding index, add, dropout; of a copy that alone; a norm
-# ahead of a head is among those of the head.
+# Kernels forward and backward: embedding (index, add, dropout), copy; the final norm's are among
+# those of the head.
 KERNELS = {EMBEDDING: (3, 3), COPY: (1, 0), COPY_OF_STREAMS: (1, 0), FINAL_NORM: (0, 0)}
-# Kernels of a head beside its products: norm, cast, maximum, subtract, exponent, sum, divide and
-# their gradients; BERT's has a dense layer, activation, pooler, tanh and classifier more.
+# Kernels of a head beside its GEMMs: norm, cast, max, subtract, exp, sum, divide and their
+# gradients; BERT's has a dense layer, activation, pooler, tanh and classifier more.
 HEAD_KERNELS = 8
 MLM_KERNELS = 5
-# Of each layer that predicts a further token beside it: embedding, three norms, two that put
-# tokens side by side, and those that shift numbers (MultiTokenPredictionLayer of core 0.16).
+# Kernels of an MTP layer beside its transformer layer: embedding, three norms, concatenation, and
+# rolling of ids (MultiTokenPredictionLayer of core 0.16).
 PREDICTION_KERNELS = 14
 
 
 class Gemm(NamedTuple):
     """A batched matrix product ``[m, k] x [k, n]``; one multiply-add counts 2 FLOPs.
 
-    ``is_attention`` marks the products of the attention core, which hold no weights; those
-    ``in_eight_bits`` have two inputs of one byte an element and an output of two.
+    ``is_attention`` marks the GEMMs of core attention, which have no weights; ``in_eight_bits``
+    ones have fp8 inputs and a 16-bit output.
 
-    A product of experts has *batch* weights of its own: ``rows`` names the size that is the rows of
-    an expert, and ``weight_bytes`` is the traffic of these weights, or of their kept gradients.
+    A grouped GEMM has *batch* experts with a weight each: ``rows`` names the size that is an
+    expert's tokens, and ``weight_bytes`` is the traffic of the weights or their gradients.
 
     >>> Gemm("qkv", m=2048, n=4608, k=12288).flops
     231928233984
@@ -67,9 +67,9 @@ class Gemm(NamedTuple):
 
 
 class ImplicitGemm(NamedTuple):
-    """A convolution: the product ``[pixels, inputs x taps] x [inputs x taps, outputs]``.
+    """A convolution: the implicit GEMM ``[pixels, inputs x taps] x [inputs x taps, outputs]``.
 
-    No window is laid out in memory: its traffic are the *moved* elements of its three tensors.
+    No im2col: its traffic are the *moved* elements of its three tensors.
 
     >>> ImplicitGemm("3 x 3", pixels=56**2, inputs=64, outputs=64, taps=9, moved=438_272).flops
     231211008
@@ -91,13 +91,12 @@ class ImplicitGemm(NamedTuple):
 class FlashAttention(NamedTuple):
     """One fused attention call over *batch_heads* heads; a causal one skips the masked half.
 
-    Of *ranks* that share its rows each has as many operations, and runs them in as many steps.
-    One with a *window* skips what is outside of its band, too: the triangle of all tokens but so
-    many; of ranks that gathered the tokens, those of the first ones have fewer operations, and the
-    others wait for the one in the middle.  Forward is two products of ``s x s x d``; backward
-    recomputes the scores and makes four more, 2.5 times the forward (Dao 2023, arXiv 2307.08691,
-    section 4.1).  Values of *value_dim*, if they are not as wide as queries and keys, are in one
-    product forward and two backward.
+    Context-parallel *ranks* have equally many operations, in as many steps.  A sliding *window*
+    skips what is outside of its band, the triangle of all tokens but so many; of ranks with
+    gathered tokens the first have fewer operations, and the others wait for the one in the middle.
+    Forward is two GEMMs of ``s x s x d``; backward recomputes the scores and runs four more, 2.5
+    times the forward (Dao 2023, arXiv 2307.08691, section 4.1).  *value_dim*, if not the head dim
+    of queries and keys, is in one GEMM forward and two backward.
 
     >>> FlashAttention("band", 1, 8, 1, window=2).flops, 2 * (8**2 - 6**2)
     (56, 56)
@@ -118,29 +117,32 @@ class FlashAttention(NamedTuple):
 
     @property
     def has_shared_window(self) -> bool:
-        """Whether it is attention to a window of gathered tokens."""
+        """True for sliding-window attention to tokens gathered over context-parallel ranks."""
         return self.window > 0 and self.ranks > 1
 
     @property
     def flops(self) -> int:
-        """Operations with the masked half left out, of a rank that has most."""
+        """Operations without the masked half, of the rank with most."""
         return self.flops_of(self.ranks - 1)
 
     def flops_of(self, rank: int) -> int:
-        """Operations with the masked half left out, of one of the *ranks*."""
+        """Operations without the masked half, of one of the *ranks*."""
         wide, deep = self.head_dim, self.value_dim or self.head_dim
         halves = (3 * wide + 2 * deep if self.backward else wide + deep) * (2 - self.causal)
         if self.has_shared_window:
+            # Each rank has an early and a late chunk of the tokens, so that causal work is
+            # balanced.
             rows = self.seq_len // (2 * self.ranks)
             starts = rank * rows, (2 * self.ranks - 1 - rank) * rows
             seen = sum(_twice_seen(start, rows, self.window) for start in starts)
             return halves * self.batch_heads * seen
+        # A sliding window leaves out a triangle of side ``seq_len - window``.
         skipped = self.seq_len - self.window if self.window else 0
         return halves * self.batch_heads * (self.seq_len**2 - skipped**2) // self.ranks
 
 
 def _twice_seen(start: int, rows: int, window: int) -> int:
-    """Return twice the scores of *rows* from *start* on, of which each sees a *window*.
+    """Return twice the number of unmasked scores of *rows* from *start* on, with a *window*.
 
     >>> _twice_seen(0, 8, 2), 8**2 - 6**2, _twice_seen(8, 8, 2)
     (28, 28, 32)
@@ -152,9 +154,9 @@ def _twice_seen(start: int, rows: int, window: int) -> int:
 
 
 class MemoryBound(NamedTuple):
-    """Kernels whose time is their traffic: *size_bytes* read and written.
+    """Memory-bound kernels: *size_bytes* read and written.
 
-    Of *strided* ones it is at least that of as many elements, made one by one.
+    *strided* elements are handled one by one, which may take longer than the bytes.
     """
 
     name: str
@@ -163,16 +165,16 @@ class MemoryBound(NamedTuple):
 
 
 class KernelLaunches(NamedTuple):
-    """Start and tail of kernels, in which the device does no useful work."""
+    """Launch gaps of kernels, in which the device is idle."""
 
     name: str
     num_kernels: int
 
 
 def end_launches(kind: BlockKind, model: ModelSpec) -> tuple[KernelLaunches, ...]:
-    """Return the starts of a head's kernels, forward or backward, or of those ahead of layers.
+    """Return the kernel launches of a head, forward or backward, or of MTP layers.
 
-    A head has a loss of the next token, and of each further one that is predicted.
+    A head has a loss of the next token, and one of each MTP layer.
     """
     number = model.prediction_layers
     if kind == PREDICTIONS:
@@ -184,9 +186,9 @@ def end_launches(kind: BlockKind, model: ModelSpec) -> tuple[KernelLaunches, ...
 
 
 class HostPasses(NamedTuple):
-    """Host time of passes through a layer, some of which the device waits for.
+    """Host (CPU) time of passes through a layer, for part of which the device waits.
 
-    *experts* are the rank's, ``casts`` the kernels that cast rows of one by themselves.
+    *experts* are the rank's local experts, ``casts`` the cast kernels of single experts.
     """
 
     name: str
@@ -198,7 +200,7 @@ class HostPasses(NamedTuple):
 class Collective(NamedTuple):
     """A collective over *axis*; ``size_bytes`` is the larger of a rank's two buffers.
 
-    ``hides_under`` is the product that may run at the same time.
+    ``hides_under`` is the GEMM that may overlap it.
     """
 
     name: str
@@ -209,14 +211,14 @@ class Collective(NamedTuple):
 
     @property
     def collectives(self) -> tuple[tuple[CollectiveOp, int, int], ...]:
-        """The operation, the size and how often it runs."""
+        """Operation, size in bytes and number of calls."""
         return ((self.op, self.size_bytes, 1),)
 
 
 class RingMessages(NamedTuple):
-    """Messages to the next rank on the ring of *axis*, in *steps* of attention that may hide them.
+    """Messages to the next rank on the ring of *axis*, in *steps* of attention that overlap them.
 
-    ``beside_bytes`` go at the same time in a message of their own; ``op`` is what carries them.
+    ``beside_bytes`` are a second message at the same time; ``op`` is the collective or p2p.
     """
 
     name: str
@@ -229,7 +231,7 @@ class RingMessages(NamedTuple):
 
     @property
     def collectives(self) -> tuple[tuple[CollectiveOp, int, int], ...]:
-        """The operation, the size and the number of the messages of one size."""
+        """Operation, size in bytes and number of the messages of each size."""
         sizes = filter(None, (self.size_bytes, self.beside_bytes))
         return tuple((self.op, size, self.steps) for size in sizes if self.steps)
 
@@ -247,9 +249,9 @@ Operator = (
 
 
 class BlockOperators(NamedTuple):
-    """What one microbatch runs in one block: an embedding, a layer or a head.
+    """Operators of one microbatch in one block: an embedding, a layer or a head.
 
-    ``recompute`` runs in backward before ``backward``.
+    ``recompute`` runs before ``backward``.
     """
 
     forward: tuple[Operator, ...]
@@ -258,10 +260,10 @@ class BlockOperators(NamedTuple):
 
 
 class ExpertOperators(NamedTuple):
-    """What of `BlockOperators` runs between an exchange with ranks of experts and the one back.
+    """Operators between dispatch and combine, the all-to-alls of expert parallelism.
 
-    ``backward`` makes gradients of inputs, ``weights`` those of experts' weights, which may run
-    later, as may ``other_weights`` of products before the exchange.
+    ``backward`` is the experts' dgrad, ``weights`` their wgrad, which may be delayed, as may
+    ``other_weights``, the wgrad of linear layers before dispatch.
     """
 
     forward: tuple[Operator, ...] = ()
@@ -271,7 +273,7 @@ class ExpertOperators(NamedTuple):
 
 
 def is_exchange(operator: Operator) -> bool:
-    """Return whether tokens go to the ranks of experts, or back."""
+    """Return True for expert parallelism's all-to-all: dispatch or combine."""
     if not isinstance(operator, Collective):
         return False
     return (operator.op, operator.axis) == (CollectiveOp.ALL_TO_ALL, ExpertAxis.EP)

@@ -1,4 +1,4 @@
-"""The operators of a block as they are priced: merged products, traffic, collectives, launches."""
+"""Priced operators of a block: merged GEMMs, traffic, collectives, kernel launches."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -50,31 +50,31 @@ from meshwright.simulator.model import (
     ModelSpec,
 )
 
-# Kernels of each further step of a ring, forward and backward.  Transformer Engine's: attention,
-# corrections of its output and its numbers; sums of the gradients of queries, keys and values.
-# PyTorch's: attention, two casts, five kernels for the output, three for its numbers and the copy
+# Kernels of each further step of ring attention, forward and backward.  Transformer Engine's:
+# attention, corrections of output and log-sum-exp; sums of the gradients of q, k and v.
+# PyTorch's: attention, two casts, five kernels for the output, three for log-sum-exp and the copy
 # that is sent; three sums, copies of two halves that are summed, and of three tensors.
 ENGINE_STEP_KERNELS = 3, 4
 STEP_KERNELS = 12, 9
 
 
 class PricedBlock(NamedTuple):
-    """A block that was walked, whose sizes may be columns of many shapes; so are its operators'.
+    """A walked block, whose sizes, and its operators', may be columns of many shapes.
 
     Args:
-        shape: Its switches, and its sizes where they are no columns.
-        sizes: Those that may be columns.
-        kind: Which block.
-        found: Its walk.
+        shape: Its fields, and its sizes where they are no columns.
+        sizes: Sizes that may be columns.
+        kind: Kind of block.
+        walk: Its walk.
     """
 
     shape: BlockShape
     sizes: Columns
     kind: BlockKind
-    found: Backward
+    walk: Backward
 
     def operators(self) -> BlockOperators:
-        """Return what one microbatch runs on one rank."""
+        """Return the operators of one microbatch on one rank."""
         forward, again, backward = (self._phase(phase) for phase in Phase)
         if not isinstance(self.shape.trained, ModelSpec):
             return self._listed_operators(forward, again, (*backward, *self._accumulation()))
@@ -97,9 +97,9 @@ class PricedBlock(NamedTuple):
         again: tuple[Operator, ...],
         backward: tuple[Operator, ...],
     ) -> BlockOperators:
-        """Return the operators with a launch for each kernel of the walk."""
+        """Return the operators, with a launch for each kernel of the walk."""
         starts = {
-            phase: KernelLaunches(f"{self.kind} {phase}", _num_kernels(self.found, phase))
+            phase: KernelLaunches(f"{self.kind} {phase}", _num_kernels(self.walk, phase))
             for phase in Phase
         }
         return BlockOperators(
@@ -109,9 +109,9 @@ class PricedBlock(NamedTuple):
         )
 
     def _phase(self, phase: Phase) -> tuple[Operator, ...]:
-        steps = [step for step in self.found.tape.steps if step.phase is phase]
+        steps = [step for step in self.walk.tape.steps if step.phase is phase]
         merges = phase is not Phase.RECOMPUTE or self.shape.recompute is not Recompute.SELECTIVE_OP
-        products = _products(self, steps, merges=merges)
+        products = _gemms(self, steps, merges=merges)
         calls = _collectives(self, steps, products)
         flash = [
             _flash(self.shape, self.kind, step.work, phase)
@@ -127,7 +127,7 @@ class PricedBlock(NamedTuple):
     def _launches(
         self, operators: Sequence[Operator], linears: Sequence[Gemm], *, backward: bool
     ) -> tuple[Operator, ...]:
-        """Return casts for fp8, starts of kernels and host time of a phase."""
+        """Return fp8 casts, kernel launches and host time of a phase."""
         stack = self.shape.stack
         if self.kind in KERNELS:
             return (KernelLaunches(self.kind, KERNELS[self.kind][backward]),)
@@ -139,7 +139,7 @@ class PricedBlock(NamedTuple):
         num_products = sum(isinstance(each, Gemm) for each in operators)
         if stack.kernels is Kernels.EAGER:
             phase = Phase.BACKWARD if backward else Phase.FORWARD
-            usual = max(usual, _num_kernels(self.found, phase) - num_products)
+            usual = max(usual, _num_kernels(self.walk, phase) - num_products)
         return (
             *ends,
             *casts(self.shape, linears),
@@ -153,9 +153,9 @@ class PricedBlock(NamedTuple):
         forward: tuple[Operator, ...],
         extra: tuple[Operator, ...],
     ) -> tuple[Operator, ...]:
-        """Return what runs again; of a layer, with the traffic and the launches of all of it.
+        """Return the recomputed operators; of a layer, with the traffic and launches of all of it.
 
-        Stacks are fitted so: what recomputation that stops early leaves out is not their traffic.
+        Stacks are fitted so: early stop of checkpoints does not reduce their traffic.
         """
         if self.shape.recompute is Recompute.SELECTIVE or self.kind not in LAYERS:
             return (*again, KernelLaunches("attention again", len(again)))
@@ -175,21 +175,21 @@ class PricedBlock(NamedTuple):
         )
 
     def _accumulation(self) -> tuple[Operator, ...]:
-        """Return the traffic of adding a microbatch's weight gradients to what is kept of them.
+        """Return the traffic of accumulating a microbatch's weight gradients.
 
-        Fused, it is part of the products; an embedding's is in the traffic of its table.
+        Fused, it is part of the GEMMs; an embedding's is in the traffic of its weight.
         """
         stack, listed = self.shape.stack, not isinstance(self.shape.trained, ModelSpec)
         if stack.fused_gradient_accumulation or (self.kind == EMBEDDING and not listed):
             return ()
-        weights = list(self.found.places)
+        weights = list(self.walk.places)
         if self.kind not in LAYERS and not listed:
             weights = [each for each in weights if len(each.dims) > 1]
-        count = sum(_number(each.numel) for each in weights)
+        count = sum(_as_int(each.numel) for each in weights)
         return (MemoryBound("gradient accumulation", count * stack.accumulation_traffic_bytes),)
 
     def _sums(self) -> tuple[Operator, ...]:
-        """Return the sums of gradients over tensor ranks that a stack makes in every microbatch.
+        """Return the all-reduces of norm gradients over tp that a stack runs in every microbatch.
 
         With sequence parallelism a rank's norms see its own tokens alone.
         """
@@ -198,39 +198,39 @@ class PricedBlock(NamedTuple):
             return ()
         return tuple(
             Collective(
-                "tp norm reduce", CollectiveOp.ALL_REDUCE, _number(each.numel) * width, Axis.TP
+                "tp norm reduce", CollectiveOp.ALL_REDUCE, _as_int(each.numel) * width, Axis.TP
             )
-            for each in _partial_weights(self.found)
+            for each in _partial_weights(self.walk)
         )
 
 
 def _num_layers(block: PricedBlock) -> int:
-    """Return the layers of a block: one, those that predict further tokens, or none."""
+    """Return the number of transformer layers in a block: one, all MTP layers, or none."""
     predicts = block.kind == PREDICTIONS
     return block.shape.model.prediction_layers if predicts else int(block.kind in LAYERS)
 
 
 def _host_passes(block: PricedBlock, name: str, *, backward: bool) -> HostPasses:
-    """Return the host time of a pass through a layer; backward has two products of each."""
+    """Return the host time of a pass through a layer; backward has two GEMMs for each."""
     shape = block.shape
     kind = block.kind if block.kind in LAYERS else shape.model.layer_runs[-1].kind
     experts = shape.model.experts if kind in EXPERT_LAYERS else None
     layers = _num_layers(block)
     if experts is None:
         return HostPasses(name, (1 + backward) * layers)
-    own, casts = _number(experts.num_experts // block.sizes.ep), expert_casts(shape, backward)
-    return HostPasses(name, (1 + backward) * layers, own, own * layers * casts)
+    num_local, casts = _as_int(experts.num_experts // block.sizes.ep), expert_casts(shape, backward)
+    return HostPasses(name, (1 + backward) * layers, num_local, num_local * layers * casts)
 
 
 def expert_operators(block: PricedBlock) -> ExpertOperators:
-    """Return what of a block runs while a microbatch's tokens are with the ranks of experts."""
-    sent = [step for step in block.found.tape.steps if _is_exchange(step)]
+    """Return the operators of a block between dispatch and combine of experts."""
+    sent = [step for step in block.walk.tape.steps if _is_exchange(step)]
     if not sent or block.kind not in LAYERS:
         return ExpertOperators()
     forward = [step for step in sent if step.phase is Phase.FORWARD]
     backward = [step for step in sent if step.phase is Phase.BACKWARD]
-    steps = [step for step in block.found.tape.steps if step.phase is Phase.BACKWARD]
-    products = _products(block, steps, merges=True)
+    steps = [step for step in block.walk.tape.steps if step.phase is Phase.BACKWARD]
+    products = _gemms(block, steps, merges=True)
     gradients = [each for (_, number), each in products.items() if number == 1]
     weights = tuple(each for each in gradients if each.rows)
     others = (each for each in gradients if not (each.rows or each.is_attention))
@@ -239,84 +239,84 @@ def expert_operators(block: PricedBlock) -> ExpertOperators:
 
 
 def _between(block: PricedBlock, first: Step, last: Step) -> tuple[Operator, ...]:
-    """Return products of experts, and traffic, from one step of a walk to another."""
-    known = block.found.tape.steps
-    start, end = (place for place, step in enumerate(known) if step is first or step is last)
-    steps = known[start + 1 : end]
-    products = _products(block, steps, merges=True).values()
+    """Return GEMMs of experts, and traffic, between two steps of a walk."""
+    all_steps = block.walk.tape.steps
+    start, end = (place for place, step in enumerate(all_steps) if step is first or step is last)
+    steps = all_steps[start + 1 : end]
+    products = _gemms(block, steps, merges=True).values()
     return (*(each for each in products if each.rows), *_traffic("rows of experts", steps))
 
 
 def _traffic(name: str, steps: Sequence[Step]) -> list[MemoryBound]:
-    """Return the traffic of *steps*, that of kernels which make elements one by one by itself."""
+    """Return the traffic of *steps*, with that of strided kernels apart."""
     moved = [step.work for step in steps if isinstance(step.work, Traffic)]
-    whole = sum(_number(work.nbytes) for work in moved if work.strided is None)
-    found = [MemoryBound(name, whole)] if not isinstance(whole, int) or whole > 0 else []
+    whole = sum(_as_int(work.nbytes) for work in moved if work.strided is None)
+    operators = [MemoryBound(name, whole)] if not isinstance(whole, int) or whole > 0 else []
     apart = [(work.nbytes, work.strided) for work in moved if work.strided is not None]
-    sums = [sum(map(_number, each)) for each in zip(*apart, strict=True)]
-    return [*found, *([MemoryBound(f"{name} over slices", *sums)] if apart else [])]
+    sums = [sum(map(_as_int, each)) for each in zip(*apart, strict=True)]
+    return [*operators, *([MemoryBound(f"{name} over slices", *sums)] if apart else [])]
 
 
 def _is_exchange(step: Step) -> bool:
-    """Return whether tokens go to the ranks of experts, or back, in a step."""
+    """Return True if a step is dispatch or combine of experts."""
     work = step.work
     return isinstance(work, Transfer) and work[:2] == (CollectiveOp.ALL_TO_ALL, ExpertAxis.EP)
 
 
-def _partial_weights(found: Backward) -> list[Tensor]:
-    """Return the weights whose gradients are parts of a sum over the tensor-parallel ranks."""
-    return [each for each, at in found.places.items() if at.get(Axis.TP) is PARTIAL]
+def _partial_weights(backward: Backward) -> list[Tensor]:
+    """Return the weights whose gradients are partial sums over tensor-parallel ranks."""
+    return [each for each, at in backward.places.items() if at.get(Axis.TP) is PARTIAL]
 
 
-def _number(size: Size) -> int:
-    """Return a size, as a number of an operator also where it is a column: see `BlockTable`."""
+def _as_int(size: Size) -> int:
+    """Return a size typed as int, although it may be a column: see `BlockTable`."""
     return cast("int", size)
 
 
-def _products(
+def _gemms(
     block: PricedBlock, steps: Sequence[Step], *, merges: bool
 ) -> dict[tuple[int, int], Gemm]:
-    """Return the products of a phase; those of one input are priced as one.
+    """Return the GEMMs of a phase; those of one input are priced as one.
 
-    The key is the number of the operators that are priced together, and which of an operator's
-    products it is: in backward first that of the input's gradient, then that of the weight's.
+    The key is the number of the operators that are priced together, and the index of an operator's
+    GEMM: in backward 0 is dgrad, 1 wgrad.
     """
-    found: dict[tuple[int, int], Gemm] = {}
+    gemms: dict[tuple[int, int], Gemm] = {}
     seen: Counter[Written] = Counter()
     for step in steps:
-        # Products of no kind, which have hardly more than one row, are priced by their traffic.
+        # GEMMs of kind OTHER have hardly more than one row: they are priced by their traffic.
         if not isinstance(step.work, Product) or step.operator.kind is Kind.OTHER:
             continue
         op, number = step.operator, seen[step.operator]
         seen[op] += 1
-        m, n, k, batch = (_number(size) for size in step.work)
-        apart = len(found) if not merges or op.kind is Kind.ATTENTION else 0
+        m, n, k, batch = (_as_int(size) for size in step.work)
+        apart = len(gemms) if not merges or op.kind is Kind.ATTENTION else 0
         key = (op.price if not apart else -apart, number)
-        if key in found:
-            found[key] = _side_by_side(found[key], (m, n, k), step.phase, number)
+        if key in gemms:
+            gemms[key] = _merged(gemms[key], (m, n, k), step.phase, number)
             continue
         is_attention = op.kind is Kind.ATTENTION
         made = Gemm(op.name, m, n, k, batch, is_attention, in_eight_bits=op.eight_bits)
         is_grouped = op.kind is Kind.GROUPED
-        found[key] = _weighed(made, block, step.phase, number) if is_grouped else made
-    return found
+        gemms[key] = _with_weight_traffic(made, block, step.phase, number) if is_grouped else made
+    return gemms
 
 
-def _weighed(product: Gemm, block: PricedBlock, phase: Phase, number: int) -> Gemm:
-    """Return a product of experts of *block* with the traffic of their weights.
+def _with_weight_traffic(product: Gemm, block: PricedBlock, phase: Phase, number: int) -> Gemm:
+    """Return a grouped GEMM of *block* with the traffic of the experts' weights.
 
-    Backward first makes the input's gradient, then adds the weight's to what is kept of it.
+    In backward 0 is dgrad, 1 wgrad, which accumulates into the kept gradient.
     """
     m, n, k, batch = product.m, product.n, product.k, product.batch
     if phase is Phase.BACKWARD and number == 1:
-        accumulated = _number(block.sizes.accumulated_bytes)
+        accumulated = _as_int(block.sizes.accumulated_bytes)
         return product._replace(rows="k", weight_bytes=accumulated * batch * m * n)
     width = 1 if product.in_eight_bits else block.shape.element_bytes
     return product._replace(rows="m", weight_bytes=width * batch * n * k)
 
 
-def _side_by_side(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: int) -> Gemm:
-    """Return two products of one input as one: their outputs add up."""
+def _merged(one: Gemm, sizes: tuple[int, int, int], phase: Phase, number: int) -> Gemm:
+    """Return two GEMMs of one input as one: n adds up, in dgrad k, in wgrad m."""
     m, n, k = sizes
     if phase is not Phase.BACKWARD:
         return one._replace(n=one.n + n)
@@ -331,13 +331,13 @@ def _flash(
     seq_len = chunk_tokens(model, kind, shape.seq_len) or shape.seq_len
     return FlashAttention(
         "attention",
-        batch_heads=_number(work.scores * work.ranks) // (seq_len * seen),
+        batch_heads=_as_int(work.scores * work.ranks) // (seq_len * seen),
         seq_len=seq_len,
         head_dim=model.query_head_dim,
         backward=phase is Phase.BACKWARD,
         causal=model.causal,
         window=seen if seen < seq_len else 0,
-        ranks=_number(work.ranks),
+        ranks=_as_int(work.ranks),
         value_dim=model.value_head_dim,
     )
 
@@ -345,11 +345,11 @@ def _flash(
 def _ring_messages(
     steps: Sequence[Step], attention: Sequence[FlashAttention]
 ) -> Iterator[RingMessages]:
-    """Yield the messages of a phase; a layer has one attention, beside whose steps they go."""
+    """Yield the ring messages of a phase, overlapped with the steps of the layer's attention."""
     for step in steps:
         work = step.work
         if isinstance(work, Exchange):
-            sizes = (_number(each) for each in (work.nbytes, work.steps, work.beside))
+            sizes = (_as_int(each) for each in (work.nbytes, work.steps, work.beside))
             size_bytes, count, beside_bytes = sizes
             cover = None if work.waits else attention[0]
             place = work.axis, count, beside_bytes, cover
@@ -357,37 +357,37 @@ def _ring_messages(
 
 
 def _ring_launches(shape: BlockShape, attention: FlashAttention) -> KernelLaunches:
-    """Return the kernels that a ring of one step would not have."""
+    """Return the launches of a ring's steps beyond the first."""
     of_step = ENGINE_STEP_KERNELS if shape.stack.transformer_engine else STEP_KERNELS
     return KernelLaunches("steps of a ring", of_step[attention.backward] * (attention.ranks - 1))
 
 
 def _convolutions(steps: Sequence[Step]) -> list[ImplicitGemm]:
     return [
-        ImplicitGemm(step.operator.name, *(_number(size) for size in step.work))
+        ImplicitGemm(step.operator.name, *(_as_int(size) for size in step.work))
         for step in steps
         if isinstance(step.work, Convolution)
     ]
 
 
-def _num_kernels(found: Backward, phase: Phase) -> int:
-    """Return the kernels of a phase: one for each piece of work, and for each copy both ways."""
-    steps = (step for step in found.tape.steps if step.phase is phase)
+def _num_kernels(walk: Backward, phase: Phase) -> int:
+    """Return the number of kernels of a phase: one for each work item, and each copy both ways."""
+    steps = (step for step in walk.tape.steps if step.phase is phase)
     count = sum(not isinstance(step.work, Transfer | Exchange) for step in steps)
-    copies = [op for op in found.tape.block.operators if not op.work and op.outputs[0].base is None]
+    copies = [op for op in walk.tape.block.operators if not op.work and op.outputs[0].base is None]
     return count + (len(copies) if phase is not Phase.RECOMPUTE else 0)
 
 
 def _collectives(
     block: PricedBlock, steps: Sequence[Step], products: dict[tuple[int, int], Gemm]
 ) -> Iterator[Collective]:
-    """Yield the collectives of a phase, with the products that they may run beside.
+    """Yield the collectives of a phase, with the GEMMs that overlap them.
 
-    A column-parallel layer's input may be gathered again under the product of its gradient, the
-    sum of that gradient under the product of the weight's (Megatron-LM's asynchronous layer). Piece
-    by piece, each gather goes beside the product it is for, each scattered sum beside its own.
+    In backward of a column-parallel layer the input's all-gather overlaps dgrad, the reduction of
+    its gradient wgrad (Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication). Chunked
+    (tp-comm-overlap), each collective overlaps its own GEMM.
     """
-    first = {each.price: each.kind for each in reversed(block.found.tape.block.operators)}
+    first = {each.price: each.kind for each in reversed(block.walk.tape.block.operators)}
     for phase, op, work in steps:
         if not isinstance(work, Transfer):
             continue
@@ -397,4 +397,4 @@ def _collectives(
         again = is_backward and block.shape.stack.megatron_layers and first[op.price] is Kind.PLACE
         if cover and not (again or moves_in_pieces(block.shape, block.kind, op.region)):
             cover = None
-        yield Collective(work.axis.value, work.op, _number(work.nbytes), work.axis, cover)
+        yield Collective(work.axis.value, work.op, _as_int(work.nbytes), work.axis, cover)

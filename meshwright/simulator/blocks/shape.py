@@ -1,4 +1,4 @@
-"""The sizes that decide what one rank computes and keeps in a block."""
+"""Shape of a block on a rank: model, batch, parallel degrees and stack."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -44,15 +44,14 @@ from meshwright.simulator.model import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightShape:
-    """A model and the ranks that share its weights.
+    """A model and the degrees that shard its weights.
 
-    ``parameters`` are a tensor-parallel rank's, its vocabulary padded, of a block of each kind;
-    ``expert_parameters`` those of routed experts among them where experts are divided among ranks:
-    other ranks than those of a replica hold them.  ``whole_ends`` says that tensor-parallel ranks
-    split layers alone.
+    ``parameters`` are those of a block of each kind on a tensor-parallel rank, with the vocabulary
+    padded; ``expert_parameters`` those of routed experts among them under expert parallelism, whose
+    data-parallel group is another.  ``whole_ends``: embedding and head are not split over tp.
     """
 
-    trained: AnyModel = field(hash=False)  # a table's shapes share it; so many facts hash slowly
+    trained: AnyModel = field(hash=False)  # shared by all shapes of a table, and slow to hash
     tp: int
     # The model, the ranks and the stack decide them.
     parameters: Mapping[BlockKind, int] = field(compare=False)
@@ -60,16 +59,16 @@ class WeightShape:
     ep: int = 1
     etp: int | None = None
     whole_ends: bool = False
-    # Found once: tables look shapes up again and again.
-    known_hash: int = field(init=False, compare=False, repr=False)
+    # Hashed once: tables look shapes up again and again.
+    cached_hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Find the hash of what is compared, but for records that a table's shapes share."""
-        object.__setattr__(self, "known_hash", hash(HASHED(self)))
+        """Cache the hash of the compared fields, without records that a table's shapes share."""
+        object.__setattr__(self, "cached_hash", hash(HASHED_FIELDS(self)))
 
     def __hash__(self) -> int:
-        """Return one number for all that are equal."""
-        return self.known_hash
+        """Return the cached hash."""
+        return self.cached_hash
 
     @property
     def model(self) -> ModelSpec:
@@ -78,7 +77,7 @@ class WeightShape:
         return self.trained
 
     def local_shape(self, tensor: ParameterTensor) -> tuple[int, ...]:
-        """Return the shape of a rank's part of a tensor."""
+        """Return the shape of a rank's shard of a parameter."""
         tp = self.ends_tp if tensor.block in ENDS else self.tp
         return local_shape(self.trained, tensor, tp=tp, ep=self.ep, etp=self.etp)
 
@@ -89,7 +88,7 @@ class WeightShape:
 
     @property
     def splits_experts_alike(self) -> bool:
-        """Whether an expert is split over as many ranks as other layers, which are the same."""
+        """True where expert tensor parallelism uses the tp ranks."""
         return self.expert_tp == self.tp
 
     @property
@@ -99,17 +98,18 @@ class WeightShape:
 
     @property
     def weight_degrees(self) -> tuple[int, int, int]:
-        """The degrees that divide a rank's weights."""
+        """Degrees that shard the weights: tp, ep and expert tp."""
         return self.tp, self.ep, self.expert_tp
 
     @property
     def local_kv_width(self) -> int:
-        """Width of the keys, and of the values, of one rank; at least one head."""
+        """Width of the keys (or values) of one rank; at least one head."""
+        # Fewer key-value heads than ranks are replicated.
         return max(1, self.model.num_kv_heads // self.tp) * self.model.head_dim
 
     @property
     def has_groups(self) -> bool:
-        """Whether a rank has several groups of heads, each of which shares a key head."""
+        """True where a rank has several query groups (GQA)."""
         heads = (self.model.num_kv_heads, self.model.num_heads)
         return self.tp < heads[0] < heads[1]
 
@@ -120,21 +120,20 @@ class WeightShape:
 
     @property
     def local_ffn_width(self) -> int:
-        """Width of the MLP of one rank."""
+        """FFN hidden size of one rank."""
         return self.model.ffn_hidden_size // self.tp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape(WeightShape):
-    """Model, batch and tensor-parallel choices; plans that share them share operator times.
+    """Fields of job, plan and stack that a block depends on; plans that share them share costs.
 
-    ``defers_sums`` says that gradients which the stack sums over tensor-parallel ranks in every
-    microbatch stay unsummed until the last one, as those that are whole until then do.
-    ``is_unwrapped`` says that the stack does not run fully_shard. ``modules`` of a layer run again
-    in selective recomputation; those in ``offload_modules`` leave saved tensors on the host. ``cp``
-    ranks share a sequence by ``cp_type``; of a ring of swaps, groups of ``cp_inner`` swap.
-    ``announces_messages`` says that sizes go ahead of messages between stages, which differ.
-    ``accumulated_bytes`` are those that a product moves to add a gradient to what is kept of it.
+    ``defers_sums``: all-reduces of norm gradients over tp, in every microbatch by default, wait for
+    the last one.  ``is_unwrapped``: the stack does not run fully_shard.  ``modules`` are recomputed
+    selectively; those in ``offload_modules`` offload their saved tensors.  ``cp`` ranks split a
+    sequence by ``cp_type``, with all-to-all groups of ``cp_inner`` in a hybrid ring.
+    ``announces_messages``: p2p messages of varying size are preceded by their shapes.
+    ``accumulated_bytes`` is the traffic per element of wgrad's accumulation.
     """
 
     __hash__ = WeightShape.__hash__  # a dataclass would have one of its own
@@ -166,7 +165,7 @@ class BlockShape(WeightShape):
         stack: StackProfile,
         parameters: "PlanParameters | None" = None,
     ) -> "BlockShape":
-        """Return the shape of *job*'s blocks by *plan*; *parameters* where they are known."""
+        """Return the shape of *job*'s blocks under *plan*; *parameters* if computed before."""
         every, of_experts = parameters or plan_parameters(job.model, plan, stack)
         return cls(
             trained=job.model,
@@ -200,52 +199,52 @@ class BlockShape(WeightShape):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a microbatch that a context-parallel rank has."""
+        """Tokens of a microbatch on a context-parallel rank."""
         return self.microbatch_size * self.seq_len // self.cp
 
     @property
     def num_local_tokens(self) -> int:
-        """Tokens a rank keeps outside tensor-parallel regions."""
+        """Tokens on a rank outside of tensor-parallel regions."""
         return self.num_tokens // self.tp if self.sequence_parallel else self.num_tokens
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an activation."""
+        """Bytes of an activation's element."""
         return self.precision.num_bytes
 
     @property
     def keeps_outputs(self) -> bool:
-        """Whether a stage's output lives until the backward pass of its microbatch."""
+        """True where a stage's output lives until its microbatch's backward."""
         return self.in_pipeline and self.stack.keeps_stage_outputs
 
     @property
     def casts_weights(self) -> bool:
-        """Whether every pass casts fp32 weights to 16 bit, beside a residual stream in fp32."""
+        """True under autocast: every pass casts fp32 weights; the residual stream is fp32."""
         return self.stack.autocast and self.precision is not Precision.FP32
 
     @property
     def caches_casts(self) -> bool:
-        """Whether these copies live as long as the forward pass: not those of copied weights."""
+        """True where autocast's weight cache lives through forward: not in DataParallel."""
         return self.casts_weights and self.stack.strategy is not Strategy.DATAPARALLEL
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of an activation of the residual stream."""
+        """Bytes of an element of the residual stream."""
         return Precision.FP32.num_bytes if self.casts_weights else self.element_bytes
 
     @property
     def recipe(self) -> EightBitRecipe | None:
-        """How linear layers multiply in 8 bits, if they do."""
+        """Fp8 recipe of linear layers, if any."""
         return self.stack.recipes.get(self.precision)
 
     @property
     def linear_input_bytes(self) -> int:
-        """Bytes of an element that a linear layer keeps of its input for backward."""
+        """Bytes of an element of a linear layer's saved input."""
         return self.recipe.saved_input_bytes if self.recipe else self.element_bytes
 
     @property
     def keeps_narrow_inputs(self) -> bool:
-        """Whether a linear layer keeps a copy of 8 bits of its input, not the input itself."""
+        """True where a linear layer saves an fp8 copy of its input, not the input itself."""
         return self.linear_input_bytes < self.element_bytes
 
     @property
@@ -256,45 +255,47 @@ class BlockShape(WeightShape):
 
     @property
     def num_logits(self) -> int:
-        """Numbers that a microbatch's loss is made of on one rank."""
+        """Logits (or outputs) of a microbatch on one rank."""
         if isinstance(self.trained, ModelSpec):
             return ceil(self.num_tokens * self.model.scored_fraction) * self.local_vocab_size
         return self.microbatch_size * self.trained.num_outputs
 
     @property
     def copied_parameters(self) -> int:
-        """Parameters of a rank's table where the head has use of it, too; else 0."""
+        """Parameters of a rank's tied embedding; 0 if embedding and head are not tied."""
         if not shares_table(self.trained):
             return 0
         return self.local_vocab_size * self.model.hidden_size
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the activation between two stages that one rank holds."""
+        """Bytes of the p2p activation between two stages, on one rank."""
         return self.num_local_tokens * self.model.hidden_size * self.residual_bytes
 
 
-HASHED = attrgetter(
+HASHED_FIELDS = attrgetter(
     *(each.name for each in fields(BlockShape) if each.hash is not False and each.compare)
 )
 
 
 def moves_in_pieces(shape: BlockShape, kind: BlockKind, region: Sequence[str]) -> bool:
-    """Return whether tokens of a layer move piece by piece beside products of a *region* of it.
+    """Return True for chunked GEMMs overlapped with tp collectives (tp-comm-overlap) in a *region*.
 
-    Transformer Engine has buffers for four: of attention and of a dense MLP. Megatron-Core does
-    without them where there are others, as latent attention has (`TELinear`), and in shared
-    experts (transformer/moe/shared_experts.py).
+    Transformer Engine has userbuffers for four linear layers: of attention and of a dense MLP.
+    Megatron-Core goes without them where there are others, as in latent attention (`TELinear`), and
+    in shared experts (transformer/moe/shared_experts.py).
     """
+    # Without sequence parallelism tp all-reduces, which is not overlapped in chunks.
     is_split = shape.stack.tp_in_pieces and shape.sequence_parallel and kind in LAYERS
     is_shared = RecomputeModule.SHARED_EXPERTS in region
     return is_split and shape.model.latent is None and not is_shared
 
 
 def norm_part(shape: BlockShape, kind: BlockKind, norm: OffloadModule) -> str:
-    """Return of which part a norm is: that of a dense layer is in the product behind it.
+    """Return the part of the layer that a norm belongs to: a dense layer's is in its linear layer.
 
-    So are Megatron-Core's layers of Transformer Engine (models/gpt/gpt_layer_specs.py, core 0.16).
+    So it is in Megatron-Core's Transformer Engine layers (models/gpt/gpt_layer_specs.py, core
+    0.16).
     """
     if norm is OffloadModule.ATTN_NORM:
         return OffloadModule.QKV_LINEAR if shape.model.latent is None else norm
@@ -302,19 +303,19 @@ def norm_part(shape: BlockShape, kind: BlockKind, norm: OffloadModule) -> str:
 
 
 def narrows_head(shape: BlockShape) -> bool:
-    """Return whether the output matrix multiplies in 8 bits, as linear layers do."""
+    """Return True if the LM head runs in fp8, as linear layers do."""
     return shape.recipe is not None and shape.recipe.multiplies_head
 
 
 class PlanParameters(NamedTuple):
-    """What a rank of a plan holds of a block of each kind, and of that its divided experts."""
+    """Parameters of a block of each kind on one rank, and of its expert-parallel experts."""
 
     every: Mapping[BlockKind, int]
     of_experts: Mapping[BlockKind, int]
 
 
 def plan_parameters(model: AnyModel, plan: ResolvedPlan, stack: StackProfile) -> PlanParameters:
-    """Return the parameters that a rank of *plan* holds of a block of each kind."""
+    """Return the parameters of a block of each kind on a rank of *plan*."""
     ends = 1 if stack.tp_plan else None
     return _rank_parameters(model, plan.tp, (plan.ep, plan.etp), stack.vocabulary_multiple, ends)
 
@@ -327,7 +328,7 @@ def _rank_parameters(
     multiple: int,
     ends_tp: int | None,
 ) -> PlanParameters:
-    """Return these by the degrees of parallelism: tensor; expert and expert tensor; of the ends."""
+    """Return the parameters by degrees: tp; ep and expert tp; tp of embedding and head."""
     return PlanParameters(
         rank_parameters(model, tp, multiple, *experts, ends_tp=ends_tp),
         expert_parameters(model, tp, *experts),
@@ -335,27 +336,29 @@ def _rank_parameters(
 
 
 def _accumulated_bytes(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> int:
-    """Return what is read and written of an expert's gradient; other layers' are hidden."""
+    """Return the bytes per element of an expert's gradient accumulation; others are overlapped."""
     if job.experts is None:
         return 0
     if not stack.fused_gradient_accumulation:
+        # Unfused, the GEMM writes the gradient; its accumulation is priced as traffic of its own.
         return job.precision.num_bytes
+    # Fused accumulation reads and writes main_grad.
     kept = plan.gradient_precision
     return 2 * (stack.gradient_bytes if kept is None else kept.num_bytes)
 
 
 def _dispatcher(plan: ResolvedPlan, stack: StackProfile) -> Dispatcher:
-    """Return how tokens go to experts on other ranks."""
-    habit = next(iter(stack.dispatchers), Dispatcher.ALL_TO_ALL)
-    return habit if plan.dispatcher is None or plan.ep == 1 else plan.dispatcher
+    """Return the token dispatcher of expert parallelism."""
+    default = next(iter(stack.dispatchers), Dispatcher.ALL_TO_ALL)
+    return default if plan.dispatcher is None or plan.ep == 1 else plan.dispatcher
 
 
 def _cp_inner(plan: ResolvedPlan) -> int:
-    """Return the ranks that swap tokens for heads in a ring of swaps; 1 where that is no such."""
+    """Return the all-to-all (Ulysses) degree of a hybrid ring; 1 without one."""
     inner = plan.cp_inner or 1
     return 1 if inner == plan.cp else inner
 
 
 def fuses_qkv(shape: BlockShape) -> bool:
-    """Return whether queries, keys and values are one product of one weight."""
+    """Return True if queries, keys and values are one GEMM with one weight."""
     return shape.stack.fuses_qkv(in_model=getattr(shape.trained, "fused_qkv", False))

@@ -1,6 +1,6 @@
-"""How families of transformers write a layer, where stacks run each of its operators as it stands.
+"""Layer code of model families (QKV split, RMS norm, RoPE), and the RoPE caches it needs.
 
-What differs are tensors that live and are kept, not parameters or products (transformers 5,
+Families differ in saved and temporary tensors, not in parameters or GEMMs (transformers 5,
 `modeling_*.py` of each family).
 """
 
@@ -28,10 +28,10 @@ ANGLE_BYTES = 4  # of an element of a head: cosine or sine
 
 
 class Packing(StrEnum):
-    """How one product of queries, keys and values is cut apart: NONE where there are three.
+    """Split of a fused qkv output into queries, keys and values: NONE without a fused GEMM.
 
-    COPIES are of keys and values alone, REPEATED ones of all, with keys and values for each head.
-    CONTIGUOUS makes each of the three one stretch of its own (FusedQKVLinear of torchtitan 0.3).
+    COPIES copies keys and values alone, REPEATED all three, keys and values once for each head.
+    CONTIGUOUS makes all three contiguous (FusedQKVLinear of torchtitan 0.3).
     """
 
     NONE = "none"
@@ -43,16 +43,16 @@ class Packing(StrEnum):
 
 
 class Spelling(NamedTuple):
-    """How a family writes a layer.
+    """Layer code of a model family.
 
     Args:
         norm: Formula of RMS norm.
-        rotary: Formula of rotary positions.
-        packing: How queries, keys and values come apart.
-        fuses_mlp: A gate and what it opens are one product.
-        names_attention: What attention makes has a name until the layer returns.
-        norms_first: Of an MLP beside attention all norms come first, and have names until the layer
-            returns; what attention makes is added in place.
+        rotary: Formula of RoPE.
+        packing: Split of a fused qkv output.
+        fuses_mlp: Gate and up projection are one GEMM.
+        names_attention: A local variable keeps attention's output until the layer returns.
+        norms_first: In a parallel layer all norms come first, in variables until the layer
+            returns; attention's output is added in place.
     """
 
     norm: NormFormula = NormFormula.LLAMA
@@ -64,7 +64,7 @@ class Spelling(NamedTuple):
 
     @property
     def fuses_qkv(self) -> bool:
-        """Whether queries, keys and values are one product."""
+        """True where queries, keys and values are one GEMM."""
         return self.packing is not Packing.NONE
 
 
@@ -84,34 +84,34 @@ SPELLINGS = {
 
 
 def spelling_of(shape: BlockShape) -> Spelling:
-    """Return how a stack writes layers: as their family does in transformers, or as most do.
+    """Return the layer code of a stack: that of the family in transformers, or the usual one.
 
-    Where kernels are not as they stand, all that is left of it are fused products.
+    With compiled or fused kernels, only fused GEMMs are left of it.
     """
     stack, model = shape.stack, shape.model
     is_eager = stack.kernels is Kernels.EAGER
     if not stack.transformers_layers:
         if fuses_qkv(shape) and not stack.megatron_layers:
             halves = model.qk_norm == "head"  # Qwen3
-            turned = RotaryFormula.LOOKED_UP_HALVES if halves else RotaryFormula.LOOKED_UP
-            return Spelling(rotary=turned, packing=Packing.CONTIGUOUS)
+            formula = RotaryFormula.INDEXED_COS_SIN if halves else RotaryFormula.INDEXED_COMPLEX
+            return Spelling(rotary=formula, packing=Packing.CONTIGUOUS)
         is_qwen3 = model.qk_norm == "head" and not fuses_qkv(shape)
         has_table = is_qwen3 and stack.kernels is not Kernels.FUSED
-        turned = RotaryFormula.TABLE if has_table else RotaryFormula.LLAMA
-        return Spelling(rotary=turned, fuses_mlp=stack.megatron_layers)
-    found = SPELLINGS[model.spelling]
+        formula = RotaryFormula.TABLE if has_table else RotaryFormula.LLAMA
+        return Spelling(rotary=formula, fuses_mlp=stack.megatron_layers)
+    layer_code = SPELLINGS[model.spelling]
     if not fuses_qkv(shape):
-        found = found._replace(packing=Packing.NONE)
+        layer_code = layer_code._replace(packing=Packing.NONE)
     if is_eager:
-        return found
-    packing = Packing.CHUNKS if found.fuses_qkv else Packing.NONE
-    return Spelling(packing=packing, fuses_mlp=found.fuses_mlp)
+        return layer_code
+    packing = Packing.CHUNKS if layer_code.fuses_qkv else Packing.NONE
+    return Spelling(packing=packing, fuses_mlp=layer_code.fuses_mlp)
 
 
 def latent_rotary(shape: BlockShape) -> RotaryFormula:
-    """Return how heads of latent attention turn; of transformers DeepSeek-V2's by complex numbers.
+    """Return the RoPE formula of latent attention; in transformers DeepSeek-V2's is complex.
 
-    Of both families this one alone has scores by a softmax.
+    Softmax router scores tell DeepSeek-V2 from V3.
     """
     model = shape.model
     if not shape.stack.transformers_layers:
@@ -121,27 +121,27 @@ def latent_rotary(shape: BlockShape) -> RotaryFormula:
 
 
 def layer_table_bytes(shape: BlockShape) -> int:
-    """Return the bytes of the table of angles that a layer has of its own, if it has one.
+    """Return the bytes of a layer's own RoPE cache, if it has one.
 
-    A complex number in fp32 for each token and each pair of a head, or a cosine and a sine of each
-    half (`RoPE` of torchtitan 0.3, models/common/rope.py).
+    It has a complex number in fp32 for each token and pair of a head, or a cosine and a sine
+    (`RoPE` of torchtitan 0.3, models/common/rope.py).
     """
     if not isinstance(shape.trained, ModelSpec) or shape.model.positions != "rotary":
         return 0
     formula, latent = spelling_of(shape).rotary, shape.model.latent
     width = shape.model.head_dim if latent is None else latent.rotary_head_dim
-    repeats = {RotaryFormula.LOOKED_UP: 1, RotaryFormula.LOOKED_UP_HALVES: 2}.get(formula, 0)
+    repeats = {RotaryFormula.INDEXED_COMPLEX: 1, RotaryFormula.INDEXED_COS_SIN: 2}.get(formula, 0)
     return shape.seq_len * width * ANGLE_BYTES * repeats
 
 
 def angle_table_bytes(shape: BlockShape) -> int:
-    """Return the bytes of the table of angles that layers of a stage read, if they share one.
+    """Return the bytes of the RoPE cache that the layers of a stage share, if they do.
 
-    Of a sequence's positions that is ``freqs_cis`` or ``rope_cache`` of torchtitan 0.2 (models/
-    {llama3,deepseek_v3,qwen3}/model), also of sequences that are cut; cosines and sines in the
-    activations' format, or complex numbers, of transformers; the angles, each twice, that
-    RotaryEmbedding of Megatron-Core caches for a chunk (core/models/common/embeddings, core 0.16),
-    whose latent attention has its own.  Replicas in one process are of no framework's layers.
+    It is ``freqs_cis`` or ``rope_cache`` of torchtitan 0.2 for all positions (models/{llama3,
+    deepseek_v3,qwen3}/model), also under context parallelism; cosines and sines in the
+    activations' dtype, or complex numbers, of transformers; or the angles, each twice, that
+    Megatron-Core's RotaryEmbedding caches for a rank's tokens (core/models/common/embeddings, core
+    0.16), whose latent attention has its own.  DataParallel's replicas have none.
     """
     model, stack = shape.trained, shape.stack
     if not isinstance(model, ModelSpec) or model.positions != "rotary" or layer_table_bytes(shape):
@@ -165,35 +165,35 @@ def angle_table_bytes(shape: BlockShape) -> int:
 
 
 def num_angle_tables(model: AnyModel, stages: Iterable[Stage]) -> int:
-    """Return how many tables of a sequence's angles *stages* have: one each, or as many tokens'.
+    """Return the number of RoPE caches on *stages*, in sequences: one each, more behind MTP layers.
 
-    Behind layers that predict further tokens a stage takes the tokens of all streams for those of
-    one sequence (`get_rotary_seq_len` of Megatron-Core's RotaryEmbedding).
+    A stage that receives the concatenated MTP hidden states takes them for one long sequence
+    (`get_rotary_seq_len` of Megatron-Core's RotaryEmbedding).
     """
-    further = model.prediction_layers if isinstance(model, ModelSpec) else 0
-    return sum(1 + further * receives_streams(model, stage) for stage in stages)
+    mtp_layers = model.prediction_layers if isinstance(model, ModelSpec) else 0
+    return sum(1 + mtp_layers * receives_streams(model, stage) for stage in stages)
 
 
 def heads_apart(block: Block, x: Tensor, packing: Packing, *parts: Dim) -> list[Tensor]:
-    """Return queries, keys and values of their common product."""
+    """Return queries, keys and values of a fused qkv output."""
     if packing is Packing.CONTIGUOUS:
-        found = cut(block, x, *parts)
-        return [copy(block, each, f"{each.name} apart", copies_back=False) for each in found]
+        views = cut(block, x, *parts)
+        return [copy(block, each, f"{each.name} apart", copies_back=False) for each in views]
     if packing not in {Packing.COPIES, Packing.REPEATED}:
         return cut(block, x, *parts, by_slices=packing is Packing.SLICES)
     block.argument(x)
     (query,) = cut(block, x, parts[0])
-    pairs = [_picked(block, x, part) for part in parts[1:]]
+    keys_values = [_indexed(block, x, part) for part in parts[1:]]
     if packing is Packing.COPIES:
-        return [query, *pairs]
+        return [query, *keys_values]
     query = copy(block, query, "queries apart", copies_back=False)
-    repeated = [copy(block, each, f"{each.name} of heads", like=query) for each in pairs]
-    block.hold(*pairs)
+    repeated = [copy(block, each, f"{each.name} of heads", like=query) for each in keys_values]
+    block.hold(*keys_values)
     return [query, *repeated]
 
 
-def _picked(block: Block, x: Tensor, part: Dim) -> Tensor:
-    """Return the last *part* of *x* by an index: a copy, whose gradient is as large as *x*."""
+def _indexed(block: Block, x: Tensor, part: Dim) -> Tensor:
+    """Return *part* of *x* by advanced indexing: a copy, with a gradient as large as *x*."""
     out = x.like(part.name, dims=(*x.dims[:-1], part), at={})
     index = x.like(f"{part.name} index", dims=(), at={}, width=INDEX_BYTES)
     moved = block.traffic(out, out)

@@ -1,4 +1,4 @@
-"""Blocks by shape and kind: each walked once, those that are alike but for sizes in columns."""
+"""Table of blocks by shape and kind: each structure is walked once, with columns of sizes."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,44 +59,44 @@ class NamedBytes(NamedTuple):
 
 @dataclass
 class _Walk:
-    """A walk of as many shapes as *count*."""
+    """A walk shared by *count* shapes."""
 
-    found: PricedBlock
+    priced: PricedBlock
     count: int
     known: dict[SavedOffload, list[BlockMemory[int]]] = field(default_factory=dict)
 
     @cached_property
     def columns(self) -> BlockOperators:
-        """What the block runs, in columns where shapes differ."""
-        return self.found.operators()
+        """Operators of the block, in columns where shapes differ."""
+        return self.priced.operators()
 
     @cached_property
     def operators(self) -> list[BlockOperators]:
-        """What the block runs, of each shape."""
+        """Operators of the block for each shape."""
         return _operator_rows(self.columns, self.count)
 
     @cached_property
     def expert_operators(self) -> list[ExpertOperators]:
-        """What of that runs while tokens are with the ranks of experts."""
-        return _operator_rows(expert_operators(self.found), self.count)
+        """Operators between dispatch and combine, for each shape."""
+        return _operator_rows(expert_operators(self.priced), self.count)
 
     @cached_property
     def nested(self) -> list[NestedMemory]:
-        """What lives around its routed experts, of each shape."""
-        memory = NestedMemory.of(self.found.found, EXPERTS)
+        """Memory around its routed experts, for each shape."""
+        memory = NestedMemory.of(self.priced.walk, EXPERTS)
         return [NestedMemory(*row) for row in _rows_of(memory, self.count)]
 
     def offloaded(self, offload: SavedOffload) -> list[BlockMemory[int]]:
-        """Return what the block holds where *offload* moves some of it, of each shape."""
+        """Return the memory of the block with activation *offload*, for each shape."""
         if offload not in self.known:
-            found = self.found.found
-            memory = BlockMemory.of(found, offload.tensors(found))
+            backward = self.priced.walk
+            memory = BlockMemory.of(backward, offload.tensors(backward))
             self.known[offload] = [BlockMemory(*row) for row in _rows_of(memory, self.count)]
         return self.known[offload]
 
 
 class _Row(NamedTuple):
-    """A walk, which row of its columns is meant, and what the block of that row holds."""
+    """A walk, a row of its columns, and that row's memory."""
 
     walk: _Walk
     memory: BlockMemory[int]
@@ -104,7 +104,7 @@ class _Row(NamedTuple):
 
 
 class BlockTable:
-    """What blocks run and hold, found once for all plans that share them.
+    """Operators and memory of blocks, computed once for all plans that share them.
 
     Results are pure functions of the arguments.  `prepare` walks many shapes at once, one walk
     for all that have the same structure; what was not prepared is walked when it is asked for.
@@ -122,7 +122,7 @@ class BlockTable:
         kinds: Sequence[BlockKind] = (),
         ending: Ending = ADDED,
     ) -> None:
-        """Walk the blocks of all *shapes*, structure by structure: those of *kinds*, or all."""
+        """Walk the blocks of *kinds* (default: all) of all *shapes*, structure by structure."""
         for kind in kinds or (shapes[0].parameters if shapes else ()):
             if isinstance(kind, KeptLayer):
                 self.prepare([kept_shape(shape) for shape in shapes], [kind.layer], ending)
@@ -144,25 +144,26 @@ class BlockTable:
         ending: Ending,
         structure: tuple[object, ...],
     ) -> None:
-        """Walk the blocks of a *group* of shapes: they are written once, whatever runs again."""
-        own = [_columns(shape, kind) for shape in group]
-        rows = {sizes: row for row, sizes in enumerate(dict.fromkeys(own))}
+        """Walk a *group* of shapes: the graph is made once, whatever is recomputed."""
+        sizes_of_shapes = [_columns(shape, kind) for shape in group]
+        rows = {sizes: row for row, sizes in enumerate(dict.fromkeys(sizes_of_shapes))}
         columns = Columns(*(column(each) for each in zip(*rows, strict=True)))
         key = kind, structure, *rows
         if key not in self._written:
             self._written[key] = written(group[0], kind, columns)
-        members: dict[object, dict[BlockShape, int]] = defaultdict(dict)
-        for shape, sizes in zip(group, own, strict=True):
-            again = shape.recompute, shape.modules
-            members[again if _has_layers(shape, kind) else None][shape] = rows[sizes]
-        for shapes in members.values():
+        shapes_by_recompute: dict[object, dict[BlockShape, int]] = defaultdict(dict)
+        for shape, sizes in zip(group, sizes_of_shapes, strict=True):
+            recomputation = shape.recompute, shape.modules
+            key_of_group = recomputation if _has_layers(shape, kind) else None
+            shapes_by_recompute[key_of_group][shape] = rows[sizes]
+        for shapes in shapes_by_recompute.values():
             first = next(iter(shapes))
-            found = walk(first, kind, self._written[key], ending=ending)
-            walked = _Walk(PricedBlock(first, columns, kind, found), len(rows))
+            backward = walk(first, kind, self._written[key], ending=ending)
+            walked = _Walk(PricedBlock(first, columns, kind, backward), len(rows))
             self._add(walked, shapes, ending)
 
     def operators(self, shape: BlockShape, kind: BlockKind) -> BlockOperators:
-        """Return what one microbatch runs in a block."""
+        """Return the operators of one microbatch in a block."""
         if isinstance(kind, LayerGroup):
             each = [self.operators(shape, layer) for layer in kind.layers]
             return BlockOperators(*(tuple(chain(*phase)) for phase in zip(*each, strict=True)))
@@ -172,10 +173,9 @@ class BlockTable:
     def columns(
         self, shapes: Sequence[BlockShape], kind: BlockKind
     ) -> Iterator[tuple[BlockOperators, list[int], list[int]]]:
-        """Yield what microbatches run in blocks of *shapes*, walk by walk.
+        """Yield the operators of blocks of *shapes*, walk by walk, in columns of sizes.
 
-        Sizes are columns where they differ; beside them are the rows of those asked for, and their
-        places among *shapes*.
+        With them come the rows of the shapes asked for, and their positions among *shapes*.
         """
         of_walk: dict[int, tuple[_Walk, list[int], list[int]]] = {}
         for place, shape in enumerate(shapes):
@@ -187,14 +187,14 @@ class BlockTable:
             yield walked.columns, rows, places
 
     def expert_operators(self, shape: BlockShape, kind: BlockKind) -> ExpertOperators:
-        """Return what of that runs while tokens are with the ranks of experts."""
+        """Return the operators between dispatch and combine."""
         walked, _, row = self._row(shape, kind, ADDED)
         return walked.expert_operators[row]
 
     def memory(
         self, shape: BlockShape, kind: BlockKind, ending: Ending = ADDED
     ) -> BlockMemory[int]:
-        """Return what a block keeps and needs."""
+        """Return the memory of a block."""
         key = (shape, kind, ending)
         if key not in self._memory:
             memory = self._row(shape, kind, ending).memory
@@ -202,19 +202,19 @@ class BlockTable:
         return self._memory[key]
 
     def nested_memory(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> NestedMemory:
-        """Return what lives around the routed experts of a block."""
+        """Return the memory around the routed experts of a block."""
         walked, _, row = self._row(shape, kind, ending)
         return walked.nested[row]
 
     def saved_tensors(
         self, shape: BlockShape, kind: BlockKind, *, repeats: bool = True
     ) -> tuple[NamedBytes, ...]:
-        """Return what a block keeps for one microbatch from forward to backward.
+        """Return the saved tensors of a block for one microbatch.
 
         Args:
-            shape: Its sizes.
-            kind: Which block.
-            repeats: Whether backward runs again what the plan recomputes; else all that it reads.
+            shape: Shape of the block.
+            kind: Kind of block.
+            repeats: Whether backward recomputes as the plan says; else nothing is recomputed.
         """
         if isinstance(kind, KeptLayer):
             return self.saved_tensors(kept_shape(shape), kind.layer, repeats=repeats)
@@ -222,9 +222,9 @@ class BlockTable:
             return self.saved_tensors(shape, kind.layer, repeats=repeats)
         key = (shape, kind, repeats)
         if key not in self._tensors:
-            if repeats or shape.recompute is Recompute.NONE:  # that is what a pass holds anyway
+            if repeats or shape.recompute is Recompute.NONE:  # the walk at hand has them
                 walked, _, row = self._row(shape, kind, ADDED)
-                self._tensors[key] = tuple(_saved(walked.found.found, row))
+                self._tensors[key] = tuple(_saved(walked.priced.walk, row))
             else:
                 self._tensors[key] = tuple(_saved(walk(shape, kind, repeats=False)))
         return self._tensors[key]
@@ -233,25 +233,26 @@ class BlockTable:
         if isinstance(kind, KeptLayer):
             return self._row(kept_shape(shape), kind.layer, ending)
         if isinstance(kind, OffloadedLayer):
+            # Offload changes the memory, not the walk.
             walked, _, row = self._row(shape, kind.layer, ending)
             return _Row(walked, walked.offloaded(saved_offload(shape))[row], row)
         key = (shape, kind, ending)
         if key not in self._rows:
-            found = walk(shape, kind, ending=ending)
-            block = PricedBlock(shape, _columns(shape, kind), kind, found)
+            backward = walk(shape, kind, ending=ending)
+            block = PricedBlock(shape, _columns(shape, kind), kind, backward)
             self._add(_Walk(block, 1), {shape: 0}, ending)
         return self._rows[key]
 
     def _add(self, walked: _Walk, shapes: Mapping[BlockShape, int], ending: Ending) -> None:
-        """Keep what *walked* has found of each of *shapes*, in the row that each has there."""
-        memory = BlockMemory.of(walked.found.found)
+        """Store the memory of each of *shapes*, by its row of *walked*."""
+        memory = BlockMemory.of(walked.priced.walk)
         rows = [BlockMemory(*row) for row in _rows_of(memory, walked.count)]
         for shape, row in shapes.items():
-            self._rows[shape, walked.found.kind, ending] = _Row(walked, rows[row], row)
+            self._rows[shape, walked.priced.kind, ending] = _Row(walked, rows[row], row)
 
 
 def _rows_of(sizes: Iterable[Size], count: int) -> Iterator[tuple[int, ...]]:
-    """Yield *sizes* of each of *count* shapes, of which they hold columns."""
+    """Yield the rows of columns of *sizes*, one for each of *count* shapes."""
     columns = (repeat(size, count) if isinstance(size, int) else size.tolist() for size in sizes)
     yield from zip(*columns, strict=True)
 
@@ -265,19 +266,19 @@ def kept_shape(shape: BlockShape) -> BlockShape:
 def _without_output(
     memory: BlockMemory[int], shape: BlockShape, kind: BlockKind
 ) -> BlockMemory[int]:
-    """Return what a block keeps and needs, its output counted with the block behind it.
+    """Return the memory of a block, its output counted with the next block.
 
-    Both keep one tensor where a block ends with an activation, whose output backward reads. What
-    the last block of a pipeline's stage hands on is left out so: it counts on the next rank alone.
+    Both save one tensor where a block ends with an activation, whose backward reads its output. So
+    the output of a stage's last block counts on the next rank alone.
     """
     model = shape.trained
     if isinstance(model, ModelSpec) or kind == EMBEDDING:
         return memory
     layers = [run.kind for run in model.layer_runs]
     is_layer = kind in layers
-    own = memory.sent if is_layer and keeps_output(shape, kind) else 0
-    before = memory.received if not is_layer and keeps_output(shape, layers[-1]) else 0
-    shift = own - before
+    output_bytes = memory.sent if is_layer and keeps_output(shape, kind) else 0
+    input_bytes = memory.received if not is_layer and keeps_output(shape, layers[-1]) else 0
+    shift = output_bytes - input_bytes
     return memory._replace(
         saved=memory.saved - shift,
         forward=memory.forward + shift,
@@ -288,20 +289,17 @@ def _without_output(
 
 
 def _has_layers(shape: BlockShape, kind: BlockKind) -> bool:
-    """Return whether a block is of layers, or sends tokens to other ranks of a sequence as they do.
-
-    So does a head that has the losses of further tokens.
-    """
+    """Return True if a block has layers, or context-parallel messages as an MTP head has."""
     return kind not in ENDS or (kind == HEAD and predicts_further(shape.trained))
 
 
 def _has_experts(kind: BlockKind) -> bool:
-    """Return whether there may be experts in a block of layers."""
+    """Return True if a block may have routed experts."""
     return kind not in LAYERS or kind in EXPERT_LAYERS
 
 
 def _columns(shape: BlockShape, kind: BlockKind) -> Columns:
-    """Return the sizes that a block is written with: what no part of it reads is 1."""
+    """Return the sizes of a block's graph; sizes that it does not read are 1."""
     sizes = Columns.of(shape)
     if _has_layers(shape, kind) and _has_experts(kind):
         return sizes
@@ -309,15 +307,16 @@ def _columns(shape: BlockShape, kind: BlockKind) -> Columns:
 
 
 def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
-    """Return what decides how a block is written: all but its sizes, and what of it runs again.
+    """Return the key of a block's graph: all but sizes, and recomputation.
 
-    In 8 bits what linear layers keep depends on that, too.
+    In fp8 the saved inputs of linear layers depend on recomputation, too.
     """
     common = (
         shape.tp > 1,
         shape.sequence_parallel,
         shape.keeps_outputs,
         shape.defers_sums,
+        # With one sequence DTensor's transposes of tokens and sequences are views.
         shape.microbatch_size > 1 and not shape.stack.megatron_layers,
     )
     if not _has_layers(shape, kind):
@@ -334,14 +333,14 @@ def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
 
 
 def _runs_by_expert(shape: BlockShape) -> bool:
-    """Return whether a rank's experts run one after the other, each written by itself."""
+    """Return True if a rank's experts are sequential, each with operators of its own."""
     return shape.stack.megatron_layers and not lowering_of(shape).groups_experts
 
 
-def _saved(found: Backward, row: int = 0) -> Iterator[NamedBytes]:
-    """Yield what lives when the forward pass has returned, in one row of columns."""
+def _saved(backward: Backward, row: int = 0) -> Iterator[NamedBytes]:
+    """Yield the tensors alive when forward has returned, with the bytes of one row."""
     live: dict[Tensor, None] = {}
-    for tensor, sign in found.tape.storages.events[: found.tape.marks.returned]:
+    for tensor, sign in backward.tape.storages.events[: backward.tape.marks.returned]:
         if sign > 0:
             live[tensor] = None
         else:
@@ -352,7 +351,7 @@ def _saved(found: Backward, row: int = 0) -> Iterator[NamedBytes]:
 
 
 def _operator_rows(operators: Phases, count: int) -> list[Phases]:
-    """Return the *operators* of each of *count* shapes, of which they hold columns."""
+    """Return the *operators* of each of *count* shapes, from columns of sizes."""
     phases = [
         list(zip(*(_rows(each, count) for each in phase), strict=True)) or [()] * count
         for phase in operators
@@ -361,7 +360,7 @@ def _operator_rows(operators: Phases, count: int) -> list[Phases]:
 
 
 def _rows(value: object, count: int) -> Iterable[object]:
-    """Return *count* operators, or numbers of one, of which columns hold each its own."""
+    """Return *count* rows of an operator or a size with columns."""
     if isinstance(value, int | str | None):
         return repeat(value, count)
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Cost models: operator x hardware x stack to time, with the evidence behind each number."""
+"""Cost models: time of an operator on hardware and stack, with its source of evidence."""
 
 from meshwright.simulator.costs.beside import (
     LayerNodes,

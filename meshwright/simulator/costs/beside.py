@@ -1,8 +1,7 @@
-"""Two microbatches in one rank: what of exchanges with experts another's computation hides.
+"""F/B overlap: expert all-to-alls of one microbatch overlapped with computation of another.
 
-The forward pass of one goes layer by layer with the backward pass of another.  A layer computes
-before its tokens go to the ranks of experts, there, and exchanges in between: computation of both
-passes is on one stream, their exchanges on another (`TransformerLayerSchedulePlan.run`,
+The forward pass of one microbatch runs layer by layer with the backward pass of another: both
+compute on one stream, and run dispatch and combine on another (`TransformerLayerSchedulePlan.run`,
 megatron/core/models/common/model_chunk_schedule_plan.py of core 0.16).
 """
 
@@ -17,21 +16,21 @@ from meshwright.simulator.model import BlockKind
 
 
 class LayerNodes(NamedTuple):
-    """Picoseconds of the parts of a layer, in a forward and in a backward pass.
+    """Picoseconds of a layer's nodes, forward and backward.
 
     Args:
-        before: Forward, until tokens are sent: attention, router, shared experts.
-        dispatch: Tokens to the ranks of their experts.
-        experts: What these compute.
-        combine: And back.
-        back: Gradients to the ranks of experts.
-        expert_inputs: What experts make of them.
-        expert_weights: Gradients of their weights, by themselves where they are delayed.
-        returned: Gradients of what was sent, back to where it came from.
-        inputs: Backward of what was before.
-        weights: Gradients of weights there, where they are delayed.
-        forward_issue: What the host takes to start a forward pass.
-        backward_issue: And a backward pass.
+        before: Forward before dispatch: attention, router, shared experts.
+        dispatch: All-to-all of tokens to their experts.
+        experts: Forward of the experts.
+        combine: All-to-all of tokens back.
+        back: Backward of combine.
+        expert_inputs: Dgrad of the experts, with wgrad unless it is delayed.
+        expert_weights: Delayed wgrad of the experts.
+        returned: Backward of dispatch.
+        inputs: Backward of *before*.
+        weights: Delayed wgrad of *before*.
+        forward_issue: Host time to launch a forward pass.
+        backward_issue: Host time to launch a backward pass.
     """
 
     before: int = 0
@@ -49,23 +48,23 @@ class LayerNodes(NamedTuple):
 
     @property
     def forward_ps(self) -> int:
-        """A forward pass by itself."""
+        """Picoseconds of a forward pass without overlap."""
         return self.before + self.experts + self.forward_exchange_ps
 
     @property
     def backward_ps(self) -> int:
-        """A backward pass by itself."""
+        """Picoseconds of a backward pass without overlap."""
         made = self.expert_inputs + self.expert_weights + self.inputs + self.weights
         return made + self.backward_exchange_ps
 
     @property
     def forward_exchange_ps(self) -> int:
-        """Exchanges of a forward pass."""
+        """Picoseconds of dispatch and combine, forward."""
         return self.dispatch + self.combine
 
     @property
     def backward_exchange_ps(self) -> int:
-        """Exchanges of a backward pass."""
+        """Picoseconds of dispatch and combine, backward."""
         return self.back + self.returned
 
 
@@ -75,24 +74,24 @@ NO_LAYER = LayerNodes()
 def layer_nodes(
     costs: CostModel, shape: BlockShape, kind: BlockKind, *, delays: bool
 ) -> LayerNodes:
-    """Return a layer in parts between its exchanges with ranks of experts.
+    """Return the nodes of a layer, divided by dispatch and combine.
 
-    What runs again, kernels' starts and host time count as what comes before experts.
+    Recomputation, kernel launches and host time count as before dispatch.
 
     Args:
-        costs: Times of its operators.
-        shape: Its sizes.
-        kind: Which layer.
-        delays: Whether gradients of weights come after those of inputs.
+        costs: Cost model.
+        shape: Shape of the block.
+        kind: Kind of layer.
+        delays: Whether wgrad is delayed (--delay-wgrad-compute).
     """
-    operators, alone = costs.blocks.operators(shape, kind), costs.block_cost(shape, kind)
+    operators, serial = costs.blocks.operators(shape, kind), costs.block_cost(shape, kind)
     sent, returned = exchange_times(costs, shape, kind)
     parts = costs.blocks.expert_operators(shape, kind)
     experts, inputs, weights, others = (costs.phase_cost(each, shape).time_ps for each in parts)
     expert_inputs = inputs if delays else inputs + weights
-    later = others if delays else 0
+    delayed = others if delays else 0
     return LayerNodes(
-        before=alone.forward.time_ps - experts - sum(sent),
+        before=serial.forward.time_ps - experts - sum(sent),
         dispatch=sum(sent[:-1]),
         experts=experts,
         combine=sum(sent[-1:]),
@@ -100,8 +99,8 @@ def layer_nodes(
         expert_inputs=expert_inputs,
         expert_weights=weights if delays else 0,
         returned=sum(returned[1:]),
-        inputs=alone.backward.time_ps - inputs - weights - later - sum(returned),
-        weights=later,
+        inputs=serial.backward.time_ps - inputs - weights - delayed - sum(returned),
+        weights=delayed,
         forward_issue=issue_ps(operators.forward, costs.stack, costs.cluster),
         backward_issue=issue_ps(
             (*operators.recompute, *operators.backward), costs.stack, costs.cluster
@@ -112,7 +111,7 @@ def layer_nodes(
 def exchange_times(
     costs: CostModel, shape: BlockShape, kind: BlockKind
 ) -> tuple[list[int], list[int]]:
-    """Return the picoseconds of each exchange of a layer, in its forward and its backward pass."""
+    """Return the picoseconds of each expert all-to-all of a layer, forward and backward."""
     operators = costs.blocks.operators(shape, kind)
     sent, returned = (
         [costs.operator_cost(each, shape)[1].time_ps for each in phase if is_exchange(each)]
@@ -122,43 +121,46 @@ def exchange_times(
 
 
 def hidden_exchange_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
-    """Return the picoseconds that two passes beside each other take less than by themselves.
+    """Return the picoseconds that overlap saves for a forward and a backward pass.
 
     Args:
         forward: Layers of the forward pass, first to last.
-        backward: Those of the backward pass, which goes through them last to first.
+        backward: Layers of the backward pass, in the same order; it runs them last to first.
 
     >>> layer = LayerNodes(before=10, dispatch=4, experts=10, combine=4, back=4, expert_inputs=20,
     ...                    returned=4, inputs=20)
     >>> hidden_exchange_ps([layer], [layer])
     16
     """
-    return max(0, _alone_ps(forward, backward) - paired_ps(forward, backward))
+    return max(0, _serial_ps(forward, backward) - overlapped_ps(forward, backward))
 
 
 def hideable_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
-    """Return the picoseconds by which two passes last longer than the host takes to start both."""
+    """Return the picoseconds by which two passes outlast the host time to launch both."""
     started_ps = sum(each.forward_issue for each in forward)
     started_ps += sum(each.backward_issue for each in backward)
-    return max(0, _alone_ps(forward, backward) - started_ps)
+    return max(0, _serial_ps(forward, backward) - started_ps)
 
 
-def _alone_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
+def _serial_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
     return sum(each.forward_ps for each in forward) + sum(each.backward_ps for each in backward)
 
 
-def paired_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
-    """Return the picoseconds from the first to the last layer of two passes beside each other.
+def overlapped_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
+    """Return the picoseconds of an overlapped forward and backward pass.
 
-    Where one of them has more layers, these run alone.  Work of a stream runs in the order in which
-    it is started; each part waits for the part before it of its own pass.
+    Surplus layers of one pass run alone.  A stream runs its work in launch order; each node waits
+    for the node before it of its own pass.
     """
     compute = exchange = f_ready = b_ready = 0
     for f, b in zip_longest(forward, reversed(backward), fillvalue=NO_LAYER):
+        # The launch order of TransformerLayerSchedulePlan.run: backward's node first, then
+        # forward's.
         exchange = back = max(exchange, b_ready) + b.back
         compute = before = max(compute, f_ready) + f.before
         compute = made = max(compute, back) + b.expert_inputs
         exchange = sent = max(exchange, before) + f.dispatch
+        # Nobody waits for wgrad: it only occupies the compute stream.
         compute += b.expert_weights
         exchange = returned = max(exchange, made) + b.returned
         compute = done = max(compute, sent) + f.experts

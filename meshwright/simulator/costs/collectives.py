@@ -1,7 +1,7 @@
-"""Times of collectives: one function an algorithm, and the registry that the choice is made from.
+"""Times of collectives: one function per algorithm, and their registry.
 
-A communicator inside one node uses the node's link.  Across nodes the fastest of the
-algorithms that offer the operation is taken, as NCCL's tuner does.
+A communicator inside one node uses the node's link.  Across nodes the fastest algorithm that has
+the operation is taken, as NCCL's tuner does.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,8 @@ from meshwright.simulator.model import Experts
 class CollectiveCall(NamedTuple):
     """A collective on a cluster.
 
-    ``size_bytes`` is the larger of a rank's two buffers; ``network_fraction`` is the share of
-    the network's line rate that this stack reaches with it, ``network_source`` what that
-    share rests on.
+    ``size_bytes`` is the larger of a rank's two buffers; ``network_fraction`` is the reached share
+    of the network's line rate, ``network_source`` the evidence for it.
     """
 
     op: CollectiveOp
@@ -38,29 +37,32 @@ class CollectiveCall(NamedTuple):
 
 
 def collective_cost(call: CollectiveCall) -> Cost:
-    """Return the time of a collective; a communicator of one rank costs nothing."""
+    """Return the time of a collective; 0 on one rank."""
     if call.span.num_ranks == 1:
         return Cost(0, Source.DATASHEET)  # of no time, so no share of any evidence
     if not call.span.crosses_nodes:
         return _intra_node(call)
-    offers = [
+    times_s = [
         algorithm(call) for algorithm, operations in ALGORITHMS.values() if call.op in operations
     ]
-    return Cost.from_seconds(min(offers), call.network_source)
+    return Cost.from_seconds(min(times_s), call.network_source)
 
 
 def _intra_node(call: CollectiveCall) -> Cost:
-    performance = _inside(call, call.span.num_ranks)
+    performance = _intra_node_performance(call, call.span.num_ranks)
     return Cost.from_seconds(
-        _linear_s(call.op, call.size_bytes, call.span.num_ranks, performance), performance.source
+        _latency_bandwidth_s(call.op, call.size_bytes, call.span.num_ranks, performance),
+        performance.source,
     )
 
 
-def _inside(call: CollectiveCall, num_ranks: int, op: CollectiveOp | None = None) -> Performance:
+def _intra_node_performance(
+    call: CollectiveCall, num_ranks: int, op: CollectiveOp | None = None
+) -> Performance:
     return intra_node_performance(call.cluster.intra_node, op or call.op, num_ranks)
 
 
-def _linear_s(
+def _latency_bandwidth_s(
     op: CollectiveOp, size_bytes: float, num_ranks: int, performance: Performance
 ) -> float:
     factor = bus_factor(op, num_ranks)
@@ -68,10 +70,9 @@ def _linear_s(
 
 
 def ring_s(call: CollectiveCall) -> float:
-    """Return the seconds of one ring through all members.
+    """Return the seconds of a ring through all ranks.
 
-    The slowest link carries ``bus_factor`` times the buffer; the ring passes between nodes
-    once a node and round.
+    The slowest link carries ``bus_factor`` times the buffer; each round crosses every node once.
     """
     path = _whole_path(call, call.span.num_nodes - 1)
     carried_bytes = bus_factor(call.op, call.span.num_ranks) * call.size_bytes
@@ -79,13 +80,13 @@ def ring_s(call: CollectiveCall) -> float:
 
 
 def _whole_path(call: CollectiveCall, hops: int) -> Performance:
-    """Return what passes through all members reach, *hops* of them between nodes."""
+    """Return bandwidth and latency of a path through all ranks, with *hops* between nodes."""
     span = call.span
     rate = network_rate_bytes_per_s(call.cluster, span, call.network_fraction)
     latency_s = _network_latency_s(call, hops)
     if span.ranks_per_node > 1:
         # The same bytes pass every link, inside the node and between nodes: the slowest decides.
-        inside = _inside(call, span.ranks_per_node)
+        inside = _intra_node_performance(call, span.ranks_per_node)
         rate = min(rate, inside.busbw_bytes_per_s)
         latency_s += inside.latency_s
     return Performance(rate, latency_s, call.network_source)
@@ -97,13 +98,13 @@ def _rounds(op: CollectiveOp) -> int:
 
 
 def _network_latency_s(call: CollectiveCall, hops: int) -> float:
-    """Return start-up time across nodes: a collective's own, and *hops* between nodes a round."""
+    """Return the start-up time across nodes: the collective's own and *hops* a round."""
     network = call.cluster.inter_node
     return _rounds(call.op) * (network.collective_latency_s + hops * network.latency_s)
 
 
 def tree_s(call: CollectiveCall) -> float:
-    """Return the seconds of a double binary tree: the buffer goes up and down once.
+    """Return the seconds of a double binary tree: reduce up, broadcast down.
 
     Sanders, Speck and Traeff 2009; latency grows with the logarithm of the nodes.
     """
@@ -112,10 +113,10 @@ def tree_s(call: CollectiveCall) -> float:
 
 
 def pairwise_s(call: CollectiveCall) -> float:
-    """Return the seconds of an all-to-all: each member sends its part to every other one.
+    """Return the seconds of an all-to-all by pairwise sends.
 
-    NCCL sends all at once: what leaves a node goes through the member's share of the ports, the
-    rest over the link of the node, and the slower of both decides.
+    NCCL sends all at once: inter-node parts share the rank's part of the NICs, the rest the
+    intra-node link, and the slower of both decides.
     """
     span, part = call.span, call.size_bytes / call.span.num_ranks
     rate = nic_share_bytes_per_s(call.cluster) * call.network_fraction
@@ -124,8 +125,8 @@ def pairwise_s(call: CollectiveCall) -> float:
     if span.ranks_per_node == 1:
         return across_s
     local_bytes = span.ranks_per_node * part
-    inside = _inside(call, span.ranks_per_node)
-    return max(across_s, _linear_s(call.op, local_bytes, span.ranks_per_node, inside))
+    inside = _intra_node_performance(call, span.ranks_per_node)
+    return max(across_s, _latency_bandwidth_s(call.op, local_bytes, span.ranks_per_node, inside))
 
 
 def dispatch_cost(
@@ -135,18 +136,18 @@ def dispatch_cost(
     experts: Experts,
     dispatcher: Dispatcher,
 ) -> Cost:
-    """Return the time of an all-to-all that sends a token once to each node, and to each rank.
+    """Return the time of a deduplicated all-to-all: a token is sent once to each node and rank.
 
-    Of a token's rows one leaves for each other node that has any of its experts; there and in its
-    own node it goes once to each rank.  The network and the links inside carry these at the same
-    time (HybridEP, arXiv 2603.07685; `sent_once` says how many).
+    One copy of a token goes to each other node that has any of its experts; inside a node one to
+    each rank.  Network and intra-node links work at the same time (HybridEP, arXiv 2603.07685;
+    `sent_once` says how many).
 
     Args:
-        size_bytes: Rows of all experts of a rank's tokens.
-        span: The ranks that have the experts.
-        cluster: Where these are.
-        experts: Of which tokens choose.
-        dispatcher: Which software; of HybridEP there are published times.
+        size_bytes: Bytes of a rank's tokens, repeated for each of their experts (top-k).
+        span: Expert-parallel group.
+        cluster: Its cluster.
+        experts: Experts and groups that the router chooses from.
+        dispatcher: Software; HybridEP has published times.
     """
     network, num_rows = cluster.inter_node, experts.experts_per_token
     share, kind = network.busbw_fraction, network.kind
@@ -154,12 +155,14 @@ def dispatch_cost(
     if span.num_ranks == 1:
         return Cost(0, Source.DATASHEET)
     local = span.ranks_per_node if span.crosses_nodes else span.num_ranks
+    # size_bytes has a row for each expert: here one for each rank that has any of them.
     inside_bytes = call.size_bytes * sent_once(experts, span.num_ranks) / num_rows
-    inside = _inside(call, local)
-    seconds = _linear_s(call.op, inside_bytes, local, inside) if local > 1 else 0.0
+    inside = _intra_node_performance(call, local)
+    seconds = _latency_bandwidth_s(call.op, inside_bytes, local, inside) if local > 1 else 0.0
     source = inside.source
     if span.crosses_nodes:
         num_nodes = -(-span.num_ranks // span.ranks_per_node)
+        # One of the nodes is the token's own.
         part = sent_once(experts, num_nodes) / num_rows * (num_nodes - 1) / num_nodes
         rate = nic_share_bytes_per_s(call.cluster) * call.network_fraction
         latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
@@ -170,10 +173,9 @@ def dispatch_cost(
 
 
 def sent_once(experts: Experts, num_parts: int) -> float:
-    """Return in how many of *num_parts* equal parts of all experts a token has any, on average.
+    """Return the mean number of *num_parts* equal parts of the experts that a token is sent to.
 
-    A token chooses some groups of experts, and its experts among those of these groups, all with
-    the same probability.
+    The router chooses groups, then experts within them, all with the same probability.
 
     >>> from meshwright.simulator.model import Experts
     >>> sent_once(Experts(num_experts=4, experts_per_token=2, hidden_size=8), 2)  # 2 of 6 pairs: 1
@@ -181,30 +183,32 @@ def sent_once(experts: Experts, num_parts: int) -> float:
     """
     groups, chosen = experts.num_groups, experts.groups_per_token
     in_group, k = experts.num_experts // groups, experts.experts_per_token
-    open_to = chosen * in_group if chosen < groups else experts.num_experts
-    chosen = min(chosen, groups) if open_to < experts.num_experts else groups
-    whole = comb(open_to, k)
+    # Group-limited routing (DeepSeek-V2): experts outside of the chosen groups are masked.
+    num_candidates = chosen * in_group if chosen < groups else experts.num_experts
+    chosen = min(chosen, groups) if num_candidates < experts.num_experts else groups
+    num_choices = comb(num_candidates, k)
     per_part = experts.num_experts / num_parts
     groups_per_part = max(1, round(per_part / in_group))
-    hit = 0.0
+    expected_hits = 0.0
     for number in range(1, min(groups_per_part, chosen) + 1):
-        ways = comb(groups_per_part, number) * comb(groups - groups_per_part, chosen - number)
+        num_ways = comb(groups_per_part, number) * comb(groups - groups_per_part, chosen - number)
         inside = min(per_part, number * in_group)
-        missed = comb(round(open_to - inside), k) / whole
-        hit += ways / comb(groups, chosen) * (1 - missed)
-    return num_parts * hit
+        # Hypergeometric: the chance that all k experts lie outside of the part.
+        missed = comb(round(num_candidates - inside), k) / num_choices
+        expected_hits += num_ways / comb(groups, chosen) * (1 - missed)
+    return num_parts * expected_hits
 
 
 def hierarchical_s(call: CollectiveCall) -> float:
-    """Return the seconds of work in the node first, then of equal ranks over the nodes.
+    """Return the seconds of a hierarchical collective: intra-node and inter-node stages.
 
-    All-reduce: reduce-scatter inside, all-reduce of a slice over the nodes, all-gather inside.
-    All-gather and reduce-scatter: a slice over the nodes, the whole inside.
+    All-reduce: reduce-scatter in the node, all-reduce of a slice across nodes, all-gather in the
+    node.  All-gather and reduce-scatter: a slice across nodes, the whole in the node.
     """
     span = call.span
     local = span.ranks_per_node
-    # Not the rate of a ring through the node: its members run one ring each, over equal ranks of
-    # the nodes and all at once, so each has a device's share of the ports for its slice.
+    # Not the rate of one ring through the node: each local rank runs a ring across nodes, all at
+    # once, so each has a device's share of the NICs for its slice.
     rate = nic_share_bytes_per_s(call.cluster) * call.network_fraction
     latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
     slice_bytes = call.size_bytes / local
@@ -217,7 +221,8 @@ def hierarchical_s(call: CollectiveCall) -> float:
         else (call.op,)
     )
     return across_s + sum(
-        _linear_s(op, call.size_bytes, local, _inside(call, local, op)) for op in inside
+        _latency_bandwidth_s(op, call.size_bytes, local, _intra_node_performance(call, local, op))
+        for op in inside
     )
 
 
@@ -234,7 +239,7 @@ ALGORITHMS: dict[str, tuple[Algorithm, frozenset[CollectiveOp]]] = {
 
 
 class MessageCost(NamedTuple):
-    """A message's time on the sender's port and its latency on the way."""
+    """Time of a message on the sender's port, and its latency."""
 
     transfer: Cost
     latency: Cost
@@ -243,7 +248,7 @@ class MessageCost(NamedTuple):
 def p2p_cost(
     size_bytes: int, cluster: Cluster, *, crosses_nodes: bool, network_fraction: float
 ) -> MessageCost:
-    """Return the time of one message between two devices."""
+    """Return the time of one p2p message between two devices."""
     # Apart, as the port is free for the next message while this one is still on the way.
     if not crosses_nodes:
         inside = intra_node_performance(cluster.intra_node, CollectiveOp.P2P, 2)

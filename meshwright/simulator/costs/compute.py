@@ -1,4 +1,4 @@
-"""Times of operators that stay on one device."""
+"""Times of compute operators: GEMMs, convolutions, attention, memory-bound kernels."""
 
 from math import ceil
 
@@ -7,7 +7,7 @@ from meshwright.simulator.blocks import FlashAttention, Gemm, ImplicitGemm, Memo
 from meshwright.simulator.costs.cost import Cost
 from meshwright.simulator.errors import PlanError
 
-# Output tiles of the vendor's matrix kernels; the best one is chosen per shape.
+# Output tiles of the vendor's GEMM kernels; the best one is chosen per shape.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 REFERENCE_TILE = (256, 128)
 # 16-bit tensor-core kernels load 16 bytes at a time: 8 elements, in 8 bits 16.
@@ -24,53 +24,53 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
     try:
         return device.peak_flops_per_s[precision]
     except KeyError:
-        known = ", ".join(sorted(device.peak_flops_per_s))
+        precisions = ", ".join(sorted(device.peak_flops_per_s))
         raise PlanError(
-            f"precision={precision} is not available on {device.name}; allowed: {known}"
+            f"precision={precision} is not available on {device.name}; allowed: {precisions}"
         ) from None
 
 
 def gemm_cost(
     gemm: Gemm, device: Device, precision: Precision, expert_launch_s: float = 0.0
 ) -> Cost:
-    """Return the time of a matrix product, without its launch.
+    """Return the time of a GEMM, without its launch.
 
     A tile of ``tm x tn`` outputs takes ``2 tm tn (k + k0)`` operations of a multiprocessor;
     ``w = batch ceil(m/tm) ceil(n/tn) / SMs`` waves run, of a last partial wave the share ``q``
     of the missing part is paid.  A tile's rate is ``I / (I + a0)`` with ``I = tm tn / (tm + tn)``,
     scaled so that the 256 x 128 tile reaches the plateau.  Never below the traffic's time.
-    Plateau and ``k0`` are those of *precision* for a product of 8 bits, whose inputs have one byte
-    an element; any other product of such a precision is one of bf16.
+    An fp8 GEMM has plateau and ``k0`` of *precision*; in an fp8 layer all others run in bf16.
 
-    Experts' weights are read, or their gradients added to, beside few rows each: of that traffic
-    the device's share is not hidden by the products; nor are their starts, where each takes
-    *expert_launch_s*.
+    A grouped GEMM reads experts' weights, or accumulates their gradients, for few rows each: the
+    device's share of that traffic is not overlapped; nor are launches of *expert_launch_s* each.
     """
     kernels = device.gemm
-    # Only the linear layers multiply in 8 bits; scores and logits stay in bf16.
+    # Only linear layers run in fp8; attention scores and logits stay in bf16.
     precision = precision if gemm.in_eight_bits else precision.storage
     facts = kernels.of(precision)
-    best_s = _tiled_s(gemm, device, precision) + _unhidden_s(gemm, device)
+    best_s = _best_tile_s(gemm, device, precision) + _exposed_weights_s(gemm, device)
     if precision is not Precision.FP32 and _is_misaligned(gemm):
+        # Unaligned sizes miss the 16-byte loads of tensor-core kernels.
         best_s /= _misaligned_fraction(gemm, kernels)
     traffic_s = _traffic_bytes(gemm, precision) / memory_rate_bytes_per_s(device)
     starts_s = gemm.batch * expert_launch_s if gemm.rows else 0.0
     return Cost.from_seconds(max(best_s, traffic_s, starts_s), facts.kind)
 
 
-def _unhidden_s(gemm: Gemm, device: Device) -> float:
-    """Return the seconds of experts' weights that their products do not hide."""
+def _exposed_weights_s(gemm: Gemm, device: Device) -> float:
+    """Return the exposed seconds of the traffic of experts' weights."""
     if not gemm.rows or device.gemm.grouped is None:
         return 0.0
     share = device.gemm.grouped.weight_traffic_fraction
     return share * gemm.weight_bytes / memory_rate_bytes_per_s(device)
 
 
-def _tiled_s(gemm: Gemm, device: Device, precision: Precision) -> float:
-    """Return the seconds that the best tile takes."""
+def _best_tile_s(gemm: Gemm, device: Device, precision: Precision) -> float:
+    """Return the seconds of a GEMM with its best tile."""
     kernels = device.gemm
     facts = kernels.of(precision)
     peak = peak_flops_per_s(device, precision) * facts.plateau_fraction
+    # The plateau was measured with the reference tile.
     peak /= _intensity_fraction(*REFERENCE_TILE, kernels.half_rate_intensity)
     return min(
         _waves(gemm, tile, device.num_sms, kernels.partial_wave_fraction)
@@ -83,11 +83,11 @@ def _tiled_s(gemm: Gemm, device: Device, precision: Precision) -> float:
 def convolution_cost(operator: ImplicitGemm, device: Device, precision: Precision) -> Cost:
     """Return the time of a convolution, or of one of its gradients, without its launch.
 
-    It runs as a product of its shape, at the device's share of that product's rate; in 16 bits
-    the library pads channels to whole loads. Never below the traffic of its tensors.
+    It runs as a GEMM of its shape, at the device's fraction of that GEMM's rate; in 16 bits cuDNN
+    pads channels to whole loads. Never below the traffic's time.
 
     Raises:
-        PlanError: If the device says nothing of convolutions.
+        PlanError: If the device has no facts of convolutions.
     """
     facts = device.convolution
     if facts is None:
@@ -100,19 +100,19 @@ def convolution_cost(operator: ImplicitGemm, device: Device, precision: Precisio
     gemm = Gemm(operator.name, m=operator.pixels, n=operator.outputs, k=channels * operator.taps)
     traffic_s = operator.moved * precision.num_bytes / memory_rate_bytes_per_s(device)
     return Cost.from_seconds(
-        max(_tiled_s(gemm, device, precision) / fraction, traffic_s), facts.kind
+        max(_best_tile_s(gemm, device, precision) / fraction, traffic_s), facts.kind
     )
 
 
 def _traffic_bytes(gemm: Gemm, precision: Precision) -> int:
     if not gemm.in_eight_bits:
         return gemm.num_elements * precision.num_bytes
-    # A byte for each element of the operands; the product comes out in bf16, which is one more.
+    # Operands have one byte an element, the output two (bf16).
     return gemm.num_elements + gemm.num_outputs * (precision.num_bytes - 1)
 
 
 def _waves(gemm: Gemm, tile: tuple[int, int], num_sms: int, partial_share: float) -> float:
-    # A tile that hangs over the edge takes as long as a whole one.
+    # Tile quantization: a tile over the edge takes as long as a whole one.
     tiles = gemm.batch * -(-gemm.m // tile[0]) * -(-gemm.n // tile[1])
     waves = tiles / num_sms
     return waves + partial_share * (ceil(waves) - waves)
@@ -132,7 +132,7 @@ def _misaligned_fraction(gemm: Gemm, kernels: GemmKernels) -> float:
 def _is_misaligned(gemm: Gemm) -> bool:
     aligned = ALIGNED_BYTES if gemm.in_eight_bits else ALIGNED_ELEMENTS
     sizes = {"m": gemm.m, "n": gemm.n, "k": gemm.k}
-    # No operand has the rows of an expert side by side: each begins where a row does.
+    # An expert's rows are no operand's contiguous dim: each row is aligned by itself.
     sizes.pop(gemm.rows, None)
     return any(size % aligned for size in sizes.values())
 
@@ -140,15 +140,15 @@ def _is_misaligned(gemm: Gemm) -> bool:
 def flash_attention_cost(
     attention: FlashAttention, device: Device, precision: Precision, kernel: str
 ) -> Cost:
-    """Return the time of a fused attention call from the kernel's share of the peak.
+    """Return the time of a flash attention call, from the kernel's fraction of the peak.
 
     Raises:
         PlanError: If the device has no such kernel.
     """
     if kernel not in device.flash:
-        known = ", ".join(sorted(device.flash)) or "none"
+        kernels = ", ".join(sorted(device.flash)) or "none"
         raise PlanError(
-            f"attention=flash: {device.name} has no kernel {kernel!r}; known there: {known}"
+            f"attention=flash: {device.name} has no kernel {kernel!r}; known there: {kernels}"
         )
     facts = device.flash[kernel].facts_of(attention.head_dim, attention.window)
     # Backward reaches less of the peak than forward, so each has a share of its own.
@@ -158,12 +158,12 @@ def flash_attention_cost(
 
 
 def memory_rate_bytes_per_s(device: Device) -> float:
-    """Return the memory bandwidth that element-wise kernels reach."""
+    """Return the memory bandwidth that element-wise kernels reach, in bytes per second."""
     return device.memory_bandwidth_bytes_per_s * device.memory.bandwidth_fraction
 
 
 def memory_bound_cost(operator: MemoryBound, device: Device) -> Cost:
-    """Return the time of *operator*'s traffic, or of its elements where they take longer."""
+    """Return the time of *operator*'s traffic, or of its strided elements if that is longer."""
     facts = device.memory
     time_s, kind = operator.size_bytes / memory_rate_bytes_per_s(device), facts.kind
     if operator.strided and facts.strided is not None:
@@ -174,5 +174,5 @@ def memory_bound_cost(operator: MemoryBound, device: Device) -> Cost:
 
 
 def constant_cost(count: int, time_s: float) -> Cost:
-    """Return *count* times a fitted constant of the stack."""
+    """Return *count* times *time_s*, a fitted constant of the stack."""
     return Cost.from_seconds(count * time_s, Source.FITTED)

@@ -1,4 +1,4 @@
-"""Times that say where they come from, and what they are spent on."""
+"""Costs: times with their source of evidence, and totals by category."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from meshwright.hwprofiles import Source, to_ps
 
 
 class Cost(NamedTuple):
-    """Time of one operator in whole picoseconds, and the kind of evidence behind it."""
+    """Time of one operator in integer picoseconds, and the source of evidence for it."""
 
     time_ps: int
     source: Source
@@ -22,7 +22,7 @@ class Cost(NamedTuple):
 
 
 class Category(StrEnum):
-    """What a rank spends its time on; the parts of a step's time breakdown."""
+    """Category of a step's time breakdown."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -58,7 +58,7 @@ _ZERO_SOURCES = (0,) * len(Source)
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """A total in picoseconds, split by `Category` and by `Source`; both splits add up to it."""
+    """A total in picoseconds, by `Category` and by `Source`; both add up to it."""
 
     time_ps: int = 0
     by_category_ps: tuple[int, ...] = _ZERO_CATEGORIES
@@ -90,9 +90,9 @@ class PhaseCost:
         )
 
     def category_ps(self, category: Category) -> int:
-        """Return the part that *category* takes."""
+        """Return the picoseconds of *category*."""
         return self.by_category_ps[_CATEGORY_INDEX[category]]
 
     def source_ps(self, source: Source) -> int:
-        """Return the part that rests on *source*."""
+        """Return the picoseconds that rest on *source*."""
         return self.by_source_ps[_SOURCE_INDEX[source]]

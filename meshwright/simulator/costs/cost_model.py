@@ -1,4 +1,4 @@
-"""Operator x hardware x stack -> time.  Bounds, engine and reports all read this one model."""
+"""Cost model of a cluster and stack, read by bounds, engine and reports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class BlockCost:
 
     @classmethod
     def total(cls, layers: "list[BlockCost]") -> "BlockCost":
-        """Return the sum over *layers*, each of which waits for its host by itself."""
+        """Return the sum over *layers*; host time is exposed layer by layer."""
         forward = sum((each.forward for each in layers), PhaseCost())
         return cls(forward, sum((each.backward for each in layers), PhaseCost()))
 
@@ -69,8 +69,8 @@ class BlockCost:
 class CostModel:
     """Times of operators for one cluster, stack and world size.
 
-    Results are kept per operator and per block shape: many plans of a search share them.
-    The results are pure functions of the arguments.  What others make of them is `kept` here.
+    Results are cached per operator and block shape: many plans of a search share them.
+    They are pure functions of the arguments.  Tables derived from them are `kept` here, too.
     """
 
     def __init__(self, cluster: Cluster, stack: StackProfile, world_size: int) -> None:
@@ -85,7 +85,7 @@ class CostModel:
         self._kept: dict[object, object] = {}
 
     def kept(self, table: Callable[[], Table]) -> Table:
-        """Return the *table* of such times, one for all who ask; it is empty at first."""
+        """Return the one instance of a *table* class, made on first use."""
         if table not in self._kept:
             self._kept[table] = table()
         return cast("Table", self._kept[table])
@@ -102,30 +102,28 @@ class CostModel:
         return self._blocks[key]
 
     def _block_cost(self, shape: BlockShape, operators: BlockOperators) -> BlockCost:
-        # Products or collectives, in the breakdown it is time that recomputation costs; what that
-        # time rests on stays as it is.
+        # GEMMs or collectives, in the breakdown all of it is recomputation.
         recompute = self.phase_cost(operators.recompute, shape)
-        redone = Category.RECOMPUTE
-        marked = PhaseCost(
+        recompute_category = Category.RECOMPUTE
+        recompute_cost = PhaseCost(
             recompute.time_ps,
-            tuple(recompute.time_ps if category is redone else 0 for category in Category),
+            tuple(recompute.time_ps if each is recompute_category else 0 for each in Category),
             recompute.by_source_ps,
         )
         backward = self.phase_cost(operators.backward, shape)
-        return BlockCost(self.phase_cost(operators.forward, shape), marked + backward)
+        return BlockCost(self.phase_cost(operators.forward, shape), recompute_cost + backward)
 
     def phase_cost(self, operators: tuple[Operator, ...], shape: BlockShape) -> PhaseCost:
         """Return the cost of running *operators* one after the other.
 
-        Host and device work at the same time, each for itself: the phase lasts as long as the host
-        takes to start it where that is longer.
+        Host and device run asynchronously: the phase is host-bound where launching it takes longer.
         """
         cost = PhaseCost.total(self.operator_cost(item, shape) for item in operators)
-        lacking_ps = max(0, issue_ps(operators, self.stack, self.cluster) - cost.time_ps)
-        return cost + PhaseCost.total([(Category.HOST, Cost(lacking_ps, Source.FITTED))])
+        exposed_host_ps = max(0, issue_ps(operators, self.stack, self.cluster) - cost.time_ps)
+        return cost + PhaseCost.total([(Category.HOST, Cost(exposed_host_ps, Source.FITTED))])
 
     def operator_cost(self, operator: Operator, shape: BlockShape) -> tuple[Category, Cost]:
-        """Return what an operator costs and what kind of work it is."""
+        """Return the category and the cost of an operator."""
         stack, device = self.stack, self.cluster.device
         match operator:
             case Gemm() | ImplicitGemm():
@@ -157,7 +155,7 @@ class CostModel:
         return self._products[key]
 
     def _exposed_cost(self, operator: Collective | RingMessages, shape: BlockShape) -> Cost:
-        """Return the part of communication that what runs beside it does not hide."""
+        """Return the exposed part of communication."""
         span = self.spans.of_block(operator.axis, shape)
         if isinstance(operator, RingMessages):
             return self._exposed_ring_cost(operator, span, shape)
@@ -168,36 +166,37 @@ class CostModel:
         cost = self.collective(operator.op, operator.size_bytes, span, operator.axis)
         if operator.hides_under is None or self.stack.tp_overlap_fraction == 0:
             return cost
-        # No more can hide than the product lasts that runs beside it.
-        cover_ps = self._product_cost(operator.hides_under, shape.precision).time_ps
-        hidden_ps = int(self.stack.tp_overlap_fraction * min(cost.time_ps, cover_ps))
-        return Cost(cost.time_ps - hidden_ps, cost.source)
+        # Overlap is limited by the GEMM's time.
+        gemm_ps = self._product_cost(operator.hides_under, shape.precision).time_ps
+        overlapped_ps = int(self.stack.tp_overlap_fraction * min(cost.time_ps, gemm_ps))
+        return Cost(cost.time_ps - overlapped_ps, cost.source)
 
     def _exposed_ring_cost(
         self, messages: RingMessages, span: GroupSpan, shape: BlockShape
     ) -> Cost:
-        # A step ends when all have computed and sent: the slowest link between neighbours decides.
+        # A ring step ends when all ranks have computed and sent: the slowest link decides.
         size_bytes = messages.size_bytes + messages.beside_bytes
         if messages.op is CollectiveOp.ALL_GATHER:
             sent, latency_ps = self.collective(messages.op, size_bytes, span, messages.axis), 0
         else:
             sent, latency = self.message(size_bytes, crosses_nodes=span.crosses_nodes)
+            # A step waits for the message's arrival, not only for the port.
             latency_ps = latency.time_ps
         cover = messages.hides_under
-        cover_ps = (
+        attention_ps = (
             0 if cover is None else self.operator_cost(cover, shape)[1].time_ps // cover.ranks
         )
-        exposed_ps = max(0, sent.time_ps + latency_ps - cover_ps)
+        exposed_ps = max(0, sent.time_ps + latency_ps - attention_ps)
         return Cost(messages.steps * exposed_ps, sent.source)
 
     def collective(
         self, op: CollectiveOp, size_bytes: int, span: GroupSpan, axis: MeshAxis
     ) -> Cost:
-        """Return the time of a collective over *axis* with nothing to hide it."""
+        """Return the time of a collective over *axis*, without overlap."""
         key = (op, size_bytes, span, axis)
         if key not in self._collectives:
-            # While a step runs, data-parallel collectives get less of the network than a benchmark
-            # does, by a share that is fitted; all others get what a benchmark gets.
+            # Within a step data-parallel collectives reach a smaller, fitted fraction of the
+            # network than nccl-tests; all others reach that of the benchmark.
             network = self.cluster.inter_node
             fraction, source = network.busbw_fraction, network.kind
             if axis in {Axis.DP, ExpertAxis.EDP}:

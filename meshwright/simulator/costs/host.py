@@ -1,4 +1,4 @@
-"""What the host does for a layer: what the device waits for, and how long it takes to start it."""
+"""Host (CPU) time of a layer: waits of the device, and kernel launch time."""
 
 from collections.abc import Iterable
 
@@ -8,27 +8,26 @@ from meshwright.simulator.costs.compute import constant_cost
 
 
 def waiting_s(passes: HostPasses, stack: StackProfile) -> float:
-    """Return the seconds in which the device has nothing to do, whatever else it has to.
+    """Return the seconds in which the device waits for the host, however busy it is.
 
-    A CUDA graph starts its kernels without the host: no time is left between them.
+    A CUDA graph launches its kernels without the host: there are no waits.
     """
     if stack.captures_layers:
         return 0.0
     time_s = stack.host_per_layer_pass_s
     if passes.experts:
         time_s += stack.host_per_expert_pass_s
-        # With a capacity nothing waits for the number of each expert's rows.
+        # With an expert capacity no device-to-host copy of token counts is needed.
         if stack.expert_capacity is None:
             time_s += passes.experts * stack.host_per_own_expert_s
     return passes.num_passes * time_s
 
 
 def issue_ps(operators: Iterable[Operator], stack: StackProfile, cluster: Cluster) -> int:
-    """Return the picoseconds in which the host starts *operators*, 0 where that is not known.
+    """Return the picoseconds of host time to launch *operators*, 0 where not known.
 
-    Known it is of layers with experts: a time a pass, one for each expert of the rank, as each has
-    products and hooks of its own, and one for each kernel that casts its rows.  What CUDA graphs
-    captured the host does not start.
+    It is known for MoE layers: a constant a pass, one for each local expert, which has GEMMs and
+    hooks of its own, and one for each cast kernel.  Captured CUDA graphs need none.
     """
     if stack.captures_experts:
         return 0

@@ -1,4 +1,4 @@
-"""Whose turn it is: processes that keep their own clocks, and wait for messages and groups."""
+"""Run queue of rank processes, which keep their own clocks and wait for messages and groups."""
 
 from collections import deque
 from collections.abc import Callable, Generator
@@ -9,55 +9,54 @@ from simpy import Environment, Event
 from simpy.events import EventCallbacks
 
 Process: TypeAlias = Generator[Event | None, int, None]
-"""What yields the event that it waits for, or nothing where another process makes it go on."""
+"""Generator that yields the event it waits for, or None if another process resumes it."""
 Wait: TypeAlias = Generator[Event | None, int, int]
-"""A part of a process that returns when it is done."""
-GoOn: TypeAlias = Callable[[int], Event | None]
-"""What makes a process go on with the time that it has waited for."""
+"""Sub-generator of a process; it returns the time at which it is done."""
+Resume: TypeAlias = Callable[[int], Event | None]
+"""Resume a process with the time that it has waited for (`send` of its generator)."""
 
-WOKEN = cast("EventCallbacks", None)
-"""What `Environment.step` leaves of the callbacks of an event."""
+CALLED_BACK = cast("EventCallbacks", None)
+"""Callbacks of an event after `Environment.step`."""
 
 
-class StandingClock(Environment):
-    """Processes go on in the order in which they may, with no time between.
+class UntimedEnvironment(Environment):
+    """SimPy environment without time: processes resume in the order in which they become ready.
 
-    Ranks wait for half of their messages.  Each has one taker, who goes on when it is sent: were it
-    an event of SimPy's, and the rank a process of SimPy's, a step would take twice as long.  Groups
-    meet in events.
+    Ranks wait for half of their messages.  Each has one receiver, resumed when it is sent: with
+    SimPy events and processes a step would take twice as long to simulate.  Only groups use events.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._turns: deque[tuple[Callable[..., Event | None], object]] = deque()
-        self.next_turn = self._turns.append
+        self._ready: deque[tuple[Callable[..., Event | None], object]] = deque()
+        self.enqueue = self._ready.append
 
-    def start(self, process: Process) -> GoOn:
-        """Let *process* begin in its turn; return what makes it go on."""
-        self.next_turn((process.send, None))
+    def start(self, process: Process) -> Resume:
+        """Queue the start of *process*; return the function that resumes it."""
+        self.enqueue((process.send, None))
         return process.send
 
     def schedule(self, event: Event, *_: object) -> None:
-        """Take *event* as the last one."""
-        self.next_turn((self._happen, event))
+        """Queue *event* last (SimPy calls this when an event succeeds)."""
+        self.enqueue((self._run_callbacks, event))
 
-    def run_dry(self) -> None:
-        """Let processes go on until nobody can."""
-        turns = self._turns
-        while turns:
-            go_on, value = turns.popleft()
+    def run_until_idle(self) -> None:
+        """Run processes until the queue is empty."""
+        queue = self._ready
+        while queue:
+            resume, value = queue.popleft()
             try:
-                event = go_on(value)
+                event = resume(value)
             except StopIteration:
                 continue
             if event is not None:
-                event.callbacks.append(partial(self._met, go_on))
+                event.callbacks.append(partial(self._enqueue_resume, resume))
 
-    def _met(self, go_on: GoOn, event: Event) -> None:
-        self.next_turn((go_on, event.value))
+    def _enqueue_resume(self, resume: Resume, event: Event) -> None:
+        self.enqueue((resume, event.value))
 
     @staticmethod
-    def _happen(event: Event) -> None:
-        callbacks, event.callbacks = event.callbacks, WOKEN
-        for wake in callbacks:
-            wake(event)
+    def _run_callbacks(event: Event) -> None:
+        callbacks, event.callbacks = event.callbacks, CALLED_BACK
+        for callback in callbacks:
+            callback(event)

@@ -1,6 +1,6 @@
-"""The event engine for task graphs: tasks that hold resources, in order of readiness.
+"""Event engine for task graphs: tasks that hold resources, in order of readiness.
 
-Where a mesh of ranks runs action lists (`run`), other ways to train are written down as tasks.
+A mesh of ranks runs action lists (`run`); other training strategies are task graphs.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from meshwright.simulator.errors import DeadlockError
 
 
 class TaskKind(StrEnum):
-    """What a task does; the colours of its timeline."""
+    """Kind of a task; a colour of the timeline."""
 
     LAUNCH = "kernel launches"
     FORWARD = "forward"
@@ -31,15 +31,15 @@ class TaskKind(StrEnum):
 
 
 class Task(NamedTuple):
-    """A piece of work.
+    """A task of the graph.
 
     Args:
-        name: What it is, for people.
-        kind: What kind of work.
-        duration_ps: How long it holds its resources.
-        resources: Names of what it holds, all at once; a resource has one user at a time.
+        name: Name for messages and timelines.
+        kind: Kind of work.
+        duration_ps: Time that it holds its resources.
+        resources: Resources that it holds, all at once; each has one user at a time.
         after: Positions of the tasks that must end before it.
-        size_bytes: What it moves, if it is a transfer.
+        size_bytes: Bytes of a transfer, else 0.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Task(NamedTuple):
 
 
 class TaskTimes(NamedTuple):
-    """When a task ran."""
+    """Start and end of a task."""
 
     start_ps: int
     end_ps: int
@@ -68,17 +68,17 @@ class TaskRun:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._env = Environment()
         self._tasks = tasks
-        self._num_missing = [len(set(task.after)) for task in tasks]
-        self._followers: list[list[int]] = [[] for _ in tasks]
+        self._num_predecessors = [len(set(task.after)) for task in tasks]
+        self._successors: list[list[int]] = [[] for _ in tasks]
         for index, task in enumerate(tasks):
-            # A task may name the same one twice: two parts of it wait for one end.
+            # A task may name a predecessor twice: two parts of it wait for one end.
             for before in dict.fromkeys(task.after):
-                self._followers[before].append(index)
-        # Ordered, as all that is walked here: a set of names differs from process to process.
+                self._successors[before].append(index)
+        # Ordered for determinism: a set of names differs from process to process.
         names = dict.fromkeys(name for task in tasks for name in task.resources)
         self._queues: dict[str, deque[int]] = {name: deque() for name in names}
         self._busy_resources: set[str] = set()
-        self._ready = [index for index, missing in enumerate(self._num_missing) if not missing]
+        self._ready = [index for index, missing in enumerate(self._num_predecessors) if not missing]
         self._freed: list[str] = []
         self._times: dict[int, TaskTimes] = {}
 
@@ -91,10 +91,10 @@ class TaskRun:
         self._dispatch(Event(self._env))
         self._env.run()
         if len(self._times) < len(self._tasks):
-            raise DeadlockError(self._stuck())
+            raise DeadlockError(self._deadlock_message())
         return tuple(self._times[index] for index in range(len(self._tasks)))
 
-    def _stuck(self) -> str:
+    def _deadlock_message(self) -> str:
         left = [index for index in range(len(self._tasks)) if index not in self._times]
         first = self._tasks[left[0]]
         waits = [self._tasks[each].name for each in first.after if each not in self._times]
@@ -104,7 +104,7 @@ class TaskRun:
         )
 
     def _dispatch(self, _: Event) -> None:
-        """Queue what has become ready by now and start what can start."""
+        """Queue the tasks that have become ready, and start those that can start."""
         ready, freed = sorted(self._ready), self._freed
         self._ready, self._freed = [], []
         for index in ready:
@@ -118,7 +118,7 @@ class TaskRun:
                 self._start(index)
 
     def _can_start(self, index: int) -> bool:
-        # All resources or none: a task that held one while it waits for another could close a ring.
+        # All resources or none: hold-and-wait could deadlock.
         names = self._tasks[index].resources
         return all(
             name not in self._busy_resources and self._queues[name][0] == index for name in names
@@ -137,18 +137,19 @@ class TaskRun:
         task = self._tasks[index]
         self._times[index] = TaskTimes(now_ps - task.duration_ps, now_ps)
         if not self._ready and not self._freed:
-            # What else ends in this picosecond comes first: its followers queue by position.
+            # Other tasks that end in this picosecond come first, so that successors queue by
+            # position.
             self._env.timeout(0).callbacks.append(self._dispatch)
         self._busy_resources.difference_update(task.resources)
         self._freed.extend(task.resources)
-        for follower in self._followers[index]:
-            self._num_missing[follower] -= 1
-            if not self._num_missing[follower]:
-                self._ready.append(follower)
+        for successor in self._successors[index]:
+            self._num_predecessors[successor] -= 1
+            if not self._num_predecessors[successor]:
+                self._ready.append(successor)
 
 
 def simulate_tasks(tasks: Sequence[Task]) -> tuple[TaskTimes, ...]:
-    """Return when each of *tasks* runs.
+    """Return start and end of each of *tasks*.
 
     >>> forward, port = TaskKind.FORWARD, ("port",)
     >>> simulate_tasks([Task("a", forward, 5), Task("b", forward, 2, port, (0,))])[1]

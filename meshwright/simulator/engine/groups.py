@@ -1,4 +1,4 @@
-"""Meetings of ranks: lockstep groups, and the stream of a group's collectives."""
+"""Group barriers of ranks, and the collective stream of a data-parallel group."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Meeting(Generic[T, R]):
-    """A place where the members of a group wait for each other, again and again.
+class GroupBarrier(Generic[T, R]):
+    """Reusable barrier of a group of ranks, with a reduction.
 
-    Each member brings something; when the last one has come, *resolve* turns all of it into
-    the result that everyone leaves with.  A group of one never waits: it needs no event.
+    Each rank contributes an item; when the last one has arrived, *resolve* reduces the items to the
+    result that all get.  A group of one never waits and needs no event.
     """
 
     def __init__(self, env: Environment, size: int, resolve: Callable[[Sequence[T]], R]) -> None:
@@ -24,44 +24,44 @@ class Meeting(Generic[T, R]):
         self._size = size
         self.is_alone = size == 1
         self._resolve = resolve
-        self._brought: list[T] = []
+        self._items: list[T] = []
         self._done = Event(env)
 
     def alone(self, item: T) -> R:
-        """Return the result of this meeting, whose only member brings *item*."""
+        """Return the result of a group of one rank with *item*."""
         return self._resolve([item])
 
     def arrive(self, item: T) -> Event:
-        """Return the event of this meeting; it carries the result."""
-        self._brought.append(item)
+        """Add *item*; return the event that carries the result."""
+        self._items.append(item)
         done = self._done
-        if len(self._brought) == self._size:
-            # Made anew before anyone leaves: the first to go on may come to the next meeting while
-            # others have not yet been woken from this one.
-            result = self._resolve(self._brought)
-            self._brought = []
+        if len(self._items) == self._size:
+            # Reset before anyone resumes: the first rank may arrive at the next barrier while
+            # others have not yet left this one.
+            result = self._resolve(self._items)
+            self._items = []
             self._done = Event(self._env)
             done.succeed(result)
         return done
 
 
 def busy_end_ps(start_ps: int, work_ps: int, messages: Messages) -> int:
-    """Return when *work_ps* of port time is done if *messages* go first.
+    """Return the end of *work_ps* of port time if *messages* have priority.
 
-    A pipeline message is small and a stage waits for it, a collective is large and usually
-    hidden: while a message leaves, the collective on the same port pauses.
+    A p2p message is small and a stage waits for it, a collective is large and usually overlapped:
+    while a message leaves, the collective on the same port pauses.
 
     Args:
         start_ps: Earliest start of the collective.
         work_ps: Port time it needs.
-        messages: Those of its port.
+        messages: Messages of the port.
 
     >>> busy_end_ps(0, 10, Messages([2, 11, 30], [5, 12, 40]))
     14
     """
     end_ps = start_ps + work_ps
     for place in range(bisect_right(messages.ends_ps, start_ps), len(messages.ends_ps)):
-        # The first may have left before: it counts from the collective's start.
+        # The first may have started before: it counts from the collective's start.
         begin_ps = max(messages.starts_ps[place], start_ps)
         if begin_ps >= end_ps:
             break
@@ -70,10 +70,10 @@ def busy_end_ps(start_ps: int, work_ps: int, messages: Messages) -> int:
 
 
 class QueuedCollective(NamedTuple):
-    """A collective that a rank has issued: when it is ready, its port time, for what.
+    """A collective that a rank has issued: ready time, port time and kind.
 
-    It is brought to the group when the rank waits for it, not when it is issued: by then all the
-    messages that it gives way to are known.
+    It is submitted to the group when the rank waits for it, not when issued: by then all messages
+    with priority over it are known.
     """
 
     ready_ps: int
@@ -83,19 +83,20 @@ class QueuedCollective(NamedTuple):
 
 
 class CollectiveStream:
-    """The collectives of one data-parallel group, one at a time and in order."""
+    """Communication stream of one data-parallel group: collectives in order, one at a time."""
 
     def __init__(self) -> None:
         self._free_ps = 0
         self.record: list[Span] = []
 
     def run(self, ready_ps: int, issued: QueuedCollective, messages: Sequence[Messages]) -> int:
-        """Return the end of the next collective, which gives way to *messages* of members."""
+        """Run the next collective and return its end; its ranks' *messages* have priority."""
         start_ps = max(self._free_ps, ready_ps)
         end_ps = start_ps + issued.work_ps
-        # A ring goes at the pace of its slowest member: the one with most messages on its port.
+        # A ring runs at the pace of its slowest rank: the one with most messages on its port.
         for each in messages:
             end_ps = max(end_ps, busy_end_ps(start_ps, issued.work_ps, each))
+        # A group of one rank has collectives of no time: they are no spans.
         if issued.work_ps:
             self.record.append(Span(issued.kind, start_ps, end_ps, issued.virtual_stage))
         self._free_ps = end_ps

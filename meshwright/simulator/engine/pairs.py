@@ -1,4 +1,4 @@
-"""A rank that runs forward passes of microbatches beside backward passes of others."""
+"""Rank process with F/B overlap: forward passes overlapped with other microbatches' backward."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,37 +8,38 @@ from meshwright.simulator.engine.run import (
     NOT_SENT,
     Inbox,
     Lane,
-    RankPlace,
+    SimulatedRank,
     StepRun,
     lanes_of,
 )
 from meshwright.simulator.schedules import Action
 
-Turn = list[tuple[Action, Lane]]
+ActionGroup = list[tuple[Action, Lane]]
 
 
-def paired_stream(run: StepRun, place: RankPlace) -> Process:
-    """Run the actions of one rank, pairs of them beside each other, then what ends its step.
+def overlapped_stream(run: StepRun, place: SimulatedRank) -> Process:
+    """Run the actions of one rank, pairs of them overlapped, then the end of its step.
 
-    A pair starts when both have what they wait for, and hands on what both made when it ends.
+    A pair starts when both messages have arrived, and sends both messages when it ends.
     """
     now = port_free_ps = 0
     state = run.states[place.index]
-    for turn in _turns(run, place):
-        for action, lane in turn:
+    for group in _action_groups(run, place):
+        for action, lane in group:
             if lane.inbox is not None:
-                now = max(now, (yield from _arrival(lane.inbox, action.microbatch)))
+                now = max(now, (yield from _receive(lane.inbox, action.microbatch)))
         if place.tp_group is not None:
+            # Ranks of a tp group run in lockstep.
             now = yield place.tp_group.arrive(now)
-        now = yield from _passed(run, place, turn, now)
-        for action, lane in turn:
+        now = yield from _run_passes(run, place, group, now)
+        for action, lane in group:
             if lane.outbox is None:
                 continue
             state.messages.starts_ps.append(max(now, port_free_ps))
             port_free_ps = state.messages.starts_ps[-1] + lane.occupy_ps
             state.messages.ends_ps.append(port_free_ps)
             if lane.outbox[action.microbatch] == AWAITED:
-                run.clock.next_turn((lane.taker.go_on, port_free_ps + lane.delay_ps))
+                run.clock.enqueue((lane.receiver.resume, port_free_ps + lane.delay_ps))
             else:
                 lane.outbox[action.microbatch] = port_free_ps + lane.delay_ps
         if run.work.blocking_messages:
@@ -46,20 +47,20 @@ def paired_stream(run: StepRun, place: RankPlace) -> Process:
     yield from run.finish(place, now)
 
 
-def _turns(run: StepRun, place: RankPlace) -> Iterator[Turn]:
-    """Yield the actions of a rank, those beside each other together."""
+def _action_groups(run: StepRun, place: SimulatedRank) -> Iterator[ActionGroup]:
+    """Yield the actions of a rank, overlapped ones together."""
     lanes, pairs = lanes_of(run, place), run.work.pairs[place.pp_rank]
     actions: Sequence[Action] = run.work.actions[place.pp_rank]
-    mine = [(each, lanes[each.phase][each.virtual_stage]) for each in actions]
+    actions_with_lanes = [(each, lanes[each.phase][each.virtual_stage]) for each in actions]
     position = 0
-    while position < len(mine):
-        size = 2 if position in pairs else 1
-        yield mine[position : position + size]
-        position += size
+    while position < len(actions_with_lanes):
+        num_actions = 2 if position in pairs else 1
+        yield actions_with_lanes[position : position + num_actions]
+        position += num_actions
 
 
-def _arrival(inbox: Inbox, microbatch: int) -> Wait:
-    """Take a message; return when it is there."""
+def _receive(inbox: Inbox, microbatch: int) -> Wait:
+    """Receive a message; return its arrival time."""
     arrival_ps = inbox[microbatch]
     if arrival_ps < 0:
         inbox[microbatch] = AWAITED
@@ -68,18 +69,18 @@ def _arrival(inbox: Inbox, microbatch: int) -> Wait:
     return arrival_ps
 
 
-def _passed(run: StepRun, place: RankPlace, turn: Turn, now: int) -> Wait:
-    """Run the passes of a turn; return when they are done.
+def _run_passes(run: StepRun, place: SimulatedRank, group: ActionGroup, now: int) -> Wait:
+    """Run one pass or an overlapped pair; return the end.
 
-    In the record a pair's passes follow each other, each as long as it takes beside the other.
+    A pair is recorded as two consecutive passes, each shortened by its part of the overlap.
     """
     state = run.states[place.index]
-    for action, lane in turn:
+    for action, lane in group:
         position = len(state.starts_ps)
         state.starts_ps.append(now)
         if action.microbatch in lane.special:
-            assert len(turn) == 1, "the first forward and the last backward passes run alone"
-            now = yield from run.special_pass(place, lane.instruction, action.microbatch, now)
+            assert len(group) == 1, "the first forward and the last backward passes run alone"
+            now = yield from run.overlapping_pass(place, lane.instruction, action.microbatch, now)
         else:
             now += lane.compute_ps - run.work.hidden_of(place.pp_rank, position)
         state.ends_ps.append(now)

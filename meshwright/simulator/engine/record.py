@@ -1,4 +1,4 @@
-"""What ran in a step: noted by the engine as it runs, read by memory, pictures and traces."""
+"""Record of a simulated step: times of ranks, read by memory, pictures and traces."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from meshwright.simulator.schedules import Action, Periodic, Phase
 
 
 class SpanKind(StrEnum):
-    """What a stream is busy with, or waits for, beside passes."""
+    """Kind of a span that is no pass."""
 
     OPTIMIZER = "optimizer"
     ACTIVATION_MESSAGE = "activation message"
@@ -31,21 +31,21 @@ COMPUTED = (SpanKind.TENSOR_SUM, SpanKind.OPTIMIZER)
 
 
 class Messages(NamedTuple):
-    """When messages leave a port, in order and one after the other."""
+    """Start and end of each message on a port, in order."""
 
     starts_ps: list[int]
     ends_ps: list[int]
 
 
 class Mark(NamedTuple):
-    """What a rank had done when a pass began beside which collectives run, or its end.
+    """Progress of a rank at the start of a pass with collectives, or at the end of its passes.
 
     Args:
-        position: Of the pass among the rank's actions.
-        gather_wait_ps: Time that passes had waited for parameters.
-        num_parts: Parts of passes that had begun.
-        num_issued: Collectives that had been issued.
-        num_queued: Those of them that had not been brought to the group.
+        position: Index of the pass among the rank's actions.
+        gather_wait_ps: Time waited for parameters so far.
+        num_parts: Parts of passes started.
+        num_issued: Collectives issued.
+        num_queued: Collectives issued but not submitted to the group.
     """
 
     position: int
@@ -56,9 +56,9 @@ class Mark(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A stretch of one stream: a pass, by the label of its phase, or a `SpanKind`.
+    """A span of one stream: a pass, by the label of its phase, or a `SpanKind`.
 
-    Virtual stage and microbatch are -1 where they mean nothing.
+    Virtual stage and microbatch are -1 where they do not apply.
     """
 
     kind: str
@@ -72,11 +72,11 @@ class RankStreams(NamedTuple):
     """The streams of one rank, each in order of time and without overlap.
 
     Args:
-        compute: Passes, with what they waited for parameters; sums of gradients over
-            tensor-parallel ranks that are left to the end; the optimizer.
-        messages: Times at which a pipeline message leaves the rank's port.
-        data_parallel: Collectives over replicas, from start to end: where messages share the
-            port, a collective pauses for each of them.
+        compute: Passes, with waits for parameters; all-reduces of norm gradients over tp after the
+            last pass; the optimizer.
+        messages: P2p messages on the rank's port.
+        data_parallel: Data-parallel collectives; on a shared port a collective pauses for each
+            message.
     """
 
     compute: tuple[Span, ...]
@@ -85,29 +85,29 @@ class RankStreams(NamedTuple):
 
 
 class RankTimes(NamedTuple):
-    """When one rank did what.
+    """Times of one rank.
 
     Args:
         actions: Its passes, in order.
-        pairs: Where among them forward passes are that ran beside the backward pass behind them;
-            they stand one after the other, in the time that both took.
+        pairs: Positions of forward passes that were overlapped with the backward pass after them;
+            they are recorded one after the other, in the time of both.
         starts_ps: Start of each.
         ends_ps: End of each, before its message leaves.
-        part_starts_ps: Start of each part of those passes that gather parameters for theirs.
+        part_starts_ps: Start of each part of passes that gather parameters.
         silent: Phase and virtual stage of the passes that send no message.
-        messages: When the messages of the others left the port.
-        collectives: Those of its data-parallel group that passes or their end call for, in order.
-        closing: What follows the last pass, in order: waiting for reductions, sums, the update.
-        gather_wait_ps: Time passes waited for parameters, or copied them and their gradients from
-            and to the buffers of collectives.
-        copy_waits_ps: Time that each pass waited for copies of activations; none where none are.
+        messages: Times of the other passes' messages on the port.
+        collectives: Collectives of its data-parallel group, in order.
+        closing: Spans after the last pass, in order: waits for reductions, all-reduces, update.
+        gather_wait_ps: Time of passes waiting for parameters, or copying into and out of the
+            buffers of collectives.
+        copy_waits_ps: Time of each pass waiting for activation offload; empty without offload.
         copies: Copies of activations, those to the host first.
-        copies_behind: The most layers whose copies to the host were not over at a time.
+        copies_behind: Peak number of layers whose offload had not ended.
         passes_end_ps: End of the last action, a blocking message included.
-        reduce_end_ps: When gradients are reduced, sums over tensor-parallel ranks and a tied
-            table included.
-        reduce_wait_ps: Time that its reductions kept the rank from going on; neither the sums
-            nor waiting for the other end before a tied table's reduction are in it.
+        reduce_end_ps: End of all gradient reductions, those over tp and of the tied embedding
+            included.
+        reduce_wait_ps: Exposed time of its reductions, without those over tp and without the wait
+            for the other stage before the tied embedding's.
         update_start_ps: Start of the optimizer, the same on all ranks.
         end_ps: End of the rank's step.
     """
@@ -138,33 +138,34 @@ class RankTimes(NamedTuple):
 
     @property
     def sent_ps(self) -> list[tuple[int, int]]:
-        """When the message of each of `senders` left the port, from start to end."""
+        """Start and end of the message of each of `senders`."""
         return list(zip(*self.messages, strict=True))
 
     def ran(self, position: int) -> tuple[Action, int, int]:
-        """Return one of its passes from start to end."""
+        """Return one of its passes with start and end."""
         return self.actions[position], self.starts_ps[position], self.ends_ps[position]
 
     def ran_once(self, position: int) -> tuple[Action, int, int]:
-        """Return a pass from start to end by its position where the period stands once."""
+        """Return a pass with start and end, by its position without repeated periods."""
         order = self.actions
         return self.ran(order.place(position) if isinstance(order, Periodic) else position)
 
     @property
     def pairs_once(self) -> range:
-        """The `pairs` where the period stands once."""
+        """The `pairs` of the order without repeated periods."""
         pairs, left_out = self.pairs, 0
         if isinstance(self.actions, Periodic):
             left_out = self.actions.size * self.actions.copies
         return pairs and range(pairs.start, pairs.stop - left_out, pairs.step)
 
     def passes(self) -> Iterator[tuple[Action, int, int]]:
-        """Return its passes, each from start to end."""
+        """Return its passes, each with start and end."""
         return zip(self.actions, self.starts_ps, self.ends_ps, strict=True)
 
     def streams(self) -> RankStreams:
-        """Return what each of its streams did."""
+        """Return the spans of each of its streams."""
         sent = ((each, *times) for each, times in zip(self.senders, self.sent_ps, strict=True))
+        # A wait is no work of any stream.
         closing = [span for span in self.closing if span.kind is not SpanKind.REDUCTION_WAIT]
         return RankStreams(
             compute=(
@@ -181,10 +182,10 @@ class RankTimes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """The outcome of a run: the step's time and each simulated rank's times.
+    """Result of a simulation: the step's time and each simulated rank's times.
 
-    ``num_passes`` are those that the engine ran for it: fewer than there are where the steady part
-    of a long step is that of a shorter one, again and again.
+    ``num_passes`` is the number of passes simulated: fewer than the step has where the steady part
+    of a long step repeats that of a shorter one.
     """
 
     step_ps: int
@@ -193,7 +194,7 @@ class StepTimes:
 
 
 def moved_spans(spans: Sequence[Span], distance_ps: int) -> list[Span]:
-    """Return *spans* so much later."""
+    """Return *spans* moved by *distance_ps*."""
     return [
         each._replace(start_ps=each.start_ps + distance_ps, end_ps=each.end_ps + distance_ps)
         for each in spans
@@ -203,7 +204,7 @@ def moved_spans(spans: Sequence[Span], distance_ps: int) -> list[Span]:
 def _spans(
     kind: Callable[[Phase], str], ran: Iterable[tuple[Action, int, int]]
 ) -> tuple[Span, ...]:
-    """Return what took time."""
+    """Return the spans of passes or messages that took time."""
     return tuple(
         Span(kind(action.phase), start_ps, end_ps, action.virtual_stage, action.microbatch)
         for action, start_ps, end_ps in ran

@@ -1,4 +1,4 @@
-"""What the engine runs: durations in integer picoseconds, already decided by the cost model."""
+"""Input of the engine: durations in integer picoseconds, computed by the cost model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from meshwright.simulator.engine.copies import CopyPoint
 from meshwright.simulator.errors import TooManyTasksError
 from meshwright.simulator.schedules import NO_REFETCHES, Action, Periodic, Phase, Refetches
 
-# Stages x microbatches of a step that is run whole: fifteen times the 64 x 512 of the largest
+# Stages x microbatches of a step that is simulated whole: fifteen times the 64 x 512 of the largest
 # published steps. More would take minutes and gigabytes.
 MAX_PASSES = 500_000
 
 
 class PassSegment(NamedTuple):
-    """A part of a pass between two data-parallel collectives, or runs of them.
+    """A part of a pass between two data-parallel collectives (of DDP or optimizer buckets).
 
     In a forward pass the collective must end before the segment starts (parameter gather); in
     a backward pass it may start when the segment ends (gradient reduction).
@@ -26,14 +26,13 @@ class PassSegment(NamedTuple):
 
 
 class UnitWork(NamedTuple):
-    """A part of every pass whose parameters are sharded: gather, compute, reduce.
+    """An FSDP unit in a pass: all-gather, compute, reduce-scatter.
 
-    The gather must end before the unit computes; the reduction may start when it has.  After the
-    first microbatch a reduction takes ``again_ps`` more, for what earlier ones left elsewhere, and
-    in the last one ``last_ps``, for sums over replicas of the shards.  A unit that ``stays`` is not
-    freed between a forward pass and its backward.  The rank itself copies what was gathered out of
-    the buffer (``unpack_ps``) before it computes, and gradients into that of the reduction
-    (``pack_ps``) after.
+    The gather must end before the unit computes; the reduction may start after it.  After the first
+    microbatch a reduction takes ``again_ps`` more, to accumulate what earlier ones left, and in the
+    last one ``last_ps``, the HSDP all-reduce.  A unit that ``stays`` is not resharded between
+    forward and backward.  The rank itself copies parameters out of the all-gather's buffer
+    (``unpack_ps``) before computing, and gradients into that of the reduction (``pack_ps``) after.
     """
 
     compute_ps: int
@@ -47,7 +46,7 @@ class UnitWork(NamedTuple):
     is_once: bool = False
 
     def reduction_ps(self, microbatch: int, num_microbatches: int) -> int:
-        """Return the time of the reduction of one of so many microbatches."""
+        """Return the time of the reduction in *microbatch* of *num_microbatches*."""
         again_ps = self.again_ps if microbatch else 0
         last_ps = self.last_ps if microbatch == num_microbatches - 1 else 0
         return self.reduce_ps + again_ps + last_ps
@@ -60,17 +59,17 @@ def num_gathers(
     keeps_units: bool,
     refetches: Refetches = NO_REFETCHES,
 ) -> int:
-    """Return how often a sharded unit is gathered in a step.
+    """Return the number of all-gathers of an FSDP unit in a step.
 
-    Where units stay gathered after a backward pass, the first pass gathers, and each one that
-    follows a forward pass: once more than there are microbatches, whatever the schedule, and again
-    where a unit that would have stayed was freed for other virtual stages.
+    Without resharding after backward, the first pass gathers, and each one that follows a forward
+    pass: once more than there are microbatches, whatever the schedule, and again where an unsharded
+    unit was resharded for other virtual stages.
 
     Args:
         num_microbatches: Microbatches of the step.
-        stays: Whether the unit stays gathered from a forward pass to its backward.
-        keeps_units: Whether units stay gathered from a backward pass to the next pass.
-        refetches: How often all units of its virtual stage are freed and gathered anew.
+        stays: Whether the unit stays unsharded from a forward pass to its backward.
+        keeps_units: Whether units stay unsharded from a backward pass to the next pass.
+        refetches: Numbers of times that all units of its virtual stage are resharded early.
 
     >>> [num_gathers(8, stays=False, keeps_units=keeps) for keeps in (False, True)]
     [16, 9]
@@ -82,24 +81,24 @@ def num_gathers(
 
 
 class Message(NamedTuple):
-    """What a stage sends on: time on the sender's port, and time until the receiver may start."""
+    """A p2p message: time on the sender's port, and time until the receiver may start."""
 
     occupy_ps: int = 0
     delay_ps: int = 0
 
 
 class PassWork(NamedTuple):
-    """A phase of a virtual stage of a rank.
+    """Work of one phase of a rank's virtual stage.
 
     Args:
-        compute_ps: One pass, recomputation included.
-        message: To the next virtual stage, or to the previous one.
-        gathers: Segments of the first pass, where parameters are gathered under it.
-        reductions: Segments of a pass that reduces gradients under it.
-        units: Units of each pass, where parameters are sharded, in the order in which they run.
-        copies: Where a pass copies activations to the host, or has them back.
-        reduces_always: Every pass reduces, not the last one alone. Where it does so in segments,
-            the rank waits for all of them before its next pass.
+        compute_ps: Time of one pass, recomputation included.
+        message: Message to the next virtual stage, or to the previous one.
+        gathers: Segments of the first pass, overlapped with parameter gathers.
+        reductions: Segments of a pass, overlapped with gradient reductions.
+        units: FSDP units of each pass, in order.
+        copies: Points of activation offload or reload.
+        reduces_always: Gradients are reduced in every microbatch, not the last one alone. With
+            segments the rank waits for all of them before its next pass.
     """
 
     compute_ps: int
@@ -112,7 +111,7 @@ class PassWork(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What two passes beside each other take less than by themselves, of each."""
+    """Time that F/B overlap saves, divided between the two passes."""
 
     forward_ps: int = 0
     backward_ps: int = 0
@@ -120,17 +119,16 @@ class Hidden(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """One pipeline rank: its virtual stages, and what follows its last action.
+    """Work of one pipeline rank: its virtual stages, and the end of its step.
 
     Args:
         virtual_stages: The phases of each virtual stage, in model order.
-        reduce_ps: Gradient reduction after the last backward pass, where nothing hides it.
-        sums_ps: Sums of gradients over tensor-parallel ranks that are left to the end.
-        shared_embedding_ps: All-reduce of a tied table's gradient between first and last rank.
+        reduce_ps: Exposed gradient reduction after the last backward pass.
+        sums_ps: All-reduces of norm gradients over tp, after the last backward pass.
+        shared_embedding_ps: All-reduce of the tied embedding's gradient, first and last stage.
         optimizer_ps: Parameter update.
-        gather_ps: Parameter gather after the update, where nothing hides it.
-        hidden: Of a forward pass through the first virtual stage beside a backward pass through the
-            second one.
+        gather_ps: Exposed parameter gather after the update.
+        hidden: Overlap by virtual stages of a forward pass and of the backward pass beside it.
     """
 
     virtual_stages: tuple[Mapping[Phase, PassWork], ...]
@@ -143,21 +141,20 @@ class RankWork:
 
 
 class StepWork(NamedTuple):
-    """A whole step of one pipeline.
+    """Work of a whole step of one pipeline.
 
     Args:
-        ranks: One entry a pipeline rank.
-        actions: What each pipeline rank does, in order.
+        ranks: Work of each pipeline rank.
+        actions: Action list of each pipeline rank.
         num_microbatches: Microbatches of the step.
-        pairs: Where the forward passes of each pipeline rank stand that run beside the backward
-            pass behind them; none where all run one after the other.
+        pairs: Positions of each rank's forward passes that are overlapped with the backward pass
+            after them; empty without F/B overlap.
         blocking_messages: The sender computes nothing while its message leaves.
-        shared_port: Messages and data-parallel collectives leave through the same port.
-        prefetches: The gather of a sharded unit is issued as the unit before it starts; if not,
+        shared_port: Messages and data-parallel collectives share a port (NIC).
+        prefetches: The gather of an FSDP unit is issued as the unit before it starts; if not,
             computation waits for each gather and each reduction.
-        keeps_units: Gathered units stay from a backward pass to the next pass of their virtual
-            stage.
-        sums_first: Sums over tensor-parallel ranks follow the last pass, not the reductions.
+        keeps_units: Units are not resharded after backward.
+        sums_first: All-reduces over tp follow the last pass, not the reductions.
         norm_ps: Gradient-norm all-reduce, for which every rank waits before it updates.
         overhead_per_million: Time outside the model of a step, per million of its time.
     """
@@ -185,7 +182,7 @@ class StepWork(NamedTuple):
         return len(self.ranks[0].virtual_stages)
 
     def hidden_of(self, pp_rank: int, position: int) -> int:
-        """Return the picoseconds that a rank's pass takes less for the one beside it."""
+        """Return the picoseconds that F/B overlap saves for a pass of a rank."""
         pairs = self.pairs[pp_rank] if self.pairs else ()
         first = position if position in pairs else position - 1
         if first not in pairs:
@@ -195,7 +192,7 @@ class StepWork(NamedTuple):
         return self.ranks[pp_rank].hidden[key][position - first]
 
     def all_hidden_ps(self, pp_rank: int) -> int:
-        """Return the picoseconds that all passes of a rank take less for those beside them."""
+        """Return the picoseconds that F/B overlap saves for all passes of a rank."""
         if not self.pairs:
             return 0
         order, pairs = self.actions[pp_rank], self.pairs[pp_rank]
@@ -206,6 +203,7 @@ class StepWork(NamedTuple):
         once = range(pairs.start, pairs.stop - order.copies * order.size, pairs.step)
         period = range(order.end - order.size, order.end)
         return sum(
+            # A pass of the period counts once for each copy.
             self.hidden_of(pp_rank, order.place(each)) * (1 + order.copies * (each in period))
             for each in chain(once, (i + 1 for i in once))
         )
@@ -214,13 +212,13 @@ class StepWork(NamedTuple):
 def check_passes(
     num_stages: int, num_microbatches: int, *, to: str = "simulate", num_tried: int = 0
 ) -> None:
-    """Raise TooManyTasksError where all passes of a step are too many.
+    """Raise TooManyTasksError if a step has too many passes to simulate.
 
     Args:
         num_stages: Stages of the pipeline.
         num_microbatches: Microbatches of the step.
-        to: For what.
-        num_tried: Passes that were run before.
+        to: Verb for the message.
+        num_tried: Passes simulated before.
     """
     if num_stages * num_microbatches > MAX_PASSES:
         raise TooManyTasksError(
@@ -231,7 +229,7 @@ def check_passes(
 
 
 def shortened(work: StepWork, orders: Sequence[Periodic[Action]], copies: int) -> StepWork:
-    """Return *work* with fewer microbatches: *copies* of the period of its *orders*."""
+    """Return *work* with fewer microbatches: *copies* of the period of *orders*."""
     removed = orders[0].copies - copies
     size, group = orders[0].size * removed, orders[0].distance * removed
     return work._replace(
@@ -242,7 +240,7 @@ def shortened(work: StepWork, orders: Sequence[Periodic[Action]], copies: int) -
 
 
 def with_overhead(time_ps: int, overhead_per_million: int) -> int:
-    """Return a step's time with its overhead; grows with *time_ps*, so bounds keep their order.
+    """Return a step's time with its overhead; monotonic in *time_ps*, so bounds stay bounds.
 
     >>> with_overhead(1_000_000, 4_000)
     1004000

@@ -1,18 +1,18 @@
-"""Who is simulated: one representative a pipeline rank, or every rank of the mesh."""
+"""Simulation of a step: one representative per pipeline rank, or every rank of the mesh."""
 
 from collections.abc import Sequence
 from functools import partial
 from math import prod
 
-from meshwright.simulator.engine.clock import StandingClock
+from meshwright.simulator.engine.clock import UntimedEnvironment
 from meshwright.simulator.engine.copies import HostCopies
-from meshwright.simulator.engine.groups import CollectiveStream, Meeting
-from meshwright.simulator.engine.pairs import paired_stream
+from meshwright.simulator.engine.groups import CollectiveStream, GroupBarrier
+from meshwright.simulator.engine.pairs import overlapped_stream
 from meshwright.simulator.engine.record import Mark, RankTimes, StepTimes
 from meshwright.simulator.engine.run import (
     AWAITED,
-    RankPlace,
     RankProgress,
+    SimulatedRank,
     StepRun,
     collective_meeting,
 )
@@ -24,14 +24,14 @@ from meshwright.simulator.schedules import Periodic, Phase
 
 
 def simulate_folded(work: StepWork) -> StepTimes:
-    """Run *work* with one representative for the equal ranks of each pipeline rank.
+    """Simulate *work* with one representative for the equal ranks of each pipeline rank.
 
-    Of a long step a shorter one is run, if it shows how the steady part goes on.
+    For a long step a shorter one is simulated, if its steady phase is periodic.
 
     Raises:
-        TooManyTasksError: If it does not, and there are too many passes to run all of them.
+        TooManyTasksError: If it is not, and the step has too many passes.
     """
-    # Durations in *work* know the real groups already; here only who waits for whom is left.
+    # Durations in *work* are those of the real groups; only dependencies are left to simulate.
     mesh = Mesh(pp=work.pp, node_size=1)
     ranks, num_passes = run_shorter(work, partial(_marked_times, mesh=mesh))
     if ranks is not None:
@@ -41,11 +41,10 @@ def simulate_folded(work: StepWork) -> StepTimes:
 
 
 def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
-    """Run *work* with every rank of *mesh*, each meeting its real groups.
+    """Simulate *work* with every rank of *mesh* in its real groups.
 
-    Ranks of a tensor- and context-parallel group enter every action together, those that hold the
-    same parameters run a collective when all are ready.  On a symmetric cluster the times equal
-    those of `simulate_folded` to the picosecond.
+    Ranks of a tp and cp group run in lockstep; data-parallel ranks run a collective when all are
+    ready.  On a symmetric cluster the times equal those of `simulate_folded` to the picosecond.
     """
     if mesh.degree(Axis.PP) != work.pp:
         raise ValueError(f"mesh has pp={mesh.degree(Axis.PP)}, the work pp={work.pp}")
@@ -53,7 +52,7 @@ def simulate_unfolded(work: StepWork, mesh: Mesh) -> StepTimes:
 
 
 def _simulate(work: StepWork, mesh: Mesh, num_passes: int = 0) -> StepTimes:
-    """Run all of *work*, of which *num_passes* were tried before."""
+    """Simulate all of *work*, after *num_passes* were simulated before."""
     orders = work.actions
     lists = [each.repeated(each.copies) if isinstance(each, Periodic) else each for each in orders]
     work = work._replace(actions=lists)
@@ -62,14 +61,14 @@ def _simulate(work: StepWork, mesh: Mesh, num_passes: int = 0) -> StepTimes:
 
 
 def _marked_times(work: StepWork, mesh: Mesh) -> list[tuple[RankTimes, list[Mark]]]:
-    """Run *work*; return when each rank did what, with its marks."""
-    clock = StandingClock()
+    """Simulate *work*; return the times and marks of each rank."""
+    clock = UntimedEnvironment()
     run = StepRun(work, clock, mesh.world_size)
-    places = _places(clock, work, mesh)
+    places = _simulated_ranks(clock, work, mesh)
     for place in places:
-        process = paired_stream(run, place) if work.pairs else run.compute_stream(place)
-        run.states[place.index].go_on = clock.start(process)
-    clock.run_dry()
+        process = overlapped_stream(run, place) if work.pairs else run.compute_stream(place)
+        run.states[place.index].resume = clock.start(process)
+    clock.run_until_idle()
     _check_finished(run)
     ran = zip(run.states, places, strict=True)
     return [(_rank_times(run, state, place), state.marks) for state, place in ran]
@@ -81,40 +80,41 @@ def _step_times(work: StepWork, ranks: Sequence[RankTimes], num_passes: int) -> 
     return StepTimes(step_ps=step_ps, ranks=tuple(ranks), num_passes=num_passes)
 
 
-def _places(clock: StandingClock, work: StepWork, mesh: Mesh) -> list[RankPlace]:
-    """Return the place of every rank, with the meetings of its groups made once a group."""
-    meetings: dict[tuple[Axis, int], Meeting[int, int]] = {}
+def _simulated_ranks(clock: UntimedEnvironment, work: StepWork, mesh: Mesh) -> list[SimulatedRank]:
+    """Return all simulated ranks, with one barrier per group."""
+    barriers: dict[tuple[Axis, int], GroupBarrier[int, int]] = {}
     streams = {}
     places = []
-    ties = work.pp > 1 and work.ranks[0].shared_embedding_ps > 0
+    has_tied_embedding = work.pp > 1 and work.ranks[0].shared_embedding_ps > 0
     stride = mesh.stride(Axis.PP)
     sizes = [prod(map(mesh.degree, axes)) for axes in (IN_STEP, REPLICATED)]
     for rank in range(mesh.world_size):
         pp_rank = rank // stride % work.pp
+        # A group is identified by its first rank.
         tp_first, dp_first = (
             mesh.group(rank, *axes)[0] if size > 1 else rank
             for axes, size in zip((IN_STEP, REPLICATED), sizes, strict=True)
         )
-        if sizes[0] > 1 and (Axis.TP, tp_first) not in meetings:
-            meetings[Axis.TP, tp_first] = Meeting(clock, sizes[0], max)
+        if sizes[0] > 1 and (Axis.TP, tp_first) not in barriers:
+            barriers[Axis.TP, tp_first] = GroupBarrier(clock, sizes[0], max)
         if dp_first not in streams:
             stream = CollectiveStream()
-            meeting = collective_meeting(clock, sizes[1], stream, shared_port=work.shared_port)
-            streams[dp_first] = stream, meeting
-        is_tied = ties and pp_rank in (0, work.pp - 1)
-        # Of a pipeline's ranks only the first and the last hold the tied table.
+            barrier = collective_meeting(clock, sizes[1], stream, shared_port=work.shared_port)
+            streams[dp_first] = stream, barrier
+        is_tied = has_tied_embedding and pp_rank in (0, work.pp - 1)
+        # Only the first and the last stage hold the tied embedding.
         ends = (Axis.PP, mesh.group(rank, Axis.PP)[0]) if is_tied else None
-        if ends is not None and ends not in meetings:
-            meetings[ends] = Meeting(clock, 2, max)
+        if ends is not None and ends not in barriers:
+            barriers[ends] = GroupBarrier(clock, 2, max)
         places.append(
-            RankPlace(
+            SimulatedRank(
                 index=rank,
                 pp_rank=pp_rank,
                 stride=stride,
-                tp_group=meetings.get((Axis.TP, tp_first)),
+                tp_group=barriers.get((Axis.TP, tp_first)),
                 dp_group=streams[dp_first][1],
                 dp_stream=streams[dp_first][0],
-                embedding_group=None if ends is None else meetings[ends],
+                embedding_group=None if ends is None else barriers[ends],
             )
         )
     return places
@@ -124,7 +124,7 @@ def _check_finished(run: StepRun) -> None:
     """Raise DeadlockError when the event queue emptied before every rank was done."""
     stuck = [(index, state) for index, state in enumerate(run.states) if state.end_ps < 0]
     if stuck:
-        # A rank that waits for a message says more than one that waits for that rank.
+        # A rank that waits for a message explains more than one that waits for that rank.
         index, state = min(stuck, key=lambda item: not _awaited(item[1]))
         raise DeadlockError(
             f"{len(stuck)} of {len(run.states)} ranks never finished; rank {index} stopped after "
@@ -133,7 +133,7 @@ def _check_finished(run: StepRun) -> None:
 
 
 def _awaited(state: RankProgress) -> list[tuple[int, int]]:
-    """Return slot and microbatch of the message that a rank waits for, if it does."""
+    """Return slot and microbatch of messages that a rank waits for."""
     slots = enumerate(state.inboxes)
     return [(slot, inbox.index(AWAITED)) for slot, inbox in slots if AWAITED in inbox]
 
@@ -148,7 +148,7 @@ def _waiting(state: RankProgress) -> str:
     return f"waiting for the {phase} message of microbatch {microbatch}, chunk {slot % num_stages}"
 
 
-def _rank_times(run: StepRun, state: RankProgress, place: RankPlace) -> RankTimes:
+def _rank_times(run: StepRun, state: RankProgress, place: SimulatedRank) -> RankTimes:
     work, program = run.work, run.programs[place.pp_rank]
     copies = state.copies or HostCopies()
     return RankTimes(

@@ -1,4 +1,4 @@
-"""A block as it is written down: operators, weights, and until when forward holds on to tensors."""
+"""Builder of a block's graph: operators, weights and lifetimes of forward tensors."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,13 +11,13 @@ from meshwright.simulator.graph.operators import Gradient, Kind, Operator, Traff
 from meshwright.simulator.graph.tensors import Dim, Mesh, Placement, Size, Tensor, sum_of
 
 
-class GivenUp(NamedTuple):
-    """What a part of a block makes and gives up in forward, where a plan runs the part again.
+class Discarded(NamedTuple):
+    """An output that forward discards, where a plan recomputes the part that makes it.
 
     Args:
         part: Name of the part.
-        output: What it makes.
-        behind: The operator behind which it is given up; backward makes it again ahead of it.
+        output: Storage of the output.
+        behind: The operator after which it is discarded; backward recomputes it before that one.
     """
 
     part: str
@@ -25,16 +25,17 @@ class GivenUp(NamedTuple):
     behind: Operator
 
 
-class _Nodes:
-    """Numbers operators; those that are fused have one number."""
+class _Numbering:
+    """Counter of operators' numbers; fused operators share one."""
 
     def __init__(self) -> None:
         self._numbers = count()
         self._open: int | None = None
 
     @contextmanager
-    def one(self, *, fused: bool) -> Iterator[None]:
-        """Make one node of the operators inside, if they are *fused*; inside of one they are it."""
+    def share_number(self, *, fused: bool) -> Iterator[None]:
+        """Give the operators inside one number, if they are *fused*; the outermost call wins."""
+        # Nested calls join the outer node.
         if self._open is not None:
             yield
             return
@@ -43,26 +44,26 @@ class _Nodes:
         self._open = None
 
     def number(self) -> int:
-        """Return the node of the next operator."""
+        """Return the number of the next operator."""
         return next(self._numbers) if self._open is None else self._open
 
 
 @dataclass(slots=True)
 class Block:
-    """Operators in the order in which they run; functions of this package add to them.
+    """Operators of a block in the order in which they run.
 
     Args:
         mesh: Ranks of each axis that has more than one.
-        lowering: How operators are run.
+        lowering: Kernels and autograd nodes of the software stack.
         width: Bytes of an activation's element.
-        operators: What has been written down.
-        weights: Parameters, in the order in which modules hold them.
-        casts: Copies in another format that all who read a tensor share, where the stack compiles.
-        remade: What backward makes a tensor of again, where the stack compiles.
-        held: Until after how many operators forward holds on to a tensor.
-        cached: Tensors that live until the forward pass is over.
-        buffers: Tensors that all blocks share, and that live from the first pass on.
-        given_up: What parts make and may give up.
+        operators: Operators added so far.
+        weights: Parameters, in the order of the modules.
+        casts: Cast copy of each tensor that all readers share, under torch.compile.
+        recompute_inputs: Tensors that backward recomputes a tensor from, under torch.compile.
+        held: Tensors with the number of operators after which Python's last reference goes.
+        cached: Tensors that live until the forward pass is over (autocast's weight cache).
+        buffers: Global buffers that all blocks share, allocated in the first pass.
+        discarded: Outputs that recomputation may discard.
     """
 
     mesh: Mesh
@@ -71,29 +72,31 @@ class Block:
     operators: list[Operator] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     casts: dict[Tensor, Tensor] = field(default_factory=dict)
-    remade: dict[Tensor, tuple[Tensor, ...]] = field(default_factory=dict)
+    recompute_inputs: dict[Tensor, tuple[Tensor, ...]] = field(default_factory=dict)
     held: list[tuple[int, Tensor]] = field(default_factory=list)
     cached: list[Tensor] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
-    given_up: list[GivenUp] = field(default_factory=list)
+    discarded: list[Discarded] = field(default_factory=list)
     _region: tuple[str, ...] = ()
-    _nodes: _Nodes = field(default_factory=_Nodes)
-    _prices: _Nodes = field(default_factory=_Nodes)
+    _nodes: _Numbering = field(default_factory=_Numbering)
+    _prices: _Numbering = field(default_factory=_Numbering)
     _arguments: list[Tensor] = field(default_factory=list)
     _shared: dict[str, Tensor] = field(default_factory=dict)
 
     def tensor(self, name: str, *dims: Dim, at: Placement | None = None, width: int = 0) -> Tensor:
-        """Return a tensor; axes that the mesh lacks do not count in *at*."""
+        """Return a new tensor; axes of *at* that the mesh lacks are dropped."""
         return Tensor(name, dims, self.placed(at or {}), self.mesh, width or self.width)
 
     def weight(
         self, name: str, *dims: Dim, at: Placement | None = None, shared: bool = False
     ) -> Tensor:
-        """Return a new weight, or a *shared* one: a parameter of another use, here or elsewhere."""
+        """Return a new weight; a *shared* one belongs to another block or an earlier use."""
+        # Under autocast the parameters themselves are fp32.
         width = 4 if self.lowering.casts else self.width
         made = Tensor(name, dims, self.placed(at or {}), self.mesh, width, is_weight=True)
         if shared or name in self._shared:
             made = self._shared.setdefault(name, made)
+        # A shared weight is counted in the block that owns it.
         if not shared:
             self.weights.append(made)
         return made
@@ -113,45 +116,45 @@ class Block:
 
     @contextmanager
     def module(self, *arguments: Tensor) -> Iterator[None]:
-        """Hold on to a module's arguments until it returns, also as they are placed for it."""
+        """Keep a module's arguments, also redistributed ones, alive until its forward returns."""
         outer, self._arguments = self._arguments, [*arguments]
         yield
         self.hold(*self._arguments)
         self._arguments = outer
 
     def argument(self, *tensors: Tensor) -> None:
-        """Hold on to *tensors* until the module that is being written returns."""
+        """Keep *tensors* alive until the current module's forward returns."""
         self._arguments += tensors
 
     def hold(self, *tensors: Tensor) -> None:
-        """Hold on to *tensors* until here."""
+        """Keep *tensors* alive until here: a local variable refers to them."""
         self.held += [(len(self.operators), each.storage) for each in tensors]
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Name a part of the block, which a plan may run again in backward."""
+        """Name a part of the block, which a plan may recompute in backward."""
         outer, self._region = self._region, (*self._region, name)
         yield
         self._region = outer
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Write operators that no part of the block has: they run once, whatever runs again."""
+        """Add operators outside of every part: they are never recomputed."""
         outer, self._region = self._region, ()
         yield
         self._region = outer
 
-    def give_up(self, part: str, output: Tensor) -> None:
-        """Give *output* of a part up here, where the part runs again in backward."""
-        self.given_up.append(GivenUp(part, output.storage, self.operators[-1]))
+    def discard(self, part: str, output: Tensor) -> None:
+        """Discard *output* of a part here, where the part is recomputed in backward."""
+        self.discarded.append(Discarded(part, output.storage, self.operators[-1]))
 
-    def one_node(self, *, fused: bool) -> AbstractContextManager[None]:
+    def autograd_node(self, *, fused: bool) -> AbstractContextManager[None]:
         """Make one autograd node of the operators inside, where they are *fused*."""
-        return self._nodes.one(fused=fused)
+        return self._nodes.share_number(fused=fused)
 
-    def one_price(self) -> AbstractContextManager[None]:
-        """Price the products inside, of one input, as if they were one."""
-        return self._prices.one(fused=True)
+    def merged_gemm(self) -> AbstractContextManager[None]:
+        """Price the GEMMs inside, which read one input, as one."""
+        return self._prices.share_number(fused=True)
 
     def add(
         self,
@@ -166,13 +169,13 @@ class Block:
         """Add an operator and return its first output.
 
         Args:
-            inputs: What it reads.
-            outputs: What it makes.
+            inputs: Tensors it reads.
+            outputs: Tensors it makes; the first is returned.
             gradients: Its backward.
-            work: What it runs forward.
-            kind: What it is.
-            eight_bits: Whether it is of a linear layer that multiplies in fp8.
-            scratch: What lives while it runs, forward and backward.
+            work: Its forward kernels and collectives.
+            kind: Kind of operator.
+            eight_bits: Whether it belongs to an fp8 linear layer.
+            scratch: Temporary tensors of forward and of backward.
         """
         operator = Operator(
             kind,

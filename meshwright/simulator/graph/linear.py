@@ -1,4 +1,4 @@
-"""Matrix products with weights, what they cast, and changes of place around them."""
+"""Linear layers: GEMMs, casts of their operands, and tensor-parallel redistribution."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from meshwright.simulator.graph.operators import (
     Gradient,
     Kind,
     Traffic,
-    place_work,
     product_gradients,
     product_work,
+    redistribute_work,
 )
 from meshwright.simulator.graph.pointwise import copy, cut
 from meshwright.simulator.graph.tensors import (
@@ -22,25 +22,25 @@ from meshwright.simulator.graph.tensors import (
     Placement,
     Size,
     Tensor,
-    changes,
-    gradient_place,
-    product_place,
+    gradient_placement,
+    product_placement,
+    redistribute_collectives,
     replicated,
 )
 from meshwright.simulator.layout import Axis
 
 
 class Linear(NamedTuple):
-    """How a product with weights is written.
+    """Options of a linear layer.
 
     Args:
-        bias: It has one.
-        in_layer: It is one of a layer's, or runs as they do: which may multiply in fp8.
+        bias: Whether it has a bias.
+        in_layer: It belongs to a layer, or runs as those do, and may be fp8.
         shared: Its weight is a parameter of another block.
-        counts_bias: The traffic of its bias's gradient is not counted elsewhere.
-        fuses: Products of one input are one, whatever the stack does.
-        wide: Its operands are in fp32, and so is what it makes.
-        buffered: Ranks gather its input into a buffer that other products share, and that stays.
+        counts_bias: The bias gradient's traffic is counted here, not elsewhere.
+        fuses: Linear layers of one input are one GEMM, whatever the stack does.
+        wide: Operands and output are fp32.
+        buffered: Its input is gathered into a global buffer that stays allocated.
     """
 
     bias: bool = False
@@ -64,33 +64,37 @@ def place(
     eight_bits: bool = False,
     buffered: bool = False,
 ) -> Tensor:
-    """Move *x*; its gradient moves back.  Even where *x* lies there, its gradient may not.
+    """Redistribute *x* to a placement; backward redistributes its gradient, even if *x* stays.
 
     Args:
-        block: Where it is written down.
-        x: What moves.
-        at: Where to.
-        eight_bits: Whether it is gathered in fp8, and its gradient.
-        buffered: Whether it moves into a buffer of the block's.
+        block: Block to add the operator to.
+        x: Tensor to redistribute.
+        at: Target placement.
+        eight_bits: Whether the all-gathers, also the gradient's, move fp8.
+        buffered: Whether it goes into a global buffer.
     """
     at = block.placed(at)
+    # On one rank there is neither a collective nor an autograd node.
     if not block.mesh:
         return x
-    stays = at == dict(x.at) or (at == gradient_place(x.at) and block.lowering.fuses_places)
+    # Megatron all-reduces a partial sum in place.
+    stays = at == dict(x.at) or (at == gradient_placement(x.at) and block.lowering.fuses_places)
     base = x.storage if stays else None
     if buffered and not stays:
-        # A pass finds it there, as it does weights.
+        # Allocated before the pass, as weights are.
         base = replace(x.like("buffer of tokens", at=at), is_weight=True)
         block.buffers.append(base)
     out = x.like(f"{x.name} placed", at=at, base=base)
     width = block.width if eight_bits else None
-    work = place_work(changes(x.at, at), x, out, cast_from=width, scaled=block.lowering.scaled)
-    gradient = Gradient(x, at=gradient_place(x.at))
+    work = redistribute_work(
+        redistribute_collectives(x.at, at), x, out, cast_from=width, scaled=block.lowering.scaled
+    )
+    gradient = Gradient(x, at=gradient_placement(x.at))
     return block.add([x], [out], [gradient], *work, kind=Kind.PLACE, eight_bits=eight_bits)
 
 
 class Scratch(NamedTuple):
-    """Copies of operands that live with a product, forward and backward."""
+    """Temporary tensors of a GEMM, forward and backward."""
 
     forward: tuple[Tensor, ...] = ()
     backward: tuple[Tensor, ...] = ()
@@ -105,23 +109,22 @@ def product(
     kind: Kind = Kind.PRODUCT,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """Return the einsum of two *operands* with *dims*: which of them are summed follows.
+    """Return the einsum of two *operands* with output *dims*; all other dims are contracted.
 
     Args:
-        block: Where it is written down.
-        name: What it makes.
+        block: Block to add the operator to.
+        name: Name of the output.
         operands: Activations and weight, or two activations.
-        dims: Of what it makes.
-        linear: Whether a vector is added.
-        kind: What it is.
-        scratch: Copies of its operands in fp8, if it multiplies so; beside attention's products,
-            what their kernels make for a moment.
+        dims: Dims of the output.
+        linear: Bias and width.
+        kind: Kind of operator.
+        scratch: Fp8 copies of its operands, if any; of attention's GEMMs, temporary tensors.
     """
     x, weight = operands
     width = x.width if linear.wide else block.width
-    out = x.like(name, dims=dims, at=product_place(x.at, weight.at, dims), width=width)
+    out = x.like(name, dims=dims, at=product_placement(x.at, weight.at, dims), width=width)
     # C++ evaluates a call's arguments from the last one: autocast casts a bias first.
-    biases = [_bias(block, weight, out, counted=linear.counts_bias)] if linear.bias else []
+    biases = [_bias_weight(block, weight, out, counted=linear.counts_bias)] if linear.bias else []
     if weight.is_weight:
         x, weight = cast_operands(block, x, weight)
     gradients = (*product_gradients(x, weight, out), *(each for _, each in biases))
@@ -134,28 +137,30 @@ def product(
     return block.add(inputs, [out], gradients, work, kind=kind, eight_bits=in_fp8, scratch=copies)
 
 
-def _bias(block: Block, weight: Tensor, out: Tensor, *, counted: bool) -> tuple[Tensor, Gradient]:
-    """Return the vector that is added to a product, and its gradient, a sum over tokens."""
-    own = [dim for dim in out.dims if dim in weight.dims]
-    split = {axis: dim for axis, dim in weight.at.items() if dim in own}
-    vector = block.weight(f"{out.name}.bias", *own, at=split)
+def _bias_weight(
+    block: Block, weight: Tensor, out: Tensor, *, counted: bool
+) -> tuple[Tensor, Gradient]:
+    """Return the bias of a linear layer, and its gradient, a sum over tokens."""
+    bias_dims = [dim for dim in out.dims if dim in weight.dims]
+    split = {axis: dim for axis, dim in weight.at.items() if dim in bias_dims}
+    vector = block.weight(f"{out.name}.bias", *bias_dims, at=split)
     if block.lowering.casts:
-        vector = _cast(block, vector)
-    kept = gradient_place(out.at)
-    place = {axis: dim if dim in own else PARTIAL for axis, dim in kept.items()}
+        vector = _autocast_weight(block, vector)
+    summed = gradient_placement(out.at)
+    place = {axis: dim if dim in bias_dims else PARTIAL for axis, dim in summed.items()}
     return vector, Gradient(vector, (), (block.traffic(out),) if counted else (), at=place)
 
 
 def cast_operands(block: Block, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a product reads of both, cast where the stack casts: a weight once a pass."""
+    """Return both operands of a GEMM as autocast casts them: a weight once a pass."""
     if not block.lowering.casts:
         return x, weight
-    narrow = _cast(block, weight)
-    return _narrowed(block, x), narrow
+    narrow = _autocast_weight(block, weight)
+    return _autocast_input(block, x), narrow
 
 
-def _narrowed(block: Block, x: Tensor) -> Tensor:
-    """Return *x* in the block's format; compiled, one copy is for all who read it."""
+def _autocast_input(block: Block, x: Tensor) -> Tensor:
+    """Return *x* in the block's dtype; compiled, all readers share one copy."""
     if x.width <= block.width:
         return x
     if x not in block.casts:
@@ -166,8 +171,8 @@ def _narrowed(block: Block, x: Tensor) -> Tensor:
     return block.casts[x]
 
 
-def _cast(block: Block, weight: Tensor) -> Tensor:
-    """Return the 16-bit copy of a weight."""
+def _autocast_weight(block: Block, weight: Tensor) -> Tensor:
+    """Return autocast's 16-bit copy of a weight."""
     narrow = copy(block, weight, f"{weight.name} cast", width=block.width)
     if block.lowering.caches_casts:
         block.cached.append(narrow)
@@ -177,23 +182,25 @@ def _cast(block: Block, weight: Tensor) -> Tensor:
 def columns(
     block: Block, x: Tensor, *outs: Dim, linear: Linear = PLAIN, packed: bool = False
 ) -> list[Tensor]:
-    """Return products of *x* whose outputs the tensor axis splits; a fused one may be *packed*."""
+    """Return column-parallel linear layers of *x*; a fused one may stay *packed*."""
     lowering = block.lowering
     whole = replicated(x.at, Axis.TP)
     with (
-        kept_copy(block, x, linear) as kept,
-        block.one_price(),
-        block.one_node(fused=lowering.fuses_places),
+        saved_input(block, x, linear) as saved,
+        block.merged_gemm(),
+        block.autograd_node(fused=lowering.fuses_places),
     ):
         in_fp8 = _gathers_in_fp8(block, linear)
-        if lowering.places_apart:
+        if lowering.redistributes_each_input:
             return [
-                _column(block, place(block, kept, whole), out, linear, again=False) for out in outs
+                _column(block, place(block, saved, whole), out, linear, again=False) for out in outs
             ]
-        gathered = place(block, kept, whole, eight_bits=in_fp8, buffered=linear.buffered)
+        # Gate and up, or q, k and v, share one gathered input.
+        gathered = place(block, saved, whole, eight_bits=in_fp8, buffered=linear.buffered)
         if not lowering.fuses_places:
             block.argument(gathered)
-        again = in_fp8 and gathered.storage is not kept.storage and lowering.fuses_places
+        # Megatron saves the shard and gathers it again in backward: no fp8 copy of the whole stays.
+        again = in_fp8 and gathered.storage is not saved.storage and lowering.fuses_places
         fuses = linear.fuses or (lowering.fuses_gate if packed else lowering.fuses_products)
         if not fuses or len(outs) == 1:
             return [_column(block, gathered, out, linear, again=again) for out in outs]
@@ -203,7 +210,7 @@ def columns(
 
 
 def _column(block: Block, x: Tensor, out: Dim, linear: Linear, *, again: bool) -> Tensor:
-    """Return one product; *again* says that its input is gathered again in backward, in fp8."""
+    """Return one column-parallel GEMM; *again*: backward gathers its input again, in fp8."""
     weight = block.weight(
         f"{out.name}.weight", out, x.dims[-1], at={Axis.TP: out}, shared=linear.shared
     )
@@ -212,16 +219,17 @@ def _column(block: Block, x: Tensor, out: Dim, linear: Linear, *, again: bool) -
     if bits is not None and linear.in_layer:
         made = x.like(out.name, dims=(*x.dims[:-1], out), at=block.placed({Axis.TP: out}))
         ready = bits.keeps_copy and not again
-        scratch = narrow_scratch(block, (x, weight), made, copies=2, again=0 if ready else x.width)
+        scratch = fp8_scratch(block, (x, weight), made, copies=2, again=0 if ready else x.width)
     return product(block, out.name, (x, weight), *x.dims[:-1], out, linear=linear, scratch=scratch)
 
 
 def _side_by_side(block: Block, outs: tuple[Dim, ...]) -> Dim:
-    """Return the dim of a fused product: on each rank what it has of all *outs*."""
+    """Return the output dim of a fused GEMM: each rank's shards of all *outs*, concatenated."""
     ranks = block.mesh.get(Axis.TP, 1)
     size: Size = 0
     grain: Size = 0
     for out in outs:
+        # Replicated key-value heads count once for each rank.
         size = size + (out.split(ranks) if Axis.TP in block.mesh else out.size) * ranks
         grain = grain + out.grain
     return Dim(", ".join(out.name for out in outs), size, grain)
@@ -230,30 +238,31 @@ def _side_by_side(block: Block, outs: tuple[Dim, ...]) -> Dim:
 def row(
     block: Block, x: Tensor, out: Dim, name: str, at: Placement, linear: Linear = PLAIN
 ) -> Tensor:
-    """Return the product of *x*, whose last dim the tensor axis splits, summed and placed."""
+    """Return a row-parallel linear layer of *x*, reduced to a placement."""
     if block.lowering.fuses_residual:
         linear = linear._replace(bias=False)  # `residual` adds it
-    # Megatron-Core's own row layers scatter what they sum in a node of its own.
+    # Megatron-Core's own RowParallelLinear reduce-scatters in an autograd function of its own.
     fused = block.lowering.fuses_places and not block.lowering.is_local
     with (
-        kept_copy(block, x, linear) as kept,
-        block.one_price(),
-        block.one_node(fused=fused),
+        saved_input(block, x, linear) as saved,
+        block.merged_gemm(),
+        block.autograd_node(fused=fused),
     ):
-        inputs = kept.dims[-1]
+        inputs = saved.dims[-1]
         weight = block.weight(f"{name}.weight", out, inputs, at={Axis.TP: inputs})
         in_fp8 = _gathers_in_fp8(block, linear)
         scratch = None
         bits = block.lowering.eight_bits
         if bits is not None:
-            made = kept.like(name, dims=(*kept.dims[:-1], out), at={})
+            made = saved.like(name, dims=(*saved.dims[:-1], out), at={})
             gathered = in_fp8 and bool(block.placed(at))
+            # Gathered in fp8, the output's gradient arrives as one of its two copies.
             again = 0 if bits.keeps_copy else 2
-            scratch = narrow_scratch(
-                block, (kept, weight), made, copies=1 if gathered else 2, again=again
+            scratch = fp8_scratch(
+                block, (saved, weight), made, copies=1 if gathered else 2, again=again
             )
         partial = product(
-            block, name, (kept, weight), *kept.dims[:-1], out, linear=linear, scratch=scratch
+            block, name, (saved, weight), *saved.dims[:-1], out, linear=linear, scratch=scratch
         )
         return place(block, partial, at, eight_bits=in_fp8)
 
@@ -264,74 +273,73 @@ def _gathers_in_fp8(block: Block, linear: Linear) -> bool:
 
 
 @contextmanager
-def kept_copy(block: Block, x: Tensor, linear: Linear = PLAIN) -> Iterator[Tensor]:
-    """Yield what a linear layer reads, and keeps, of its input: a narrow copy, if the stack does.
+def saved_input(block: Block, x: Tensor, linear: Linear = PLAIN) -> Iterator[Tensor]:
+    """Yield the input a linear layer saves for backward: an fp8 copy, if the recipe does so.
 
-    Where the input is given up, and made again, that is kept, and backward makes a copy along
-    columns of it where forward has made both (`save_original_input` of Transformer Engine 2.6 to
-    2.9, pytorch/module/linear.py and grouped_linear.py): it reads 2 bytes more of an element.
+    Where the input is discarded and recomputed, it is saved itself, and backward makes the
+    column-wise copy where forward has made both (`save_original_input` of Transformer Engine 2.6 to
+    2.9, pytorch/module/linear.py and grouped_linear.py): 2 bytes more an element.
     """
     bits = block.lowering.eight_bits
     if bits is None or not bits.keeps_copy or not linear.in_layer:
         yield x
         return
     narrow = x.like(f"{x.name} in fp8", width=FP8_BYTES, scaled=bits.scaled)
-    if not bits.given_up.intersection(_parts_of(block, x)):
-        yield block.add([x], [narrow], [Gradient(x, at=x.at, hands_on=True)])
+    if not bits.discarded.intersection(_producing_parts(block, x)):
+        yield block.add([x], [narrow], [Gradient(x, at=x.at, passes_through=True)])
         return
-    with block.one_node(fused=True):
-        again = Gradient(x, (), (Traffic(2 * x.numel),), at=x.at, hands_on=True)
+    with block.autograd_node(fused=True):
+        again = Gradient(x, (), (Traffic(2 * x.numel),), at=x.at, passes_through=True)
         yield block.add([x], [narrow], [again], kind=Kind.NARROWED)
 
 
-def _parts_of(block: Block, x: Tensor) -> Iterator[str]:
-    """Yield the names of the parts that make *x*."""
+def _producing_parts(block: Block, x: Tensor) -> Iterator[str]:
+    """Yield the names of the parts whose operators output *x*."""
     makers = (op for op in block.operators if x.storage in op.outputs)
     return (name.partition(":")[0] for op in makers for name in op.region)
 
 
-def narrow_scratch(
+def fp8_scratch(
     block: Block, operands: tuple[Tensor, Tensor], made: Tensor, *, copies: int, again: int
 ) -> Scratch:
-    """Return the narrow copies that live with a product beside what is kept.
+    """Return the temporary fp8 copies of a GEMM, beside the saved input.
 
-    A product for gradients wants each operand the other way round than one for outputs, so there
-    are two of each (see `fp8_casts`).
+    Dgrad and wgrad read each operand transposed, so there are two copies of each (`fp8_casts`).
 
     Args:
-        block: Where it is written down.
+        block: Block of the GEMM.
         operands: Input and weight.
-        made: What it makes.
-        copies: Of what it makes, those of its gradient that are not there otherwise.
-        again: Copies of its input that backward makes.
+        made: Output.
+        copies: Fp8 copies of the output's gradient that are temporary.
+        again: Fp8 copies of the input that backward makes.
     """
     x, weight = operands
     bits = block.lowering.eight_bits
     assert bits is not None
     scaled = bits.scaled
-    weights = [] if bits.keeps_weights else [_narrow(weight, 2, scaled)]
-    again_made = [_narrow(x, again, scaled)] if again else []
-    # Of an input that is kept as it is there is no other copy than the one along rows.
+    weights = [] if bits.keeps_weights else [_fp8_copies(weight, 2, scaled)]
+    again_made = [_fp8_copies(x, again, scaled)] if again else []
+    # Of an input saved unquantized forward makes the row-wise copy alone.
     is_alone = block.operators[-1].kind is Kind.NARROWED
     return Scratch(
-        (*([] if is_alone else [_narrow(x, x.width, scaled)]), *weights),
-        (_narrow(made, copies, scaled), *again_made, *weights),
+        (*([] if is_alone else [_fp8_copies(x, x.width, scaled)]), *weights),
+        (_fp8_copies(made, copies, scaled), *again_made, *weights),
     )
 
 
-def _narrow(x: Tensor, copies: int, scaled: int) -> Tensor:
+def _fp8_copies(x: Tensor, copies: int, scaled: int) -> Tensor:
     return x.like(f"{x.name} in fp8", width=copies * FP8_BYTES, scaled=scaled)
 
 
 def whole_product(block: Block, x: Tensor, out: Dim, name: str, linear: Linear = OUTSIDE) -> Tensor:
-    """Return a product with a weight that no axis splits."""
-    with kept_copy(block, x, linear) as kept:
-        weight = block.weight(f"{name}.weight", out, kept.dims[-1])
+    """Return a linear layer whose weight is replicated on all ranks."""
+    with saved_input(block, x, linear) as saved:
+        weight = block.weight(f"{name}.weight", out, saved.dims[-1])
         bits, scratch = block.lowering.eight_bits, None
         if bits is not None and linear.in_layer:
-            made = kept.like(name, dims=(*kept.dims[:-1], out), width=block.width)
-            again = 0 if bits.keeps_copy else kept.width
-            scratch = narrow_scratch(block, (kept, weight), made, copies=2, again=again)
+            made = saved.like(name, dims=(*saved.dims[:-1], out), width=block.width)
+            again = 0 if bits.keeps_copy else saved.width
+            scratch = fp8_scratch(block, (saved, weight), made, copies=2, again=again)
         return product(
-            block, name, (kept, weight), *kept.dims[:-1], out, linear=linear, scratch=scratch
+            block, name, (saved, weight), *saved.dims[:-1], out, linear=linear, scratch=scratch
         )

@@ -1,4 +1,4 @@
-"""What a block's description leaves open: how a software stack runs its operators."""
+"""Lowering of a block: kernels and autograd nodes of a software stack."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from meshwright.hwprofiles import Kernels, LossKernel
 
 
 class WeightGradients(StrEnum):
-    """What becomes of a weight's gradient: part of its product, added as it comes, or kept."""
+    """Weight gradient: fused into wgrad's GEMM (main_grad), accumulated, or kept to the end."""
 
     FUSED = "fused"
     ADDED = "added"
@@ -16,17 +16,19 @@ class WeightGradients(StrEnum):
 
 
 class EightBits(NamedTuple):
-    """How linear layers multiply in 8 bits.
+    """Linear layers in 8 bits (fp8, MXFP8).
 
     Args:
-        keeps_copy: A linear layer keeps the narrow copy of its input, not the input.
-        keeps_weights: Narrow copies of weights are always there.
-        gathers: Operands of linear layers are cast before they are gathered.
-        scaled: Elements that share a scale of one byte; 0 where a tensor has one.
-        pads_experts: Rows of experts are copied ahead of their products, and back behind them.
-        opens_experts: The products of experts open what they make by themselves.
-        given_up: Parts of a block whose outputs are given up and made again: linear layers keep
-            these as they are, in the place of narrow copies.
+        keeps_copy: A linear layer saves the fp8 copy of its input for backward, not the input.
+        keeps_weights: Fp8 copies of weights persist over the step.
+        gathers: Tensor-parallel all-gathers move fp8.
+        scaled: Elements of a block that share a one-byte scale (MXFP8: 32); 0 for per-tensor
+            scales.
+        pads_experts: Rows of experts are padded by a copy before the grouped GEMM, and unpadded
+            after.
+        fuses_expert_activation: The grouped GEMM of experts has a fused activation epilogue.
+        discarded: Parts whose outputs are discarded and recomputed: linear layers save these
+            unquantized.
     """
 
     keeps_copy: bool
@@ -34,47 +36,47 @@ class EightBits(NamedTuple):
     gathers: bool
     scaled: int = 0
     pads_experts: bool = False
-    opens_experts: bool = False
-    given_up: frozenset[str] = frozenset()
+    fuses_expert_activation: bool = False
+    discarded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowering:
-    """How operators become kernels and autograd nodes.
+    """Kernels and autograd nodes of operators, by software stack.
 
     Args:
-        kernels: How element-wise work runs.
-        spells_out: Eager layers are those of transformers, which write RMS norm and GELU in
-            PyTorch's operators and have rotary positions by halves.
-        looks_up: Eager layers look angles up by the positions of their tokens, and keep these.
-        fuses_products: Queries, keys and values are one product, cut apart afterwards.
-        fuses_gate: A gated MLP's two inputs are one product.
-        fuses_places: A change of place is part of the product beside it: one node, which keeps
-            what it got and gathers again in backward, and sums in place (Megatron); else a node
-            of its own (DTensor), where tokens are the second dim, so that their gather or
-            scatter copies all of them.
-        places_apart: Each product places its input itself, also where others read the same one.
-        fuses_norms: A norm whose output a single product reads is part of that product.
+        kernels: Element-wise kernels: eager, compiled or fused by hand.
+        spells_out: Eager layers are those of Hugging Face transformers, which write RMS norm,
+            GELU and RoPE (rotate_half) in PyTorch's operators.
+        indexes_rope_cache: Eager layers index the RoPE cache by position ids, and save the result.
+        fuses_products: Queries, keys and values are one GEMM, split afterwards.
+        fuses_gate: Gate and up projection of an MLP are one GEMM.
+        fuses_places: A tp collective is part of its linear layer's autograd node, which saves the
+            shard, gathers again in backward, and reduces in place (Megatron); else a node of
+            its own (DTensor), where tokens are the second dim, so that gather and scatter copy.
+        redistributes_each_input: Each linear layer redistributes its input itself, also where
+            others read it.
+        fuses_norms: A norm that one linear layer reads is part of it (LayerNormLinear).
         fuses_residual: Bias, dropout and addition are one kernel.
-        saves_first: Operators keep their inputs before they run (PyTorch's own operators).
-        weight_gradients: What becomes of them.
-        loss: How it is made.
-        casts: Products cast fp32 inputs and weights (autocast).
+        saves_first: Operators save their inputs before they run (PyTorch's own operators).
+        weight_gradients: Fused, accumulated or kept.
+        loss: Kernel of the cross entropy.
+        casts: GEMMs cast fp32 inputs and weights (autocast).
         caches_casts: A weight's cast lives as long as the forward pass.
-        copies_operands: Attention copies keys and values that do not lie as it knows.
-        eight_bits: How linear layers multiply in 8 bits, if they do.
-        groups_experts: One kernel runs the products of all experts of a rank.
-        pads_rows: Rows of experts are filled up to whole lines of a grouped product, behind a
-            router in the layers' format.
+        copies_operands: Attention makes keys and values contiguous in layouts its kernel lacks.
+        eight_bits: Fp8 recipe of linear layers, if any.
+        groups_experts: One grouped GEMM runs all experts of a rank.
+        pads_rows: Rows of experts are padded to the grouped GEMM's alignment; the router runs in
+            the layers' dtype.
     """
 
     kernels: Kernels = Kernels.FUSED
     spells_out: bool = False
-    looks_up: bool = False
+    indexes_rope_cache: bool = False
     fuses_products: bool
     fuses_gate: bool
     fuses_places: bool
-    places_apart: bool = False
+    redistributes_each_input: bool = False
     fuses_norms: bool = False
     fuses_residual: bool
     saves_first: bool
@@ -89,20 +91,20 @@ class Lowering:
 
     @property
     def scaled(self) -> int:
-        """Elements of 8 bits that share a scale of one byte; 0 where a tensor has one."""
+        """Elements of a block that share a one-byte scale; 0 for per-tensor scales."""
         return self.eight_bits.scaled if self.eight_bits else 0
 
     @property
     def is_eager(self) -> bool:
-        """Whether each operator is a kernel."""
+        """True where each operator is a kernel of its own."""
         return self.kernels is Kernels.EAGER
 
     @property
     def is_compiled(self) -> bool:
-        """Whether what backward reads is chosen by torch.compile's partitioner."""
+        """True where torch.compile's partitioner chooses the saved tensors."""
         return self.kernels is Kernels.COMPILED
 
     @property
     def is_local(self) -> bool:
-        """Whether layers are those of Megatron-Core's local spec: no kernels of its own."""
+        """True for Megatron-Core's local spec: no Transformer Engine kernels."""
         return self.is_eager and self.fuses_places

@@ -1,4 +1,4 @@
-"""What an operator is: its work forward, and what each part of its backward reads and makes."""
+"""Operators of a block: forward work, and gradients with the tensors that backward reads."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from meshwright.simulator.graph.tensors import (
     Placement,
     Size,
     Tensor,
-    gradient_place,
+    gradient_placement,
     larger,
     product_of,
-    product_place,
+    product_placement,
     with_scales,
 )
 from meshwright.simulator.layout import MeshAxis
@@ -23,7 +23,7 @@ FP8_BYTES = 1
 
 
 class Kind(StrEnum):
-    """What an operator does, where a walk or a price tells one from another."""
+    """Kind of an operator, where the walk or its price depends on it."""
 
     PLACE = "place"
     PRODUCT = "product"
@@ -48,14 +48,14 @@ class Product(NamedTuple):
 
 
 class Convolution(NamedTuple):
-    """A convolution as an implicit product: no window is laid out in memory.
+    """A convolution as an implicit GEMM: no im2col in memory.
 
     Args:
-        pixels: Outputs of a channel, over all images.
-        inputs: Channels in.
-        outputs: Channels out.
-        taps: Pixels of a window.
-        moved: Elements of its three tensors.
+        pixels: Output pixels of a channel, over all images.
+        inputs: Input channels.
+        outputs: Output channels.
+        taps: Pixels of the kernel's window.
+        moved: Elements of input, weight and output.
     """
 
     pixels: Size
@@ -71,10 +71,9 @@ class Convolution(NamedTuple):
 
 
 class FusedAttention(NamedTuple):
-    """A fused attention call: products of the whole square of scores, *widths* those of all.
+    """A fused attention call: GEMMs over all *scores*, with *widths* the sum of their head dims.
 
-    In a ring it runs in as many steps as there are context-parallel *ranks*, each of which has
-    that part of the rows.
+    Ring attention runs it in as many steps as there are context-parallel *ranks*.
     """
 
     scores: Size
@@ -83,15 +82,15 @@ class FusedAttention(NamedTuple):
 
     @property
     def flops(self) -> Size:
-        """Operations with nothing masked."""
+        """Operations of the full square, without a mask."""
         return 2 * self.scores * self.widths
 
 
 class Traffic(NamedTuple):
-    """A kernel whose time is its traffic.
+    """A memory-bound kernel: bytes read and written.
 
-    PyTorch's kernels over slices, or over numbers that are repeated, make their *strided* elements
-    one by one; what decides there may be how many these are.
+    PyTorch's kernels over slices or expanded tensors handle their *strided* elements one by one,
+    which may take longer than the bytes.
     """
 
     nbytes: Size
@@ -99,7 +98,7 @@ class Traffic(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A collective; the larger of a rank's buffers."""
+    """A collective over an axis, with the bytes of the larger of a rank's buffers."""
 
     op: CollectiveOp
     axis: MeshAxis
@@ -107,15 +106,15 @@ class Transfer(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Messages to the next rank of a ring, and as many from the one before, while attention runs.
+    """Sends and receives between neighbours of a ring, overlapped with attention.
 
     Args:
-        op: What carries them.
-        axis: Whose ring.
-        nbytes: Of a message.
-        steps: How often one is sent, each beside a step of the operator's attention.
-        beside: Bytes of another message that goes at the same time, 0 for none.
-        waits: Nothing runs at the same time.
+        op: Collective or p2p that carries a message.
+        axis: Axis of the ring.
+        nbytes: Bytes of a message.
+        steps: Number of messages, each overlapped with a step of the operator's attention.
+        beside: Bytes of a second message at the same time, 0 for none.
+        waits: Nothing overlaps it.
     """
 
     op: CollectiveOp
@@ -131,26 +130,26 @@ Work: TypeAlias = Product | Convolution | FusedAttention | Traffic | Transfer | 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Gradient:
-    """How the gradient of one input comes out of that of the outputs.
+    """Gradient of one input, from that of the outputs.
 
     Args:
         of: The input.
-        reads: Tensors of the forward pass.
-        work: Its kernels.
-        at: Where it lies; None where the gradient of the output lies.
-        hands_on: It is the gradient of the output itself, or a view of it.
-        is_part: It is a view of a part of that, which lives on with the others.
-        overwrites: A tensor of the forward pass in whose storage it is made.
-        makes: What backward makes of a weight's gradient where it is more than this rank's part,
-            or of an input's before it is converted.
+        reads: Saved tensors of the forward pass.
+        work: Kernels and collectives.
+        at: Placement; None for that of the output's gradient.
+        passes_through: It is the output's gradient itself, or a view of it.
+        is_slice: It is a slice of that, which keeps the whole storage alive.
+        overwrites: Tensor of the forward pass whose storage it reuses.
+        makes: Tensor made first: a weight's gradient beyond this rank's shard, or an input's
+            before its dtype is converted.
     """
 
     of: Tensor
     reads: tuple[Tensor, ...] = ()
     work: tuple[Work, ...] = ()
     at: Placement | None = None
-    hands_on: bool = False
-    is_part: bool = False
+    passes_through: bool = False
+    is_slice: bool = False
     overwrites: Tensor | None = None
     makes: Tensor | None = None
 
@@ -160,19 +159,19 @@ class Operator:
     """One kernel or collective of a block.
 
     Args:
-        kind: What it is.
-        inputs: Tensors that it reads, weights too.
+        kind: Kind of operator.
+        inputs: Tensors that it reads, weights included.
         outputs: Tensors that it makes; the first is what other operators read.
-        work: What it runs.
+        work: Kernels and collectives.
         gradients: In the order in which backward makes them.
         node: Operators of one number are one autograd node.
-        price: Products of one number are priced as one.
+        price: GEMMs of one number are priced as one.
         region: The parts of the block that it is in, from the outside in.
-        saves_first: Keeps its inputs before it runs, as PyTorch's own operators do: repetition
-            that stops early does not run the last one.
-        eight_bits: It is of a linear layer that multiplies in fp8, or gathers for one.
-        scratch: Tensors that live while it runs.
-        backward_scratch: Tensors that live while its backward runs.
+        saves_first: Saves its inputs before it runs, as PyTorch's own operators do: a checkpoint
+            with early stop does not run the last one.
+        eight_bits: It belongs to an fp8 linear layer, or gathers for one.
+        scratch: Temporary tensors of forward.
+        backward_scratch: Temporary tensors of backward.
     """
 
     kind: Kind
@@ -190,18 +189,18 @@ class Operator:
 
     @property
     def name(self) -> str:
-        """The name of what it makes."""
+        """Name of the first output."""
         return self.outputs[0].name
 
     @property
     def reads(self) -> tuple[Tensor, ...]:
-        """What backward reads of the forward pass, weights left out."""
+        """Saved tensors: those of the forward pass that backward reads, without weights."""
         read = dict.fromkeys(each for item in self.gradients for each in item.reads)
         return tuple(each for each in read if not each.is_weight)
 
 
-def place_work(
-    found: Iterable[tuple[CollectiveOp, MeshAxis]],
+def redistribute_work(
+    collectives: Iterable[tuple[CollectiveOp, MeshAxis]],
     one: Tensor,
     other: Tensor,
     *,
@@ -209,28 +208,31 @@ def place_work(
     scaled: int = 0,
     copies: int = 1,
 ) -> tuple[Transfer, ...]:
-    """Return the collectives that move a tensor between two places, as *one* and as *other*.
+    """Return the collectives that redistribute a tensor between two placements.
 
     Args:
-        found: What they are.
-        one: Its part here.
-        other: Its part there.
-        cast_from: Bytes of an element that is cast to fp8 before it is gathered, if it is.
-        scaled: Elements that share a scale there; 0 where a tensor has one.
-        copies: That are cast and gathered.
+        collectives: Operations and axes.
+        one: The tensor before.
+        other: The tensor after.
+        cast_from: Bytes of an element that is cast to fp8 before the all-gather, if any.
+        scaled: Elements of a block that share a scale; 0 for per-tensor scales.
+        copies: Number of fp8 copies that are gathered.
     """
     count = larger(one.numel, other.numel)
     width = max(one.width, other.width) if cast_from is None else cast_from
-    wide = count * width
-    gathered = wide if cast_from is None else copies * with_scales(count, FP8_BYTES, scaled)
+    # Only all-gathers move fp8: sums are reduced in the wider dtype.
+    wide_bytes = count * width
+    gathered_bytes = (
+        wide_bytes if cast_from is None else copies * with_scales(count, FP8_BYTES, scaled)
+    )
     return tuple(
-        Transfer(op, axis, gathered if op is CollectiveOp.ALL_GATHER else wide)
-        for op, axis in found
+        Transfer(op, axis, gathered_bytes if op is CollectiveOp.ALL_GATHER else wide_bytes)
+        for op, axis in collectives
     )
 
 
 def product_work(left: Tensor, right: Tensor, out: tuple[Dim, ...]) -> Product:
-    """Return the matrix product behind an einsum: its dims fall into batch, rows, columns, sum."""
+    """Return the GEMM behind an einsum: its dims fall into batch, m, n and k."""
     sizes = {**right.sizes, **left.sizes}
     left_dims, right_dims = set(left.dims), set(right.dims)
 
@@ -246,14 +248,15 @@ def product_work(left: Tensor, right: Tensor, out: tuple[Dim, ...]) -> Product:
 
 
 def product_gradients(left: Tensor, right: Tensor, out: Tensor) -> tuple[Gradient, ...]:
-    """Return both gradients of ``out = left x right``: products of the same dims."""
-    gradient = out.like(f"{out.name} gradient", at=gradient_place(out.at))
+    """Return dgrad and wgrad of ``out = left x right``: GEMMs of the same dims."""
+    # Each summand of a partial output has the whole gradient of the sum.
+    gradient = out.like(f"{out.name} gradient", at=gradient_placement(out.at))
     return tuple(
         Gradient(
             of=one,
             reads=(other,),
             work=(product_work(gradient, other, one.dims),),
-            at=product_place(gradient.at, other.at, one.dims),
+            at=product_placement(gradient.at, other.at, one.dims),
         )
         for one, other in ((left, right), (right, left))
     )

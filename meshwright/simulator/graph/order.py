@@ -1,4 +1,4 @@
-"""The order of a block: its autograd nodes, what of it runs again, and when storages die."""
+"""Order of a block: autograd nodes, recomputed parts, and last uses of storages."""
 
 from collections import defaultdict
 from itertools import groupby
@@ -13,14 +13,14 @@ Node: TypeAlias = list[Operator]
 
 
 class Repetition(NamedTuple):
-    """What runs again in backward.
+    """Recomputed parts of a block.
 
     Args:
         parts: Parts of the block, such as "layer"; numbers behind a colon tell those of one kind
             apart.
-        stops_early: It ends once it has what backward reads.
-        kept: Operators of these parts whose outputs are kept all the same.
-        held: Parts of which what they make again stays until all their gradients are there.
+        stops_early: Recomputation ends once it has all saved tensors.
+        kept: Operators of these parts whose outputs are saved all the same.
+        held: Parts whose recomputed output stays alive until their backward is done.
     """
 
     parts: frozenset[str] = frozenset()
@@ -29,7 +29,7 @@ class Repetition(NamedTuple):
     held: frozenset[str] = frozenset()
 
     def region(self, operator: Operator) -> Region:
-        """Return the outermost part that runs again with *operator*; empty if none does."""
+        """Return the outermost recomputed part of *operator*; empty if there is none."""
         for index, name in enumerate(operator.region):
             if name.partition(":")[0] in self.parts:
                 return operator.region[: index + 1]
@@ -37,14 +37,14 @@ class Repetition(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What a walk of a block follows.
+    """Order of a block's walk.
 
     Args:
         nodes: In the order in which they run forward.
-        repeated: Those of each part that runs again.
-        inputs: Storages that such a part reads from outside.
-        dies: Storages whose last use in forward is an operator.
-        returned: What lives until the forward pass is over.
+        repeated: Nodes of each recomputed part.
+        inputs: Storages that a recomputed part reads from outside: the checkpoint's arguments.
+        dies: Storages by the operator of their last use in forward.
+        returned: Tensors that live until the forward pass is over.
     """
 
     nodes: list[Node]
@@ -64,7 +64,7 @@ class Order(NamedTuple):
                 repeated[region].append(node)
         inputs = {region: _inputs(inside) for region, inside in repeated.items()}
         returned = (block.operators[-1].outputs[0], *block.cached)
-        return cls(nodes, repeated, inputs, _deaths(block, returned), returned)
+        return cls(nodes, repeated, inputs, _last_uses(block, returned), returned)
 
 
 def _inputs(nodes: list[Node]) -> list[Tensor]:
@@ -74,7 +74,7 @@ def _inputs(nodes: list[Node]) -> list[Tensor]:
     return [each for each in read if each not in made]
 
 
-def _deaths(block: Block, returned: tuple[Tensor, ...]) -> dict[Operator, list[Tensor]]:
+def _last_uses(block: Block, returned: tuple[Tensor, ...]) -> dict[Operator, list[Tensor]]:
     last: dict[Tensor, int] = {}
     for index, op in enumerate(block.operators):
         for each in (*op.inputs, *op.outputs):
@@ -83,6 +83,7 @@ def _deaths(block: Block, returned: tuple[Tensor, ...]) -> dict[Operator, list[T
         last.pop(each.storage, None)
     for end, each in block.held:
         if each in last:
+            # A Python variable may outlive the last operator that reads the tensor.
             last[each] = max(last[each], end - 1)
     dies: dict[Operator, list[Tensor]] = defaultdict(list)
     for each, index in last.items():
@@ -90,12 +91,12 @@ def _deaths(block: Block, returned: tuple[Tensor, ...]) -> dict[Operator, list[T
     return dies
 
 
-def placed_again(node: Node) -> list[Operator]:
-    """Return what a fused node places, or casts, anew in backward: it keeps the inputs of these."""
+def replaced_in_backward(node: Node) -> list[Operator]:
+    """Return redistributions and casts that a fused node redoes in backward from saved inputs."""
     if len(node) == 1:
         return []
     read = {each for op in node for each in op.reads}
-    places = (op for op in node if op.kind is Kind.PLACE and op.outputs[0] in read)
-    found = [op for op in places if op.outputs[0].storage is not op.inputs[0].storage]
-    sources = {each.storage for each in (*read, *(op.inputs[0] for op in found))}
-    return [op for op in node if op.kind is Kind.NARROWED and op.outputs[0] in sources] + found
+    redistributions = (op for op in node if op.kind is Kind.PLACE and op.outputs[0] in read)
+    redone = [op for op in redistributions if op.outputs[0].storage is not op.inputs[0].storage]
+    sources = {each.storage for each in (*read, *(op.inputs[0] for op in redone))}
+    return [op for op in node if op.kind is Kind.NARROWED and op.outputs[0] in sources] + redone

@@ -1,4 +1,4 @@
-"""Operators that are no products: changes of shape, norms, dropout, activations, additions."""
+"""Element-wise operators: views, norms, dropout, activations, residual additions."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -12,7 +12,7 @@ NUMBER_BYTES = 8  # PyTorch indexes with int64
 
 
 class Reads(StrEnum):
-    """What the backward of a pointwise kernel reads."""
+    """Saved tensors of an element-wise kernel."""
 
     INPUTS = "inputs"
     OUTPUT = "output"
@@ -20,7 +20,7 @@ class Reads(StrEnum):
 
 
 def last_dim(x: Tensor, name: str, last: Dim) -> Tensor:
-    """Return a new tensor like *x* whose last dim is *last*, split as the old one was."""
+    """Return a new tensor like *x* with last dim *last*, split as the old one."""
     at = {axis: last if dim is x.dims[-1] else dim for axis, dim in x.at.items()}
     return x.like(name, dims=(*x.dims[:-1], last), at=at)
 
@@ -34,46 +34,46 @@ def pointwise(
     in_place: bool = False,
     beside: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return what one kernel makes of *inputs*.
+    """Return the output of one element-wise kernel.
 
     Args:
-        block: Where it is written down.
-        name: What it makes.
-        inputs: Of one shape.
-        reads: What its backward reads.
-        last: The last dim of what it makes, if it is another one.
+        block: Block to add the operator to.
+        name: Name of the output.
+        inputs: Tensors of one shape.
+        reads: Saved tensors.
+        last: Last dim of the output, if it differs.
         in_place: It overwrites the first of *inputs*.
-        beside: What it, and its backward, read of other shapes.
+        beside: Inputs of other shapes, which backward reads, too.
     """
     first = inputs[0]
     out = first.like(name, base=first.storage if in_place else None)
     if last is not None:
         out = last_dim(first, name, last)
-    own = {Reads.INPUTS: inputs, Reads.OUTPUT: (out,), Reads.NOTHING: ()}[reads]
-    read = (*own, *beside)
+    by_reads = {Reads.INPUTS: inputs, Reads.OUTPUT: (out,), Reads.NOTHING: ()}[reads]
+    read = (*by_reads, *beside)
     backward = block.traffic(*inputs, out, *read)
     gradients = [Gradient(x, read, (backward,) if x is first else ()) for x in inputs]
     return block.add([*inputs, *beside], [out], gradients, block.traffic(*inputs, *beside, out))
 
 
 def handed_on(block: Block, parts: Sequence[Tensor], out: Tensor, *work: Work) -> Tensor:
-    """Return *out*, the sum of *parts* or all they hold: its gradient goes on to each as it is."""
-    return block.add(parts, [out], [Gradient(each, hands_on=True) for each in parts], *work)
+    """Return *out*, the sum or concatenation of *parts*: each gets a view of its gradient."""
+    return block.add(parts, [out], [Gradient(each, passes_through=True) for each in parts], *work)
 
 
 def view(block: Block, x: Tensor, *dims: Dim, renamed: tuple[Dim, Dim] | None = None) -> Tensor:
-    """Return *x* with other *dims*; what is split along the first of *renamed* is by the second."""
+    """Return a view of *x* with *dims*; a split along *renamed*'s first dim moves to its second."""
     old, new = renamed or (None, None)
     at = {axis: new if new is not None and dim is old else dim for axis, dim in x.at.items()}
     out = x.like(x.name, dims=dims, at=at, base=x.storage)
-    return block.add([x], [out], [Gradient(x, hands_on=True, at=x.at)])
+    return block.add([x], [out], [Gradient(x, passes_through=True, at=x.at)])
 
 
 def counted(block: Block, x: Tensor, forward: int, backward: int) -> Tensor:
-    """Return *x* as it is, with traffic of so many times its size counted here."""
+    """Return *x* itself, with traffic of *forward* and *backward* times its size."""
     moved = [Traffic(block.traffic(x).nbytes * each) for each in (forward, backward)]
     out = x.like(x.name, base=x.storage)
-    return block.add([x], [out], [Gradient(x, (), (moved[1],), hands_on=True)], moved[0])
+    return block.add([x], [out], [Gradient(x, (), (moved[1],), passes_through=True)], moved[0])
 
 
 def copy(
@@ -85,20 +85,20 @@ def copy(
     width: int | None = None,
     copies_back: bool = True,
 ) -> Tensor:
-    """Return a copy of *x*, perhaps with the dims of another; backward copies, too, or hands on.
+    """Return a copy of *x*, with the dims of *like* if given; backward may copy, too.
 
-    Its traffic is part of what other kernels are counted for.
+    Its traffic is included in that of other kernels.
     """
     source = x if like is None else like
     out = x.like(name, dims=source.dims, at=source.at, width=width)
-    return block.add([x], [out], [Gradient(x, at=x.at, hands_on=not copies_back)])
+    return block.add([x], [out], [Gradient(x, at=x.at, passes_through=not copies_back)])
 
 
 class NormFormula(StrEnum):
-    """How transformers spells RMS norm out; *u* are tokens over their mean square's root, in fp32.
+    """RMS norm of Hugging Face transformers, with ``u = x / rms(x)`` in fp32.
 
-    LLAMA is ``w u`` with u cast back first, OLMO2 casts the product back, GEMMA ``(1 + w) u``.
-    LLAMA4 is as LLAMA, but nothing in fp32 has a name by then.
+    LLAMA is ``w u`` with u cast back first, OLMO2 casts the product back, GEMMA is ``(1 + w) u``.
+    LLAMA4 is as LLAMA, but no variable refers to an fp32 tensor by then.
     """
 
     LLAMA = "llama"
@@ -119,12 +119,12 @@ def norm(
     """Return normalised tokens; backward reads the input and its statistics.
 
     Args:
-        block: Where it is written down.
+        block: Block to add the operator to.
         x: Tokens.
-        name: What it makes.
+        name: Name of the output.
         centers: Layer norm, with a mean and a bias; else RMS norm.
-        formula: Of an RMS norm that is spelled out.
-        weighted: It has weights.
+        formula: RMS norm of transformers' code.
+        weighted: Whether it has weights.
     """
     if block.lowering.is_eager and block.lowering.spells_out and not centers:
         return _rms_norm(block, x, name, formula, weighted=weighted)
@@ -138,7 +138,8 @@ def norm(
         for each in kinds
     ]
     summed = dict.fromkeys(x.at, PARTIAL)
-    read = (*block.remade.get(x, (x,)), *statistics)
+    # torch.compile recomputes the residual sum from its addends.
+    read = (*block.recompute_inputs.get(x, (x,)), *statistics)
     slope = Gradient(x, read, (block.traffic(*[x] * 5),))
     of_weights = [Gradient(each, read, at=summed) for each in weights]
     outputs = [x.like(name), *statistics]
@@ -148,7 +149,7 @@ def norm(
 def _rms_norm(
     block: Block, x: Tensor, name: str, formula: NormFormula, *, weighted: bool
 ) -> Tensor:
-    """Return RMS norm in PyTorch's operators, in fp32 but for what its *formula* says."""
+    """Return an RMS norm in PyTorch's operators, in fp32 except where *formula* says otherwise."""
     wide = cast(block, x, f"{name} in fp32", STATISTIC_BYTES)
     unit, mean = _unit(block, wide, name)
     if formula in {NormFormula.LLAMA, NormFormula.LLAMA4}:
@@ -162,7 +163,7 @@ def _rms_norm(
     if formula is NormFormula.GEMMA:
         weight = cast(block, weight, f"{name} weight in fp32", STATISTIC_BYTES)
         shifted = weight.like(f"{name} weight and one")
-        weight = block.add([weight], [shifted], [Gradient(weight, hands_on=True)])
+        weight = block.add([weight], [shifted], [Gradient(weight, passes_through=True)])
     whole = _weighted(block, unit, weight, name)
     out = cast(block, whole, name, x.width)
     block.hold(whole, *(() if formula is NormFormula.GEMMA else (mean, unit)))
@@ -179,10 +180,10 @@ def _unit(block: Block, wide: Tensor, name: str) -> tuple[Tensor, Tensor]:
     slope = Gradient(wide, (wide,), (one, one, two), at=wide.at)
     square = block.add([wide], [wide.like("square")], [slope], one, scratch=power)
     mean = block.add([square], [number], [Gradient(square, (), (one,), at=wide.at)], one)
-    numbers = ((number.like("shifted mean"),), tuple(number.like("slope") for _ in range(2)))
+    vectors = ((number.like("shifted mean"),), tuple(number.like("slope") for _ in range(2)))
     deviation = number.like(f"{name} deviation")
     root = Gradient(mean, (deviation,), at=mean.at)
-    block.add([mean], [deviation], [root], scratch=numbers)
+    block.add([mean], [deviation], [root], scratch=vectors)
     slopes = [
         Gradient(wide, (deviation,), (one,), at=wide.at),
         Gradient(deviation, (wide,), (two, one), at=deviation.at),
@@ -192,7 +193,7 @@ def _unit(block: Block, wide: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _weighted(block: Block, x: Tensor, weight: Tensor, name: str) -> Tensor:
-    """Return *x* times a vector, in the wider format of both."""
+    """Return *x* times a vector, in the wider dtype of both."""
     out = x.like(name, width=max(x.width, weight.width))
     moved = block.traffic(x, x)
     summed = dict.fromkeys(x.at, PARTIAL)
@@ -205,23 +206,20 @@ def _weighted(block: Block, x: Tensor, weight: Tensor, name: str) -> Tensor:
 
 
 def biased(block: Block, x: Tensor, name: str) -> Tensor:
-    """Return *x* with a vector added, in a kernel of its own."""
+    """Return *x* plus a bias, in a kernel of its own."""
     last = x.dims[-1]
     split = {axis: dim for axis, dim in x.at.items() if dim is last}
     vector = block.weight(f"{name}.bias", last, at=split)
     summed = {axis: dim if dim is last else PARTIAL for axis, dim in x.at.items()}
     gradients = [
-        Gradient(x, hands_on=True),
+        Gradient(x, passes_through=True),
         Gradient(vector, (), (block.traffic(x),), at=summed),
     ]
     return block.add([x, vector], [x.like(f"{name} biased")], gradients, block.traffic(x, x))
 
 
 class Activation(StrEnum):
-    """Of an MLP: as usual SiLU of a gate, else GELU that transformers spells out; or another one.
-
-    GELU is one kernel, SQUARED_RELU two.
-    """
+    """Activation of an MLP: USUAL is SwiGLU with a gate, else GELU; SQUARED_RELU is two kernels."""
 
     USUAL = "usual"
     GELU = "gelu"
@@ -235,21 +233,20 @@ def activation(
     last: Dim,
     kind: Activation = Activation.USUAL,
 ) -> Tensor:
-    """Return the activation of a product, or of a gate and what it opens (SwiGLU).
+    """Return the activation of an up projection, or of gate and up (SwiGLU).
 
-    Eager, the opened gate is a tensor of its own, and Megatron-Core adds an offset of 0 to the
-    other part.
+    Eager, ``silu(gate)`` is a tensor of its own, and Megatron-Core adds an offset of 0 to up.
 
     Args:
-        block: Where it is written down.
+        block: Block to add the operators to.
         inner: One tensor for each of *parts*, or one with all of them.
-        parts: Their last dims.
-        last: The last dim of what it makes.
-        kind: Without a gate, which one.
+        parts: Last dims of gate and up, or of up alone.
+        last: Last dim of the output.
+        kind: Activation without a gate.
     """
     lowering = block.lowering
     if not lowering.is_eager or len(parts) == 1:
-        return _plain_activation(block, inner, last, kind)
+        return _ungated_activation(block, inner, last, kind)
     gate, up = inner if len(inner) == len(parts) else cut(block, inner[0], *parts)
     opened = pointwise(block, "opened gate", gate)
     if lowering.is_local:
@@ -257,10 +254,10 @@ def activation(
     return pointwise(block, "activation", opened, up, last=last)
 
 
-def _plain_activation(
+def _ungated_activation(
     block: Block, inner: tuple[Tensor, ...], last: Dim, kind: Activation
 ) -> Tensor:
-    """Return the activation of what is not opened in a kernel of its own."""
+    """Return an activation without a gate, or a fused SwiGLU."""
     is_eager = block.lowering.is_eager
     if is_eager and block.lowering.spells_out and kind is Activation.USUAL:
         return _gelu(block, inner[0], last)
@@ -270,7 +267,7 @@ def _plain_activation(
 
 
 def _squared_relu(block: Block, *inner: Tensor, last: Dim) -> Tensor:
-    """Return the square of ReLU (ReLUSquaredActivation); autocast makes powers in fp32."""
+    """Return the square of ReLU (ReLUSquaredActivation); autocast runs pow in fp32."""
     positive = pointwise(block, "relu", *inner, reads=Reads.OUTPUT)
     wide = cast(block, positive, "base", STATISTIC_BYTES) if block.lowering.casts else positive
     power = ((), (wide.like("power"), wide.like("scaled power")))
@@ -282,7 +279,7 @@ def _squared_relu(block: Block, *inner: Tensor, last: Dim) -> Tensor:
 def _gelu(block: Block, x: Tensor, last: Dim) -> Tensor:
     """Return ``x / 2 (1 + tanh(c (x + d x^3)))`` (transformers, NewGELUActivation).
 
-    A GPU's autocast makes powers in fp32, and so all that comes of one.
+    CUDA autocast runs pow in fp32, and promotes everything after it.
     """
     half = pointwise(block, "half", x, reads=Reads.NOTHING)
     wide = cast(block, x, "base", STATISTIC_BYTES) if block.lowering.casts else x
@@ -291,12 +288,12 @@ def _gelu(block: Block, x: Tensor, last: Dim) -> Tensor:
     slope = Gradient(wide, (wide,), (two, one))
     cube = block.add([wide], [wide.like("cube")], [slope], one, scratch=power)
     scaled = pointwise(block, "cube scaled", cube, reads=Reads.NOTHING)
-    both = [Gradient(x, hands_on=_same(x, wide)), Gradient(scaled, hands_on=True)]
+    both = [Gradient(x, passes_through=_same_width(x, wide)), Gradient(scaled, passes_through=True)]
     summed = block.add([x, scaled], [wide.like("sum")], both, two)
     scaled = pointwise(block, "sum scaled", summed, reads=Reads.NOTHING)
-    bent = pointwise(block, "tanh", scaled, reads=Reads.OUTPUT)
-    share = handed_on(block, [bent], bent.like("share"), one)
-    wider = None if _same(x, wide) else wide.like("slope")
+    tanh = pointwise(block, "tanh", scaled, reads=Reads.OUTPUT)
+    share = handed_on(block, [tanh], tanh.like("share"), one)
+    wider = None if _same_width(x, wide) else wide.like("slope")
     slopes = [
         Gradient(half, (share,), (block.traffic(half, share, half, half),), makes=wider),
         Gradient(share, (half,)),
@@ -315,13 +312,13 @@ def cast(block: Block, x: Tensor, name: str, width: int) -> Tensor:
 
 
 def dropout(block: Block, x: Tensor, name: str, work: Sequence[Traffic] = ()) -> Tensor:
-    """Return what dropout leaves; backward reads a mask of one byte an element.
+    """Return *x* after dropout; backward reads a mask of one byte an element.
 
     Args:
-        block: Where it is written down.
-        x: What is dropped.
-        name: What it makes.
-        work: Its traffic forward and backward; by default 2 values and a byte each way.
+        block: Block to add the operator to.
+        x: Input.
+        name: Name of the output.
+        work: Traffic forward and backward; by default 2 values and a mask byte each way.
     """
     out, mask = x.like(name), x.like(f"{name} mask", width=1)
     usual = Traffic(block.traffic(x, x).nbytes + x.numel)
@@ -330,14 +327,14 @@ def dropout(block: Block, x: Tensor, name: str, work: Sequence[Traffic] = ()) ->
 
 
 def residual(block: Block, update: Tensor, stream: Tensor, *, bias: bool, drops: bool) -> Tensor:
-    """Return *stream* with *update* added, after its bias and dropout."""
+    """Return the residual *stream* plus *update*, after its bias and dropout."""
     with block.module(update):
         name, lowering = update.name, block.lowering
         fuses = lowering.fuses_residual and not lowering.is_eager
         # Where it is a kernel of its own, PyTorch still fuses dropout's traffic with the addition
         # in what stacks are fitted on: it counts as a byte forward, 2 values and a byte backward.
         masked = Traffic(block.traffic(update, update).nbytes + update.numel)
-        given = update  # dropout's mask is kept, too
+        addend = update  # dropout's mask is kept, too
         vector = [block.weight(f"{name}.bias", update.dims[-1])] if bias and fuses else []
         summed = dict.fromkeys(update.at, PARTIAL)
         of_bias = [Gradient(each, (), (block.traffic(update),), at=summed) for each in vector]
@@ -351,26 +348,29 @@ def residual(block: Block, update: Tensor, stream: Tensor, *, bias: bool, drops:
             if lowering.is_local:
                 block.argument(update)
         branch = Gradient(
-            update, tuple(mask), (masked,) * len(mask), hands_on=not mask and _same(update, stream)
+            update,
+            tuple(mask),
+            (masked,) * len(mask),
+            passes_through=not mask and _same_width(update, stream),
         )
         moved = block.traffic(update, stream, stream)
-        added = Gradient(stream, (), (moved,), hands_on=True)
+        added = Gradient(stream, (), (moved,), passes_through=True)
         forward = Traffic(moved.nbytes + block.count(*mask))
         outputs = [stream.like(f"{name} added"), *mask]
-        # Of what is added and the sum the partitioner keeps the narrower one, and adds again.
-        if lowering.is_compiled and given.width < stream.width:
-            block.remade[outputs[0]] = (stream, given)
+        # Of the addend and the sum the partitioner saves the narrower one, and adds again.
+        if lowering.is_compiled and addend.width < stream.width:
+            block.recompute_inputs[outputs[0]] = (stream, addend)
         return block.add([update, stream, *vector], outputs, [branch, *of_bias, added], forward)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same_width(one: Tensor, other: Tensor) -> bool:
     return one.width == other.width
 
 
 def cut(block: Block, x: Tensor, *parts: Dim, by_slices: bool = False) -> list[Tensor]:
-    """Return views of *x* cut apart in its last dim; their gradients are packed again.
+    """Return views of *x* split in its last dim (``torch.split``); backward concatenates.
 
-    Where it is cut *by_slices*, that of each is as large as *x*, and they are summed.
+    *by_slices* (``x[..., a:b]``) the gradient of each is as large as *x*, and they are summed.
     """
     whole = x.dims[-1]
     views = [
@@ -390,10 +390,10 @@ def cut(block: Block, x: Tensor, *parts: Dim, by_slices: bool = False) -> list[T
 def take(
     block: Block, x: Tensor, name: str, dims: tuple[Dim, ...], at: Placement | None = None
 ) -> Tensor:
-    """Return rows of *x* by number, in other *dims*; backward reads the numbers."""
+    """Return rows of *x* by index (``gather``), in other *dims*; backward reads the indices."""
     out = x.like(name, dims=dims, at=x.at if at is None else at)
-    told = dims[:-1] if x.dims[-1] is dims[-1] else dims  # numbers of rows, or of elements
-    numbers = out.like(f"{name} numbers", dims=told, width=NUMBER_BYTES)
+    index_dims = dims[:-1] if x.dims[-1] is dims[-1] else dims  # numbers of rows, or of elements
+    indices = out.like(f"{name} numbers", dims=index_dims, width=NUMBER_BYTES)
     moved = block.traffic(x, out)
-    gradient = Gradient(x, (numbers,), (moved,), at=x.at)
-    return block.add([x], [out, numbers], [gradient], moved)
+    gradient = Gradient(x, (indices,), (moved,), at=x.at)
+    return block.add([x], [out, indices], [gradient], moved)

@@ -1,8 +1,7 @@
-"""Runs a block forward and backward in PyTorch's order, counting references to storages.
+"""Forward pass of a block in PyTorch's order, with reference counts of storages.
 
-One walk gives everything: the work of each phase, in order, and each storage that comes and goes.
-Only the structure of the block decides the walk; sizes are looked up afterwards, as numbers or as
-columns of many layouts at once.
+A walk yields the work of each phase, in order, and every allocation and free.  The structure of
+the block alone decides it; sizes are read afterwards, as numbers or as columns of many layouts.
 """
 
 from collections import Counter
@@ -12,9 +11,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.hwprofiles import CollectiveOp
-from meshwright.simulator.graph.block import Block, GivenUp
+from meshwright.simulator.graph.block import Block, Discarded
 from meshwright.simulator.graph.operators import Operator, Transfer, Work
-from meshwright.simulator.graph.order import Node, Order, Region, Repetition, placed_again
+from meshwright.simulator.graph.order import Node, Order, Region, Repetition, replaced_in_backward
 from meshwright.simulator.graph.tensors import Dim, Tensor, several
 
 COPIED = (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER)
@@ -29,7 +28,7 @@ class Phase(StrEnum):
 
 
 class Step(NamedTuple):
-    """Work of a phase, and the operator that it belongs to."""
+    """A kernel or collective of a phase, with its operator."""
 
     phase: Phase
     operator: Operator
@@ -37,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """An operator in a phase, and after how many events it began."""
+    """An operator in a phase, and the number of events before it."""
 
     phase: Phase
     operator: Operator
@@ -45,14 +44,14 @@ class Run(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """After how many events a forward pass has run, and has returned."""
+    """Numbers of events before forward's last operator is done, and before forward has returned."""
 
     ran: int
     returned: int
 
 
 class Storages:
-    """Reference counts; ``events`` has each storage that came (1) or went (-1), in order."""
+    """Reference counts of storages; ``events`` lists allocations (1) and frees (-1), in order."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Tensor, int]] = []
@@ -60,7 +59,7 @@ class Storages:
         self._empty: set[Tensor] = set()
 
     def hold(self, *tensors: Tensor) -> None:
-        """Take a reference to each storage; the first one allocates it, unless it was given up."""
+        """Take a reference to each storage; the first one allocates it, unless it was discarded."""
         for each in tensors:
             storage = each.storage
             if storage.is_weight:
@@ -70,7 +69,7 @@ class Storages:
                 self.events.append((storage, 1))
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Give a reference back of each; the last one frees the storage."""
+        """Drop a reference to each storage; the last one frees it."""
         for each in tensors:
             storage = each.storage
             if storage.is_weight:
@@ -81,18 +80,18 @@ class Storages:
                 self.events.append((storage, -1))
 
     def empty(self, storage: Tensor) -> None:
-        """Free *storage*, whoever refers to it."""
+        """Free *storage* despite references (``untyped_storage().resize_(0)``)."""
         self._empty.add(storage)
         self.events.append((storage, -1))
 
     def refill(self, storages: Sequence[Tensor]) -> None:
-        """Allocate *storages* again for those who refer to them; what nobody does goes at once."""
+        """Allocate *storages* again; those without references are freed at once."""
         self._empty.difference_update(storages)
         self.events += [(each, 1) for each in storages]
         self.events += [(each, -1) for each in storages if not self._counts[each]]
 
     def touch(self, *tensors: Tensor) -> None:
-        """Let *tensors* live for a moment."""
+        """Allocate *tensors* and free them: a temporary peak."""
         self.hold(*tensors)
         self.drop(tensors)
 
@@ -105,14 +104,14 @@ class Tape:
     """A pass through a block.
 
     Args:
-        block: What runs.
-        repetition: What of it runs again in backward.
-        storages: What came and went.
-        steps: What ran, in order.
-        runs: Which operators did, of a node's backward the first.
-        marks: When forward was over.
-        saved: What backward reads, by node.
-        order: What the walk follows.
+        block: The block.
+        repetition: Recomputed parts.
+        storages: Allocations and frees.
+        steps: Kernels and collectives, in order.
+        runs: Operators in order; of a node's backward the first.
+        marks: End of forward.
+        saved: Saved tensors by node.
+        order: Order of the walk.
     """
 
     block: Block
@@ -128,7 +127,7 @@ class Tape:
         self.order = Order.of(self.block, self.repetition)
 
     def run_forward(self, *inputs: Tensor) -> None:
-        """Run all operators; *inputs* are there before."""
+        """Run all operators; *inputs* are allocated before."""
         order, storages = self.order, self.storages
         storages.hold(*inputs)
         entered: set[Region] = set()
@@ -137,25 +136,27 @@ class Tape:
             for op in node:
                 if region and region not in entered:
                     entered.add(region)
+                    # A checkpoint saves the part's inputs alone; nodes inside it save nothing.
                     storages.hold(*order.inputs[region])
                 self.run(op, Phase.FORWARD)
                 if region and op in self.repetition.kept:
+                    # Selective checkpointing caches these outputs for recomputation.
                     storages.hold(*op.outputs)
             if not region:
                 self.save(node)
             for op in node:
                 storages.drop(order.dies.get(op, ()))
-                for each in self.given_up(op):
+                for each in self.discarded(op):
                     storages.empty(each.output)
         ran = len(storages.events)
         storages.drop(order.returned)
         self.marks = Marks(ran, len(storages.events))
 
-    def given_up(self, behind: Operator) -> list[GivenUp]:
-        """Return what is given up behind an operator, as parts run again that make it."""
+    def discarded(self, behind: Operator) -> list[Discarded]:
+        """Return the outputs discarded after an operator, as their parts are recomputed."""
         return [
             each
-            for each in self.block.given_up
+            for each in self.block.discarded
             if each.behind is behind and each.part in self.repetition.parts
         ]
 
@@ -168,14 +169,15 @@ class Tape:
         self.steps += [Step(phase, op, work) for work in op.work]
 
     def begin(self, op: Operator, phase: Phase) -> None:
-        """Note that an operator begins."""
+        """Record that an operator begins."""
         self.runs.append(Run(phase, op, len(self.storages.events)))
 
     def copy_tokens(self, one: Tensor, other: Tensor, work: Iterable[Work]) -> None:
-        """Hold, for a moment, the copy of all tokens that a gather or a scatter makes."""
+        """Allocate the temporary copy of all tokens that DTensor's gather or scatter makes."""
         ops = {each.op for each in work if isinstance(each, Transfer)}
         if self.block.lowering.fuses_places or not ops.intersection(COPIED):
             return
+        # all_gather_into_tensor concatenates dim 0; DTensor copies to bring shards to dim 1.
         is_sum = CollectiveOp.REDUCE_SCATTER in ops
         whole = one if is_sum else other
         dims = whole.dims
@@ -186,14 +188,14 @@ class Tape:
         self.storages.touch(whole.like(f"{whole.name} copied", dims=dims))
 
     def save(self, node: Node) -> None:
-        """Hold what backward reads."""
+        """Hold the saved tensors of a node."""
         read = list(dict.fromkeys(each.storage for each in self.reads(node)))
         self.saved[node[0].node] = read
         self.storages.hold(*read)
 
     @staticmethod
     def reads(node: Node) -> list[Tensor]:
-        """Return what backward reads; what the node can place, or cast, anew it does not keep."""
-        made = {op.outputs[0]: op.inputs[0] for op in placed_again(node)}
+        """Return the saved tensors of a node, without those it redistributes or casts anew."""
+        made = {op.outputs[0]: op.inputs[0] for op in replaced_in_backward(node)}
         placed = (made.get(each, each) for op in node for each in op.reads)
         return list(dict.fromkeys(made.get(each.storage, each) for each in placed))

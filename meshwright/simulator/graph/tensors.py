@@ -1,6 +1,6 @@
-"""Named dims, where tensors lie on mesh axes, and what a change of place communicates.
+"""Tensors with named dims, their placements on mesh axes, and collectives between placements.
 
-Sizes are whole numbers, or columns of them: what is derived from a column is a column.
+Sizes are integers or columns of them: whatever is computed from a column is a column.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,14 +22,14 @@ Mesh: TypeAlias = Mapping[MeshAxis, Size]  # ranks of each axis; an axis of one 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Dim:
-    """A named dim of the whole model; a rank that has a part of it has at least *grain*."""
+    """A named dim with its global size; a shard has at least *grain* (a head, for instance)."""
 
     name: str
     size: Size
     grain: Size = 1
 
     def split(self, ranks: Size) -> Size:
-        """Return what one of *ranks* holds: fewer key-value heads than ranks are copied."""
+        """Return the local size on *ranks*: fewer key-value heads than ranks are replicated."""
         return larger(self.size // ranks, self.grain)
 
 
@@ -41,17 +41,17 @@ Placement: TypeAlias = Mapping[
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tensor:
-    """One rank's part of a tensor.
+    """One rank's shard of a tensor.
 
     Args:
-        name: What it is.
-        dims: Of the whole model.
-        at: Where it lies.
+        name: Name.
+        dims: Dims with global sizes.
+        at: Placement.
         mesh: Ranks of each axis.
         width: Bytes of an element.
-        base: The tensor whose storage it looks into.
-        is_weight: Whether it is a parameter, which a pass neither makes nor frees.
-        scaled: Elements that share a scale of one byte beside them; 0 where there is none.
+        base: Tensor that it is a view of.
+        is_weight: Whether it is a parameter, which a pass neither allocates nor frees.
+        scaled: Elements of a block that share a one-byte scale; 0 for no block scales.
     """
 
     name: str
@@ -74,13 +74,14 @@ class Tensor:
             if dim is not PARTIAL:
                 sizes[dim] = larger(sizes[dim] // self.mesh[axis], dim.grain)
         numel = product_of(sizes.values())
+        # Computed once: a walk reads them at each event, and the dataclass is frozen.
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "nbytes", with_scales(numel, self.width, self.scaled))
 
     @property
     def storage(self) -> "Tensor":
-        """The tensor whose bytes these are."""
+        """The tensor that owns the storage."""
         return self if self.base is None else self.base.storage
 
     def like(
@@ -93,9 +94,9 @@ class Tensor:
         base: "Tensor | None" = None,
         scaled: int = 0,
     ) -> "Tensor":
-        """Return a new tensor with these dims, this place and width where no others are given.
+        """Return a new tensor with these dims, placement and width where no others are given.
 
-        Scales go with a width.
+        Block scales belong to a width: a new width has those of *scaled*.
         """
         return Tensor(
             name,
@@ -109,7 +110,7 @@ class Tensor:
 
 
 def with_scales(count: Size, width: int, scaled: int) -> Size:
-    """Return the bytes of *count* elements of *width*, and of a scale for every *scaled* of them.
+    """Return the bytes of *count* elements of *width*, with a scale for every *scaled* of them.
 
     >>> with_scales(64, 1, 32), with_scales(64, 2, 0)
     (66, 128)
@@ -118,24 +119,24 @@ def with_scales(count: Size, width: int, scaled: int) -> Size:
 
 
 def larger(one: Size, other: Size) -> Size:
-    """Return the larger of two sizes, one by one where they are columns."""
+    """Return the element-wise maximum of two sizes."""
     if isinstance(one, int) and isinstance(other, int):
         return max(one, other)
     return np.maximum(one, other)
 
 
 def smaller(one: Size, other: Size) -> Size:
-    """Return the smaller of two sizes, one by one where they are columns."""
+    """Return the element-wise minimum of two sizes."""
     return one + other - larger(one, other)
 
 
 def largest(sizes: Iterable[Size]) -> Size:
-    """Return the largest of some sizes, one by one where they are columns."""
+    """Return the element-wise maximum of *sizes*."""
     return reduce(larger, sizes)
 
 
 def chosen(holds: Holds, one: Size, other: Size) -> Size:
-    """Return *one* where something *holds*, else *other*."""
+    """Return *one* where *holds* is true, else *other* (``np.where``)."""
     if isinstance(holds, bool):
         return one if holds else other
     return np.where(holds, one, other)
@@ -155,22 +156,22 @@ def share(size: Size, fraction: float) -> Size:
 
 
 def rounded_up(size: Size, multiple: Size) -> Size:
-    """Return the next multiple of *multiple*."""
+    """Return *size* rounded up to a multiple of *multiple*."""
     return -(-size // multiple) * multiple
 
 
 def column(sizes: Iterable[int]) -> Size:
-    """Return a column of whole numbers: what is derived from it is as exact, up to 2 ** 63."""
+    """Return a column of int64, exact up to 2 ** 63."""
     return np.array(list(sizes), np.int64)
 
 
 def common(size: Size) -> int:
-    """Return the number that all rows of a size have."""
+    """Return the one value that all rows of a size have."""
     return int(np.unique(size).item())
 
 
 def several(size: Size) -> Size:
-    """Return 1 where a size is more than 1, else 0."""
+    """Return 1 where a size exceeds 1, else 0."""
     return min(size - 1, 1) if isinstance(size, int) else np.minimum(size - 1, 1)
 
 
@@ -190,51 +191,53 @@ def product_of(sizes: Iterable[Size]) -> Size:
     return result
 
 
-def changes(source: Placement, target: Placement) -> list[tuple[CollectiveOp, MeshAxis]]:
-    """Return the collectives between two placements; cutting out a slice needs none.
+def redistribute_collectives(
+    source: Placement, target: Placement
+) -> list[tuple[CollectiveOp, MeshAxis]]:
+    """Return the collectives that redistribute between two placements; slicing needs none.
 
     >>> from meshwright.simulator.layout import Axis
     >>> rows = Dim("rows", 8)
-    >>> [op.value for op, _ in changes({Axis.TP: PARTIAL}, {Axis.TP: rows})]
+    >>> [op.value for op, _ in redistribute_collectives({Axis.TP: PARTIAL}, {Axis.TP: rows})]
     ['reduce_scatter']
-    >>> changes({}, {Axis.TP: rows})
+    >>> redistribute_collectives({}, {Axis.TP: rows})
     []
     """
-    found = []
+    collectives = []
     for axis in dict.fromkeys((*source, *target)):
         one, other = source.get(axis), target.get(axis)
         change = None
         if one is not other:
-            change = redistribute(_placed(one, number=0), _placed(other, number=1))
+            change = redistribute(_axis_placement(one, number=0), _axis_placement(other, number=1))
         if change is not None and change.op is not None:
-            found.append((change.op, axis))
-    return found
+            collectives.append((change.op, axis))
+    return collectives
 
 
-def _placed(dim: Dim | None, *, number: int) -> Split | Replicate | Partial:
-    """Return how an axis holds what it splits along *dim*: the *number* tells two dims apart."""
+def _axis_placement(dim: Dim | None, *, number: int) -> Split | Replicate | Partial:
+    """Return the placement on one axis; *number* tells two split dims apart."""
     if dim is None:
         return Replicate()
     return Partial() if dim is PARTIAL else Split(number)
 
 
-def gradient_place(at: Placement) -> Placement:
-    """Return where the gradient of a tensor has to lie: each summand has that of the sum."""
+def gradient_placement(at: Placement) -> Placement:
+    """Return the placement of a tensor's gradient: replicated where the tensor is a partial sum."""
     return {axis: dim for axis, dim in at.items() if dim is not PARTIAL}
 
 
 def replicated(at: Placement, over: MeshAxis) -> Placement:
-    """Return *at* with nothing split, or left in parts, *over* one axis."""
+    """Return *at* replicated *over* one axis."""
     return {axis: dim for axis, dim in at.items() if axis is not over}
 
 
-def product_place(one: Placement, other: Placement, out: tuple[Dim, ...]) -> Placement:
-    """Return where ``out = one x other`` lies: a split dim that is summed away leaves parts.
+def product_placement(one: Placement, other: Placement, out: tuple[Dim, ...]) -> Placement:
+    """Return the placement of ``out = one x other``: a split contracted dim leaves a partial sum.
 
     Raises:
         ValueError: If an axis splits different dims, or one that only one operand has split.
     """
-    place: dict[MeshAxis, Dim] = {}
+    placement: dict[MeshAxis, Dim] = {}
     for axis in dict.fromkeys((*one, *other)):
         dims = {at[axis] for at in (one, other) if axis in at}
         if len(dims) > 1:
@@ -243,5 +246,5 @@ def product_place(one: Placement, other: Placement, out: tuple[Dim, ...]) -> Pla
         dim = dims.pop()
         if dim is not PARTIAL and dim not in out and not (axis in one and axis in other):
             raise ValueError(f"axis {axis} splits {dim.name} of one operand alone")
-        place[axis] = dim if dim in out else PARTIAL
-    return place
+        placement[axis] = dim if dim in out else PARTIAL
+    return placement

@@ -1,4 +1,4 @@
-"""Products of matrices on several devices: signatures, changes of placement, chains."""
+"""Distributed matrix products: SBP signatures, redistribution (boxing) and chains."""
 
 from meshwright.simulator.matmul.boxing import Boxing, DeviceMesh, TensorSize, boxing
 from meshwright.simulator.matmul.chains import Chain, LocalRun, best_chain, local_run

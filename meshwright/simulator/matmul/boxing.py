@@ -1,7 +1,7 @@
-"""What it costs to move a tensor from one placement to another on the links of a cluster.
+"""Boxing: the cost of redistributing a tensor from one placement to another on a cluster.
 
-OneFlow calls the operation boxing (arXiv:2110.15032).  On one mesh axis it is one collective;
-on a mesh of several axes it is a sequence of collectives, each on one axis.
+The name is OneFlow's (arXiv:2110.15032); DTensor calls it redistribute.  On one mesh axis it is one
+collective; on a mesh of several axes a sequence of collectives, each on one axis.
 """
 
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ _FREE = Cost(0, Source.DATASHEET)
 
 @dataclass(frozen=True, slots=True)
 class DeviceMesh:
-    """Devices of a cluster in rows and columns; ranks vary fastest along the last axis.
+    """A mesh of devices; ranks vary fastest along the last axis.
 
     Args:
         sizes: Ranks of each axis, outermost first.
         cluster: Nodes are filled in rank order.
 
     Raises:
-        PlanError: If an axis is empty, there is none, or the cluster has fewer devices.
+        PlanError: If there is no axis, one is empty, or the cluster has fewer devices.
     """
 
     sizes: tuple[int, ...]
@@ -62,7 +62,7 @@ class DeviceMesh:
         return prod(self.sizes)
 
     def span(self, axis: int) -> GroupSpan:
-        """Return how the communicators of *axis* lie over the nodes, the worst of them.
+        """Return the worst-case span of *axis*'s communicators over the nodes.
 
         Args:
             axis: Position in ``sizes``.
@@ -76,7 +76,7 @@ class DeviceMesh:
 
 
 class TensorSize(NamedTuple):
-    """A full tensor and the bytes of its elements."""
+    """Global shape of a tensor, and bytes of an element."""
 
     shape: tuple[int, ...]
     element_bytes: int
@@ -88,7 +88,7 @@ class TensorSize(NamedTuple):
 
 
 class BoxingStep(NamedTuple):
-    """A change on one axis: ``sent_bytes`` by each rank, in the time of its collective."""
+    """A redistribution on one axis, with ``sent_bytes`` of each rank and the collective's cost."""
 
     axis: int
     change: Redistribution
@@ -97,7 +97,7 @@ class BoxingStep(NamedTuple):
 
 
 class Boxing(NamedTuple):
-    """A change of placement as steps in order; no steps where nothing changes."""
+    """A redistribution as steps in order; empty if nothing changes."""
 
     steps: tuple[BoxingStep, ...]
 
@@ -113,24 +113,24 @@ class Boxing(NamedTuple):
 
     @property
     def op_names(self) -> tuple[str, ...]:
-        """Collectives in order, without the steps that are free."""
+        """Names of the collectives in order, without free steps."""
         return tuple(step.change.op.value for step in self.steps if step.change.op is not None)
 
 
 def change_cost(change: Redistribution, size_bytes: int, mesh: DeviceMesh, axis: int) -> Cost:
-    """Return the time of a change on one axis: that of its collective over the axis.
+    """Return the cost of a redistribution on one axis: that of its collective.
 
-    Across nodes a collective reaches the network's benchmark share of the line rate.
+    Across nodes a collective reaches the fraction of the line rate that nccl-tests measures.
 
     Args:
-        change: From where to where.
-        size_bytes: The tensor that one communicator of the axis holds: the full tensor divided
+        change: The redistribution.
+        size_bytes: Bytes of the tensor on one communicator of the axis: the full tensor divided
             by the ranks of the other axes that split it.
-        mesh: The devices.
-        axis: The axis on which the placement changes.
+        mesh: Device mesh.
+        axis: Axis of the redistribution.
 
     Raises:
-        ValueError: If slices are no whole bytes.
+        ValueError: If slices are not whole bytes.
     """
     if change.op is None:
         return _FREE
@@ -151,20 +151,20 @@ def change_cost(change: Redistribution, size_bytes: int, mesh: DeviceMesh, axis:
 
 
 def boxing(tensor: TensorSize, source: Placements, target: Placements, mesh: DeviceMesh) -> Boxing:
-    """Return the changes that move a tensor from *source* to *target*, in order.
+    """Return the redistributions that move a tensor from *source* to *target*, in order.
 
-    The sequence with the fewest changes; of several, the one of the least time, then of the
-    fewest bytes.  Where two axes split the same dim, the later one holds slices of the earlier
-    one's slices, so the earlier one may change only while the later one does not split that dim.
+    It is the sequence of the fewest steps; of several, of the least time, then of the fewest bytes.
+    Where two axes split the same dim, the later one holds slices of the earlier one's slices, so
+    the earlier one may change only while the later one does not split that dim.
 
     Args:
         tensor: The full tensor.
-        source: Its placement on each axis before.
-        target: Its placement on each axis after.
-        mesh: The devices.
+        source: Placement on each axis before.
+        target: Placement on each axis after.
+        mesh: Device mesh.
 
     Raises:
-        PlanError: If a dim of the tensor is not divisible as the placements want it.
+        PlanError: If a dim is not divisible by the ranks that split it.
     """
     shard_shape(tensor.shape, target, mesh.sizes)
     return boxings_from(tensor, source, mesh)[target]
@@ -173,56 +173,59 @@ def boxing(tensor: TensorSize, source: Placements, target: Placements, mesh: Dev
 def boxings_from(
     tensor: TensorSize, source: Placements, mesh: DeviceMesh
 ) -> dict[Placements, Boxing]:
-    """Return how to move a tensor from *source* to every placement it can have on the mesh.
+    """Return the best redistribution from *source* to every placement on the mesh.
 
-    The shortest ways from one placement, after Dijkstra, with `boxing`'s order of preference.
+    Shortest paths by Dijkstra's algorithm, with `boxing`'s order of preference.
 
     Raises:
-        PlanError: If the tensor cannot lie as *source* says.
+        PlanError: If a dim is not divisible by the ranks that split it in *source*.
     """
     shard_shape(tensor.shape, source, mesh.sizes)
-    spots = _spots(tensor)
-    # Changes, time, bytes and, to break ties, the way itself: axis and number of the new spot.
+    candidates = _axis_placements(tensor)
+    # Steps, time, bytes and, to break ties, the path itself: axis and index of the new placement.
     start: tuple[int, int, Fraction, tuple[tuple[int, int], ...]] = (0, 0, Fraction(0), ())
     queue = [(start, source, Boxing(()))]
-    found: dict[Placements, Boxing] = {}
+    boxings: dict[Placements, Boxing] = {}
     while queue:
-        (count, time_ps, sent_bytes, way), here, route = heappop(queue)
-        if here in found:
+        (count, time_ps, sent_bytes, path), current, steps_so_far = heappop(queue)
+        # A shorter path to it was popped before.
+        if current in boxings:
             continue
-        found[here] = route
-        for axis, number, there in _neighbours(tensor, here, mesh, spots):
-            if there in found:
+        boxings[current] = steps_so_far
+        for axis, number, following in _neighbours(tensor, current, mesh, candidates):
+            if following in boxings:
                 continue
-            step = _step(tensor, here, there, mesh, axis)
+            step = _step(tensor, current, following, mesh, axis)
             rank = (
                 count + 1,
                 time_ps + step.cost.time_ps,
                 sent_bytes + step.sent_bytes,
-                (*way, (axis, number)),
+                (*path, (axis, number)),
             )
-            heappush(queue, (rank, there, Boxing((*route.steps, step))))
-    return found
+            heappush(queue, (rank, following, Boxing((*steps_so_far.steps, step))))
+    return boxings
 
 
-def _spots(tensor: TensorSize) -> tuple[Placement, ...]:
+def _axis_placements(tensor: TensorSize) -> tuple[Placement, ...]:
     return (Replicate(), Partial(), *(Split(dim) for dim in range(len(tensor.shape))))
 
 
 def _neighbours(
-    tensor: TensorSize, here: Placements, mesh: DeviceMesh, spots: tuple[Placement, ...]
+    tensor: TensorSize, current: Placements, mesh: DeviceMesh, candidates: tuple[Placement, ...]
 ) -> list[tuple[int, int, Placements]]:
-    """Return what one change leads to: axis, number of the new spot, and all placements then."""
+    """Return the results of one step: its axis, index of the new placement, and all placements."""
     neighbours = []
-    for axis, now in enumerate(here):
-        inner = here[axis + 1 :]
-        for number, new in enumerate(spots):
+    for axis, now in enumerate(current):
+        inner = current[axis + 1 :]
+        for number, new in enumerate(candidates):
+            # A dim split by a later axis, too, is nested: the later axis holds slices of these
+            # slices.
             nests_deeper = any(isinstance(each, Split) and each in inner for each in (now, new))
             if new == now or nests_deeper:
                 continue
-            there = (*here[:axis], new, *inner)
-            if _divides(tensor, there, mesh):
-                neighbours.append((axis, number, there))
+            following = (*current[:axis], new, *inner)
+            if _divides(tensor, following, mesh):
+                neighbours.append((axis, number, following))
     return neighbours
 
 
@@ -237,12 +240,12 @@ def _divides(tensor: TensorSize, placements: Placements, mesh: DeviceMesh) -> bo
 
 
 def _step(
-    tensor: TensorSize, here: Placements, there: Placements, mesh: DeviceMesh, axis: int
+    tensor: TensorSize, current: Placements, following: Placements, mesh: DeviceMesh, axis: int
 ) -> BoxingStep:
-    change = redistribute(here[axis], there[axis])
+    change = redistribute(current[axis], following[axis])
     assert change is not None, "a neighbour differs on its axis"
     others = (size for each, size in enumerate(mesh.sizes) if each != axis)
-    elsewhere = (placement for each, placement in enumerate(here) if each != axis)
+    elsewhere = (placement for each, placement in enumerate(current) if each != axis)
     num_slices = prod(
         size
         for size, placement in zip(others, elsewhere, strict=True)

@@ -1,8 +1,8 @@
-"""The best placements for operators in a row: signatures and the boxings between them.
+"""Best placements for a chain of operators: signatures and the boxings between them.
 
-Each operator takes the output of the one before it as its first input.  Its other inputs lie
-from the start where a signature wants them: parameters can be stored that way, and from a
-replicated tensor every placement is free.
+Each operator's first input is the previous one's output.  Its other inputs have the signature's
+placement from the start: parameters can be stored that way, and from a replicated tensor every
+placement is free.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ from meshwright.simulator.matmul.signatures import (
 
 
 class LocalRun(NamedTuple):
-    """One operator on one rank: its signature on each axis, what the rank holds and what it costs.
+    """One operator on one rank: signature on each axis, local shapes and costs.
 
-    ``number`` counts the choices that `mesh_signatures` yields.
+    ``number`` is the index of the choice among those of `mesh_signatures`.
     """
 
     number: int
@@ -54,7 +54,7 @@ class LocalRun(NamedTuple):
 
 
 class ChainStep(NamedTuple):
-    """The change of placement before an operator, and its run."""
+    """An operator's run, with the boxing before it."""
 
     boxing: Boxing
     run: LocalRun
@@ -62,14 +62,14 @@ class ChainStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Operators with their placements, and the change to the wanted placement at the end."""
+    """A chain of operators with their placements, and the boxing to the target placement."""
 
     steps: tuple[ChainStep, ...]
     last_boxing: Boxing
 
     @property
     def boxings(self) -> tuple[Boxing, ...]:
-        """Changes of placement: one before each operator, and the last."""
+        """Boxings: one before each operator, and the last."""
         return (*(step.boxing for step in self.steps), self.last_boxing)
 
     @property
@@ -79,12 +79,12 @@ class Chain:
 
     @property
     def boxing_ps(self) -> int:
-        """Time of all changes of placement."""
+        """Time of all boxings."""
         return sum(each.time_ps for each in self.boxings)
 
     @property
     def time_ps(self) -> int:
-        """Time of everything, one after the other."""
+        """Total time, without overlap."""
         return self.compute_ps + self.boxing_ps
 
     @property
@@ -98,8 +98,8 @@ class Chain:
         return sum(step.run.flops for step in self.steps)
 
 
-class _Rank(NamedTuple):
-    """What a chain is judged by, in this order; the choices break ties."""
+class _SortKey(NamedTuple):
+    """Sort key of chains: time, bytes sent, and choices to break ties."""
 
     time_ps: int
     sent_bytes: Fraction
@@ -107,7 +107,7 @@ class _Rank(NamedTuple):
 
 
 class _Prefix(NamedTuple):
-    rank: _Rank
+    rank: _SortKey
     steps: tuple[ChainStep, ...]
 
 
@@ -119,14 +119,14 @@ def local_run(
     *,
     number: int = 0,
 ) -> LocalRun:
-    """Return one operator as one rank of the mesh runs it.
+    """Return the run of an operator on one rank of the mesh.
 
     Args:
-        operator: The operator with its full shapes.
+        operator: The operator with global shapes.
         signatures: One of its signatures for each axis.
-        mesh: The devices.
-        precision: Of all its tensors.
-        number: Which of the operator's choices this is.
+        mesh: Device mesh.
+        precision: Precision of all its tensors.
+        number: Index of this choice of signatures.
 
     Raises:
         PlanError: If a dim does not divide, or the device lacks the precision.
@@ -146,9 +146,9 @@ def local_run(
 def legal_runs(
     operator: PlacedOperator, mesh: DeviceMesh, precision: Precision
 ) -> tuple[LocalRun, ...]:
-    """Return every way to run an operator on the mesh whose slices are equal.
+    """Return the runs of an operator for all choices of signatures that divide its shapes.
 
-    Ways that do not divide are left out: the caller who wants reasons asks `local_shapes`.
+    `local_shapes` raises with the reason where a choice does not.
     """
     runs = []
     for number, signatures in enumerate(mesh_signatures(operator, len(mesh.sizes))):
@@ -168,18 +168,18 @@ def best_chain(
     source: Placements,
     target: Placements,
 ) -> Chain:
-    """Return the fastest placements of a chain: dynamic programming over where its tensor lies.
+    """Return the fastest placements of a chain, by dynamic programming over placements.
 
-    Of all chains that leave a tensor at one placement only the best one can be part of the best
-    whole, since what follows depends on the placement alone.  Less time wins, then fewer bytes
-    sent, then the earlier signatures; nothing overlaps.
+    Of all prefixes that leave a tensor in one placement only the best can be part of the best
+    chain, since the rest depends on the placement alone.  Less time wins, then fewer bytes sent,
+    then the earlier signatures; nothing overlaps.
 
     Args:
         operators: In order; the first input of each is the output of the one before it.
-        mesh: The devices.
-        precision: Of all tensors.
-        source: Where the first operator's first input lies, one placement an axis.
-        target: Where the last output must lie.
+        mesh: Device mesh.
+        precision: Precision of all tensors.
+        source: Placement of the first operator's first input, on each axis.
+        target: Placement of the last output, on each axis.
 
     Raises:
         PlanError: If there are no operators, shapes do not follow each other, a dim does not
@@ -187,14 +187,14 @@ def best_chain(
     """
     _check_chain(operators)
     shard_shape(operators[-1].out, target, mesh.sizes)
-    best = {source: _Prefix(_Rank(0, Fraction(0), ()), ())}
+    best = {source: _Prefix(_SortKey(0, Fraction(0), ()), ())}
     for operator in operators:
         best = _extended(best, operator, mesh, precision)
     tensor = TensorSize(operators[-1].out, precision.num_bytes)
     finished = []
     for placements, prefix in best.items():
         boxing = boxings_from(tensor, placements, mesh)[target]
-        finished.append((_later(prefix.rank, boxing, 0), Chain(prefix.steps, boxing)))
+        finished.append((_advance(prefix.rank, boxing, 0), Chain(prefix.steps, boxing)))
     return min(finished, key=lambda item: item[0])[1]
 
 
@@ -204,25 +204,26 @@ def _extended(
     mesh: DeviceMesh,
     precision: Precision,
 ) -> dict[Placements, _Prefix]:
-    """Return the best chains one operator longer, by where they leave its output."""
+    """Return the best prefixes extended by one operator, by the placement of its output."""
     tensor = TensorSize(operator.inputs[0], precision.num_bytes)
     runs = legal_runs(operator, mesh, precision)
     if not runs:
         raise PlanError(f"{operator.name} of shapes {operator.inputs}: no signature divides")
-    longer: dict[Placements, _Prefix] = {}
+    extended: dict[Placements, _Prefix] = {}
     for placements, prefix in best.items():
-        ways = boxings_from(tensor, placements, mesh)
+        redistributions = boxings_from(tensor, placements, mesh)
         for run in runs:
-            boxing = ways[input_placements(run.signatures, 0)]
-            rank = _later(prefix.rank, boxing, run.time_ps, run.number)
+            boxing = redistributions[input_placements(run.signatures, 0)]
+            rank = _advance(prefix.rank, boxing, run.time_ps, run.number)
             out = out_placements(run.signatures)
-            if out not in longer or rank < longer[out].rank:
-                longer[out] = _Prefix(rank, (*prefix.steps, ChainStep(boxing, run)))
-    return longer
+            # Only the best prefix of a placement can be part of the best chain.
+            if out not in extended or rank < extended[out].rank:
+                extended[out] = _Prefix(rank, (*prefix.steps, ChainStep(boxing, run)))
+    return extended
 
 
-def _later(rank: _Rank, boxing: Boxing, time_ps: int, *choices: int) -> _Rank:
-    return _Rank(
+def _advance(rank: _SortKey, boxing: Boxing, time_ps: int, *choices: int) -> _SortKey:
+    return _SortKey(
         rank.time_ps + boxing.time_ps + time_ps,
         rank.sent_bytes + boxing.sent_bytes,
         (*rank.choices, *choices),

@@ -1,7 +1,7 @@
-"""The placements under which an operator runs on every rank without communication.
+"""SBP signatures: placements under which an operator runs on every rank without communication.
 
-A signature names one placement for each input and the one that the output then has (OneFlow,
-arXiv:2110.15032, calls them SBP signatures).  Three reasons make one legal: a dim that the
+A signature is one placement for each input and that of the output (OneFlow, arXiv:2110.15032:
+split, broadcast, partial).  Three reasons make one legal: a dim that the
 operator treats slice by slice may be split; a function linear in an input may get that input
 as a partial sum, and a sum over a split dim leaves one; and every rank may do all the work.
 """
@@ -40,7 +40,7 @@ _SEQUENCES, _TOKENS, _HEADS, _WIDTH = Split(0), Split(1), Split(2), Split(3)
 
 
 class Linearity(StrEnum):
-    """In what an elementwise function is linear."""
+    """Inputs in which an element-wise function is linear."""
 
     NONE = "none"  # exp, maximum
     JOINT = "joint"  # all inputs together: add, scale by a constant
@@ -48,14 +48,14 @@ class Linearity(StrEnum):
 
 
 class Reduction(StrEnum):
-    """What becomes of the elements along a reduced dim."""
+    """Reduction over a dim."""
 
     SUM = "sum"
     MAX = "max"
 
 
 class OperatorKind(StrEnum):
-    """What an operator spends its time on."""
+    """Kind of an operator, which decides its cost."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -64,7 +64,7 @@ class OperatorKind(StrEnum):
 
 
 class Signature(NamedTuple):
-    """One legal combination on one mesh axis: where the inputs lie and where the output then is."""
+    """One legal combination of placements of inputs and output on one mesh axis."""
 
     name: str
     inputs: tuple[Placement, ...]
@@ -73,7 +73,7 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedOperator:
-    """An operator with full shapes and its legal signatures; made by the functions below."""
+    """An operator with global shapes and its legal signatures; made by the functions below."""
 
     name: str
     kind: OperatorKind
@@ -83,7 +83,7 @@ class PlacedOperator:
 
 
 class LocalShapes(NamedTuple):
-    """What one rank holds of an operator's inputs and output."""
+    """Local shapes of an operator's inputs and output on one rank."""
 
     inputs: tuple[Shape, ...]
     out: Shape
@@ -115,7 +115,7 @@ def matmul(a: Shape, b: Shape) -> PlacedOperator:
 def elementwise(
     shape: Shape, *, num_inputs: int = 1, linearity: Linearity = Linearity.NONE
 ) -> PlacedOperator:
-    """Return a function of the elements at the same place of *num_inputs* equal tensors.
+    """Return an element-wise function of *num_inputs* tensors of one shape.
 
     >>> len(elementwise((4, 8)).signatures)
     3
@@ -123,6 +123,7 @@ def elementwise(
     [S(0), R, P]
     """
     signatures = [*_sliced(range(len(shape)), num_inputs), _replicated(num_inputs)]
+    # f(sum of parts) is the sum of f(part) where f is linear in all inputs together.
     if linearity is Linearity.JOINT:
         signatures.append(Signature("partial", (Partial(),) * num_inputs, Partial()))
     if linearity is Linearity.EACH:
@@ -153,9 +154,9 @@ def reduction(shape: Shape, dim: int, *, op: Reduction) -> PlacedOperator:
 
 
 def embedding(num_tokens: int, *, vocab_size: int, hidden_size: int) -> PlacedOperator:
-    """Return the rows of a table ``[vocab_size, hidden_size]`` that *num_tokens* ids name.
+    """Return the embedding of *num_tokens* ids with a weight ``[vocab_size, hidden_size]``.
 
-    With the table split by rows a rank gives zeros for ids of other ranks, so the sum is right
+    With a vocabulary-parallel weight a rank yields zeros for ids of other ranks, to be summed
     (the vocabulary-parallel embedding of Shoeybi 2019, arXiv:1909.08053).
 
     >>> embedding(6, vocab_size=8, hidden_size=4).signatures[2]
@@ -170,6 +171,7 @@ def embedding(num_tokens: int, *, vocab_size: int, hidden_size: int) -> PlacedOp
             Signature("data parallel", (Split(0), Replicate()), Split(0)),
             Signature("model parallel (column)", (Replicate(), Split(1)), Split(1)),
             Signature("vocabulary split", (Replicate(), Split(0)), Partial()),
+            # The lookup is linear in the weight, not in the ids.
             _partial_input(1, 2),
             _replicated(2),
         ),
@@ -227,6 +229,7 @@ def attention(num_sequences: int, seq_len: int, *, num_heads: int, head_dim: int
             Signature("head parallel", (_HEADS,) * 3, _HEADS),
             Signature("query tokens split", (_TOKENS, whole, whole), _TOKENS),
             Signature("value columns split", (whole, whole, _WIDTH), _WIDTH),
+            # Attention is linear in the values alone.
             _partial_input(2, 3),
             _replicated(3),
         ),
@@ -234,7 +237,7 @@ def attention(num_sequences: int, seq_len: int, *, num_heads: int, head_dim: int
 
 
 def mesh_signatures(operator: PlacedOperator, num_axes: int) -> Iterator[tuple[Signature, ...]]:
-    """Yield every choice of one signature a mesh axis: what is legal on one is legal on each.
+    """Yield every choice of one signature per mesh axis; axes are independent.
 
     >>> len(list(mesh_signatures(softmax((4, 8), 1), 2)))
     4
@@ -243,19 +246,19 @@ def mesh_signatures(operator: PlacedOperator, num_axes: int) -> Iterator[tuple[S
 
 
 def input_placements(signatures: tuple[Signature, ...], index: int) -> Placements:
-    """Return where input *index* lies on each axis."""
+    """Return the placement of input *index* on each axis."""
     return tuple(each.inputs[index] for each in signatures)
 
 
 def out_placements(signatures: tuple[Signature, ...]) -> Placements:
-    """Return where the output lies on each axis."""
+    """Return the placement of the output on each axis."""
     return tuple(each.out for each in signatures)
 
 
 def local_shapes(
     operator: PlacedOperator, signatures: tuple[Signature, ...], sizes: tuple[int, ...]
 ) -> LocalShapes:
-    """Return what one rank holds under one signature an axis.
+    """Return the local shapes under one signature per axis.
 
     Args:
         operator: The operator.
@@ -279,11 +282,11 @@ def local_shapes(
 def local_work(
     operator: PlacedOperator, shapes: LocalShapes, element_bytes: int
 ) -> tuple[Gemm | MemoryBound, ...]:
-    """Return what one rank runs: matrix products, or the traffic of its tensors.
+    """Return the work of one rank: GEMMs, or the traffic of its tensors.
 
     Args:
         operator: The operator.
-        shapes: What the rank holds.
+        shapes: Local shapes.
         element_bytes: Bytes of an element, the same in all tensors.
 
     >>> product = matmul((4, 5), (5, 8))
@@ -297,7 +300,7 @@ def local_work(
             return (Gemm(operator.name, m=m, n=n, k=k),)
         case OperatorKind.ATTENTION:
             return _attention_work(shapes, element_bytes)
-        case OperatorKind.LOOKUP:  # of the table only the rows that are asked for are read
+        case OperatorKind.LOOKUP:  # only the rows of the ids are read
             ids_bytes = prod(shapes.inputs[0]) * element_bytes
             return (MemoryBound(operator.name, ids_bytes + 2 * out_bytes),)
         case OperatorKind.TRAFFIC:
@@ -306,7 +309,7 @@ def local_work(
 
 
 def _attention_work(shapes: LocalShapes, element_bytes: int) -> tuple[Gemm | MemoryBound, ...]:
-    """Return scores, softmax and weighted values as kernels of their own, nothing masked."""
+    """Return unfused attention: GEMM of scores, softmax, GEMM of values, without a mask."""
     (num_sequences, num_queries, num_heads, head_dim), (_, num_keys, _, _), values = shapes.inputs
     batch = num_sequences * num_heads
     num_scores = batch * num_queries * num_keys

@@ -1,4 +1,4 @@
-"""Linear layers one after the other: a block for each kind that a chain lists."""
+"""Blocks of a chain of linear layers."""
 
 from meshwright.simulator.graph import (
     OUTSIDE,
@@ -20,7 +20,7 @@ from meshwright.simulator.model import ChainModel, LinearLayer
 
 
 def end(block: Block, model: ChainModel, num_rows: Size, *, is_first: bool) -> Tensor:
-    """Write an end of a chain down, where nothing happens: rows go in and come out."""
+    """Add the empty first or last block of a chain; return its input."""
     width = model.layers[0].inputs if is_first else model.layers[-1].outputs
     x = block.tensor("rows", Dim("rows", num_rows), Dim("width", width))
     view(block, x, *x.dims)
@@ -28,19 +28,19 @@ def end(block: Block, model: ChainModel, num_rows: Size, *, is_first: bool) -> T
 
 
 def linear_layer(block: Block, kind: LinearLayer, num_rows: Size) -> Tensor:
-    """Write a layer of *kind* for a batch of rows down; return what goes into it."""
+    """Add a linear layer of *kind* for *num_rows*; return its input."""
     inputs, outputs = Dim("inputs", kind.inputs), Dim("outputs", kind.outputs)
     at: Placement = {Axis.TP: inputs} if kind.split == "rows" else {}
     x = block.tensor("rows", Dim("rows", num_rows), inputs, at=at)
     with block.part("layer"), block.module(x):
-        y = _multiplied(block, x, outputs, kind)
+        y = _linear(block, x, outputs, kind)
         if kind.activation:
             pointwise(block, "activation", y, reads=Reads.OUTPUT)
     return x
 
 
-def _multiplied(block: Block, x: Tensor, outputs: Dim, kind: LinearLayer) -> Tensor:
-    """Return *x* times weights: those of two layers are split by columns, then by rows."""
+def _linear(block: Block, x: Tensor, outputs: Dim, kind: LinearLayer) -> Tensor:
+    """Return the linear layer of *x*: column-parallel, row-parallel or replicated."""
     match kind.split:
         case "columns":
             (y,) = columns(block, x, outputs, linear=Linear(bias=kind.bias))

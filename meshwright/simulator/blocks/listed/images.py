@@ -1,4 +1,4 @@
-"""Residual networks for images: stem, bottleneck blocks and classifier, written once.
+"""Residual networks for images: stem, bottleneck blocks and classifier.
 
 ResNet-50 v1.5 (He et al. 2015, arXiv 1512.03385; stride in the 3 x 3 convolution). Tensors are
 ``[images, channels, rows, columns]``; the order in memory changes no bytes.
@@ -24,12 +24,12 @@ from meshwright.simulator.graph import (
 )
 from meshwright.simulator.model import Bottleneck, ImageModel
 
-IMAGE_BYTES = 4  # of a channel of a pixel: data loaders hand fp32 over, which autocast casts
+IMAGE_BYTES = 4  # of a channel of a pixel: data loaders yield fp32, which autocast casts
 
 
 def stem(block: Block, model: ImageModel, num_images: Size) -> Tensor:
-    """Write what comes before the first bottleneck down; return the images, in fp32."""
-    images = _stack(block, num_images, model.channels, model.image_size, width=IMAGE_BYTES)
+    """Add the stem before the first bottleneck; return the images, in fp32."""
+    images = _image_batch(block, num_images, model.channels, model.image_size, width=IMAGE_BYTES)
     width = Dim("channels", model.stem_channels)
     with block.module(images):
         size = model.stem_kernel, model.stem_stride
@@ -39,11 +39,11 @@ def stem(block: Block, model: ImageModel, num_images: Size) -> Tensor:
 
 
 def bottleneck(block: Block, kind: Bottleneck, num_images: Size) -> Tensor:
-    """Write a bottleneck down; return what goes into it.
+    """Add a bottleneck block; return its input.
 
-    Three convolutions of it are added to it, or to a projection where its shape changes.
+    Its three convolutions are added to the input, or to its projection where the shape changes.
     """
-    given = x = _stack(block, num_images, kind.in_channels, kind.side)
+    block_input = x = _image_batch(block, num_images, kind.in_channels, kind.side)
     inner, outputs = Dim("inner", kind.inner_channels), Dim("channels", kind.out_channels)
     with block.part("layer"), block.module(x):
         y = _relu(block, batch_norm(block, convolution(block, x, inner, 1)))
@@ -51,24 +51,24 @@ def bottleneck(block: Block, kind: Bottleneck, num_images: Size) -> Tensor:
         y = batch_norm(block, convolution(block, y, outputs, 1))
         if kind.projects:
             x = batch_norm(block, convolution(block, x, outputs, 1, kind.stride))
-        _relu(block, _added(block, y, x, given))
-    return given
+        _relu(block, _added(block, y, x, block_input))
+    return block_input
 
 
 def classifier(block: Block, model: ImageModel, num_images: Size) -> Tensor:
-    """Write the mean over pixels and logits down; return what goes into them."""
+    """Add global average pooling and logits; return their input."""
     last = model.layers[-1]
-    x = _stack(block, num_images, last.out_channels, last.out_side)
+    x = _image_batch(block, num_images, last.out_channels, last.out_side)
     with block.module(x):
         classes = Dim("classes", model.num_classes)
         whole_product(block, mean(block, x), classes, "logits", OUTSIDE._replace(bias=True))
     return x
 
 
-def _stack(
+def _image_batch(
     block: Block, num_images: Size, channels: int, side: int, *, width: int | None = None
 ) -> Tensor:
-    """Return square images one upon the other."""
+    """Return a batch of square images ``[images, channels, rows, columns]``."""
     plane = Dim("rows", side), Dim("columns", side)
     dims = (Dim("images", num_images), Dim("channels", channels), *plane)
     return block.tensor("images", *dims, width=width or block.width)
@@ -77,16 +77,16 @@ def _stack(
 def convolution(
     block: Block, x: Tensor, out: Dim, kernel: int, stride: int = 1, *, has_gradient: bool = True
 ) -> Tensor:
-    """Return a convolution, padded so that stride 1 keeps the size.
+    """Return a convolution with "same" padding.
 
-    Both gradients are made by one node. Each is an implicit product of as many operations; that of
-    the weight, a long sum over pixels, is split over multiprocessors as the others are.
+    One autograd node makes both gradients, each an implicit GEMM of as many operations; wgrad, a
+    long sum over pixels, is split over multiprocessors as the others are.
     """
     images, channels, *plane = x.dims
     window = [Dim("window", kernel) for _ in plane]
     weight = block.weight("weight", out, Dim("inputs", channels.size), *window)
     x, weight = cast_operands(block, x, weight)
-    y = x.like("convolved", dims=(images, out, *(_shrunk(dim, stride) for dim in plane)))
+    y = x.like("convolved", dims=(images, out, *(_strided_dim(dim, stride) for dim in plane)))
     work = Convolution(
         pixels=y.numel // out.size,
         inputs=channels.size,
@@ -94,21 +94,21 @@ def convolution(
         taps=kernel**2,
         moved=block.count(x, weight, y),
     )
-    read = (x, weight)  # both, whichever gradient is asked for
+    read = (x, weight)  # autograd saves both, whichever gradient is needed
     of_weight = Gradient(weight, read, (work,), at=dict.fromkeys(x.at, PARTIAL))
     of_input = [Gradient(x, read, (work,), at=x.at)] if has_gradient else []
     return block.add([x, weight], [y], [*of_input, of_weight], work, kind=Kind.PRODUCT)
 
 
-def _shrunk(dim: Dim, stride: int) -> Dim:
+def _strided_dim(dim: Dim, stride: int) -> Dim:
     return Dim(dim.name, -(-dim.size // stride))
 
 
 def batch_norm(block: Block, x: Tensor) -> Tensor:
-    """Return *x* normalised over images and pixels; backward reads it and two numbers a channel.
+    """Return the batch norm of *x*; backward reads *x*, mean and deviation of each channel.
 
-    Each pass reads it twice, for the sums and for what they make of it. It keeps its format under
-    autocast, in which its weights stay in fp32.
+    Each pass reads it twice, for the statistics and to normalise. Under autocast it keeps the dtype
+    of *x*, and its weights stay in fp32.
     """
     channels = x.dims[1]
     weights = [block.weight(name, channels) for name in ("weight", "bias")]
@@ -124,31 +124,34 @@ def batch_norm(block: Block, x: Tensor) -> Tensor:
 
 
 def _relu(block: Block, x: Tensor) -> Tensor:
-    """Return the positive part, which takes the place of *x*."""
+    """Return ReLU of *x*, in place."""
     return pointwise(block, "relu", x, reads=Reads.OUTPUT, in_place=True)
 
 
-def _added(block: Block, x: Tensor, other: Tensor, given: Tensor) -> Tensor:
-    """Return *x* with *other* added in place; the gradient of both is that of the sum.
+def _added(block: Block, x: Tensor, other: Tensor, block_input: Tensor) -> Tensor:
+    """Return *x* plus *other*, in place; both get the gradient of the sum.
 
-    With the second of them counts the sum of both gradients of what the block was *given*.
+    The traffic of accumulating both gradients of the block's input *block_input* is counted here.
     """
     out = x.like("added", base=x.storage)
-    summed = block.traffic(given, given, given)
-    gradients = [Gradient(x, hands_on=True), Gradient(other, (), (summed,), hands_on=True)]
+    summed = block.traffic(block_input, block_input, block_input)
+    gradients = [
+        Gradient(x, passes_through=True),
+        Gradient(other, (), (summed,), passes_through=True),
+    ]
     return block.add([x, other], [out], gradients, block.traffic(x, other, out))
 
 
 def max_pool(block: Block, x: Tensor, stride: int) -> Tensor:
-    """Return the maxima of windows; backward reads their places, and the input for its shape."""
-    out = x.like("pooled", dims=(*x.dims[:2], *(_shrunk(dim, stride) for dim in x.dims[2:])))
-    places = out.like("places", width=NUMBER_BYTES)
-    moved = Traffic(block.traffic(x, out).nbytes + places.nbytes)
-    return block.add([x], [out, places], [Gradient(x, (x, places), (moved,))], moved)
+    """Return max pooling; backward reads the indices, and the input for its shape."""
+    out = x.like("pooled", dims=(*x.dims[:2], *(_strided_dim(dim, stride) for dim in x.dims[2:])))
+    indices = out.like("places", width=NUMBER_BYTES)
+    moved = Traffic(block.traffic(x, out).nbytes + indices.nbytes)
+    return block.add([x], [out, indices], [Gradient(x, (x, indices), (moved,))], moved)
 
 
 def mean(block: Block, x: Tensor) -> Tensor:
-    """Return the mean over pixels."""
+    """Return global average pooling."""
     out = x.like("mean", dims=x.dims[:2])
     moved = block.traffic(x, out)
     return block.add([x], [out], [Gradient(x, (), (moved,))], moved)

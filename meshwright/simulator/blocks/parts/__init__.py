@@ -1,4 +1,4 @@
-"""Parts of a transformer's layer in the place of the usual ones: a file a part."""
+"""Variants of a layer's parts: context-parallel, chunked, latent attention and routed experts."""
 
 from typing import TYPE_CHECKING
 
@@ -29,5 +29,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return a part that most layers have not, imported when first asked for."""
+    """Return a part that most layers lack, imported when first read."""
     return late_name(__name__, ("context", "latent", "experts"), name)

@@ -1,8 +1,8 @@
-"""Sequences that are cut into chunks for attention, each a sequence of its own (Llama 4).
+"""Chunked attention (Llama 4): each chunk of a sequence attends to itself alone.
 
 As NVIDIA has Llama 4 on Megatron-Core, which knows no chunks itself: `Llama4SelfAttention` of
 NeMo 2.5 (nemo/collections/llm/gpt/model/llama4_utils.py), the same in Megatron Bridge.  Its kernels
-are those of shorter sequences, and more of them; a last chunk is filled up with zeros.
+see more and shorter sequences; the last chunk is padded with zeros.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from meshwright.simulator.model import WINDOWED_LAYERS, BlockKind, ModelSpec
 
 
 def chunk_tokens(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
-    """Return the tokens of the chunks that a layer of a kind cuts sequences into; 0 if it does not.
+    """Return the chunk length in tokens of a layer's attention; 0 without chunks.
 
     >>> from meshwright.simulator import load_model
     >>> llama4 = load_model("llama4-maverick")
@@ -24,15 +24,15 @@ def chunk_tokens(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
 
 
 class Chunks(NamedTuple):
-    """Dims of sequences that are cut, and of what they are cut into.
+    """Dims of sequences and of their chunks.
 
     Args:
-        tokens: Of a sequence.
+        tokens: Tokens of a sequence.
         batch: Sequences.
         size: Tokens of a chunk.
         rows: Chunks of all sequences.
-        whole: Tokens of a sequence's chunks.
-        fills_up: These are more than a sequence has.
+        whole: Tokens of a sequence with padding.
+        fills_up: Whether the last chunk is padded.
     """
 
     tokens: Dim
@@ -44,7 +44,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Dim, batch: Dim, size: int, *, fills_up: bool) -> "Chunks":
-        """Return the dims of sequences of *tokens* in chunks of a *size*."""
+        """Return the dims of sequences of *tokens* in chunks of *size*."""
         whole = rounded_up(tokens.size, size)
         return cls(
             tokens=tokens,
@@ -56,31 +56,31 @@ class Chunks(NamedTuple):
         )
 
     def cut(self, block: Block, x: Tensor) -> Tensor:
-        """Return *x* with chunks for sequences: a copy, since one chunk's tokens lie together.
+        """Return *x* in chunks: a copy, since a chunk's tokens become contiguous.
 
-        What it gets has a name until the copy is there; its gradient is put together by a copy.
+        A local variable keeps *x* until the copy is there; its gradient is copied back.
         """
-        given, width = x, x.dims[-1]
+        before, width = x, x.dims[-1]
         if self.fills_up:
-            added = Dim("added tokens", self.whole.size - self.tokens.size)
-            zeros = x.like("zeros", dims=(added, self.batch, width))
-            more = x.like(f"{x.name} filled up", dims=(self.whole, self.batch, width))
-            back, work = Gradient(x, hands_on=True, at=x.at), block.traffic(x, more)
-            x = block.add([x], [more], [back], work, scratch=((zeros,), ()))
-        out = x.like(f"{given.name} in chunks", dims=(self.size, self.rows, width))
+            padding = Dim("added tokens", self.whole.size - self.tokens.size)
+            zeros = x.like("zeros", dims=(padding, self.batch, width))
+            padded = x.like(f"{x.name} filled up", dims=(self.whole, self.batch, width))
+            gradient, work = Gradient(x, passes_through=True, at=x.at), block.traffic(x, padded)
+            x = block.add([x], [padded], [gradient], work, scratch=((zeros,), ()))
+        out = x.like(f"{before.name} in chunks", dims=(self.size, self.rows, width))
         work = block.traffic(x, out)
         out = block.add([x], [out], [Gradient(x, (), (work,), at=x.at)], work)
-        block.hold(given)
+        block.hold(before)
         return out
 
     def joined(self, block: Block, x: Tensor) -> Tensor:
-        """Return *x* in the order of tokens: a copy, of which those that were there are a slice.
+        """Return chunks *x* as sequences again: a copy, sliced to the tokens without padding.
 
-        The gradient of a slice is copied into one of the whole, even where it is all of it.
+        Backward of the slice allocates a gradient of the whole, even where nothing is cut off.
         """
         whole = x.like(f"{x.name} in order", dims=(self.whole, self.batch, x.dims[-1]))
         work = block.traffic(x, whole)
         whole = block.add([x], [whole], [Gradient(x, (), (work,), at=x.at)], work)
-        own = (self.tokens, self.batch, x.dims[-1])
-        out = whole.like(x.name, dims=own, base=whole.storage)
+        unpadded = (self.tokens, self.batch, x.dims[-1])
+        out = whole.like(x.name, dims=unpadded, base=whole.storage)
         return block.add([whole], [out], [Gradient(whole, (), (work,), at=whole.at)])

@@ -1,4 +1,4 @@
-"""The gated activation of gpt-oss: bounded, and opened by ``g sigmoid(1.702 g)``."""
+"""Clamped SwiGLU of gpt-oss, with ``g sigmoid(1.702 g)``."""
 
 from meshwright.simulator.graph import (
     Block,
@@ -17,18 +17,18 @@ from meshwright.simulator.graph import (
 def clamped(
     block: Block, inner: Tensor, parts: tuple[Dim, Dim], last: Dim, *, by_slices: bool
 ) -> Tensor:
-    """Return ``(value + 1) glu`` of a product's gate and value, bounded; glu is the opened gate.
+    """Return ``(up + 1) glu`` of clamped gate and up, with ``glu = gate sigmoid(1.702 gate)``.
 
-    Where each operator is a kernel, what is bounded and all factors have names until it returns
+    Eager, local variables keep the clamped tensors and all factors until it returns
     (`_apply_gate` of transformers' modeling_gpt_oss.py, 5.23; `glu` of megatron/core's
     transformer/mlp.py, core 0.16).
 
     Args:
-        block: Where it is written down.
-        inner: The product.
-        parts: Gate and value.
-        last: The last dim of what it makes.
-        by_slices: Gate and value take turns in the product, so that each is a slice of its own.
+        block: Block to add the operators to.
+        inner: Output of the fused gate and up projection.
+        parts: Dims of gate and up.
+        last: Last dim of the output.
+        by_slices: Gate and up are interleaved (``[..., ::2]``), so each is a slice of its own.
     """
     if not block.lowering.is_eager:
         return activation(block, inner, parts=parts, last=last)
@@ -46,15 +46,15 @@ def clamped(
 def bounded(
     block: Block, inner: Tensor, parts: tuple[Dim, Dim], *, by_slices: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return a product's gate, bounded from above, and its value, bounded on both sides."""
+    """Return gate, clamped from above, and up, clamped on both sides."""
     gate, up = cut(block, inner, *parts, by_slices=by_slices)
     return _bounded(block, gate, num_bounds=1), _bounded(block, up, num_bounds=2)
 
 
 def _bounded(block: Block, x: Tensor, *, num_bounds: int) -> Tensor:
-    """Return *x* between bounds; backward masks where it was outside, a byte an element each."""
+    """Return *x* clamped; backward makes a mask of one byte an element for each bound."""
     masks = tuple(x.like(f"{x.name} inside", width=1) for _ in range(num_bounds))
-    # What is bounded is a slice of the product, its gradient one of the product's.
+    # The input is a slice of the projection's output, its gradient one of that output's.
     traffic = block.traffic(x, x)._replace(strided=x.numel)
     compared = Traffic(block.traffic(x).nbytes + x.numel, x.numel)
     slope = Gradient(x, (x,), (*(compared for _ in masks), traffic))

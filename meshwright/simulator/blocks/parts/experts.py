@@ -1,4 +1,4 @@
-"""Routed experts in the place of an MLP, as the stack at hand runs them."""
+"""Routed experts (MoE), by the code of the stack."""
 
 from meshwright.simulator.blocks.parts.feed_forward import Shared
 from meshwright.simulator.blocks.parts.megatron_experts import megatron
@@ -18,14 +18,14 @@ def routed(
     outside: Placement,
     shared: Shared | None,
 ) -> Tensor:
-    """Return what routed and shared experts make of normalised tokens.
+    """Return the output of routed and shared experts.
 
     Args:
-        block: Where it is written down.
-        x: Tokens.
-        experts: Their sizes.
-        mesh: Ranks that share them.
-        outside: Where tokens lie outside of tensor-parallel regions.
+        block: Block to add the operators to.
+        x: Normalised tokens.
+        experts: Sizes of the experts.
+        mesh: Expert-parallel layout.
+        outside: Placement of tokens outside of tensor-parallel regions.
         shared: The shared experts, if there are any.
     """
     dims = RoutedDims.of(x, experts, mesh)

@@ -1,4 +1,4 @@
-"""Two products with an activation between them: an MLP, or shared experts and their gate."""
+"""MLP and shared experts with their gate."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,7 +24,7 @@ Write = Callable[[Block, Tensor], Tensor]
 
 
 class Widths(NamedTuple):
-    """Outputs of the first products, inputs of the last and its output; what is between them."""
+    """Dims of an MLP: gate and up projection, input and output of down projection; activation."""
 
     parts: tuple[Dim, ...]
     inner: Dim
@@ -40,12 +40,12 @@ def feed_forward(
     bias: Linear,
     name: str = "mlp out",
 ) -> Tensor:
-    """Return the MLP of some *widths*, whose output lies *outside* of tensor-parallel regions."""
+    """Return an MLP of *widths*, with its output in the placement *outside*."""
     with block.module(x):
-        apart = block.lowering.is_local  # a kernel of its own adds the bias
-        linear = Linear() if apart else bias
+        adds_bias_apart = block.lowering.is_local  # the bias is added by a kernel of its own
+        linear = Linear() if adds_bias_apart else bias
         inner = columns(block, x, *widths.parts, linear=linear, packed=True)
-        if apart and bias.bias:
+        if adds_bias_apart and bias.bias:
             inner = [biased(block, each, "mlp in") for each in inner]
         hidden = activation(
             block, *inner, parts=widths.parts, last=widths.inner, kind=widths.activation
@@ -59,8 +59,8 @@ class Shared(NamedTuple):
     """Shared experts of a layer.
 
     Args:
-        write: Writes what they make of tokens.
-        has_gate: A product with one output, a sigmoid, weighs it (Qwen2-MoE).
+        write: Function that adds them to a block and returns their output.
+        has_gate: Their output is weighted by a sigmoid gate (Qwen2-MoE).
     """
 
     write: Write
@@ -68,10 +68,10 @@ class Shared(NamedTuple):
 
 
 def gated(block: Block, x: Tensor, out: Tensor) -> Tensor:
-    """Return *out*, what shared experts made of tokens *x*, times the sigmoid of a product of *x*.
+    """Return *out*, the shared experts' output of tokens *x*, times a sigmoid gate of *x*.
 
-    Every rank has the gate's weight whole and multiplies its own tokens, in full width whatever the
-    layer's other products do (`SharedExpertMLP` of megatron/core/transformer/moe/shared_experts.py,
+    The gate's weight is replicated, and each rank multiplies its own tokens, in 16 bits even in fp8
+    layers (`SharedExpertMLP` of megatron/core/transformer/moe/shared_experts.py,
     core 0.16; `Qwen2MoeSparseMoeBlock` of transformers 5.23).  The gradient of the gate is as large
     as *out* until it is summed over a token's width.
     """
@@ -79,12 +79,12 @@ def gated(block: Block, x: Tensor, out: Tensor) -> Tensor:
     weight = block.weight("shared_gate.weight", one, x.dims[-1])
     logit = product(block, "shared gate", (x, weight), *x.dims[:-1], one)
     share = pointwise(block, "share of shared experts", logit, reads=Reads.OUTPUT)
-    if block.lowering.fuses_places:  # it has a name there
+    if block.lowering.fuses_places:  # a local variable of Megatron-Core
         block.argument(logit)
-    made, twice = out.like("weighed shared out"), out.like("gradient of a gate")
-    traffic, read = block.traffic(out, made), (share, out)
+    weighted, gate_gradient = out.like("weighed shared out"), out.like("gradient of a gate")
+    traffic, read = block.traffic(out, weighted), (share, out)
     gradients = [
         Gradient(out, read, (traffic, traffic)),
         Gradient(share, read, at=share.at),
     ]
-    return block.add([out, share], [made], gradients, traffic, scratch=((), (twice,)))
+    return block.add([out, share], [weighted], gradients, traffic, scratch=((), (gate_gradient,)))

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made of a narrow latent."""
+"""Multi-head latent attention (MLA): keys and values are projected from a compressed latent."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -31,24 +31,24 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class LatentCore(NamedTuple):
-    """What latent attention is around.
+    """Core attention and RoPE of latent attention.
 
     Args:
-        attend: Writes attention of queries, keys and values, of this rank's tokens or of all.
-        turned: How heads turn by their positions.
+        attend: Function that adds core attention of queries, keys and values.
+        rope: RoPE formula.
     """
 
     attend: Attend
-    turned: RotaryFormula
+    rope: RotaryFormula
 
 
 class LatentDims(NamedTuple):
-    """Dims of heads: what has positions of queries and keys, what has none, and values."""
+    """Dims of heads: RoPE and no-RoPE parts of queries and keys, and values."""
 
     queries: Dim
     plain_queries: Dim
     rotary_queries: Dim
-    pairs: Dim
+    keys_values: Dim
     plain_keys: Dim
     values: Dim
     shared_key: Dim
@@ -61,15 +61,15 @@ class LatentDims(NamedTuple):
         def heads(name: str, width: int) -> Dim:
             return Dim(name, num_heads * width, width)
 
-        plain, turned = latent.plain_head_dim, latent.rotary_head_dim
+        plain, rope = latent.plain_head_dim, latent.rotary_head_dim
         return cls(
             queries=heads("queries", latent.query_head_dim),
             plain_queries=heads("plain queries", plain),
-            rotary_queries=heads("rotary queries", turned),
-            pairs=heads("keys and values", plain + latent.value_head_dim),
+            rotary_queries=heads("rotary queries", rope),
+            keys_values=heads("keys and values", plain + latent.value_head_dim),
             plain_keys=heads("plain keys", plain),
             values=heads("values", latent.value_head_dim),
-            shared_key=Dim("shared key", turned, turned),
+            shared_key=Dim("shared key", rope, rope),
             latent=Dim("latent", latent.kv_rank),
         )
 
@@ -84,118 +84,122 @@ def latent_attention(
 ) -> Tensor:
     """Return latent attention of normalised tokens.
 
-    Heads have their positions in parts of queries and keys of their own; all keys have one such
-    part (DeepSeek-V2, arXiv 2405.04434, 2.1.3).  Of tokens that tensor ranks share each makes the
-    latents of its own, and gathers these, which are narrower (`TELinear` with ``parallel_mode``
+    RoPE applies to a part of each query head and to one key part shared by all heads (decoupled
+    RoPE, DeepSeek-V2, arXiv 2405.04434, 2.1.3).  With sequence parallelism a rank projects its own
+    tokens to latents, and gathers these, which are narrower (`TELinear` with ``parallel_mode``
     duplicated, and the gather of ``k_pos_emb``, in megatron/core of core 0.16).
 
     Args:
-        block: Where it is written down.
-        x: Tokens.
-        latent: Its widths.
+        block: Block to add the operators to.
+        x: Normalised tokens.
+        latent: Ranks and head dims.
         num_heads: Heads.
-        outside: Where tokens lie outside of tensor-parallel regions.
-        core: What attends, and how heads turn.
+        outside: Placement of tokens outside of tensor-parallel regions.
+        core: Core attention and RoPE.
     """
     dims, hidden = LatentDims.of(latent, num_heads), x.dims[-1]
     spells_out = block.lowering.is_eager and block.lowering.spells_out
     with block.module(x):
         if spells_out:
-            query, key, value, held = _spelled_out(block, x, latent, dims, core.turned)
-        elif core.turned is RotaryFormula.LOOKED_UP:
-            query, key, value, held = _turned_together(block, x, latent, dims)
+            query, key, value, named_tensors = _transformers_projected(
+                block, x, latent, dims, core.rope
+            )
+        elif core.rope is RotaryFormula.INDEXED_COMPLEX:
+            query, key, value, named_tensors = _torchtitan_projected(block, x, latent, dims)
         else:
             with block.part(OffloadModule.QKV_LINEAR):
-                query, key, value, held = _projected(block, x, latent, dims)
+                query, key, value, named_tensors = _projected(block, x, latent, dims)
         context = core.attend(query, key, value)
-        if spells_out:  # heads come before tokens in what attends, and out of it
+        if spells_out:  # attention's input and output have heads first
             context = copy(block, context, "attention by tokens", copies_back=False)
         for each in (query, key, value):
-            block.give_up(RecomputeModule.MLA_UP_PROJ, each)
+            block.discard(RecomputeModule.MLA_UP_PROJ, each)
         with block.part(OffloadModule.ATTN_PROJ):
             y = row(block, context, hidden, "attention output", outside)
-        block.hold(*held, query, key, value, context)
+        block.hold(*named_tensors, query, key, value, context)
         return y
 
 
 def _projected(
     block: Block, x: Tensor, latent: LatentAttention, dims: LatentDims
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return queries, keys and values, and what else has names until attention returns.
+    """Return queries, keys and values, and tensors in local variables until attention returns.
 
-    Megatron-Core makes both latents first, in a function that forgets what lies between
+    Megatron-Core makes both latents first, in a function whose locals are freed on return
     (get_query_key_value_tensors of megatron/core/transformer/multi_latent_attention.py, core 0.16),
-    and lays values out for Transformer Engine; others make the keys' once there are queries.
+    and makes values contiguous for Transformer Engine; others make the keys' latent after queries.
     """
     width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
     source, both = _query_latent(block, x, latent), None
     if block.lowering.copies_operands:
         both = _key_latent(block, x, width, dims)
     with block.part(RecomputeModule.MLA_UP_PROJ):
-        (given,) = columns(block, source, dims.queries)
-        plain, turned = cut(block, given, dims.plain_queries, dims.rotary_queries)
-        (turned,) = rotary(block, turned)
-        query = _joined(block, plain, turned, dims.queries)
+        (up_projected,) = columns(block, source, dims.queries)
+        plain, rotated = cut(block, up_projected, dims.plain_queries, dims.rotary_queries)
+        (rotated,) = rotary(block, rotated)
+        query = _concatenated(block, plain, rotated, dims.queries)
     narrow, shared = both or _key_latent(block, x, width, dims)
     with block.part(RecomputeModule.MLA_UP_PROJ):
         (shared,) = rotary(block, shared)
-        (pairs,) = columns(block, narrow, dims.pairs)
-        plain, value = cut(block, pairs, dims.plain_keys, dims.values)
-        key = _joined(block, plain, shared, dims.queries)
+        (keys_values,) = columns(block, narrow, dims.keys_values)
+        plain, value = cut(block, keys_values, dims.plain_keys, dims.values)
+        key = _concatenated(block, plain, shared, dims.queries)
         if both:
             value = copy(block, value, "values apart", copies_back=False)
-            block.hold(given, turned, shared, pairs)
-    return query, key, value, () if both else (given, turned, shared)
+            block.hold(up_projected, rotated, shared, keys_values)
+    return query, key, value, () if both else (up_projected, rotated, shared)
 
 
-def _spelled_out(
-    block: Block, x: Tensor, latent: LatentAttention, dims: LatentDims, turned: RotaryFormula
+def _transformers_projected(
+    block: Block, x: Tensor, latent: LatentAttention, dims: LatentDims, rope_formula: RotaryFormula
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return the same as transformers writes it, whose latents are both there before heads turn.
+    """Return the same by transformers, which makes both latents before RoPE.
 
     `DeepseekV3Attention` and `DeepseekV2Attention` of transformers 5.23.
     """
     width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
-    with block.module():  # the latent of queries has no name
-        (given,) = columns(block, _query_latent(block, x, latent), dims.queries)
-    plain, query = cut(block, given, dims.plain_queries, dims.rotary_queries)
+    with block.module():  # no variable keeps the queries' latent
+        (up_projected,) = columns(block, _query_latent(block, x, latent), dims.queries)
+    plain, query = cut(block, up_projected, dims.plain_queries, dims.rotary_queries)
     both = whole_product(block, x, width, "kv down", PLAIN)
     narrow, shared = cut(block, both, dims.latent, dims.shared_key)
     narrow = norm(block, narrow, "kv latent norm", centers=False)
-    query, shared = rotary(block, query, shared, how=Rotary(formula=turned))
-    held = given, both, narrow, query, shared
-    query = _joined(block, plain, query, dims.queries)
-    (pairs,) = columns(block, narrow, dims.pairs)
-    plain, value = cut(block, pairs, dims.plain_keys, dims.values)
-    return query, _filled(block, plain, shared, dims), value, held
+    query, shared = rotary(block, query, shared, how=Rotary(formula=rope_formula))
+    named_tensors = up_projected, both, narrow, query, shared
+    query = _concatenated(block, plain, query, dims.queries)
+    (keys_values,) = columns(block, narrow, dims.keys_values)
+    plain, value = cut(block, keys_values, dims.plain_keys, dims.values)
+    return query, _keys_by_assignment(block, plain, shared, dims), value, named_tensors
 
 
-def _turned_together(
+def _torchtitan_projected(
     block: Block, x: Tensor, latent: LatentAttention, dims: LatentDims
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return the same as torchtitan 0.3 writes it, whose layers look angles up for both at once.
+    """Return the same by torchtitan 0.3, which applies RoPE to queries and the shared key at once.
 
     `Attention` of torchtitan/models/deepseek_v3/model.py.
     """
     width = Dim("latent and shared key", latent.kv_rank + latent.rotary_head_dim)
-    (given,) = columns(block, _query_latent(block, x, latent), dims.queries)
-    plain, query = cut(block, given, dims.plain_queries, dims.rotary_queries)
+    (up_projected,) = columns(block, _query_latent(block, x, latent), dims.queries)
+    plain, query = cut(block, up_projected, dims.plain_queries, dims.rotary_queries)
     narrow, shared = cut(
         block, whole_product(block, x, width, "kv down", PLAIN), dims.latent, dims.shared_key
     )
-    query, shared = rotary(block, query, shared, how=Rotary(formula=RotaryFormula.LOOKED_UP))
-    held = given, query, shared
-    query = _joined(block, plain, query, dims.queries)
-    (pairs,) = columns(block, norm(block, narrow, "kv latent norm", centers=False), dims.pairs)
-    plain, value = cut(block, pairs, dims.plain_keys, dims.values)
-    return query, _joined(block, plain, shared, dims.queries), value, held
+    query, shared = rotary(block, query, shared, how=Rotary(formula=RotaryFormula.INDEXED_COMPLEX))
+    named_tensors = up_projected, query, shared
+    query = _concatenated(block, plain, query, dims.queries)
+    (keys_values,) = columns(
+        block, norm(block, narrow, "kv latent norm", centers=False), dims.keys_values
+    )
+    plain, value = cut(block, keys_values, dims.plain_keys, dims.values)
+    return query, _concatenated(block, plain, shared, dims.queries), value, named_tensors
 
 
-def _filled(block: Block, plain: Tensor, shared: Tensor, dims: LatentDims) -> Tensor:
-    """Return keys whose parts are copied into a tensor that was empty.
+def _keys_by_assignment(block: Block, plain: Tensor, shared: Tensor, dims: LatentDims) -> Tensor:
+    """Return keys whose parts are copied into an empty tensor.
 
-    Backward of each copy first copies all of the gradient, and the part (`CopySlices` of PyTorch,
-    csrc/autograd/functions/tensor.cpp).
+    Backward of each slice assignment first copies the whole gradient, then the part (`CopySlices`
+    of PyTorch, csrc/autograd/functions/tensor.cpp).
     """
     empty = plain.like("keys joined", dims=(*plain.dims[:-1], dims.queries))
     whole = block.add(
@@ -216,7 +220,7 @@ def _filled(block: Block, plain: Tensor, shared: Tensor, dims: LatentDims) -> Te
 
 
 def _query_latent(block: Block, x: Tensor, latent: LatentAttention) -> Tensor:
-    """Return what queries are made of: a latent of their own, normalised, if there is one."""
+    """Return the input of the queries' up projection: their normalised latent, if there is one."""
     if not latent.query_rank:
         return x
     x = whole_product(block, x, Dim("query latent", latent.query_rank), "query down", PLAIN)
@@ -224,23 +228,24 @@ def _query_latent(block: Block, x: Tensor, latent: LatentAttention) -> Tensor:
 
 
 def _key_latent(block: Block, x: Tensor, width: Dim, dims: LatentDims) -> tuple[Tensor, Tensor]:
-    """Return the normalised latent of keys and values, and the part that all keys have."""
+    """Return the normalised latent of keys and values, and the key's shared RoPE part."""
     both = whole_product(block, x, width, "kv down", PLAIN)
     narrow, shared = cut(block, both, dims.latent, dims.shared_key)
+    # All heads read the shared key, so every rank gathers all of its tokens.
     if Axis.TP in x.at:
         shared = place(block, shared, replicated(x.at, Axis.TP))
     return norm(block, narrow, "kv latent norm", centers=False), shared
 
 
-def _joined(block: Block, plain: Tensor, turned: Tensor, out: Dim) -> Tensor:
-    """Return both parts of queries or keys side by side; one turned part may serve all heads."""
+def _concatenated(block: Block, plain: Tensor, rotated: Tensor, out: Dim) -> Tensor:
+    """Return both parts of queries or keys concatenated; the RoPE part may serve all heads."""
     at = {axis: out if dim is plain.dims[-1] else dim for axis, dim in plain.at.items()}
     made = plain.like(f"{out.name} joined", dims=(*plain.dims[:-1], out), at=at)
-    serves_all = turned.dims[-1].size == turned.dims[-1].grain
-    # Of a part that serves all heads a rank has the gradients of its own heads.
+    is_shared = rotated.dims[-1].size == rotated.dims[-1].grain
+    # A shared part's gradient is a partial sum over the ranks' heads.
     of_heads = {axis: PARTIAL for axis, dim in plain.at.items() if dim is plain.dims[-1]}
     gradients = [
-        Gradient(plain, hands_on=True, at=plain.at),
-        Gradient(turned, hands_on=not serves_all, at=of_heads if serves_all else turned.at),
+        Gradient(plain, passes_through=True, at=plain.at),
+        Gradient(rotated, passes_through=not is_shared, at=of_heads if is_shared else rotated.at),
     ]
-    return block.add([plain, turned], [made], gradients, block.traffic(made, made))
+    return block.add([plain, rotated], [made], gradients, block.traffic(made, made))

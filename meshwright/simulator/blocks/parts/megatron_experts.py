@@ -1,7 +1,7 @@
-"""Routed experts as Megatron-Core dispatches and runs them, with an axis that splits widths.
+"""Routed experts of Megatron-Core, with expert tensor parallelism.
 
-Tokens are sorted by expert on their own rank and sent to the ranks with these experts, all ranks of
-an expert gather each other's, and a rank with several experts sorts them once more
+Tokens are permuted by expert, dispatched by all-to-all, gathered over expert tp, and on a rank with
+several local experts sorted once more
 (`MoEAlltoAllTokenDispatcher` of megatron/core/transformer/moe/token_dispatcher.py, core 0.16).
 """
 
@@ -11,16 +11,16 @@ from meshwright.simulator.blocks.parts.feed_forward import Shared, gated
 from meshwright.simulator.blocks.parts.routed_dims import RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
-    Numbers,
-    dropped,
-    exchanged,
-    grouped,
+    RowIndices,
+    all_to_all_rows,
+    drop_tokens,
+    gather_rows,
+    grouped_gemm,
     logits_of,
-    moved,
     normalised,
-    numbers,
+    permute,
+    row_indices,
     score,
-    taken,
 )
 from meshwright.simulator.graph import (
     NUMBER_BYTES,
@@ -52,41 +52,42 @@ from meshwright.simulator.model import Experts
 def megatron(
     block: Block, x: Tensor, experts: Experts, dims: RoutedDims, shared: Shared | None
 ) -> Tensor:
-    """Return what shared and routed experts make of tokens: the shared ones run first."""
-    beside = None if shared is None else _of_all(block, x, shared)
+    """Return the output of shared and routed experts; the shared ones run first."""
+    shared_output = None if shared is None else _shared_experts(block, x, shared)
     flat = dims.flat(block, x)
-    shares = _shares(block, flat, experts, dims)
-    shares = (_told if dims.mesh.capacity is None else dropped)(block, shares, dims)
+    shares = _routing_weights(block, flat, experts, dims)
+    shares = (_gather_counts if dims.mesh.capacity is None else drop_tokens)(block, shares, dims)
     named: list[Tensor] = []
     if block.lowering.groups_experts:
-        out = _fused(block, flat, shares, dims, experts)
+        out = _fused_permutation(block, flat, shares, dims, experts)
     else:
-        out, *named = _sequential(block, flat, shares, dims, experts)
+        out, *named = _sequential_experts(block, flat, shares, dims, experts)
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
-    if beside is not None:
-        out = handed_on(block, [out, beside], out.like("all experts out"), block.traffic(x, x, x))
+    if shared_output is not None:
+        traffic = block.traffic(x, x, x)
+        out = handed_on(block, [out, shared_output], out.like("all experts out"), traffic)
     block.hold(*named)
     return out
 
 
-def _of_all(block: Block, x: Tensor, shared: Shared) -> Tensor:
-    """Return what shared experts make of all tokens, weighed where they have a gate."""
+def _shared_experts(block: Block, x: Tensor, shared: Shared) -> Tensor:
+    """Return the shared experts' output of all tokens, weighted by their gate if they have one."""
     with block.part(RecomputeModule.SHARED_EXPERTS), block.module(x):
         out = shared.write(block, x)
         return gated(block, x, out) if shared.has_gate else out
 
 
-def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
-    """Return each token's shares of all experts: most are 0 (topk_routing_with_score_function)."""
+def _routing_weights(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
+    """Return routing weights over all experts, most 0 (topk_routing_with_score_function)."""
     logits = logits_of(block, flat, dims, bias=experts.bias)
     few = (dims.tokens, dims.chosen)
     if experts.scores != "sigmoid":
-        chosen, places = taken(block, logits, "chosen logits", few)
+        chosen, places = gather_rows(block, logits, "chosen logits", few)
         shares = cast(block, score(block, chosen), "shares cast", block.width)
     else:
         scores = cast(block, score(block, logits), "scores cast", block.width)
-        shares, places = taken(block, scores, "chosen scores", few)
-        if not experts.weighs_inputs:  # of one expert a token there is nothing to divide by
+        shares, places = gather_rows(block, scores, "chosen scores", few)
+        if not experts.weighs_inputs:  # with top-1 there is nothing to normalise
             shares = normalised(block, shares)
             shares = pointwise(block, "scaled shares", shares, reads=Reads.NOTHING)
     spread = logits.like("spread shares")
@@ -94,24 +95,24 @@ def _shares(block: Block, flat: Tensor, experts: Experts, dims: RoutedDims) -> T
     return block.add([shares], [spread], [Gradient(shares, (places,), (traffic,))], traffic)
 
 
-def _told(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
-    """Tell all ranks that share the experts how many rows each has for each of them."""
-    axis = dims.mesh.told
+def _gather_counts(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
+    """All-gather the tokens per expert over ep and expert tp (preprocess of the dispatcher)."""
+    axis = dims.mesh.group
     if axis not in block.mesh:
         return shares
     size = NUMBER_BYTES * dims.experts.size * block.mesh[axis]
-    told = shares.like(shares.name, base=shares.storage)
-    return handed_on(block, [shares], told, Transfer(CollectiveOp.ALL_GATHER, axis, size))
+    gathered = shares.like(shares.name, base=shares.storage)
+    return handed_on(block, [shares], gathered, Transfer(CollectiveOp.ALL_GATHER, axis, size))
 
 
-def _fused(
+def _fused_permutation(
     block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
 ) -> Tensor:
-    """Return what experts make of tokens in Transformer Engine's kernels.
+    """Return the experts' output by Transformer Engine's fused permutation.
 
-    Tokens are sorted, with their shares, by a map of ``2 E + 1`` numbers a token
+    Tokens and routing weights are permuted by a row map of ``2 E + 1`` integers a token
     (transformer_engine/common/triton/permutation.py), and once more by chunks of each expert; the
-    activation's kernel weighs what it makes (weighted_bias_swiglu_impl of core 0.16).
+    activation's kernel applies the weights (weighted_bias_swiglu_impl of core 0.16).
     """
     hidden = flat.dims[-1]
     at = dims.rows_at(flat)
@@ -119,59 +120,58 @@ def _fused(
         shares = cast(block, shares, "shares in fp32", STATISTIC_BYTES)
     entries = Dim("entries of a token", 2 * dims.experts.size + 1)
     row_map = shares.like("row map", dims=(dims.tokens, entries), width=INT32_BYTES)
-    rows = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(row_map,)), at)
-    weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers((row_map,)), at)
-    given = rows
-    arrived = [exchanged(block, each, dims) for each in (rows, weights)]
-    rows, weights = _sorted(block, arrived, dims)
-    made = _multiplied(block, rows, weights, dims, experts)
-    made = _returned(block, made, rows, at, dims)
-    block.hold(given, arrived[0])
-    return moved(block, made, "experts out", flat.dims, Numbers((row_map,)), flat.at)
+    rows = permute(block, flat, "rows", (dims.rows, hidden), RowIndices(made=(row_map,)), at)
+    weights = permute(block, shares, "weights of rows", (dims.rows,), RowIndices((row_map,)), at)
+    permuted = rows
+    arrived = [all_to_all_rows(block, each, dims) for each in (rows, weights)]
+    rows, weights = _sorted_by_expert(block, arrived, dims)
+    made = _grouped_mlp(block, rows, weights, dims, experts)
+    made = _combined(block, made, rows, at, dims)
+    block.hold(permuted, arrived[0])
+    return permute(block, made, "experts out", flat.dims, RowIndices((row_map,)), flat.at)
 
 
-def _multiplied(
+def _grouped_mlp(
     block: Block, rows: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts
 ) -> Tensor:
-    """Return what experts make of sorted *rows* in grouped products (TEGroupedMLP of core 0.16).
+    """Return the experts' output of sorted *rows* by grouped GEMMs (TEGroupedMLP of core 0.16).
 
-    In 8 bits their numbers are filled up to what a product takes, by a copy there and one back
-    (Fp8Padding of Transformer Engine 1.12 to 2.9).  The last product may give up what it reads.
+    In fp8 rows are padded to the GEMM's alignment, by a copy before and one after (Fp8Padding of
+    Transformer Engine 1.12 to 2.9).  The activation may be discarded after the last GEMM.
     """
-    hidden, given, bits = rows.dims[-1], rows, block.lowering.eight_bits
-    fills_up = bits is not None and bits.pads_experts
-    if fills_up:
-        rows = moved(block, rows, "rows filled up", rows.dims)
+    hidden, permuted, bits = rows.dims[-1], rows, block.lowering.eight_bits
+    pads = bits is not None and bits.pads_experts
+    if pads:
+        rows = permute(block, rows, "rows filled up", rows.dims)
     if experts.weighs_inputs:
-        rows, weights = _weighed(block, rows, weights, dims)
-        block.hold(given)
+        rows, weights = _weighted_rows(block, rows, weights, dims)
+        block.hold(permuted)
     with block.part(OffloadModule.EXPERT_FC1):
-        inner = grouped(block, rows, dims.first, dims, split=dims.first)
+        inner = grouped_gemm(block, rows, dims.first, dims, split=dims.first)
     if experts.bias:
-        inner = _in_product(block, inner, dims)
+        inner = _fused_bias(block, inner, dims)
     with block.part(RecomputeModule.MOE_ACT):
-        opens = _opened_at_once if experts.gated else _opened
-        opened = opens(block, inner, weights, dims, experts)
-    made = grouped(block, opened, hidden, dims, split=dims.inner)
-    block.give_up(RecomputeModule.MOE_ACT, opened)
-    if fills_up:
-        made = moved(block, made, "rows as they came", made.dims)
+        activate = _fused_activation if experts.gated else _activation
+        activated = activate(block, inner, weights, dims, experts)
+    made = grouped_gemm(block, activated, hidden, dims, split=dims.inner)
+    block.discard(RecomputeModule.MOE_ACT, activated)
+    if pads:
+        made = permute(block, made, "rows as they came", made.dims)
     if not experts.bias:
         return made
-    if bits is not None and bits.opens_experts:
-        return _in_product(block, made, dims, weights)
+    if bits is not None and bits.fuses_expert_activation:
+        return _fused_bias(block, made, dims, weights)
     out = _with_biases(block, made, weights, dims)
     block.hold(made)
     return out
 
 
 def _with_biases(block: Block, made: Tensor, weights: Tensor, dims: RoutedDims) -> Tensor:
-    """Return rows with the weighed biases of their experts, in the format of rows.
+    """Return rows plus their experts' biases times the routing weights, in the rows' dtype.
 
-    They are added to the rows of each expert by themselves, which are put together again.  A bias
-    times its rows' weights, the sum and what puts the parts together are in the format of weights
-    where that is wider (`_apply_bias` of TEGroupedMLP, core 0.16).  Backward puts the parts of the
-    rows' gradient together, and multiplies and sums for a bias and for the weights.
+    They are added expert by expert, and the results concatenated, all in the weights' dtype where
+    that is wider (`_apply_bias` of TEGroupedMLP, core 0.16).  Backward concatenates the rows'
+    gradient, and multiplies and sums for the bias and for the weights.
     """
     hidden = made.dims[-1]
     at: Placement = {ExpertAxis.EP: dims.experts}
@@ -195,16 +195,16 @@ def _with_biases(block: Block, made: Tensor, weights: Tensor, dims: RoutedDims) 
     return cast(block, joined, "outputs cast", made.width)
 
 
-def _opened_at_once(
+def _fused_activation(
     block: Block, inner: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts
 ) -> Tensor:
-    """Return weighed activations, which one kernel makes of a gate and a value.
+    """Return weighted SwiGLU in one kernel.
 
-    What is bounded is a copy beside the product, which keeps it.  Where the products open what
-    they make, and backward what they take, nothing is read or written for it beside them.
+    Clamped gate and up are a copy of the GEMM's output, which stays.  With a fused activation in
+    the grouped GEMMs, forward and backward, there is no traffic of its own.
     """
     bits = block.lowering.eight_bits
-    is_free = bits is not None and bits.opens_experts
+    is_free = bits is not None and bits.fuses_expert_activation
     if experts.activation == "clamped" and not is_free:
         parts = bounded(block, inner, (dims.gate, dims.up), by_slices=False)
         inner = handed_on(block, parts, inner.like("bounded"), block.traffic(inner, inner))
@@ -213,86 +213,89 @@ def _opened_at_once(
     back = () if is_free else (block.traffic(inner, inner, out),)
     gradients = [Gradient(inner, (inner, weights), back, at=inner.at)]
     unused: tuple[Tensor, ...] = ()
-    if experts.weighs_inputs:  # the kernel makes the gradient of ones, too
+    if experts.weighs_inputs:  # the kernel also makes the gradient of its weights, all ones
         unused = (weights.like("gradient of ones"),)
     else:
         gradients.append(Gradient(weights, (inner, weights), at=dims.partial(block)))
     return block.add([inner, weights], [out], gradients, *traffic, scratch=((), unused))
 
 
-def _opened(
+def _activation(
     block: Block, inner: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts
 ) -> Tensor:
-    """Return activations, and weights times them in a kernel of its own."""
+    """Return activations times routing weights, in a kernel of its own."""
     if experts.activation == "clamped":
-        opened = clamped(block, inner, (dims.gate, dims.up), dims.inner, by_slices=False)
+        activated = clamped(block, inner, (dims.gate, dims.up), dims.inner, by_slices=False)
     else:
         kind = Activation.SQUARED_RELU if experts.activation == "squared relu" else Activation.GELU
-        opened = activation(block, inner, parts=dims.parts, last=dims.inner, kind=kind)
-    made = opened.like("weighted activation")
-    traffic = block.traffic(opened, made)
+        activated = activation(block, inner, parts=dims.parts, last=dims.inner, kind=kind)
+    made = activated.like("weighted activation")
+    traffic = block.traffic(activated, made)
     if experts.weighs_inputs:
-        slope = Gradient(opened, (weights,), (traffic,))
-        return block.add([opened, weights], [made], [slope], traffic)
-    twice = (made.like("gradient of weights"),)
+        slope = Gradient(activated, (weights,), (traffic,))
+        return block.add([activated, weights], [made], [slope], traffic)
+    products = (made.like("gradient of weights"),)
     gradients = [
-        Gradient(opened, (opened, weights), (traffic, traffic)),
-        Gradient(weights, (opened, weights), at=dims.partial(block)),
+        Gradient(activated, (activated, weights), (traffic, traffic)),
+        Gradient(weights, (activated, weights), at=dims.partial(block)),
     ]
-    return block.add([opened, weights], [made], gradients, traffic, scratch=((), twice))
+    return block.add([activated, weights], [made], gradients, traffic, scratch=((), products))
 
 
-def _in_product(
+def _fused_bias(
     block: Block, made: Tensor, dims: RoutedDims, weights: Tensor | None = None
 ) -> Tensor:
-    """Return what a grouped product made with the bias of each expert, which its kernel adds.
+    """Return a grouped GEMM's output with each expert's bias, added in its epilogue.
 
-    Last ones are times *weights*, and one kernel makes the gradients of both; the first's come out
-    of the kernel that opens backward (`BackwardGroupedMLP` of Transformer Engine 2.16).
+    The second GEMM's bias is times *weights*, and one kernel makes both gradients; the first's
+    comes out of the fused activation's backward (`BackwardGroupedMLP` of Transformer Engine 2.16).
     """
     out, bits = made.dims[-1], block.lowering.eight_bits
-    is_free = weights is None and bits is not None and bits.opens_experts
+    is_free = weights is None and bits is not None and bits.fuses_expert_activation
     split: Placement = {dims.mesh.split_on: out} if weights is None else {}
     at: Placement = {ExpertAxis.EP: dims.experts, **split}
     vector = block.weight(f"expert {out.name}.bias", dims.experts, out, at=at)
     read = () if weights is None else (weights,)
     summed = () if is_free else (block.traffic(made),)
-    slopes = [Gradient(made, hands_on=True), *(Gradient(each, read, at=each.at) for each in read)]
+    slopes = [
+        Gradient(made, passes_through=True),
+        *(Gradient(each, read, at=each.at) for each in read),
+    ]
     slopes.append(Gradient(vector, read, summed, at=vector.at))
     outputs = [made.like(made.name, base=made.storage)]
     return block.add([made, *read, vector], outputs, slopes)
 
 
-def _weighed(
+def _weighted_rows(
     block: Block, rows: Tensor, weights: Tensor, dims: RoutedDims
 ) -> tuple[Tensor, Tensor]:
-    """Return *rows* times their weights, before experts, and ones in the place of these."""
-    made, twice = rows.like("weighed rows"), rows.like("gradient of weights")
+    """Return *rows* times their routing weights, before experts, and ones as weights after them."""
+    made, products = rows.like("weighed rows"), rows.like("gradient of weights")
     traffic = block.traffic(rows, made)
     read = (weights, rows)
     gradients = [
         Gradient(weights, read, at=dims.partial(block)),
         Gradient(rows, read, (traffic, traffic)),
     ]
-    made = block.add([weights, rows], [made], gradients, traffic, scratch=((), (twice,)))
+    made = block.add([weights, rows], [made], gradients, traffic, scratch=((), (products,)))
     ones = weights.like("ones")
     block.add([made], [ones], [])
     return made, ones
 
 
-def _sorted(block: Block, arrived: list[Tensor], dims: RoutedDims) -> list[Tensor]:
-    """Return rows and weights of all ranks of an expert in the order of a rank's experts."""
-    found = []
+def _sorted_by_expert(block: Block, arrived: list[Tensor], dims: RoutedDims) -> list[Tensor]:
+    """Return rows and weights gathered over expert tp and sorted by local expert."""
+    gathered = []
     for each in arrived:
         whole: Placement = {axis: dim for axis, dim in each.at.items() if dim is not dims.arrived}
-        found.append(place(block, each, whole))
+        gathered.append(place(block, each, whole))
     if dims.mesh.has_one:
-        return found
+        return gathered
     names = "sorted rows", "sorted weights"
-    return [moved(block, x, name, x.dims) for x, name in zip(found, names, strict=True)]
+    return [permute(block, x, name, x.dims) for x, name in zip(gathered, names, strict=True)]
 
 
-def _returned(
+def _combined(
     block: Block,
     outputs: Tensor,
     rows: Tensor,
@@ -300,101 +303,97 @@ def _returned(
     dims: RoutedDims,
     counts: tuple[Tensor, ...] = (),
 ) -> Tensor:
-    """Return what experts made of *rows* on the ranks that these came from, in their order.
-
-    Numbers of rows by expert, *counts*, are put in the order of ranks for it.
-    """
+    """Return the experts' output on the tokens' ranks; *counts* (tokens per expert) reorder it."""
     made = outputs
     if not dims.mesh.has_one:
-        turned = tuple(each.like(each.name) for each in counts)
-        made = moved(block, made, "unsorted rows", made.dims, Numbers(turned=turned))
+        reordered = tuple(each.like(each.name) for each in counts)
+        made = permute(block, made, "unsorted rows", made.dims, RowIndices(temporary=reordered))
     lies = {axis: dims.arrived if dim is dims.rows else dim for axis, dim in at.items()}
     made = place(block, made, lies)
     block.hold(outputs, rows)
-    return exchanged(block, made, dims, back=True)
+    return all_to_all_rows(block, made, dims, back=True)
 
 
-def _sequential(
+def _sequential_experts(
     block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
 ) -> list[Tensor]:
-    """Return what experts make of tokens one after the other, each in products of its own.
+    """Return the output of sequential experts, each with GEMMs of its own.
 
-    The dispatcher has names for all shares, the mask of those that are not 0 and the rows of each
-    expert; that it remembers them until its next pass is not counted (SequentialMLP of
-    megatron/core/transformer/moe/experts.py).  Behind the result comes what has a name until the
-    layer's own pass is over (custom_forward of MoELayer.forward, core 0.16).
+    Beyond its pass the dispatcher's routing weights, map and tokens per expert are not counted
+    (SequentialMLP of megatron/core/transformer/moe/experts.py).  After the output come tensors in
+    local variables until the layer returns (custom_forward of MoELayer.forward, core 0.16).
     """
     hidden, at = flat.dims[-1], dims.rows_at(flat)
-    mask, turned = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
-    by_expert, counts = shares.like("shares by expert"), _counts(block, shares, dims)
-    views = [by_expert, mask, turned, *counts]
-    block.add([shares], views, [Gradient(shares, hands_on=True)])
-    known = Numbers((by_expert, turned))
-    weights = moved(block, by_expert, "weights of rows", (dims.rows,), known, at)
-    order = numbers(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")
-    given = moved(block, flat, "rows", (dims.rows, hidden), Numbers(made=(order,)), at)
-    arrived = [exchanged(block, each, dims) for each in (given, weights)]
-    rows, sent = _sorted(block, arrived, dims)
-    read = _weighed(block, rows, sent, dims) if experts.weighs_inputs else (rows, sent)
-    num = common(dims.num_local)  # shapes with others are other structures
+    mask, mask_by_expert = (shares.like(name, width=1) for name in ("mask", "mask by expert"))
+    by_expert, counts = shares.like("shares by expert"), _tokens_per_expert(block, shares, dims)
+    views = [by_expert, mask, mask_by_expert, *counts]
+    block.add([shares], views, [Gradient(shares, passes_through=True)])
+    indices_by_expert = RowIndices((by_expert, mask_by_expert))
+    weights = permute(block, by_expert, "weights of rows", (dims.rows,), indices_by_expert, at)
+    order = row_indices(flat.like("rows", dims=(dims.rows, hidden), at=at), "order of rows")
+    permuted = permute(block, flat, "rows", (dims.rows, hidden), RowIndices(made=(order,)), at)
+    arrived = [all_to_all_rows(block, each, dims) for each in (permuted, weights)]
+    rows, sent = _sorted_by_expert(block, arrived, dims)
+    read = _weighted_rows(block, rows, sent, dims) if experts.weighs_inputs else (rows, sent)
+    num = common(dims.num_local)  # another number of experts is another structure
     part = Dim("rows of an expert", dims.arrived.size // num)
     parts = [_rows(block, each, part, num) for each in read]
-    outs = [_expert(block, row, own, dims, experts) for row, own in zip(*parts, strict=True)]
+    outs = [_expert(block, row, weight, dims, experts) for row, weight in zip(*parts, strict=True)]
     made = outs[0].like("outputs", dims=(dims.arrived, hidden))
     made = handed_on(block, outs, made, block.traffic(made, made))
     block.hold(*outs, *read)
-    made = _returned(block, made, rows, at, dims, counts if dims.mesh.told in block.mesh else ())
-    out = moved(block, made, "experts out", flat.dims, Numbers((order,)), flat.at)
-    return [out, given, *arrived, made, shares, mask, *counts]
+    made = _combined(block, made, rows, at, dims, counts if dims.mesh.group in block.mesh else ())
+    out = permute(block, made, "experts out", flat.dims, RowIndices((order,)), flat.at)
+    return [out, permuted, *arrived, made, shares, mask, *counts]
 
 
-def _counts(block: Block, shares: Tensor, dims: RoutedDims) -> tuple[Tensor, ...]:
-    """Return how many rows a rank with several experts gets for each, from each other rank."""
+def _tokens_per_expert(block: Block, shares: Tensor, dims: RoutedDims) -> tuple[Tensor, ...]:
+    """Return tokens per local expert and sending rank, on a rank with several experts."""
     if dims.mesh.has_one:
         return ()
-    ranks = block.mesh.get(dims.mesh.told, 1) // dims.mesh.ranks
-    told = Dim("own experts by rank", dims.experts.size * ranks)
-    return (shares.like("rows of experts", dims=(told,), at={}, width=NUMBER_BYTES),)
+    ranks = block.mesh.get(dims.mesh.group, 1) // dims.mesh.ranks
+    local_experts = Dim("own experts by rank", dims.experts.size * ranks)
+    return (shares.like("rows of experts", dims=(local_experts,), at={}, width=NUMBER_BYTES),)
 
 
-def _rows(block: Block, x: Tensor, own: Dim, num: int) -> list[Tensor]:
-    """Return views of each expert's rows; their gradients are put together again."""
-    dims = (own, *x.dims[1:])
+def _rows(block: Block, x: Tensor, expert_rows: Dim, num: int) -> list[Tensor]:
+    """Return views of each expert's rows (``torch.split``); backward concatenates."""
+    dims = (expert_rows, *x.dims[1:])
     views = [x.like(f"{x.name} of an expert", dims=dims, base=x.storage) for _ in range(num)]
     block.add([x], views, [Gradient(x)])
     return views
 
 
 def _expert(block: Block, x: Tensor, weights: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
-    """Return what one expert makes of its rows: an MLP that weighs its activations."""
+    """Return one expert's output: an MLP with weighted activations."""
     hidden = x.dims[-1]
     first = Dim("gate and up" if experts.gated else "up", dims.first.size)
     inner = _linear(block, x, first, first, dims)
     if experts.bias:
         inner = biased(block, inner, "expert gate and up")
-    made = _opened(block, inner, weights, dims, experts)
+    made = _activation(block, inner, weights, dims, experts)
     out = _linear(block, made, hidden, dims.inner, dims)
     return _with_bias(block, out, weights) if experts.bias else out
 
 
 def _with_bias(block: Block, out: Tensor, weights: Tensor) -> Tensor:
-    """Return an expert's outputs with its bias, weighed, added in place."""
+    """Return an expert's output plus its weighted bias, in place."""
     hidden = out.dims[-1]
     vector = block.weight(f"expert {hidden.name}.bias", hidden)
     spread = out.like("weighed bias")
-    twice = tuple(out.like("gradient of bias") for _ in range(2))
+    products = tuple(out.like("gradient of bias") for _ in range(2))
     work = block.traffic(out)
     gradients = [
         Gradient(vector, (weights,), (work,), at={}),
         Gradient(weights, (weights,), (work,), at=weights.at),
     ]
-    spread = block.add([weights, vector], [spread], gradients, work, scratch=((), twice))
+    spread = block.add([weights, vector], [spread], gradients, work, scratch=((), products))
     made = out.like("outputs with bias", base=out.storage)
     return handed_on(block, [out, spread], made, block.traffic(out, out, out))
 
 
 def _linear(block: Block, x: Tensor, out: Dim, split: Dim, dims: RoutedDims) -> Tensor:
-    """Return the product of one expert's rows with its own weight, of which a dim is split."""
+    """Return one expert's linear layer, whose weight is split over expert tp."""
     at = {dims.mesh.split_on: split}
     weight = block.weight(f"expert {out.name}.weight", out, x.dims[-1], at=at)
     return product(block, out.name, (x, weight), x.dims[0], out)

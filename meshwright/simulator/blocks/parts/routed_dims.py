@@ -1,4 +1,4 @@
-"""Ranks that share the experts of a layer, and the dims of what they compute."""
+"""Expert-parallel layout of a layer, and dims of its routed experts."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -7,25 +7,25 @@ from meshwright.simulator.graph import PARTIAL, Block, Dim, Placement, Size, Ten
 from meshwright.simulator.layout import Axis, MeshAxis
 from meshwright.simulator.model import Experts
 
-EXPERTS = "experts"  # the part of a block whose weights are a unit of their own, if ranks divide it
+EXPERTS = "experts"  # part of a block that is an FSDP unit of its own under expert parallelism
 
 
 class ExpertMesh(NamedTuple):
-    """Ranks that share the experts of a layer.
+    """Expert-parallel layout of a layer.
 
     Args:
-        split_on: The axis that splits widths of experts: that of other layers, if as many ranks do.
-        told: The axis of all ranks that have parts of an expert, or other experts.
-        ranks: Ranks with different experts.
-        is_divided: There are several.
-        has_one: A rank has one expert.
-        hottest: Rows of the rank with the hottest expert over those of all ranks on average.
-        widens_shares: Tokens go with their shares in fp32.
-        capacity: Rows that an expert takes of a rank's tokens over the mean, if these are fixed.
+        split_on: Axis of expert tensor parallelism: tp, or an axis of its own.
+        group: Axis of all ranks of the layer's experts, ep and expert tp together.
+        ranks: Expert-parallel degree.
+        is_divided: Whether it exceeds 1.
+        has_one: Whether a rank has one local expert.
+        hottest: Tokens of the rank with the hottest expert, over the mean of all ranks.
+        widens_shares: Dispatch sends routing weights in fp32.
+        capacity: Capacity factor, if any.
     """
 
     split_on: MeshAxis = Axis.TP
-    told: MeshAxis = Axis.TP
+    group: MeshAxis = Axis.TP
     ranks: Size = 1
     is_divided: bool = False
     has_one: bool = False
@@ -34,7 +34,7 @@ class ExpertMesh(NamedTuple):
     capacity: Fraction | None = None
 
     def rows_taken(self, rows: Size, num_experts: Size) -> Size:
-        """Return those of a rank's *rows* that experts take: of each as many as its capacity.
+        """Return the rows that experts process: with a capacity factor, capacity times experts.
 
         get_capacity of megatron/core/transformer/moe/moe_utils.py, core 0.16.
 
@@ -68,11 +68,11 @@ def hottest_share(experts: Experts, ranks: int, imbalance: float) -> Fraction:
 
 
 class RoutedDims(NamedTuple):
-    """Dims: all experts, those of a token, tokens, rows of experts; an expert's widths.
+    """Dims of routed experts: experts, experts of a token (top-k), tokens, rows, and widths.
 
-    ``first`` are the outputs of its first product, a gate, if it has one, and a value.
-    ``rows`` are those that the ranks of an expert compute, if they have equally many; ``arrived``
-    those that they do compute, if they are the ranks with the hottest one.
+    A row is a token copied for one expert.  ``first`` is the output of the gate and up projection.
+    ``rows`` are a rank's rows under balanced routing, ``arrived`` those of the rank with the
+    hottest expert.
     """
 
     experts: Dim
@@ -93,10 +93,10 @@ class RoutedDims(NamedTuple):
         width, rows = experts.hidden_size, tokens * experts.experts_per_token
         first = experts.num_parts * width
         if mesh.split_on is not Axis.TP or mesh.capacity is not None:
-            # A rank's own tokens, of each rank of an expert.
-            own = mesh.rows_taken(rows // x.mesh.get(Axis.TP, 1), experts.num_experts)
-            rows = own * x.mesh.get(mesh.split_on, 1)
-        sent = arrived = Dim("rows", rows)
+            # Each expert-tp rank gathers the rows of the group's other ranks.
+            local_rows = mesh.rows_taken(rows // x.mesh.get(Axis.TP, 1), experts.num_experts)
+            rows = local_rows * x.mesh.get(mesh.split_on, 1)
+        balanced = arrived = Dim("rows", rows)
         if mesh.hottest != 1:
             share = mesh.hottest
             arrived = Dim("rows", -(-rows * share.numerator // share.denominator))
@@ -104,7 +104,7 @@ class RoutedDims(NamedTuple):
             experts=Dim("experts", experts.num_experts),
             chosen=Dim("chosen experts", experts.experts_per_token),
             tokens=Dim("tokens of all sequences", tokens),
-            rows=sent,
+            rows=balanced,
             arrived=arrived,
             gate=Dim("expert gate", width),
             up=Dim("expert up", width),
@@ -115,25 +115,25 @@ class RoutedDims(NamedTuple):
 
     @property
     def parts(self) -> tuple[Dim, ...]:
-        """What the first product of an expert makes: a gate, where there is one, and a value."""
+        """Dims of the first projection: gate, if there is one, and up."""
         return (self.gate, self.up) if self.first.size == 2 * self.up.size else (self.up,)
 
     @property
     def num_local(self) -> Size:
-        """Experts of a rank."""
+        """Local experts of a rank."""
         return self.experts.size // self.mesh.ranks
 
     def flat(self, block: Block, x: Tensor) -> Tensor:
-        """Return tokens *x* with one dim for tokens and sequences."""
+        """Return tokens *x* with tokens and sequences flattened."""
         return view(block, x, self.tokens, x.dims[-1], renamed=(x.dims[0], self.tokens))
 
     def rows_at(self, flat: Tensor) -> Placement:
-        """Return where the rows of a rank's own tokens lie."""
+        """Return the placement of the rows of a rank's own tokens."""
         split_on = self.mesh.split_on
         if split_on is not Axis.TP:
             return {split_on: self.rows} if split_on in flat.mesh else {}
         return {axis: self.rows if dim is self.tokens else dim for axis, dim in flat.at.items()}
 
     def partial(self, block: Block) -> Placement:
-        """Return where a sum over the widths of experts lies."""
+        """Return the placement of a partial sum over expert tensor parallelism."""
         return block.placed({self.mesh.split_on: PARTIAL})

@@ -1,7 +1,7 @@
-"""What all routed experts are made of: scores, rows of tokens by expert, grouped products.
+"""Operators of routed experts: router, permutation of tokens, all-to-all, grouped GEMM.
 
-Balanced routing gives each expert ``tokens x k / E`` rows, rounded up; of other routing the rank
-with the hottest expert is followed.
+Balanced routing gives each expert ``tokens x k / E`` rows, rounded up; with imbalance the rank with
+the hottest expert is simulated.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from meshwright.simulator.graph import (
     Tensor,
     Transfer,
     cast,
-    gradient_place,
-    kept_copy,
-    narrow_scratch,
+    fp8_scratch,
+    gradient_placement,
     pointwise,
     product,
+    saved_input,
     take,
 )
 from meshwright.simulator.layout import ExpertAxis
@@ -36,21 +36,21 @@ from meshwright.simulator.layout import ExpertAxis
 INT32_BYTES = 4
 
 
-class Taken(NamedTuple):
-    """What was read by number, and the numbers."""
+class GatheredRows(NamedTuple):
+    """Gathered values and their indices."""
 
     values: Tensor
-    numbers: Tensor
+    row_indices: Tensor
 
 
 def score(block: Block, logits: Tensor) -> Tensor:
-    """Return scores in fp32, softmax or sigmoid, whose backward reads them."""
+    """Return router scores in fp32 (softmax or sigmoid); backward reads them."""
     wide = cast(block, logits, f"{logits.name} in fp32", STATISTIC_BYTES)
     return pointwise(block, "expert scores", wide, reads=Reads.OUTPUT)
 
 
 def logits_of(block: Block, flat: Tensor, dims: RoutedDims, *, bias: bool = False) -> Tensor:
-    """Return the router's product, whose weight every rank has whole."""
+    """Return router logits; the router's weight is replicated."""
     weight = block.weight("router.weight", dims.experts, flat.dims[-1])
     operands = flat, weight
     linear = Linear(bias=bias)
@@ -58,7 +58,7 @@ def logits_of(block: Block, flat: Tensor, dims: RoutedDims, *, bias: bool = Fals
 
 
 def wide_logits(block: Block, flat: Tensor, dims: RoutedDims) -> Tensor:
-    """Return the product of a router that casts both of its operands to fp32."""
+    """Return the logits of a router in fp32."""
     weight = block.weight("router.weight", dims.experts, flat.dims[-1])
     operands = (
         cast(block, flat, "tokens in fp32", STATISTIC_BYTES),
@@ -67,131 +67,135 @@ def wide_logits(block: Block, flat: Tensor, dims: RoutedDims) -> Tensor:
     return product(block, "router", operands, dims.tokens, dims.experts, linear=Linear(wide=True))
 
 
-def taken(
+def gather_rows(
     block: Block, x: Tensor, name: str, dims: tuple[Dim, ...], at: Placement | None = None
-) -> Taken:
-    """Return what `take` reads, and the numbers that its backward reads."""
+) -> GatheredRows:
+    """Return the output of `take`, and the indices that its backward reads."""
     values = take(block, x, name, dims, at)
-    return Taken(values, block.operators[-1].outputs[1])
+    return GatheredRows(values, block.operators[-1].outputs[1])
 
 
 def normalised(block: Block, shares: Tensor, *, in_place: bool = False) -> Tensor:
-    """Return a token's shares divided by their sum, whose backward reads both.
+    """Return routing weights divided by their sum; backward reads both.
 
     Args:
-        block: Where it is written down.
-        shares: Of tokens and their experts.
-        in_place: They are overwritten, and a copy is kept of what they were.
+        block: Block to add the operators to.
+        shares: Routing weights of tokens and their experts.
+        in_place: Whether they are overwritten, with a copy saved.
     """
-    total = shares.like("sum of shares", dims=shares.dims[:1])
-    block.add([shares], [total], [Gradient(shares)], block.traffic(shares))
-    given = shares.like("given shares") if in_place else shares
+    weight_sum = shares.like("sum of shares", dims=shares.dims[:1])
+    block.add([shares], [weight_sum], [Gradient(shares)], block.traffic(shares))
+    saved_weights = shares.like("given shares") if in_place else shares
     made = shares.like("shares", base=shares.storage if in_place else None)
-    read = (given, total)
+    read = (saved_weights, weight_sum)
     gradients = [
         Gradient(shares, read, (block.traffic(shares, shares),)),
-        Gradient(total, read, at=total.at),
+        Gradient(weight_sum, read, at=weight_sum.at),
     ]
-    outputs = [made, given] if in_place else [made]
-    return block.add([shares, total], outputs, gradients, block.traffic(shares, shares))
+    outputs = [made, saved_weights] if in_place else [made]
+    return block.add([shares, weight_sum], outputs, gradients, block.traffic(shares, shares))
 
 
-def dropped(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
-    """Return *shares* of the tokens that experts take, by a mask that backward reads.
+def drop_tokens(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
+    """Return routing weights *shares* after token dropping by capacity; backward reads the mask.
 
-    Of each expert the largest are chosen, and their numbers spread over a mask
-    (apply_router_token_dropping of megatron/core/transformer/moe/moe_utils.py, core 0.16).  As rows
-    are fixed no rank is told of others' (preprocess of its dispatcher).
+    Each expert keeps its largest weights, whose indices are scattered to a mask
+    (apply_router_token_dropping of megatron/core/transformer/moe/moe_utils.py, core 0.16).  As row
+    counts are fixed, ranks need not gather them (preprocess of its dispatcher).
     """
     mask = shares.like("tokens taken", width=1)
-    left = shares.like("shares of tokens taken")
+    kept_weights = shares.like("shares of tokens taken")
     at = dims.rows_at(shares)
     largest = shares.like("largest shares", dims=(dims.rows,), at=at)
-    numbered = largest.like("numbers of largest shares", width=NUMBER_BYTES)
-    spread = shares.like("spread numbers")
+    kept_indices = largest.like("numbers of largest shares", width=NUMBER_BYTES)
+    scattered = shares.like("spread numbers")
     work = (
-        block.traffic(shares, largest, numbered),
-        block.traffic(spread, numbered, largest),
-        block.traffic(spread, mask),
-        block.traffic(shares, mask, left),
+        block.traffic(shares, largest, kept_indices),
+        block.traffic(scattered, kept_indices, largest),
+        block.traffic(scattered, mask),
+        block.traffic(shares, mask, kept_weights),
     )
-    back = Gradient(shares, (mask,), (block.traffic(shares, mask, left),))
-    scratch = (largest, numbered, spread), ()
-    return block.add([shares], [left, mask], [back], *work, scratch=scratch)
+    gradient = Gradient(shares, (mask,), (block.traffic(shares, mask, kept_weights),))
+    scratch = (largest, kept_indices, scattered), ()
+    return block.add([shares], [kept_weights, mask], [gradient], *work, scratch=scratch)
 
 
-class Numbers(NamedTuple):
-    """Numbers of rows.
+class RowIndices(NamedTuple):
+    """Index tensors of a permutation.
 
     Args:
-        read: By backward, of those that are there.
-        made: Such that backward reads.
-        turned: Such that live while rows are moved.
+        read: Existing ones that backward reads.
+        made: New ones that backward reads.
+        temporary: Temporary ones.
     """
 
     read: tuple[Tensor, ...] = ()
     made: tuple[Tensor, ...] = ()
-    turned: tuple[Tensor, ...] = ()
+    temporary: tuple[Tensor, ...] = ()
 
 
-NO_NUMBERS = Numbers()
+NO_INDICES = RowIndices()
 
 
-def moved(
+def permute(
     block: Block,
     x: Tensor,
     name: str,
     dims: tuple[Dim, ...],
-    known: Numbers = NO_NUMBERS,
+    indices: RowIndices = NO_INDICES,
     at: Placement | None = None,
 ) -> Tensor:
-    """Return rows of *x* in another order or number, a copy; its gradient is copied back.
+    """Return rows of *x* permuted, padded or repeated: a copy, whose gradient is copied back.
 
     Args:
-        block: Where it is written down.
+        block: Block to add the operator to.
         x: Rows.
-        name: What it makes.
-        dims: Of what it makes.
-        known: Numbers of rows.
-        at: Where it lies; by default where *x* does.
+        name: Name of the output.
+        dims: Dims of the output.
+        indices: Index tensors.
+        at: Placement; by default that of *x*.
     """
     out = x.like(name, dims=dims, at=x.at if at is None else at)
     traffic = block.traffic(x, out)
     # A gradient that is a sum over ranks stays one where rows stay where they are.
-    back = None if out.at == x.at else gradient_place(x.at)
-    gradient = Gradient(x, (*known.read, *known.made), (traffic,), at=back)
-    return block.add([x], [out, *known.made], [gradient], traffic, scratch=(known.turned, ()))
+    back = None if out.at == x.at else gradient_placement(x.at)
+    gradient = Gradient(x, (*indices.read, *indices.made), (traffic,), at=back)
+    return block.add(
+        [x], [out, *indices.made], [gradient], traffic, scratch=(indices.temporary, ())
+    )
 
 
-def told(block: Block, rows: Tensor, counts: Tensor, *splits: Tensor) -> tuple[Tensor, ...]:
-    """Tell each rank how many *rows* it gets, in *counts*; return these and *splits* of them."""
+def exchange_counts(
+    block: Block, rows: Tensor, counts: Tensor, *splits: Tensor
+) -> tuple[Tensor, ...]:
+    """All-to-all the *counts* of *rows* per expert; return them and the host's *splits*."""
     call = Transfer(CollectiveOp.ALL_TO_ALL, ExpertAxis.EP, counts.nbytes)
     block.add([rows], [counts, *splits], [], call)
     return (counts, *splits)
 
 
-def exchanged(block: Block, x: Tensor, dims: RoutedDims, *, back: bool = False) -> Tensor:
-    """Return rows that other ranks sent to this one's experts, or *back*; so do gradients.
+def all_to_all_rows(block: Block, x: Tensor, dims: RoutedDims, *, back: bool = False) -> Tensor:
+    """Return rows after dispatch, or *back*: combine; gradients go the other way.
 
-    Each rank sends as many as it gets, but for the hottest one: that gets more.
+    Each rank receives as many as it sends, except the hottest, which receives more.
     """
     if not dims.mesh.is_divided:
         return x
-    given, made = (dims.arrived, dims.rows) if back else (dims.rows, dims.arrived)
-    out = renamed_rows(x, given, made).like(f"{x.name} exchanged")
-    most = x if back else out
-    call = Transfer(CollectiveOp.ALL_TO_ALL, ExpertAxis.EP, most.nbytes)
+    sent, received = (dims.arrived, dims.rows) if back else (dims.rows, dims.arrived)
+    out = renamed_rows(x, sent, received).like(f"{x.name} exchanged")
+    larger = x if back else out
+    call = Transfer(CollectiveOp.ALL_TO_ALL, ExpertAxis.EP, larger.nbytes)
     return block.add([x], [out], [Gradient(x, work=(call,))], call)
 
 
-def renamed_rows(x: Tensor, given: Dim, made: Dim) -> Tensor:
-    """Return a tensor like *x* with rows *made* in the place of *given*."""
-    dims = tuple(made if dim is given else dim for dim in x.dims)
-    at = {axis: made if dim is given else dim for axis, dim in x.at.items()}
+def renamed_rows(x: Tensor, before: Dim, made: Dim) -> Tensor:
+    """Return a tensor like *x* with rows *made* in the place of *before*."""
+    dims = tuple(made if dim is before else dim for dim in x.dims)
+    at = {axis: made if dim is before else dim for axis, dim in x.at.items()}
     return x.like(x.name, dims=dims, at=at)
 
 
-def grouped(
+def grouped_gemm(
     block: Block,
     x: Tensor,
     out: Dim,
@@ -200,20 +204,20 @@ def grouped(
     split: Dim,
     reads: tuple[Tensor, ...] = (),
 ) -> Tensor:
-    """Return a product of rows in the order of their experts with each expert's own weight.
+    """Return the grouped GEMM of rows sorted by expert with each expert's weight.
 
-    One kernel runs the products of all experts, ``rows / E`` rows each.
+    One kernel runs all experts, ``rows / E`` rows each.
 
     Args:
-        block: Where it is written down.
-        x: Rows, of which there may be more than are computed.
-        out: Outputs.
-        dims: Experts, and rows that are computed.
-        split: The dim of the weight that ranks of an expert split.
-        reads: Where each expert's rows begin, which backward reads, too.
+        block: Block to add the operator to.
+        x: Rows, possibly padded.
+        out: Output dim.
+        dims: Dims of experts and of rows without padding.
+        split: Dim of the weight that expert tp splits.
+        reads: Offsets of each expert's rows, which backward reads, too.
     """
     experts, inputs, bits = dims.experts, x.dims[-1], block.lowering.eight_bits
-    with kept_copy(block, x) as kept:
+    with saved_input(block, x) as kept:
         axis, ranks = dims.mesh.split_on, dims.mesh.ranks
         at = {axis: split, ExpertAxis.EP: experts}
         weight = block.weight(f"expert {out.name}.weight", experts, out, inputs, at=at)
@@ -229,7 +233,7 @@ def grouped(
         ]
         scratch: tuple[Sequence[Tensor], Sequence[Tensor]] = ((), ())
         if bits is not None:
-            scratch = narrow_scratch(
+            scratch = fp8_scratch(
                 block, (kept, weight), made, copies=2, again=0 if bits.keeps_copy else 2
             )
         work = Product(rows, n, k, num)
@@ -244,13 +248,13 @@ def grouped(
         )
 
 
-def rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
-    """Return *rows* times a weight each, in its format; its gradient is a sum over its row."""
+def weighted_by(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
+    """Return *rows* times their weights, in the weights' dtype; backward sums over each row."""
     spread = weights.like("weights by column", dims=rows.dims, base=weights.storage)
     block.add([weights], [spread], [Gradient(weights)])
     wide = rows.like("weighted rows", width=weights.width)
     traffic = block.traffic(rows, wide)
-    # Where it is cast, that comes before the other gradient is summed over columns.
+    # The rows' gradient is cast before the weights' is summed over columns.
     is_cast = wide.width > rows.width
     made = wide.like("gradient in fp32") if is_cast else None
     last = () if is_cast else (weights.like("sum of gradient"),)
@@ -261,12 +265,12 @@ def rows_weighted(block: Block, rows: Tensor, weights: Tensor) -> Tensor:
     return block.add([rows, spread], [wide], gradients, traffic, scratch=((), last))
 
 
-def starts(x: Tensor, dims: RoutedDims, width: int = INT32_BYTES) -> Tensor:
-    """Return a number for each expert, such as the row at which its own begin."""
+def offsets_like(x: Tensor, dims: RoutedDims, width: int = INT32_BYTES) -> Tensor:
+    """Return an integer for each expert, such as the offset of its rows."""
     return x.like("starts of experts", dims=(dims.experts,), at={}, width=width)
 
 
-def numbers(x: Tensor, name: str, width: int = NUMBER_BYTES) -> Tensor:
-    """Return a number for each row of *x*."""
+def row_indices(x: Tensor, name: str, width: int = NUMBER_BYTES) -> Tensor:
+    """Return an integer for each row of *x*."""
     at = {axis: dim for axis, dim in x.at.items() if dim is x.dims[0]}
     return x.like(name, dims=x.dims[:1], at=at, width=width)

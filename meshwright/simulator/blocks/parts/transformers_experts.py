@@ -1,7 +1,7 @@
-"""Routed experts as transformers writes them, in PyTorch's operators.
+"""Routed experts of Hugging Face transformers, in PyTorch's operators.
 
-On one rank `grouped_mm_experts_forward` of transformers/integrations/moe.py, 5.23; where other
-ranks have other experts `AllToAllEP` of transformers/distributed/expert_parallel.py around it.
+On one rank `grouped_mm_experts_forward` of transformers/integrations/moe.py, 5.23; under expert
+parallelism `AllToAllEP` of transformers/distributed/expert_parallel.py around it.
 """
 
 from typing import NamedTuple
@@ -11,18 +11,18 @@ from meshwright.simulator.blocks.parts.feed_forward import Shared, gated
 from meshwright.simulator.blocks.parts.routed_dims import EXPERTS, RoutedDims
 from meshwright.simulator.blocks.parts.routing import (
     INT32_BYTES,
-    Numbers,
-    exchanged,
-    grouped,
+    RowIndices,
+    all_to_all_rows,
+    exchange_counts,
+    gather_rows,
+    grouped_gemm,
     logits_of,
-    moved,
     normalised,
-    numbers,
-    rows_weighted,
+    offsets_like,
+    permute,
+    row_indices,
     score,
-    starts,
-    taken,
-    told,
+    weighted_by,
     wide_logits,
 )
 from meshwright.simulator.graph import (
@@ -48,120 +48,126 @@ MASK_BYTES = 1
 def transformers(
     block: Block, x: Tensor, dims: RoutedDims, experts: Experts, shared: Shared | None
 ) -> Tensor:
-    """Return what grouped experts make of tokens, and shared ones beside them.
+    """Return the output of grouped and shared experts.
 
-    Gated ones run first; their gate does behind the experts, and what it makes of them has a name.
-    Those without a gate run behind the experts (`DeepseekV3MoE`).
+    Gated shared experts run first, their gate after the routed experts, with its output in a local
+    variable.  Shared experts without a gate run last (`DeepseekV3MoE`).
     """
     flat, is_gated = dims.flat(block, x), shared is not None and shared.has_gate
-    beside = shared.write(block, flat) if shared is not None and is_gated else None
+    shared_output = shared.write(block, flat) if shared is not None and is_gated else None
     if experts.routed_in_full:
         logits = wide_logits(block, flat, dims)
         shares = _scaled_shares(block, logits, experts, dims)
     else:
         logits = logits_of(block, flat, dims, bias=experts.bias)
         shares = _shares(block, logits, experts, dims)
-    run = _exchanged if dims.mesh.is_divided else _sorted
+    run = _expert_parallel if dims.mesh.is_divided else _sorted
     with block.part(EXPERTS):
         result = run(block, flat, shares, dims, experts)
-    if beside is not None:
-        beside = gated(block, flat, beside)
-        result = _added_up(block, result, beside)
-        block.hold(beside)
+    if shared_output is not None:
+        shared_output = gated(block, flat, shared_output)
+        result = _sum_of_experts(block, result, shared_output)
+        block.hold(shared_output)
     elif shared is not None:
         result = view(block, result, *x.dims)
-        result = _added_up(block, result, shared.write(block, x))
+        result = _sum_of_experts(block, result, shared.write(block, x))
     block.hold(logits, shares)
     return view(block, result, *x.dims)
 
 
-def _added_up(block: Block, result: Tensor, beside: Tensor) -> Tensor:
+def _sum_of_experts(block: Block, result: Tensor, shared_output: Tensor) -> Tensor:
     made = result.like("all experts out")
-    return handed_on(block, [result, beside], made, block.traffic(made, made, made))
+    return handed_on(block, [result, shared_output], made, block.traffic(made, made, made))
 
 
 def _sorted(
     block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
 ) -> Tensor:
-    """Return what all experts make of tokens, as they are here."""
+    """Return the output of all experts, which are local."""
     hidden = flat.dims[-1]
-    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
+    rows = gather_rows(block, flat, "rows", (dims.rows, hidden)).values
     shares = view(block, shares, dims.rows)
-    order = numbers(rows, "order of rows")
-    weights = moved(block, shares, "weights of rows", (dims.rows,), Numbers(made=(order,)))
-    names, begin = _counted(block, rows, dims)
-    made = _run(block, rows, experts, dims, Known(begin, names[0]))
-    wide = rows_weighted(block, made, weights)
+    order = row_indices(rows, "order of rows")
+    weights = permute(block, shares, "weights of rows", (dims.rows,), RowIndices(made=(order,)))
+    names, offsets = _counted(block, rows, dims)
+    made = _grouped_mlp(block, rows, experts, dims, SortedRows(offsets, names[0]))
+    wide = weighted_by(block, made, weights)
     inverse = _inverse(block, rows)
-    wide = moved(block, wide, "rows of tokens", (dims.rows, hidden), Numbers(read=(inverse,)))
+    wide = permute(block, wide, "rows of tokens", (dims.rows, hidden), RowIndices(read=(inverse,)))
     total = _summed(block, wide, dims, copies_back=True)
     result = cast(block, total, "experts out", block.width)
     block.hold(shares, order, wide, inverse, *names)
     return result
 
 
-def _exchanged(
+def _expert_parallel(
     block: Block, flat: Tensor, shares: Tensor, dims: RoutedDims, experts: Experts
 ) -> Tensor:
-    """Return what experts make of tokens that go to their ranks and come back.
+    """Return the output of expert-parallel experts, after dispatch and combine.
 
-    What comes is sorted once more, and weighed by ones; shares weigh it where it came from.  They
-    are cast as all is that enters a unit of fully_shard (`_cast_forward_inputs` of FSDPState,
-    PyTorch 2.13), which experts are by themselves then.
+    Received rows are sorted once more, and weighted by ones; routing weights apply after combine.
+    They are cast like all arguments of an FSDP unit (`_cast_forward_inputs` of FSDPState,
+    PyTorch 2.13), which the experts then are.
     """
     hidden = flat.dims[-1]
     shares = cast(block, shares, "shares of a unit", block.width)
-    rows = taken(block, flat, "rows", (dims.rows, hidden)).values
-    order, sent = numbers(rows, "order of rows"), starts(flat, dims, NUMBER_BYTES)
+    rows = gather_rows(block, flat, "rows", (dims.rows, hidden)).values
+    order, sent = row_indices(rows, "order of rows"), offsets_like(flat, dims, NUMBER_BYTES)
     block.add([rows], [order, sent], [])
-    got = told(block, rows, starts(flat, dims, NUMBER_BYTES))
-    given = exchanged(block, rows, dims)
-    ones = given.like("ones", dims=given.dims[:1])
-    names = given, numbers(given, "experts of rows"), ones
-    block.add([given], [*names[1:]], [])
+    got = exchange_counts(block, rows, offsets_like(flat, dims, NUMBER_BYTES))
+    received = all_to_all_rows(block, rows, dims)
+    ones = received.like("ones", dims=received.dims[:1])
+    names = received, row_indices(received, "experts of rows"), ones
+    block.add([received], [*names[1:]], [])
     block.hold(rows, sent, *got)
-    made = _own(block, given, ones, dims, experts)
-    back = exchanged(block, made, dims, back=True)
-    unsorted = moved(block, back, "rows of tokens", (dims.rows, hidden), Numbers(read=(order,)))
-    wide = rows_weighted(block, unsorted, view(block, shares, dims.rows))
+    made = _local_experts(block, received, ones, dims, experts)
+    back = all_to_all_rows(block, made, dims, back=True)
+    unsorted = permute(
+        block, back, "rows of tokens", (dims.rows, hidden), RowIndices(read=(order,))
+    )
+    wide = weighted_by(block, unsorted, view(block, shares, dims.rows))
     total = _summed(block, wide, dims, copies_back=False)
     block.hold(order, *names, made, back, unsorted)
     return cast(block, total, "experts out", block.width)
 
 
 def _inverse(block: Block, rows: Tensor) -> Tensor:
-    """Return where each of sorted *rows* was: what runs again ends with it, not with rows."""
-    return block.add([rows], [numbers(rows, "inverse order")], [])
+    """Return the inverse permutation of *rows*: recomputation stops at it, not at rows."""
+    return block.add([rows], [row_indices(rows, "inverse order")], [])
 
 
 def _summed(block: Block, wide: Tensor, dims: RoutedDims, *, copies_back: bool) -> Tensor:
-    """Return the sums of each token's rows; their gradient is spread out, perhaps as a copy."""
+    """Return the sums of each token's rows; backward expands the gradient, perhaps by a copy."""
     by_token = view(block, wide, dims.tokens, dims.chosen, wide.dims[-1])
     total = by_token.like("sums", dims=(dims.tokens, wide.dims[-1]))
-    work, back = block.traffic(by_token, total), Gradient(by_token, hands_on=not copies_back)
+    work, back = block.traffic(by_token, total), Gradient(by_token, passes_through=not copies_back)
     return block.add([by_token], [total], [back], work)
 
 
-def _own(block: Block, given: Tensor, ones: Tensor, dims: RoutedDims, experts: Experts) -> Tensor:
-    """Return what a rank's experts make of rows that were *given*, in their order.
+def _local_experts(
+    block: Block, received: Tensor, ones: Tensor, dims: RoutedDims, experts: Experts
+) -> Tensor:
+    """Return the local experts' output of *received* rows, in their order.
 
-    A mask says which rows are of none of them, though none is: it clears them before a product and
-    behind each.
+    A mask zeroes rows of no local expert, though there are none, before the first GEMM and after
+    each.
     """
-    hidden = given.dims[-1]
-    rows = taken(block, given, "rows by expert", (dims.arrived, hidden)).values
-    order, weights = numbers(rows, "order by expert"), ones.like("weights of rows")
+    hidden = received.dims[-1]
+    rows = gather_rows(block, received, "rows by expert", (dims.arrived, hidden)).values
+    order, weights = row_indices(rows, "order by expert"), ones.like("weights of rows")
     block.add([ones], [weights, order], [])
-    names, begin = _counted(block, rows, dims)
+    names, offsets = _counted(block, rows, dims)
     mask = rows.like("rows of no expert", dims=rows.dims[:1], width=MASK_BYTES)
     block.add([names[0]], [mask], [])
     cleared = pointwise(
         block, "cleared rows", rows, reads=Reads.NOTHING, in_place=True, beside=(mask,)
     )
-    made = _run(block, cleared, experts, dims, Known(begin, names[0], mask))
+    made = _grouped_mlp(block, cleared, experts, dims, SortedRows(offsets, names[0], mask))
     wide = pointwise(block, "weighted rows", made, reads=Reads.NOTHING, beside=(weights,))
     inverse = _inverse(block, rows)
-    wide = moved(block, wide, "rows in order", (dims.arrived, hidden), Numbers(read=(inverse,)))
+    wide = permute(
+        block, wide, "rows in order", (dims.arrived, hidden), RowIndices(read=(inverse,))
+    )
     out = wide.like("sums of one row")
     out = handed_on(block, [wide], out, block.traffic(wide, out))
     block.hold(cleared, made, wide, order, *names)
@@ -169,23 +175,23 @@ def _own(block: Block, given: Tensor, ones: Tensor, dims: RoutedDims, experts: E
 
 
 def _counted(block: Block, rows: Tensor, dims: RoutedDims) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return what sorting *rows* names, the sorted experts of rows first, and where experts begin.
+    """Return the local variables of sorting *rows*, expert ids first, and the experts' offsets.
 
-    How many rows each has is counted of narrower numbers.
+    Tokens per expert are counted on int32 ids (``histc``).
     """
-    own = Dim("own experts", dims.num_local)
-    each = rows.like("rows of experts", dims=(own,), at={}, width=INT32_BYTES)
-    begin = each.like("starts of experts")
-    names = numbers(rows, "sorted"), numbers(rows, "counted", INT32_BYTES), each
-    block.add([rows], [*names, begin], [])
-    return names, begin
+    local_experts = Dim("own experts", dims.num_local)
+    each = rows.like("rows of experts", dims=(local_experts,), at={}, width=INT32_BYTES)
+    offsets = each.like("starts of experts")
+    names = row_indices(rows, "sorted"), row_indices(rows, "counted", INT32_BYTES), each
+    block.add([rows], [*names, offsets], [])
+    return names, offsets
 
 
 def _scaled_shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
-    """Return a token's shares of its experts, as they are scaled by a number.
+    """Return scaled routing weights (routed_scaling_factor).
 
-    DeepSeek-V3 divides those by their sum, DeepSeek-V2 does not; it clears scores of other groups,
-    which V3 does with copies that go as it has chosen (`DeepseekV2TopkRouter` and
+    DeepSeek-V3 normalises them, DeepSeek-V2 does not; V2 masks the scores of other groups, V3 masks
+    copies that it frees once it has chosen (`DeepseekV2TopkRouter` and
     `DeepseekV3TopkRouter` of transformers 5.23).
     """
     few = dims.tokens, dims.chosen
@@ -194,69 +200,71 @@ def _scaled_shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedD
         mask = scores.like("experts of other groups", width=MASK_BYTES)
         block.add([scores], [mask], [])
         scores = pointwise(block, "cleared scores", scores, reads=Reads.NOTHING, beside=(mask,))
-    shares = taken(block, scores, "shares", few).values
+    shares = gather_rows(block, scores, "shares", few).values
     if not experts.leaves_shares:
         shares = normalised(block, shares, in_place=True)
     return pointwise(block, "scaled shares", shares, reads=Reads.NOTHING)
 
 
 def _shares(block: Block, logits: Tensor, experts: Experts, dims: RoutedDims) -> Tensor:
-    """Return a token's shares of its experts, in the format that weighs what these make."""
+    """Return routing weights, in the dtype that multiplies the experts' output."""
     few = dims.tokens, dims.chosen
     if experts.scores == "softmax of chosen":
-        chosen = taken(block, logits, "chosen logits", few).values
+        chosen = gather_rows(block, logits, "chosen logits", few).values
         return pointwise(block, "shares", chosen, reads=Reads.OUTPUT)
     scores = score(block, logits)
-    shares = taken(block, scores, "shares", few).values
+    shares = gather_rows(block, scores, "shares", few).values
     shares = normalised(block, shares, in_place=True)
     return cast(block, shares, "shares cast", block.width) if experts.casts_shares else shares
 
 
-class Known(NamedTuple):
-    """What is known of sorted rows.
+class SortedRows(NamedTuple):
+    """Index tensors of sorted rows.
 
     Args:
-        begin: Where those of each expert begin.
-        of_rows: The expert of each.
-        mask: Which of them are of no expert of this rank, where other ranks have others.
+        offsets: Offsets of each expert's rows.
+        expert_ids: Expert id of each row.
+        mask: Rows of no local expert, under expert parallelism.
     """
 
-    begin: Tensor
-    of_rows: Tensor
+    offsets: Tensor
+    expert_ids: Tensor
     mask: Tensor | None = None
 
 
-def _run(block: Block, rows: Tensor, experts: Experts, dims: RoutedDims, known: Known) -> Tensor:
-    """Return what experts make of sorted *rows*.
+def _grouped_mlp(
+    block: Block, rows: Tensor, experts: Experts, dims: RoutedDims, sorted_rows: SortedRows
+) -> Tensor:
+    """Return the experts' output of sorted *rows*.
 
-    The biases of rows have names until those of the next product are there.
+    A local variable keeps the gathered biases until those of the next GEMM replace them.
     """
     hidden, parts, both = rows.dims[-1], (dims.gate, dims.up), dims.first
-    begin, of_rows, mask = known
-    first = [_biases(block, rows, both, dims, of_rows)] if experts.bias else []
-    inner = grouped(block, rows, both, dims, split=both, reads=(begin,))
-    inner = _cleared(block, _added(block, inner, *first), mask)
+    offsets, expert_ids, mask = sorted_rows
+    first = [_biases(block, rows, both, dims, expert_ids)] if experts.bias else []
+    inner = grouped_gemm(block, rows, both, dims, split=both, reads=(offsets,))
+    inner = _zeroed_rows(block, _add_biases(block, inner, *first), mask)
     if experts.activation == "clamped":
         inner = clamped(block, inner, parts, dims.inner, by_slices=True)
     else:
         inner = activation(block, inner, parts=parts, last=dims.inner)
-    second = [_biases(block, rows, hidden, dims, of_rows)] if experts.bias else []
+    second = [_biases(block, rows, hidden, dims, expert_ids)] if experts.bias else []
     block.hold(*first)
-    made = grouped(block, inner, hidden, dims, split=dims.inner, reads=(begin,))
-    made = _cleared(block, _added(block, made, *second), mask)
+    made = grouped_gemm(block, inner, hidden, dims, split=dims.inner, reads=(offsets,))
+    made = _zeroed_rows(block, _add_biases(block, made, *second), mask)
     block.hold(*second)
     return made
 
 
-def _cleared(block: Block, x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return *x* without the rows of a *mask*, if there is one."""
+def _zeroed_rows(block: Block, x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return *x* with the rows of *mask* zeroed, if there is one."""
     if mask is None:
         return x
     return pointwise(block, f"{x.name} cleared", x, reads=Reads.NOTHING, beside=(mask,))
 
 
 def _biases(block: Block, rows: Tensor, out: Dim, dims: RoutedDims, of: Tensor) -> Tensor:
-    """Return the bias of each row's expert, read by its number."""
+    """Return the bias of each row's expert, gathered by expert id."""
     at: Placement = {ExpertAxis.EP: dims.experts}
     weight = block.weight(f"expert {out.name}.bias", dims.experts, out, at=at)
     made = rows.like(f"{out.name} biases", dims=(rows.dims[0], out), width=block.width)
@@ -265,8 +273,8 @@ def _biases(block: Block, rows: Tensor, out: Dim, dims: RoutedDims, of: Tensor) 
     return block.add([weight], [made], [back], traffic)
 
 
-def _added(block: Block, x: Tensor, *biases: Tensor) -> Tensor:
-    """Return *x* with *biases*, if there are any, added in place."""
+def _add_biases(block: Block, x: Tensor, *biases: Tensor) -> Tensor:
+    """Return *x* plus *biases*, if any, in place."""
     for each in biases:
         out = x.like(f"{x.name} biased", base=x.storage)
         x = handed_on(block, [x, each], out, block.traffic(x, x, each))
