@@ -39,7 +39,7 @@ MOST_INSIDE = 200_000  # slices in layers of a trace: some 40 MB, which viewers 
 
 
 class TraceNotes(TypedDict):
-    """What was simulated."""
+    """Metadata of a trace: model, cluster, stack, plan and step time."""
 
     model: str
     cluster: str
@@ -79,6 +79,7 @@ def chrome_trace(result: StepResult) -> ChromeTrace:
         return ChromeTrace(displayTimeUnit="ms", otherData=_notes(result), traceEvents=tracks)
     check_passes(result.plan.num_stages, result.num_microbatches, to="trace")
     costs = CostModel(result.cluster, result.stack, result.plan.world_size)
+    # A result keeps no costs of blocks: the step is priced again.
     built = build_step(result.job, result.plan, costs)
     events = [event for pp_rank in range(built.setting.plan.pp) for event in _names(built, pp_rank)]
     timed = [
@@ -106,6 +107,7 @@ def write_chrome_trace(result: StepResult, path: Path) -> None:
 
 
 def _notes(result: StepResult) -> TraceNotes:
+    """Return the metadata of the trace of *result*."""
     plan = result.plan
     return TraceNotes(
         model=result.job.model.name,
@@ -122,6 +124,7 @@ def _notes(result: StepResult) -> TraceNotes:
 
 
 def _names(built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
+    """Yield the names of a pipeline rank's process and of its tracks."""
     first = built.setting.mesh.rank({Axis.PP: pp_rank})
     last = first + built.setting.mesh.stride(Axis.PP) - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
@@ -146,13 +149,16 @@ class _RankEvents:
         self._inside: dict[tuple[Phase, int], list[Block]] = {}
 
     def all(self) -> Iterator[TraceEvent]:
-        """Yield all of them, track by track."""
+        """Yield all events of the rank, track by track."""
         passes = rank_passes(self.built.work.ranks[self.pp_rank], self.rank)
-        for each, copied_ps in zip(passes, chain(self.rank.copy_waits_ps, repeat(0)), strict=False):
-            yield from self._pass(each, copied_ps)
+        for rank_pass, copied_ps in zip(
+            passes, chain(self.rank.copy_waits_ps, repeat(0)), strict=False
+        ):
+            yield from self._pass(rank_pass, copied_ps)
         for span in self.rank.closing:
             yield self._leaf(span.kind, CLOSING[span.kind], span.start_ps, span.end_ps)
         end_ps = max(rank.end_ps for rank in self.times.ranks)
+        # The stack's overhead of a step follows the last rank's update.
         if end_ps < self.times.step_ps:
             yield self._leaf(OVERHEAD, Category.STEP_OVERHEAD, end_ps, self.times.step_ps)
         streams = self.rank.streams()
@@ -164,30 +170,31 @@ class _RankEvents:
         yield from _memory(self.times, self.built, self.pp_rank)
 
     def _leaf(self, name: str, category: Category, start_ps: int, end_ps: int) -> TraceEvent:
-        """Return what a rank does, or waits for, outside its layers."""
+        """Return the slice of work, or of a wait, outside a rank's layers."""
         spent = {category.value: microseconds(end_ps - start_ps)}
         args = EventArguments(phase=name, category_us=spent)
         return slice_event(name, STREAMS[COMPUTE], self.compute, start_ps, end_ps, args)
 
-    def _pass(self, each: RankPass, copied_ps: int) -> Iterator[TraceEvent]:
-        """Yield a pass and, in it, its layers and waits, of which copies make so much."""
-        phase, virtual_stage, microbatch = each.action
-        span = Span(phase.label, each.start_ps, each.end_ps, virtual_stage, microbatch)
+    def _pass(self, rank_pass: RankPass, copied_ps: int) -> Iterator[TraceEvent]:
+        """Yield the slice of a pass, its layers and its waits, *copied_ps* for host copies."""
+        phase, virtual_stage, microbatch = rank_pass.action
+        span = Span(phase.label, rank_pass.start_ps, rank_pass.end_ps, virtual_stage, microbatch)
         yield _complete(span, self.compute)
-        for start_ps, end_ps in each.waits:
+        for start_ps, end_ps in rank_pass.waits:
+            # Of a wait the host copy comes first: the gather is queued behind it.
             middle_ps = min(end_ps, start_ps + copied_ps)
             copied_ps -= middle_ps - start_ps
             if start_ps < middle_ps:
                 yield self._leaf(COPY_WAIT, Category.HOST_COPY, start_ps, middle_ps)
             if middle_ps < end_ps:
                 yield self._leaf(WAIT, Category.DP_COMM, middle_ps, end_ps)
-        beside = self.built.setting.plan.expert_overlap is not None
+        overlaps = self.built.setting.plan.expert_overlap is not None
         blocks = self._blocks(phase, virtual_stage)
-        parts = self._part_sizes(phase, virtual_stage, len(each.parts), len(blocks))
-        for part, size in zip(each.parts, parts, strict=True):
+        parts = self._part_sizes(phase, virtual_stage, len(rank_pass.parts), len(blocks))
+        for part, size in zip(rank_pass.parts, parts, strict=True):
             start_ps, run = part.start_ps, blocks[:size]
-            hidden_ps = sum(block.time_ps for block in run) - (part.end_ps - start_ps)
-            for block in shortened(run, hidden_ps) if beside else run:
+            overlapped_ps = sum(block.time_ps for block in run) - (part.end_ps - start_ps)
+            for block in shortened(run, overlapped_ps) if overlaps else run:
                 end_ps = start_ps + block.time_ps
                 is_open = len(block.parts) > 1 and microbatch < self._num_open
                 args = EventArguments(phase=span.kind) if is_open else block.args
@@ -205,38 +212,39 @@ class _RankEvents:
 
     @cached_property
     def _num_open(self) -> int:
-        """Microbatches whose layers show what is in them: the first, as many as can be read."""
+        """Number of first microbatches whose layers show their collectives."""
         stages, phases = (
             self.built.setting.rank_stages(self.pp_rank),
             self.built.virtual_stage_costs[self.pp_rank][0],
         )
-        each = sum(
+        num_parts = sum(
             len(block.parts)
             for virtual_stage in range(len(stages))
             for phase in phases
             for block in self._blocks(phase, virtual_stage)
         )
-        return max(1, MOST_INSIDE // (len(self.times.ranks) * max(1, each)))
+        return max(1, MOST_INSIDE // (len(self.times.ranks) * max(1, num_parts)))
 
     def _part_sizes(
         self, phase: Phase, virtual_stage: int, num_parts: int, num_blocks: int
     ) -> list[int]:
-        """Return how many blocks the parts of a pass hold, in the order in which it runs them."""
+        """Return the number of blocks of each part of a pass, in execution order."""
         stage = self.built.setting.rank_stages(self.pp_rank)[virtual_stage]
         if num_parts == 1:
             return [num_blocks]
         sizes = [part.stage.num_blocks for part in self.built.setting.parts[stage]]
+        # Backward runs the parts of a stage last to first.
         return sizes if phase is Phase.FORWARD else sizes[::-1]
 
     def _blocks(self, phase: Phase, virtual_stage: int) -> list[Block]:
-        """Return the blocks of a pass in the order in which it runs them."""
+        """Return the blocks of a pass in execution order."""
         setting = self.built.setting
         key = phase, virtual_stage
         if key not in self._inside:
-            place = virtual_stage * setting.plan.pp + self.pp_rank
-            layer = sum(stage.num_layers for stage in setting.stages[:place])
+            index = virtual_stage * setting.plan.pp + self.pp_rank
+            layer = sum(stage.num_layers for stage in setting.stages[:index])
             blocks = []
-            stage = setting.stages[place]
+            stage = setting.stages[index]
             # Layers whose tensors leave are called as all others.
             whole = stage._replace(offload=NO_OFFLOAD)
             for kind, number in whole.part(0, stage.num_blocks).passes or whole.passes:
@@ -253,7 +261,7 @@ class _RankEvents:
 
 
 def _flows(times: StepTimes) -> Iterator[TraceEvent]:
-    """Yield an arrow from each pipeline message to the pass that takes it."""
+    """Yield a flow arrow from each p2p message to the pass that receives it."""
     numbers, pp = count(1), len(times.ranks)
     starts_ps = [
         {action: start_ps for action, start_ps, _ in rank.passes()} for rank in times.ranks
@@ -261,9 +269,9 @@ def _flows(times: StepTimes) -> Iterator[TraceEvent]:
     for pp_rank, rank in enumerate(times.ranks):
         for action, (sent_ps, out_ps) in zip(rank.senders, rank.sent_ps, strict=True):
             if sent_ps < out_ps:
-                target, taker = action.further(pp_rank, pp, action.phase.direction)
+                receiver_rank, receiver_action = action.further(pp_rank, pp, action.phase.direction)
                 sender = Track(pp_rank, MESSAGES), sent_ps
-                receiver = Track(target, COMPUTE), starts_ps[target][taker]
+                receiver = Track(receiver_rank, COMPUTE), starts_ps[receiver_rank][receiver_action]
                 yield from flow_events(next(numbers), sender, receiver)
 
 
@@ -297,11 +305,13 @@ def _lane(tid: int, lane: ResourceLane) -> Iterator[TraceEvent]:
     yield metadata("thread_name", track, EventArguments(name=lane.name))
     yield metadata("thread_sort_index", track, EventArguments(sort_index=tid))
     for span in lane.spans:
+        # Zero bytes mean computation, which carries no size.
         args = EventArguments(size_bytes=span.size_bytes) if span.size_bytes else EventArguments()
         yield slice_event(span.name, span.kind.value, track, span.start_ps, span.end_ps, args)
 
 
 def _complete(span: Span, track: Track) -> TraceEvent:
+    """Return a slice with its virtual stage and microbatch as arguments."""
     args = EventArguments(phase=span.kind)
     name = span.kind
     if span.virtual_stage >= 0:
@@ -313,7 +323,7 @@ def _complete(span: Span, track: Track) -> TraceEvent:
 
 
 def _memory(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceEvent]:
-    """Yield the live bytes of a rank wherever they change."""
+    """Yield the counter of a rank's live bytes at each change."""
     static_bytes = built.memory[pp_rank].static_bytes
     # At one instant an end comes before a start, so the last entry is what holds from then on.
     live = {0: static_bytes}
@@ -325,6 +335,7 @@ def _memory(times: StepTimes, built: BuiltStep, pp_rank: int) -> Iterator[TraceE
     live[updated_ps] = static_bytes - events[-1].absent_bytes
     previous_bytes = -1
     for time_ps, live_bytes in live.items():
+        # A counter event is drawn as a step: equal neighbours add nothing.
         if live_bytes != previous_bytes:
             yield TraceEvent(
                 name="live memory (bytes)",

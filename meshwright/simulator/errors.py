@@ -1,4 +1,4 @@
-"""Errors this package raises on purpose."""
+"""Errors that this package raises on purpose."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The public function of this package: simulate one step of a plan and account for it."""
+"""Simulation of one training step of a plan, and the accounting of its time and memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -74,12 +74,12 @@ def simulate(  # noqa: PLR0913 -- what a step is of, and who pays for its prices
     """Return the simulated training step of *plan*.
 
     Args:
-        job: What is trained.
-        plan: How it is laid out; what it does not say is as the stack does it (`resolve`).
-        cluster: On what: a cluster, or the name or the path of one.
-        stack: With what software, likewise.
-        num_gpus: Devices, which decide ``dp`` where the plan does not say it.
-        memory_limit_bytes: What a device may use; by default all that processes can have.
+        job: Model, sequence length, global batch and precision.
+        plan: Parallel degrees, schedule and the like; unset fields take the stack's default.
+        cluster: A cluster, or its name or path.
+        stack: A software stack, or its name or path.
+        num_gpus: World size, from which an unset ``dp`` follows.
+        memory_limit_bytes: Limit of a device; by default all that processes can have.
         costs: A cost model for this cluster, stack and world size to share between plans.
 
     Raises:
@@ -90,6 +90,7 @@ def simulate(  # noqa: PLR0913 -- what a step is of, and who pays for its prices
     plan = resolve(job, cluster, stack, plan, num_gpus=num_gpus)
     check_plan(job, plan, cluster, stack)
     costs = costs or CostModel(cluster, stack, plan.world_size)
+    # Parameter servers and DataParallel have no mesh: their tasks are a graph of their own.
     if stack.strategy is not Strategy.MESH:
         from meshwright.simulator.strategies import STRATEGIES, StrategyCase  # noqa: PLC0415 -- of other stacks alone
 
@@ -101,6 +102,7 @@ def simulate(  # noqa: PLR0913 -- what a step is of, and who pays for its prices
 def check_plan(job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: StackProfile) -> None:
     """Raise PlanError when *plan* can never run."""
     check_sharding(job, plan)
+    # For its error: a device without this precision cannot run the job.
     peak_flops_per_s(cluster.device, job.precision)
     schedule = plan.schedule_of(stack.pipeline_runtime)
     num_microbatches = plan.num_microbatches(job)
@@ -124,18 +126,19 @@ def account(
     *,
     peak: PeakBytes[int] | None = None,
 ) -> StepResult:
-    """Return the result of a run: where the time went, and the memory of each rank.
+    """Return the result of a simulated step: time breakdown, and memory of each rank.
 
     Args:
-        built: What ran.
-        times: When.
-        costs: What it was priced with.
-        memory_limit_bytes: What a device may use; by default all that processes can have.
-        peak: The fullest ranks, where they are known: none is walked before somebody asks for its
-            memory.
+        built: Work and memory of each rank.
+        times: Simulated times of each rank.
+        costs: Cost model that priced the work.
+        memory_limit_bytes: Limit of a device; by default all that processes can have.
+        peak: Largest peaks over ranks, if known: then no rank is walked before its memory is asked
+            for.
     """
     breakdown_ps, source_fractions = time_breakdown(built, times)
     memory = _memory(built, times, costs, memory_limit_bytes, peak)
+    # Sources outside of their measured range become a warning.
     extrapolated = source_fractions[Source.EXTRAPOLATED]
     return StepResult(
         job=built.setting.job,
@@ -169,6 +172,7 @@ def _memory(
     memory_limit_bytes: int | None,
     peak: PeakBytes[int] | None,
 ) -> MemoryResult:
+    """Return the memory of the plan, whose ranks are walked when asked for."""
     peaks = RankPeaks(built, times)
     overheads = Overheads.of_plan(built.setting.job, built.setting.plan, costs.cluster, costs.stack)
     return MemoryResult(
@@ -176,6 +180,7 @@ def _memory(
         overheads=overheads,
         capacity_bytes=costs.cluster.device.memory_capacity_bytes,
         usable_bytes=usable_bytes(costs.cluster, memory_limit_bytes),
+        # Of most results nobody reads each rank's memory: it is walked on first use.
         walk=partial(_stages, built, peaks, costs),
         find_fullest=partial(peaks.fullest_rank, overheads.fragmentation),
         host_bytes=node_host_bytes(
@@ -187,83 +192,87 @@ def _memory(
 
 @dataclass(frozen=True, slots=True)
 class RankPeaks:
-    """The fullest instants of simulated ranks, each walked once, when it is asked for."""
+    """Memory peaks of simulated ranks, each computed on first use."""
 
     built: BuiltStep
     times: StepTimes
-    _known: dict[int, MemoryEvent] = field(default_factory=dict)
+    _events: dict[int, MemoryEvent] = field(default_factory=dict)
 
     def of(self, pp_rank: int) -> MemoryEvent:
-        """Return the fullest instant of a rank."""
-        if pp_rank not in self._known:
+        """Return the first peak of a rank."""
+        if pp_rank not in self._events:
             memory, rank = self.built.memory[pp_rank], self.times.ranks[pp_rank]
-            self._known[pp_rank] = _fullest(memory, rank)
-        return self._known[pp_rank]
+            self._events[pp_rank] = _fullest(memory, rank)
+        return self._events[pp_rank]
 
     def live_bytes(self, pp_rank: int) -> int:
-        """Return what lives on a rank then."""
+        """Return the live bytes of a rank at its peak."""
         return self.built.memory[pp_rank].static_bytes + self.of(pp_rank).dynamic_bytes
 
     def peak(self, fragmentation: Fragmentation) -> PeakBytes[int] | None:
-        """Return the fullest ranks: those that cannot be it are not walked.
+        """Return the largest peak over ranks; ranks with a lower upper bound are not walked.
 
         Args:
-            fragmentation: What allocators hold beyond.
+            fragmentation: Share that allocators reserve beyond live bytes.
 
         Returns:
-            None where it takes a walk to know what a rank needs at most.
+            None where a rank has no upper bound without a walk.
         """
-        most = self._most()
-        if most is None:
+        bounds = self._upper_bounds()
+        if bounds is None:
             return None
         peak = PeakBytes(0, 0)
-        for pp_rank in sorted(most, key=most.__getitem__, reverse=True):
-            parts = self._parts(fragmentation, pp_rank, most[pp_rank])
-            if most[pp_rank] > peak.live_bytes or parts > peak.reserved_parts:
+        # Largest bounds first, so that most others can be skipped.
+        for pp_rank in sorted(bounds, key=bounds.__getitem__, reverse=True):
+            parts = self._parts(fragmentation, pp_rank, bounds[pp_rank])
+            if bounds[pp_rank] > peak.live_bytes or parts > peak.reserved_parts:
                 live_bytes = self.live_bytes(pp_rank)
-                found = live_bytes, self._parts(fragmentation, pp_rank, live_bytes)
-                peak = PeakBytes(*map(max, peak, found))
+                rank_peak = live_bytes, self._parts(fragmentation, pp_rank, live_bytes)
+                peak = PeakBytes(*map(max, peak, rank_peak))
         return peak
 
     def fullest_rank(self, fragmentation: Fragmentation, reserved_parts: int) -> int | None:
-        """Return the first rank for which an allocator holds *reserved_parts*, the most of all.
+        """Return the first rank whose allocator reserves *reserved_parts*, the most of all ranks.
 
-        Ranks that cannot be it are not walked; None where all would have to be.
+        Ranks with a lower upper bound are not walked; None where no bounds are known.
         """
-        for pp_rank, most in (self._most() or {}).items():
+        for pp_rank, most in (self._upper_bounds() or {}).items():
             if self._parts(fragmentation, pp_rank, most) >= reserved_parts:
                 live_bytes = self.live_bytes(pp_rank)
                 if self._parts(fragmentation, pp_rank, live_bytes) == reserved_parts:
                     return self.built.setting.mesh.rank({Axis.PP: pp_rank})
         return None
 
-    def _most(self) -> dict[int, int] | None:
-        """Return what each rank needs at most; None where it takes a walk to know it."""
+    def _upper_bounds(self) -> dict[int, int] | None:
+        """Return an upper bound of each rank's live bytes; None where only a walk can tell."""
         setting = self.built.setting
         pp, vpp, count = setting.plan.pp, setting.plan.num_virtual_stages, setting.num_microbatches
         schedule = setting.plan.schedule_of(setting.shape.stack.pipeline_runtime)
+        # Where groups of microbatches exceed pp, more p2p buffers are alive.
         larger = schedule.group(pp, count) - pp
-        most: dict[int, int] = {}
+        bounds: dict[int, int] = {}
         for pp_rank, memory in enumerate(self.built.memory):
             in_flight = schedule.most_in_flight(pp_rank, pp, count, vpp)
             bound = peak_upper_bound(memory, in_flight, larger)
             if bound is None:
                 return None
-            most[pp_rank] = bound
-        return most
+            bounds[pp_rank] = bound
+        return bounds
 
     def _parts(self, fragmentation: Fragmentation, pp_rank: int, live_bytes: int) -> int:
+        """Return the bytes that an allocator reserves on a rank, in `PARTS`."""
         memory = self.built.memory[pp_rank]
         states = fragmentation.state_bytes(memory.weights_bytes, memory.gradients_bytes)
         return fragmentation.reserved_parts(live_bytes, states)
 
 
 def _fullest(memory: RankMemory, rank: RankTimes) -> MemoryEvent:
-    """Return the first fullest instant of a rank."""
+    """Return the first memory peak of a rank."""
     order, update_ps = rank.actions, rank.update_start_ps
     if not isinstance(order, Periodic):
         return fullest_event(memory, order, rank.ran, update_ps, rank.pairs)
     first, size = order.end - order.size, order.size * order.copies
+    # Sent p2p buffers that live until the step ends grow with every period.
     growth_bytes = order.copies * memory.growth_bytes(order.once[first : order.end])
     if not growth_bytes:  # each copy of the period finds what the one before it found
         return fullest_event(memory, order.once, rank.ran_once, update_ps, rank.pairs_once)
@@ -272,18 +281,19 @@ def _fullest(memory: RankMemory, rank: RankTimes) -> MemoryEvent:
         """Return a pass, of those of the period that of its last copy, which is the fullest."""
         return rank.ran(position + size if position >= first else position)
 
-    grown = PeriodGrowth(first, growth_bytes)
-    return fullest_event(memory, order.once, ran, update_ps, growth=grown)
+    growth = PeriodGrowth(first, growth_bytes)
+    return fullest_event(memory, order.once, ran, update_ps, growth=growth)
 
 
 def _stages(built: BuiltStep, peaks: RankPeaks, costs: CostModel) -> Iterator[StageMemory]:
+    """Yield the memory of each pipeline rank at its peak."""
     for pp_rank, memory in enumerate(built.memory):
         peak = peaks.of(pp_rank)
-        tensor = largest_tensor(
+        largest = largest_tensor(
             costs.blocks, built.setting.shape, built.setting.rank_stages(pp_rank), peak.action
         )
         rank = built.setting.mesh.rank({Axis.PP: pp_rank})
-        yield StageMemory.of(memory, peak, stage=pp_rank, rank=rank, largest_tensor=tensor)
+        yield StageMemory.of(memory, peak, stage=pp_rank, rank=rank, largest_tensor=largest)
 
 
 def largest_tensor(
@@ -292,6 +302,7 @@ def largest_tensor(
     """Return the name of the largest tensor that lives during *action* (None: the update)."""
     if action is None:
         return "optimizer states"
+    # Backward recomputes: its largest tensor may be one that was discarded.
     again = action.phase is not Phase.FORWARD
     kinds = dict.fromkeys(
         kind for stage in stages for kind, _ in stage.checkpoints.passes(stage.layers)

@@ -1,4 +1,4 @@
-"""The events of the Trace Event Format, as a trace of a step has them."""
+"""Events of the Trace Event Format: slices, flows, counters and metadata."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, TypedDict
@@ -7,7 +7,7 @@ PS_PER_US = 10**6
 
 
 class EventArguments(TypedDict, total=False):
-    """What an event says of itself; sizes in bytes.
+    """Arguments of an event; sizes in bytes.
 
     ``category_us`` is what the microseconds of a slice without slices in it are spent on, by
     `Category`; over a step these add up to its breakdown.
@@ -39,7 +39,7 @@ class TraceEvent(TypedDict, total=False):
 
 
 class Track(NamedTuple):
-    """Where slices stand: a process and a thread of the format."""
+    """Process and thread of the format on which slices are drawn."""
 
     pid: int
     tid: int
@@ -51,14 +51,14 @@ def microseconds(time_ps: int) -> float:
 
 
 def metadata(name: str, track: Track, args: EventArguments) -> TraceEvent:
-    """Return an event that names or places a process or a thread."""
+    """Return a metadata event: the name or the order of a process or a thread."""
     return TraceEvent(name=name, ph="M", pid=track.pid, tid=track.tid, args=args)
 
 
 def slice_event(
     name: str, category: str, track: Track, start_ps: int, end_ps: int, args: EventArguments
 ) -> TraceEvent:
-    """Return a slice from start to end."""
+    """Return a complete event ("X") from start to end."""
     return TraceEvent(
         name=name,
         cat=category,
@@ -74,7 +74,7 @@ def slice_event(
 def flow_events(
     number: int, sender: tuple[Track, int], receiver: tuple[Track, int]
 ) -> tuple[TraceEvent, TraceEvent]:
-    """Return both ends of an arrow between the slices that hold these picoseconds on a track."""
+    """Return both ends of a flow arrow between slices, each found by its track and time."""
     (source, start_ps), (target, end_ps) = sender, receiver
     common = TraceEvent(name="message", cat="message", id=number)
     start = TraceEvent(ph="s", ts=microseconds(start_ps), pid=source.pid, tid=source.tid)

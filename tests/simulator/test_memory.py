@@ -523,8 +523,8 @@ def test_what_passes_hold_for_a_moment_adds_to_what_they_held() -> None:
 @pytest.mark.parametrize(
     ("reshards", "found"),
     [
-        (False, "APART WHOLE WHOLE WHOLE"),
-        (True, "APART APART APART WHOLE"),
+        (False, "SHARDED GATHERED GATHERED GATHERED"),
+        (True, "SHARDED SHARDED SHARDED GATHERED"),
     ],
 )
 def test_units_are_gathered_whole_after_a_backward_pass_or_where_they_stay(

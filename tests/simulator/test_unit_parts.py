@@ -197,7 +197,7 @@ def test_gradients_that_are_added_to_sums_at_once_do_not_stay() -> None:
     held = StagePass(passes, whole, sharding, UnitBytes.of(shape, whole, weights, sharding))
     sums = SumBytes.of(shape, held, weights)
     first, later = (
-        next(_SummingPass(held, sums, is_first, is_last=False)._layer_moments())
+        next(_SummingPass(held, sums, is_first, is_last=False)._layer_peaks())
         for is_first in (True, False)
     )
     # The gradients of the head and of a layer's matrices, as far as they live together.

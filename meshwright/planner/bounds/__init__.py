@@ -1,4 +1,4 @@
-"""Lower bounds of the step time of every layout of a space."""
+"""Lower bounds of the step time of all layouts of a space."""
 
 from meshwright.planner.bounds.bounds import StepBounds
 from meshwright.planner.bounds.partial import PartialBounds

@@ -1,15 +1,15 @@
 """Lower bounds of the step time of whole spaces; no bound may exceed the simulated time.
 
-Each is a chain of things that the engine must do one after the other:
+Each is a chain of work that the engine runs one after the other:
 
 - *work*: a microbatch reaches a rank, the rank does all its work, and the last gradient goes
   back to the first rank;
-- *fill*: the first microbatch goes all the way and back to a rank, which then has all its
-  backward work and the forward work that it could not do before;
-- *reduction*: gradient buckets go out one after the other once the first is ready.
+- *fill*: the first microbatch goes through the pipeline and back to a rank, which then has all
+  its backward work and the forward work that it could not do before;
+- *reduction*: gradient buckets are reduced one after the other once the first is ready.
 
-Then come the shared embedding, the gradient norm for which all ranks meet, and the update; sums
-over tensor-parallel ranks come before or after what is reduced last.
+Then come the tied embedding, the gradient norm for which all ranks meet, and the update;
+tensor-parallel sums come before or after the last reductions.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from meshwright.hwprofiles import Cluster
 from meshwright.planner.bounds.data_parallel import DataParallelTimes
 from meshwright.planner.bounds.ranks import (
     Exchanges,
-    HiddenTimes,
     Layouts,
+    OverlapLimits,
     Ranks,
     Replicas,
     time_of,
 )
-from meshwright.planner.bounds.ways import WayTable
+from meshwright.planner.bounds.ways import SegmentTable
 from meshwright.planner.space import (
     Column,
     Pipeline,
@@ -35,14 +35,14 @@ from meshwright.planner.space import (
     ShapeTimes,
     Space,
     distinct,
-    few_rows,
+    row_slices,
 )
 from meshwright.simulator import CostModel
 from meshwright.simulator.layout import DP_CP
 from meshwright.simulator.step import PPM, overhead_per_million
 
 LONGEST_PS = 2**62
-MOST_ROWS = 2**15  # at a time: memory that is let go is taken again
+MOST_ROWS = 2**15  # at a time, so that freed memory is reused
 
 
 class StepBounds:
@@ -54,17 +54,17 @@ class StepBounds:
         self._costs = costs
         self._times = ShapeTimes.empty(table, costs)
         self._exchanges = Exchanges(space, table, costs)
-        self._hidden, self._ways = HiddenTimes(table, costs), WayTable.of(space.pipelines)
+        self._hidden, self._segments = OverlapLimits(table, costs), SegmentTable.of(space.pipelines)
 
     def rough_bounds_ps(self, indices: NDArray[np.int64]) -> Column:
-        """Return bounds of the layouts among *indices* as if replicas exchanged nothing.
+        """Return bounds of the layouts *indices* without data-parallel communication.
 
-        Those of one shape and pipeline with as many microbatches have one.
+        Layouts with one shape, pipeline and number of microbatches have one bound.
         """
         space = self._space
-        known = (self._table.index, space.pipeline_numbers, space.num_microbatches)
+        columns = (self._table.index, space.pipeline_numbers, space.num_microbatches)
         is_far = np.asarray(_are_far(space, indices, self._costs.cluster), np.int64)
-        first, member = distinct([*(column[indices] for column in known), is_far])
+        first, member = distinct([*(column[indices] for column in columns), is_far])
         return self.lower_bounds_ps(indices[first], is_rough=True)[member]
 
     def lower_bounds_ps(self, indices: NDArray[np.int64], *, is_rough: bool = False) -> Column:
@@ -77,11 +77,12 @@ class StepBounds:
         sharing, member = nothing if is_rough else self._exchanges.of(indices)
         bounds = [
             self._bounds(self._layouts(indices[rows], member[rows]), sharing)
-            for rows in few_rows(len(indices), MOST_ROWS)
+            for rows in row_slices(len(indices), MOST_ROWS)
         ]
         return with_overhead(np.concatenate(bounds), overhead_per_million(self._costs.stack))
 
     def _layouts(self, indices: NDArray[np.int64], sharing: Column) -> Layouts:
+        """Return the layouts *indices* with the times of their blocks and messages."""
         times, shapes = self._times, self._table.index[indices]
         is_far = _are_far(self._space, indices, self._costs.cluster)[:, None]
         messages, overlaps = times.messages[shapes], self._space.column("expert_overlap")[indices]
@@ -90,7 +91,7 @@ class StepBounds:
         pipeline = self._space.pipeline_numbers[indices]
         # Microbatches are cut where their work would overflow 64 bits (50 days): fewer take less
         # time, so the bound stays one.
-        whole = self._ways.ways.whole[self._ways.starts[pipeline]]
+        whole = self._segments.segments.whole[self._segments.starts[pipeline]]
         most = LONGEST_PS // np.maximum(time_of(forward, whole) + time_of(backward, whole), 1)
         count = np.minimum(
             self._space.num_microbatches[indices],
@@ -108,26 +109,27 @@ class StepBounds:
         )
 
     def _bounds(self, layouts: Layouts, sharing: list[list[Replicas]]) -> Column:
+        """Return the bounds of *layouts*, the maximum over the roles of their ranks."""
         first = self._ranks(layouts, sharing, 0)
         # Every rank's work hangs on the first forward pass, and that on the first rank's gathers.
         delay = _gather_delay(first)
-        total, at_first, norm, update = np.zeros((4, len(delay)), np.int64)
-        num_roles = self._ways.num_roles[layouts.pipeline]
+        rank_end, first_rank_end, norm, update = np.zeros((4, len(delay)), np.int64)
+        num_roles = self._segments.num_roles[layouts.pipeline]
         for place in range(int(num_roles.max())):
             rows = np.flatnonzero(num_roles > place)
             ranks = self._ranks(layouts.of(rows), sharing, place) if place else first
             end = _rank_end(ranks, delay[rows])
             # The first rank's own work may be short; its last pass waits for this rank's gradient.
-            at_first[rows] = _largest(
-                at_first[rows],
+            first_rank_end[rows] = _largest(
+                first_rank_end[rows],
                 end + _way_back(ranks),
                 _way_through_last_stage(ranks, delay[rows]),
-                _way_through_middle_stages(ranks, self._ways.pipelines, place, delay[rows]),
+                _way_through_middle_stages(ranks, self._segments.pipelines, place, delay[rows]),
             )
             times = ranks.replicas.times
-            total[rows] = _largest(
-                total[rows],
-                _reduced(ranks, end - ranks.occupy(ranks.ways.sent_last)),
+            rank_end[rows] = _largest(
+                rank_end[rows],
+                _reduced(ranks, end - ranks.occupy(ranks.segments.sent_last)),
                 _reductions_alone(ranks, delay[rows]),
                 _port_alone(ranks),
             )
@@ -135,11 +137,11 @@ class StepBounds:
             update[rows] = np.maximum(update[rows], times.update)
         # All ranks meet between reductions and updates: the longest of each may be added, even of
         # different ranks.
-        return _largest(total, _reduced(first, at_first)) + norm + update
+        return _largest(rank_end, _reduced(first, first_rank_end)) + norm + update
 
     def _ranks(self, layouts: Layouts, sharing: list[list[Replicas]], place: int) -> Ranks:
-        """Return *layouts* in the role at *place* of their pipelines."""
-        pipelines, table = self._ways.pipelines, self._ways
+        """Return *layouts* in the role at index *place* of their pipelines."""
+        pipelines, table = self._segments.pipelines, self._segments
         first, member = distinct([layouts.pipeline, layouts.num_microbatches])
         numbers, counts = layouts.pipeline[first], layouts.num_microbatches[first]
         passes = [
@@ -150,7 +152,7 @@ class StepBounds:
         middle = len(around) // 2
         return Ranks(
             layouts=layouts,
-            ways=table.ways.of(table.starts[layouts.pipeline] + place),
+            segments=table.segments.of(table.starts[layouts.pipeline] + place),
             num_ranks=np.array([each.pp for each in pipelines], np.int64)[layouts.pipeline],
             in_flight=in_flight,
             around_forward=np.stack(around[:middle], axis=1),
@@ -159,70 +161,73 @@ class StepBounds:
         )
 
     def _replicas(self, sharing: list[list[Replicas]], place: int, member: Column) -> Replicas:
-        """Return the data-parallel side of layouts in the role at *place* of their pipelines."""
+        """Return the data-parallel times of layouts in the role at index *place*."""
         none = np.zeros(len(self._table.kinds), np.int64)
         nothing = Replicas(DataParallelTimes(), none, none)
+        # Roles differ in number: missing ones are zeros and never read.
         rows = [roles[place] if place < len(roles) else nothing for roles in sharing] or [nothing]
         times, *blocks = (np.array(each, np.int64)[member] for each in zip(*rows, strict=True))
         return Replicas(DataParallelTimes(*times.T), *blocks)
 
 
 def _are_far(space: Space, indices: Column, cluster: Cluster) -> NDArray[np.bool_]:
-    """Return whether all messages between stages leave their node, of each of *indices*.
+    """Return the mask of *indices* where all p2p messages leave their node.
 
-    Neighbours on the pipeline axis are tp x cp x dp ranks apart.  With fewer of them than a node
-    has some messages stay there, and the lesser of both times is for all.
+    Neighbours on the pipeline axis are tp x cp x dp ranks apart. With fewer of them than a node has
+    some messages stay there, and the lesser of both times bounds all.
     """
     per_stage = space.column("tp")[indices] * space.column(DP_CP)[indices]
     return np.asarray(per_stage >= cluster.devices_per_node)
 
 
 def _rank_end(ranks: Ranks, delay: Column) -> Column:
-    """Return the least time at which the role's last rank has done and sent everything."""
-    ways, times, count = ranks.ways, ranks.replicas.times, ranks.layouts.num_microbatches
-    forward, backward = ranks.forward(ways.own), ranks.backward(ways.own)
+    """Return a lower bound of the time at which the role's last rank has done and sent all."""
+    segments, times, count = ranks.segments, ranks.replicas.times, ranks.layouts.num_microbatches
+    forward, backward = ranks.forward(segments.own), ranks.backward(segments.own)
     # A message that blocks is work of its sender; one that does not is only part of the way.
-    sent_forward, sent_backward = map(ranks.occupy, (ways.sent_forward, ways.sent_backward))
+    sent_forward, sent_backward = map(ranks.occupy, (segments.sent_forward, segments.sent_backward))
     waits = times.forward_wait + times.backward_wait
     work = count * (forward + backward + waits + sent_forward + sent_backward)
-    # What a gradient passes before it reaches the rank's last stage: the stages behind that.
-    there = ranks.forward(ways.whole) + ranks.travel(ways.sent_whole)
-    back = ranks.backward(ways.behind) + ranks.travel(ways.sent_behind)
+    # A gradient comes through the stages behind the rank's last one.
+    through = ranks.forward(segments.whole) + ranks.travel(segments.sent_whole)
+    back = ranks.backward(segments.behind) + ranks.travel(segments.sent_behind)
     # Until then the schedule lets a rank run no more than *in_flight* forward passes, none longer
     # than that of its longest stage: all others are still to come, and so are all backward passes.
-    longest = _largest(*map(ranks.forward, np.moveaxis(ways.longest, 1, 0)))
-    left = np.maximum(count * forward - ranks.in_flight * longest, 0)
-    fill = there + back + left + count * (backward + times.backward_wait + sent_backward)
+    longest = _largest(*map(ranks.forward, np.moveaxis(segments.longest, 1, 0)))
+    remaining = np.maximum(count * forward - ranks.in_flight * longest, 0)
+    fill = through + back + remaining + count * (backward + times.backward_wait + sent_backward)
     return delay + _largest(_arrival(ranks) + work, fill)
 
 
 def _way_through_last_stage(ranks: Ranks, delay: Column) -> Column:
-    """Return the least time at which the first rank has what the rank's last stage gave, or 0.
+    """Return a lower bound of the first rank's end by way of the rank's last stage, or 0.
 
     All passes of a virtual stage wait for the first activation to reach it, and the last of them is
-    a backward pass, whose gradient goes back to the model's first stage.  What the rank runs in the
-    meantime is what the schedule has between the passes of its last stage.
+    a backward pass, whose gradient goes back to the model's first stage. In between the rank runs
+    the passes that the schedule has between those of its last stage.
     """
-    ways = ranks.ways
-    arrives = delay + ranks.forward(ways.to_last) + ranks.travel(ways.sent_to_last)
-    gathered = ranks.replicas.times.gather_every - ranks.forward(ways.last)
+    segments = ranks.segments
+    arrives = delay + ranks.forward(segments.to_last) + ranks.travel(segments.sent_to_last)
+    gathered = ranks.replicas.times.gather_every - ranks.forward(segments.last)
     passes = ranks.forward(ranks.around_forward) + ranks.backward(ranks.around_backward)
-    back = ranks.backward(ways.to_last) + ranks.travel(ways.sent_to_last)
+    back = ranks.backward(segments.to_last) + ranks.travel(segments.sent_to_last)
     end = np.maximum(arrives, gathered) + passes + back
-    return np.asarray(np.where(ways.is_interleaved, end, 0), np.int64)
+    return np.asarray(np.where(segments.is_interleaved, end, 0), np.int64)
 
 
 def _way_through_middle_stages(
     ranks: Ranks, pipelines: Sequence[Pipeline], place: int, delay: Column
 ) -> Column:
-    """Return the same of stages before the last one, and behind the first, or 0.
+    """Return the same by way of stages before the last one and behind the first, or 0.
 
     With fewer microbatches than ranks a rank idles between its virtual stages: there a chain
     through one of these may be longer, with all passes of the stage and of those behind it on the
     rank.
     """
     layouts, longest = ranks.layouts, np.zeros(len(delay), np.int64)
-    idles = np.flatnonzero(ranks.ways.is_interleaved & (layouts.num_microbatches < ranks.num_ranks))
+    idles = np.flatnonzero(
+        ranks.segments.is_interleaved & (layouts.num_microbatches < ranks.num_ranks)
+    )
     for number in sorted({*layouts.pipeline[idles].tolist()}):
         rows = idles[layouts.pipeline[idles] == number]
         pipeline = pipelines[number]
@@ -234,69 +239,70 @@ def _way_through_middle_stages(
         sent = pipeline.senders.cumsum(axis=0)[places - 1].T
         later = pipeline.own_blocks(role)[::-1].cumsum(axis=0)[::-1][1:-1].T
         passes = layouts.forward[rows] + layouts.backward[rows]
-        way = passes @ ahead + 2 * layouts.travelled[rows] @ sent
-        own = layouts.num_microbatches[rows, None] * (passes @ later)
-        longest[rows] = delay[rows] + (way + own).max(axis=1)
+        transit = passes @ ahead + 2 * layouts.travelled[rows] @ sent
+        own_work = layouts.num_microbatches[rows, None] * (passes @ later)
+        longest[rows] = delay[rows] + (transit + own_work).max(axis=1)
     return longest
 
 
 def _arrival(ranks: Ranks) -> Column:
     """Return the time of a microbatch's way to the role's last rank."""
-    return ranks.forward(ranks.ways.ahead) + ranks.travel(ranks.ways.sent_ahead)
+    return ranks.forward(ranks.segments.ahead) + ranks.travel(ranks.segments.sent_ahead)
 
 
 def _way_back(ranks: Ranks) -> Column:
     """Return the time from a rank's end to the end of the first rank's last pass."""
     # A blocking send counts as the rank's work already, and is part of the first hop back.
-    ways = ranks.ways
-    back = ranks.backward(ways.ahead) + ranks.travel(ways.sent_ahead)
-    return back - ranks.occupy(ways.sent_last)
+    segments = ranks.segments
+    back = ranks.backward(segments.ahead) + ranks.travel(segments.sent_ahead)
+    return back - ranks.occupy(segments.sent_last)
 
 
 def _gather_delay(ranks: Ranks) -> Column:
-    """Return by how much parameter gathers put off the end of the very first forward pass."""
-    # Gathers run one after the other under the pass: the last part waits for all of them, and the
-    # first part for the first one.
+    """Return the delay of the very first forward pass by parameter gathers."""
+    # Gathers run one after the other, overlapped with the pass: the last part waits for all of
+    # them, the first part for the first one.
     replicas = ranks.replicas
     final = ranks.forward(replicas.first_end)
-    late = replicas.times.gather_all + final - ranks.forward(ranks.ways.first)
+    late = replicas.times.gather_all + final - ranks.forward(ranks.segments.first)
     return np.asarray(np.maximum(replicas.times.gather_first, late), np.int64)
 
 
 def _reduced(ranks: Ranks, end: Column) -> Column:
-    """Return the least time at which a rank has reduced, if its last pass ends at *end*."""
+    """Return a lower bound of the time at which a rank has reduced, if passes end at *end*."""
     # A rank's last pass is the backward of its first stage.  None of the stage's buckets can go out
     # before the pass has completed the first, and they go one after the other.
     replicas, times = ranks.replicas, ranks.replicas.times
     ready = ranks.backward(replicas.first_end)
-    queued = end - ranks.backward(ranks.ways.first) + ready + times.first_virtual_stage
-    tied = times.tied * ranks.ways.is_end
+    queued = end - ranks.backward(ranks.segments.first) + ready + times.first_virtual_stage
+    # Only ends of the pipeline hold the tied embedding.
+    tied = times.tied * ranks.segments.is_end
     return _largest(end + times.exposed, queued) + times.closing + tied
 
 
 def _reductions_alone(ranks: Ranks, delay: Column) -> Column:
-    """Return the least time at which a rank has sent all its buckets.
+    """Return a lower bound of the time at which a rank has reduced all its buckets.
 
     The first is ready in the last microbatch's pass through the last virtual stage, which
     follows all forward passes and, interleaved, all but p of the backward passes of each
     stage, with p - 1 of its own among them.
     """
-    ways, times, count = ranks.ways, ranks.replicas.times, ranks.layouts.num_microbatches
-    # Microbatches that go through a stage in a row.
-    group = np.where(ways.is_interleaved, ranks.num_ranks, 1)
+    segments, times, count = ranks.segments, ranks.replicas.times, ranks.layouts.num_microbatches
+    # Microbatches that go through a stage in a row: pp of them with interleaving.
+    group = np.where(segments.is_interleaved, ranks.num_ranks, 1)
     ready = (
         delay
         + _arrival(ranks)
-        + count * ranks.forward(ways.own)
-        + (count - group) * ranks.backward(ways.own)
-        + (group - 1) * ranks.backward(ways.last)
+        + count * ranks.forward(segments.own)
+        + (count - group) * ranks.backward(segments.own)
+        + (group - 1) * ranks.backward(segments.last)
         + ranks.backward(ranks.replicas.last_end)
     )
     return np.asarray(ready + times.every_virtual_stage + times.closing, np.int64)
 
 
 def _port_alone(ranks: Ranks) -> Column:
-    """Return the least time at which collectives that every pass needs have left the port."""
+    """Return a lower bound of the time at which every pass's collectives have left the port."""
     # None of them can start before the first microbatch is at the rank; a port sends one at a time.
     times = ranks.replicas.times
     port = ranks.layouts.num_microbatches * times.port_each + times.port_last

@@ -1,4 +1,4 @@
-"""Times of the exchanges of ranks for bounds: sums over the work that the engine runs."""
+"""Data-parallel times of ranks for bounds: sums over the work that the engine runs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,22 +11,22 @@ from meshwright.simulator.step import PartExchanges, RankExchanges, StageExchang
 
 
 class DataParallelTimes(NamedTuple):
-    """Picoseconds that the bounds need of one rank.
+    """Picoseconds of data parallelism of one rank that bounds are made of.
 
     Args:
-        exposed: What of the reductions of passes follows the last backward pass at least, and of
-            sums over tensor-parallel ranks that come before they end.
+        exposed: Least time of reductions after the last backward pass, and of tensor-parallel sums
+            that come before they end.
         first_virtual_stage: Reductions of the rank's first virtual stage, all its buckets.
         every_virtual_stage: Reductions of all its virtual stages.
         gather_first: First parameter gather of the first virtual stage.
-        gather_all: All of that stage.
-        gather_every: All of every virtual stage.
-        closing: What follows all reductions of passes, up to the gradient norm.
-        tied: The sum of a tied table, behind that.
-        norm: Sums of the gradient norm.
-        update: Optimizer, and the gather after it where nothing hides it.
-        forward_wait: What each microbatch's forward passes wait for parameters at least.
-        backward_wait: The same of backward passes, with reductions that nothing hides.
+        gather_all: All gathers of that stage.
+        gather_every: All gathers of every virtual stage.
+        closing: Collectives after all reductions of passes, up to the gradient norm.
+        tied: All-reduce of a tied embedding, after that.
+        norm: All-reduces of the gradient norm.
+        update: Optimizer, and the exposed gather after it.
+        forward_wait: Least wait of each microbatch's forward passes for parameters.
+        backward_wait: The same of backward passes, with exposed reductions.
         port_each: Port time of collectives in each microbatch.
         port_last: Port time of collectives in the last microbatch alone.
     """
@@ -50,7 +50,7 @@ class DataParallelTimes(NamedTuple):
     def of(
         cls, rank: RankExchanges, replication: Replication, stack: StackProfile
     ) -> "DataParallelTimes":
-        """Return those of a *rank*."""
+        """Return the times of a *rank*."""
         closing = {moment: cost.time_ps for moment, cost in rank.closing.items()}
         sums_ps, reduce_ps = closing[Moment.SUMS], closing[Moment.PASSES_DONE]
         times = _of_buckets(rank.virtual_stages)
@@ -74,10 +74,11 @@ def end_part(stage: Stage, exchanges: StageExchanges) -> Stage:
 
 
 def _of_buckets(stages: Sequence[StageExchanges]) -> DataParallelTimes:
-    """Return the times of gathers and reductions under passes."""
+    """Return the times of gathers and reductions that overlap with passes."""
     gathers = [[part.forward.gather_ps for part in each.gathers] for each in stages]
     reductions = [[part.backward.reduce_ps for part in each.reductions] for each in stages]
     return DataParallelTimes(
+        # The first bucket in model order is complete last.
         exposed=sum(reductions[0][:1]),
         first_virtual_stage=sum(reductions[0]),
         every_virtual_stage=sum(map(sum, reductions)),
@@ -93,7 +94,7 @@ def _of_units(
     replication: Replication,
     stack: StackProfile,
 ) -> DataParallelTimes:
-    """Return *times* with those of ranks that gather or reduce parts in every pass."""
+    """Return *times* with those of ranks that gather or reduce FSDP units in every pass."""
     units = [unit for stage in stages for unit in stage.units]
     freed = [unit.backward for unit in units if not unit.backward.stays]
     keeps, each = replication.keeps_units, replication.reduces_each_microbatch
@@ -116,6 +117,7 @@ def _of_units(
     packed = [sum(unit.backward.pack_ps for unit in stage.units) for stage in stages]
     # One by one, computation waits for all of them.
     waits = gathered, again + (reduced if each else 0)
+    # Prefetched gathers overlap with the unit before.
     if stack.prefetches_units:
         waits = _first_gathers(stages, replication, stack)
         times = times._replace(exposed=sum(each.backward.reduce_ps for each in stages[0].units[:1]))
@@ -136,21 +138,23 @@ def _of_units(
 def _first_gathers(
     stages: Sequence[StageExchanges], replication: Replication, stack: StackProfile
 ) -> tuple[int, int]:
-    """Return the waits of forward and backward passes for gathers that come one ahead.
+    """Return the waits of forward and backward passes for gathers that are prefetched by one.
 
-    All may hide but a pass's first, and where there is a root even that one: it may be left from
-    the pass before.  There a pipeline that frees units after forward passes alone has as many
-    passes that gather as microbatches; which of them are backward passes the schedule decides, so
-    the shorter gather of both ends counts, and none where what comes first may be there.
+    All may overlap but a pass's first, and with a root even that one: it may be left gathered from
+    the pass before. There a pipeline that reshards after forward passes alone has as many passes
+    that gather as microbatches; which of them are backward passes the schedule decides, so the
+    shorter gather of both ends counts, and none where the first unit may be gathered already.
     """
     ends = [(stage.units[0], stage.units[-1]) for stage in stages if stage.units]
     if stack.units is Units.LAYERS:
-        return sum(unit.forward.gather_ps for unit, _ in ends), sum(_left(unit) for _, unit in ends)
+        return sum(unit.forward.gather_ps for unit, _ in ends), sum(
+            _gather_again(unit) for _, unit in ends
+        )
     if not replication.keeps_units:
         return 0, 0
-    return sum(min(_left(unit) for unit in both) for both in ends), 0
+    return sum(min(_gather_again(unit) for unit in both) for both in ends), 0
 
 
-def _left(unit: PartExchanges) -> int:
-    """Return the gather of a *unit* in the pass behind a forward pass."""
+def _gather_again(unit: PartExchanges) -> int:
+    """Return the gather of a *unit* in the pass after a forward pass."""
     return 0 if unit.backward.stays else unit.backward.gather_ps

@@ -1,8 +1,8 @@
-"""Lower bounds of the step time of partial layouts, whatever the choices that they leave open.
+"""Lower bounds of the step time of partial layouts, over all choices that they leave open.
 
-A microbatch goes through the blocks ahead of a rank, which then has all its own passes to do.  Of
-each kind of block counts the least time that any choice of the switches makes of it: what runs
-again only adds, so that it is looked at where nothing else is offered.
+A microbatch goes through the blocks ahead of a rank, which then has all its own passes to do. Each
+kind of block counts with the least time of all its choices: recomputation only adds, so that it is
+priced only where nothing else is offered.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import PLAN_FIELDS
 from meshwright.simulator.step import overhead_per_million
 
-# Where one of these is asked for, blocks are others than by default, or are overlapped.
+# Where one of these is asked for, blocks differ from the default, or are overlapped.
 OTHER_BLOCKS = (
     *("recompute_layers", "expert_overlap", "offload_layers", "offload_modules"),
     *("cp_type", "cp_inner", "dispatcher", "gradient_precision"),
@@ -45,7 +45,7 @@ class PartialBounds:
         self._costs = costs
 
     def of(self, parts: Sequence[Nodes]) -> list[Column]:
-        """Return a lower bound, in picoseconds, of the layouts of each of some nodes.
+        """Return lower bounds, in picoseconds, of the layouts of each of some nodes.
 
         Args:
             parts: Nodes, family by family.
@@ -63,22 +63,25 @@ class PartialBounds:
         return [self._of(nodes, each.least(times.__getitem__)) for nodes, each in pairs]
 
     def _of(self, nodes: Nodes, times: NDArray[np.int64]) -> Column:
-        """Return the bounds of *nodes* whose blocks take such times: ``[nodes, kinds]``."""
+        """Return the bounds of *nodes* from the *times* of their blocks: ``[nodes, kinds]``."""
         family, rows = nodes.family, nodes.rows
         longest = np.zeros(len(rows), np.int64)
+        # Bounds of default blocks would not hold for these: zero holds for all.
         if any(map(family.limits.asks_for, OTHER_BLOCKS)):
             return longest
         first, pipeline = distinct(nodes.columns(*PIPELINE))
-        own = nodes.examples(self._space, first)
-        number = own.pipeline_numbers[pipeline]
+        examples = nodes.examples(self._space, first)
+        number = examples.pipeline_numbers[pipeline]
         count = family.num_microbatches[rows]
-        for role in range(max(len(each.roles) for each in own.pipelines)):
-            ways = [each.ways for each in own.pipelines]
+        for role in range(max(len(each.roles) for each in examples.pipelines)):
+            blocks_of_roles = [each.ways for each in examples.pipelines]
             passes, ahead = (
                 np.einsum(
                     "nk,nk->n",
                     times,
-                    np.array([each[way][min(role, len(each[way]) - 1)] for each in ways])[number],
+                    np.array(
+                        [each[way][min(role, len(each[way]) - 1)] for each in blocks_of_roles]
+                    )[number],
                 )
                 for way in (0, 1)
             )
@@ -89,12 +92,12 @@ class PartialBounds:
 
 
 def _deferred(shape: BlockShape) -> BlockShape:
-    """Return *shape* whose sums of gradients wait for the last microbatch: no part of others."""
+    """Return *shape* with tensor-parallel sums deferred to the step's end, not in its blocks."""
     return replace(shape, defers_sums=True)
 
 
 def _fastest(nodes: Nodes) -> list[Column]:
-    """Return the choices among which blocks are fastest: those that run nothing again, if any."""
+    """Return the choices with the fastest blocks: without recomputation, if it is offered."""
     modes, choices = nodes.family.choices["recompute"], nodes.choices
     plain = choices[modes[choices] == NO_RECOMPUTE]
     is_open = len(plain) and nodes.have(plain).all()

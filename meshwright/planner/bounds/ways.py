@@ -1,4 +1,4 @@
-"""The ways of microbatches and gradients through pipelines, as counts of blocks."""
+"""Critical-path segments of microbatches and gradients through pipelines, as block counts."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,27 +11,27 @@ from meshwright.planner.space import Column, Pipeline, Role
 Counts = NDArray[np.int64]
 
 
-class Ways(NamedTuple):
-    """Blocks of each kind on the ways to and from the last rank of roles, one row a role.
+class PathSegments(NamedTuple):
+    """Blocks of each kind on the way to and from the last rank of roles, one row for each role.
 
     Those whose names begin with ``sent`` count the blocks whose output or gradient is a message.
 
     Args:
-        own: Of all the rank's virtual stages.
-        first: Of the first of them.
-        last: Of the last one.
-        longest: Of each stage that differs, some repeated: ``[roles, stages, kinds]``.
-        ahead: Ahead of the first one.
-        to_last: Ahead of the last one.
-        behind: Behind the last one.
-        whole: Of the whole pipeline.
+        own: Blocks of all the rank's virtual stages.
+        first: Blocks of the first of them.
+        last: Blocks of the last one.
+        longest: Blocks of each different stage, some repeated: ``[roles, stages, kinds]``.
+        ahead: Blocks ahead of the first one.
+        to_last: Blocks ahead of the last one.
+        behind: Blocks behind the last one.
+        whole: Blocks of the whole pipeline.
         sent_ahead: Messages on the way to the first stage.
-        sent_to_last: To the last one.
-        sent_behind: From the last one to the end of the pipeline.
-        sent_whole: Through the whole pipeline.
-        sent_forward: What the rank sends in a microbatch's forward passes.
-        sent_backward: In its backward passes.
-        sent_last: In the last of these.
+        sent_to_last: Messages on the way to the last one.
+        sent_behind: Messages from the last one to the end of the pipeline.
+        sent_whole: Messages through the whole pipeline.
+        sent_forward: Messages that the rank sends in a microbatch's forward passes.
+        sent_backward: Messages that it sends in its backward passes.
+        sent_last: Message that it sends in the last of these.
         is_end: Whether the role is at an end of the pipeline.
         is_interleaved: Whether its ranks hold several stages.
     """
@@ -54,31 +54,33 @@ class Ways(NamedTuple):
     is_end: Counts
     is_interleaved: Counts
 
-    def of(self, rows: Column) -> "Ways":
-        """Return the ways of *rows*, which may repeat."""
-        return Ways(*(each[rows] for each in self))
+    def of(self, rows: Column) -> "PathSegments":
+        """Return *rows*, which may repeat."""
+        return PathSegments(*(each[rows] for each in self))
 
 
-class WayTable(NamedTuple):
-    """The ways of every role of some pipelines, and where those of each pipeline are."""
+class SegmentTable(NamedTuple):
+    """Segments of every role of some pipelines, and the first row of each pipeline."""
 
     pipelines: Sequence[Pipeline]
-    ways: Ways
+    segments: PathSegments
     starts: Column
     num_roles: Column
 
     @classmethod
-    def of(cls, pipelines: Sequence[Pipeline]) -> "WayTable":
-        """Return the ways of *pipelines*."""
+    def of(cls, pipelines: Sequence[Pipeline]) -> "SegmentTable":
+        """Return the segments of *pipelines*."""
+        # Roles have few different stages: rows are padded to the most by repetition.
         most = max((len(set(role.stages)) for each in pipelines for role in each.roles), default=1)
-        rows = [_ways(each, role, most) for each in pipelines for role in each.roles]
+        rows = [_role_row(each, role, most) for each in pipelines for role in each.roles]
         num_roles = np.array([len(each.roles) for each in pipelines], np.int64)
-        columns = list(zip(*rows, strict=True)) or [()] * len(Ways._fields)
-        ways = Ways(*(np.array(each) for each in columns))
-        return cls(pipelines, ways, np.cumsum(num_roles) - num_roles, num_roles)
+        columns = list(zip(*rows, strict=True)) or [()] * len(PathSegments._fields)
+        segments = PathSegments(*(np.array(each) for each in columns))
+        return cls(pipelines, segments, np.cumsum(num_roles) - num_roles, num_roles)
 
 
-def _ways(pipeline: Pipeline, role: Role, num_longest: int) -> tuple[object, ...]:
+def _role_row(pipeline: Pipeline, role: Role, num_longest: int) -> tuple[object, ...]:
+    """Return the row of `PathSegments` of a role."""
     own, stages = pipeline.own_blocks(role), list(dict.fromkeys(role.stages))
     senders, places, last = pipeline.senders, pipeline.places(role), pipeline.last
     distinct = own[[role.stages.index(stage) for stage in stages]]

@@ -1,4 +1,4 @@
-"""A change of a plan: which fields, what it saves and what it costs."""
+"""A change of a plan: its fields, the memory it saves and the time it costs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class Change:
 
     Args:
         plan: The changed plan, every field resolved.
-        fields: What is changed, by the names of a plan's fields; ``stages`` by their rule, more
+        fields: Changed values by the names of a plan's fields; ``stages`` by their rule, more
             devices as ``gpus``.
-        saved_bytes: How much less device memory it needs on its fullest rank.
-        device_bytes: What it needs there.
+        saved_bytes: Device memory that it saves on the fullest rank.
+        device_bytes: Device memory of its fullest rank.
         step_ps: Simulated time of its step.
-        slower_fraction: How much longer that is than before; negative where it is shorter.
-        crossing: What of it goes between nodes that usually does not; empty where nothing does.
+        slower_fraction: Relative increase of the step time; negative where it is shorter.
+        crossing: Text of parallelism that crosses nodes and usually does not; empty without any.
     """
 
     plan: ResolvedPlan
@@ -33,7 +33,7 @@ class Change:
 
     @classmethod
     def of(cls, before: StepResult, after: StepResult, fields: Mapping[str, object]) -> "Change":
-        """Return the change of *fields* that makes *after* of *before*."""
+        """Return the change of *fields* that turns *before* into *after*."""
         return cls(
             plan=after.plan,
             fields=fields,
@@ -46,13 +46,13 @@ class Change:
 
     @property
     def options(self) -> str:
-        """The change as options of the command line; one axis takes the devices that are left."""
+        """Options of the command line; one axis takes the rest of the devices and is not named."""
         rest = {axis for axis, known in AXES.items() if known.takes_rest}
-        said = ((name, value) for name, value in self.fields.items() if name not in rest)
-        return " ".join(_option(name, value) for name, value in said if value != ())
+        named = ((name, value) for name, value in self.fields.items() if name not in rest)
+        return " ".join(_option(name, value) for name, value in named if value != ())
 
     def __str__(self) -> str:
-        """Return the change in a line: options, memory and time, and what goes between nodes."""
+        """Return the change in a line: options, memory and time, and traffic between nodes."""
         sign = "-" if self.saved_bytes >= 0 else "+"
         size = format_bytes(abs(self.saved_bytes))
         line = f"{self.options}: {sign}{size}, {self.slower_fraction:+.1%} time"
@@ -62,13 +62,14 @@ class Change:
 def most_tp(before: StepResult) -> int:
     """Return the largest tensor-parallel degree that is named where anything else helps.
 
-    Its collectives are exposed in every layer: they stay among the devices of a node, which their
-    fast links join, unless a plan leaves it already.
+    Its collectives are exposed in every layer: they stay within the fast links of a node, unless
+    the plan already crosses nodes.
     """
     return max(before.cluster.devices_per_node, before.plan.tp, before.plan.expert_tp)
 
 
 def _crossing(before: StepResult, after: StepResult) -> str:
+    """Return the text of tensor parallelism that crosses nodes, if it did not before."""
     plan, node_size = after.plan, after.cluster.devices_per_node
     if max(plan.tp, plan.expert_tp) <= most_tp(before):
         return ""
@@ -77,6 +78,7 @@ def _crossing(before: StepResult, after: StepResult) -> str:
 
 
 def _option(name: str, value: object) -> str:
+    """Return one field as an option of the command line."""
     option = PLAN_FIELDS[name].option.replace("_", "-") if name in PLAN_FIELDS else name
     if isinstance(value, bool):
         return f"--{option}" if value else f"--no-{option}"

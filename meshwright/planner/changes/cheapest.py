@@ -57,7 +57,7 @@ class Trials:
     num_trials: int = 0
 
     def change(self, plan: ResolvedPlan, fields: Fields) -> tuple[Change, bool] | None:
-        """Return what *fields*, which make *plan*, come to, and whether it fits then.
+        """Return the change of *fields*, which make *plan*, and whether it fits.
 
         Returns:
             None where `step` has none.
@@ -77,6 +77,7 @@ class Trials:
             num_passes *= plan.dp
         if self.num_passes + num_passes > MOST_PASSES:
             return None
+        # A cost model is of one world size.
         costs = self.costs if plan.world_size == before.plan.world_size else None
         try:
             after = simulate(
@@ -96,11 +97,12 @@ class Trials:
         return after
 
     def all_of(self, wanted: Iterable[Fields]) -> Iterator[tuple[Change, bool]]:
-        """Yield what each of *wanted* comes to, of those that go with the plan."""
+        """Yield the changes of each of *wanted* that the plan allows."""
         before = self.before
         for fields in wanted:
             try:
                 plan, differing = switched(before, fields)
+            # A value that contradicts the rest of the plan is no change.
             except PlanError:
                 continue
             change = None if plan == before.plan else self.change(plan, differing)
@@ -113,13 +115,13 @@ def cheapest_changes(
 ) -> tuple[Change, ...]:
     """Return up to four changes that make a plan fit, the fastest first.
 
-    They are single switches; where none is enough, pairs of those that save most; where no pair
-    is, the layouts with the fewest differences on the same devices; else on more devices.  Tensor
-    parallelism goes beyond a node only where nothing else makes the plan fit, and says so.
+    They are single fields; where none is enough, pairs of those that save most; where no pair is,
+    the layouts with the fewest differences on the same devices; else on more devices. Tensor
+    parallelism crosses nodes only where nothing else makes the plan fit, and says so.
 
     Args:
         before: The plan as it was simulated.
-        memory_limit_bytes: What a device may use, as it was simulated.
+        memory_limit_bytes: Memory limit of a device, as it was simulated.
         progress: Called after each simulation.
 
     Returns:
@@ -151,7 +153,7 @@ def _of_layout(trials: Trials, singles: list[tuple[Change, bool]], tp: int) -> t
 def more_devices(
     before: StepResult, memory_limit_bytes: int | None = None, progress: Progress | None = None
 ) -> tuple[Change, ...]:
-    """Return the fastest layouts on the fewest times as many devices that fit, as above."""
+    """Return the fastest layouts that fit on the smallest multiple of the devices."""
     if before.stack.strategy is not Strategy.MESH:
         return ()
     costs = CostModel(before.cluster, before.stack, before.plan.world_size)
@@ -175,30 +177,31 @@ def _widest_moments(trials: Trials) -> Iterator[tuple[Change, bool]]:
 
 
 def _fewest_layers(trials: Trials) -> Iterator[Fields]:
-    """Yield the fewest first layers of each stage that need to run again, where not all need to."""
+    """Yield the fewest first layers of each stage to recompute, where not all have to be."""
     before, mode = trials.before, Recompute.FULL
     plan = before.plan
     if RecomputeMethod.BLOCK not in before.stack.recompute_methods or plan.recompute is mode:
         return
-    named = {"recompute": mode, "recompute_modules": ()}
+    fixed = {"recompute": mode, "recompute_modules": ()}
     numbers = range(1, max(plan.stages))
 
     def fits(number: int) -> bool:
-        """Return whether so many layers are enough: with more a step needs no more memory."""
-        fields = {**named, "recompute_layers": number}
+        """Return True if so many layers are enough: with more a step needs no more memory."""
+        fields = {**fixed, "recompute_layers": number}
         found = [fits for _, fits in trials.all_of([fields])]
         return any(found)
 
     if numbers and fits(numbers[-1]):
         fewest = numbers[bisect_left(numbers[:-1], x=True, key=fits)]  # the last is known to
-        changed = {name: value for name, value in named.items() if value != getattr(plan, name)}
+        changed = {name: value for name, value in fixed.items() if value != getattr(plan, name)}
         yield {**changed, "recompute_layers": fewest}
 
 
 def _fastest(tried: Iterable[tuple[Change, bool]]) -> tuple[Change, ...]:
-    """Return the fastest of the changes that make it fit, one of those that take as long."""
+    """Return the fastest of the changes that make the plan fit, one of equally fast ones."""
     fitting = [change for change, fits in tried if fits]
     fitting.sort(key=lambda each: (each.step_ps, len(each.fields), each.device_bytes))
+    # Of equal times the change with fewest fields and least memory, which is the first.
     by_time = {each.step_ps: each for each in reversed(fitting)}
     return tuple(by_time[step_ps] for step_ps in sorted(by_time))[:MOST_CHANGES]
 
@@ -224,6 +227,7 @@ def _layouts(trials: Trials, num_gpus: int, tp: int) -> Iterator[tuple[Change, b
     if cluster.num_nodes is not None and nodes > cluster.num_nodes:
         return
     limit_bytes = usable_bytes(cluster, trials.memory_limit_bytes)
+    # No layout of so few devices can fit: nothing is laid out.
     if least_state_bytes(before.job, stack, plan, num_gpus) > limit_bytes:
         return
     names = ("attention", *SWITCHES) if isinstance(before.job.model, ModelSpec) else SWITCHES
@@ -255,10 +259,10 @@ def _nearest(trials: Trials, space: Space, offered: Column, differences: Column)
     fitting = np.zeros(0, np.int64)
     # Layouts with more differences are not looked at where enough fit with fewer.
     for number in np.unique(differences[offered]).tolist():
-        alike = offered[differences[offered] == number]
-        live = peak_bytes(space, table, trials.costs.blocks, alike, most_bytes=limit_bytes)
-        needed = device_bytes_column(space, cluster, live, alike)
-        fitting = np.concatenate([fitting, alike[needed <= limit_bytes]])
+        equally_near = offered[differences[offered] == number]
+        live = peak_bytes(space, table, trials.costs.blocks, equally_near, most_bytes=limit_bytes)
+        device_bytes = device_bytes_column(space, cluster, live, equally_near)
+        fitting = np.concatenate([fitting, equally_near[device_bytes <= limit_bytes]])
         if len(fitting) >= MOST_CHANGES:
             break
     bounds_ps = StepBounds(space, table.of_layouts(fitting), costs).lower_bounds_ps(fitting)

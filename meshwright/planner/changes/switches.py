@@ -1,4 +1,4 @@
-"""What of a plan can be switched, one thing at a time."""
+"""Single-field changes of a plan."""
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -21,7 +21,7 @@ def switches(plan: ResolvedPlan, stack: StackProfile) -> Iterator[Fields]:
 
     They are the other values of fields that have few, a higher ZeRO stage, more shards, smaller
     microbatches, no virtual stages, the other rules for stages and twice the ranks along an axis.
-    Whether stack, job and the rest of the plan go with one is for a simulation to say.
+    Whether stack, job and the rest of the plan allow one is decided by its simulation.
     """
     usual = {name: each for name, each in PLAN_FIELDS.items() if not each.declaration.is_rare}
     for name, field in usual.items():
@@ -45,7 +45,7 @@ def switches(plan: ResolvedPlan, stack: StackProfile) -> Iterator[Fields]:
 
 
 def _chosen(plan: ResolvedPlan, name: str, value: object) -> Iterator[Fields]:
-    """Yield the changes of *plan* to one value of a field: of a ring of swaps for each size."""
+    """Yield the changes of *plan* to one value of a field: of hybrid cp for each group size."""
     if value is ContextParallel.RING_OF_SWAPS:
         sizes = (each for each in range(2, plan.cp) if plan.cp % each == 0)
         yield from ({name: value, "cp_inner": each} for each in sizes)
@@ -58,8 +58,8 @@ def _chosen(plan: ResolvedPlan, name: str, value: object) -> Iterator[Fields]:
 def neighbours(plan: ResolvedPlan, stack: StackProfile) -> Iterator[Fields]:
     """Yield the plans one change away: `switches`, and those that take more memory.
 
-    Others are half the ranks along an axis, larger microbatches, more or fewer virtual stages and
-    a lower ZeRO stage.
+    Others are half the ranks along an axis, larger microbatches, more or fewer virtual stages and a
+    lower ZeRO stage.
     """
     yield from switches(plan, stack)
     yield {"microbatch_size": 2 * plan.microbatch_size}
@@ -71,19 +71,20 @@ def neighbours(plan: ResolvedPlan, stack: StackProfile) -> Iterator[Fields]:
     for vpp in sorted({plan.num_virtual_stages // 2, 2 * plan.num_virtual_stages} - {0, 1}):
         yield {"num_virtual_stages": vpp, "schedule": "interleaved"}
     for axis, known in AXES.items():
+        # Odd degrees have no half.
         if not known.takes_rest and plan.degree(axis) % 2 == 0:
             yield {axis.value: plan.degree(axis) // 2}
 
 
 def switched(step: StepResult, fields: Fields) -> tuple[ResolvedPlan, Fields]:
-    """Return the plan of *step* with *fields* on as many devices, and all the fields that differ.
+    """Return the plan of *step* with *fields* on as many devices, and all fields that differ.
 
     Raises:
         PlanError: If there is no such plan.
     """
     job, cluster, stack, plan = step.job, step.cluster, step.stack, step.plan
-    said = overridden(said_of(job, cluster, stack, plan), fields, plan, keeps_model=True)
-    changed = resolve(job, cluster, stack, said, num_gpus=plan.world_size)
+    options = overridden(said_of(job, cluster, stack, plan), fields, plan, keeps_model=True)
+    changed = resolve(job, cluster, stack, options, num_gpus=plan.world_size)
     if not fields.keys() & AXES.keys():
         return changed, fields
     (rest,) = (axis for axis, known in AXES.items() if known.takes_rest)

@@ -1,4 +1,4 @@
-"""The exact peak memory of every layout of a space, without simulating any."""
+"""Exact peak memory of all layouts of a space, without simulation."""
 
 from meshwright.planner.footprint.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.footprint.hosts import host_bytes_column

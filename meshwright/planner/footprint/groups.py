@@ -1,4 +1,4 @@
-"""Layouts by pipeline, and the fullest ranks found so far."""
+"""Layouts grouped by pipeline, and the largest peaks found so far."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Self
@@ -30,7 +30,7 @@ def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[Pipeli
 
 
 class FullestRanks(NamedTuple):
-    """The fullest ranks of a space's layouts seen so far; `most_bytes` is of `peak_bytes`."""
+    """Largest peaks of a space's layouts so far; `most_bytes` is that of `peak_bytes`."""
 
     space: Space
     most_bytes: int
@@ -39,24 +39,25 @@ class FullestRanks(NamedTuple):
 
     @classmethod
     def of(cls, space: Space, most_bytes: int) -> Self:
-        """Return those of layouts of which no rank was seen yet."""
+        """Return the peaks of layouts of which no rank was sized yet."""
         peaks = PeakBytes(np.zeros(len(space), np.int64), np.zeros(len(space), np.int64))
         return cls(space, most_bytes, peaks, Fragmentation.of(space.stack))
 
     def left(self, indices: Column) -> NDArray[np.bool_]:
-        """Return which of *indices* are not known to need too much."""
+        """Return the mask of *indices* that are not known to need too much."""
         return np.asarray(self.peaks.live_bytes[indices] <= self.most_bytes)
 
     def add(self, indices: Column, live: Column, states: Column) -> None:
-        """Add a rank of each of *indices*, with so much live, of which so much are states."""
-        counted = np.minimum(live, MOST_LIVE_BYTES), np.minimum(states, MOST_LIVE_BYTES)
-        found = live, self.fragmentation.reserved_parts(*counted)
-        for column, own in zip(self.peaks, found, strict=True):
-            column[indices] = np.maximum(column[indices], own)
+        """Add a rank of each of *indices*, with its live bytes, and its states among them."""
+        # Reserved bytes are counted in parts, which would overflow for larger numbers.
+        clipped = np.minimum(live, MOST_LIVE_BYTES), np.minimum(states, MOST_LIVE_BYTES)
+        rank_peaks = live, self.fragmentation.reserved_parts(*clipped)
+        for column, values in zip(self.peaks, rank_peaks, strict=True):
+            column[indices] = np.maximum(column[indices], values)
 
     def may_grow(self, indices: Column, most: Column, states: Column) -> NDArray[np.bool_]:
-        """Return where a rank with at most so much live may be a fullest one of *indices*."""
+        """Return the mask of *indices* whose peak a rank with this upper bound may raise."""
         live, reserved = (column[indices] for column in self.peaks)
-        counted = np.minimum(most, MOST_LIVE_BYTES), np.minimum(states, MOST_LIVE_BYTES)
-        parts = self.fragmentation.reserved_parts(*counted)
+        clipped = np.minimum(most, MOST_LIVE_BYTES), np.minimum(states, MOST_LIVE_BYTES)
+        parts = self.fragmentation.reserved_parts(*clipped)
         return np.asarray(((most > live) | (parts > reserved)) & self.left(indices))

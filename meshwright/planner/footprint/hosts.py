@@ -1,4 +1,4 @@
-"""Which layouts the hosts have room for, of those that keep states there."""
+"""Host memory of layouts that offload states or activations."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from meshwright.simulator.memory import StateBytes, block_bytes
 from meshwright.simulator.replication import replication_of
 from meshwright.simulator.step import activation_host_bytes, node_host_bytes, rank_host_bytes
 
-# Of a layout's fields, with its pipeline, what its hosts hold follows from these.
+# Fields of a layout from which, with its pipeline, its host memory follows.
 NAMES = (
     *(axis.value for axis in Axis),
     "dp_shard",
@@ -30,25 +30,26 @@ def host_bytes_column(
     blocks: BlockTable,
     indices: NDArray[np.int64],
 ) -> Column:
-    """Return what the fullest node keeps on its host, of each layout; 0 of all but *indices*."""
-    found = np.zeros(len(space), np.int64)
-    asked = [space.column(name)[indices] > 0 for name in ("offload", *ACTIVATIONS)]
-    indices = indices[np.any(asked, axis=0)]
+    """Return the host bytes of the fullest node of each layout; 0 of all but *indices*."""
+    host_bytes = np.zeros(len(space), np.int64)
+    offloads = [space.column(name)[indices] > 0 for name in ("offload", *ACTIVATIONS)]
+    indices = indices[np.any(offloads, axis=0)]
     if not len(indices):
-        return found
-    several = np.asarray(space.num_microbatches[indices] > 1, np.int64)
+        return host_bytes
+    # A single microbatch has no earlier gradient on the host to be added to.
+    accumulates = np.asarray(space.num_microbatches[indices] > 1, np.int64)
     columns = [*(space.column(name)[indices] for name in NAMES), table.index[indices]]
-    first, member = distinct([*columns, space.pipeline_numbers[indices], several])
-    known = space, table, cluster, blocks
-    each = [_node_bytes(*known, index) for index in indices[first].tolist()]
-    found[indices] = np.array(each, np.int64)[member]
-    return found
+    first, member = distinct([*columns, space.pipeline_numbers[indices], accumulates])
+    common = space, table, cluster, blocks
+    each = [_node_bytes(*common, index) for index in indices[first].tolist()]
+    host_bytes[indices] = np.array(each, np.int64)[member]
+    return host_bytes
 
 
 def _node_bytes(
     space: Space, table: ShapeTable, cluster: Cluster, blocks: BlockTable, index: int
 ) -> int:
-    """Return what the fullest node of layout *index* keeps on its host."""
+    """Return the host bytes of the fullest node of layout *index*."""
     (plan,), stack = space.plans_without_stages([index]), space.stack
     mesh, shape = Mesh.of(plan, cluster.devices_per_node), table.shapes[table.index[index]]
     formats = plan.gradient_formats, plan.moment_precision
@@ -56,9 +57,9 @@ def _node_bytes(
     replication = replication_of(plan, stack, mesh)
     stages = space.pipelines[space.pipeline_numbers[index]].stages
     count = plan.num_microbatches(space.job)
-    known = block_bytes(blocks, shape, others=space.kinds)
+    sizes = block_bytes(blocks, shape, others=space.kinds)
     of_ranks = [
-        rank_host_bytes(shape, own, state, replication, count) + activation_host_bytes(known, own)
+        rank_host_bytes(shape, own, state, replication, count) + activation_host_bytes(sizes, own)
         for own in (stages[pp_rank :: plan.pp] for pp_rank in range(plan.pp))
     ]
     return node_host_bytes(mesh, of_ranks)

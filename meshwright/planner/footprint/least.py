@@ -1,4 +1,4 @@
-"""What layouts need at least, found at once for all: most of those that never fit go no further."""
+"""Lower bounds of memory, computed for all layouts at once: most that never fit go no further."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.footprint.parameters import ParameterCounts
-from meshwright.planner.footprint.replicas import kinds_of
+from meshwright.planner.footprint.replicas import sharding_kinds
 from meshwright.planner.footprint.states import LayoutStates, least_weights
 from meshwright.planner.footprint.units import columns_of, shardings_of, taken
 from meshwright.planner.space import Column, Pipeline, Role, ShapeTable, Space, distinct
@@ -25,21 +25,21 @@ NOTHING = np.zeros((), np.int64)
 
 
 def _few_roles(pipeline: Pipeline) -> list[int]:
-    """Return the numbers of roles of which one is nearly always fullest.
+    """Return the indices of roles of which one is nearly always the fullest.
 
-    They are both ends, the second and that in the middle.
+    They are both ends, the second and the one in the middle.
     """
     last = len(pipeline.roles) - 1
     return [0, last, min(1, last), last // 2]
 
 
-class _Moment(NamedTuple):
-    """A time of a rank's step, one row for each pipeline and number of microbatches.
+class _Candidate(NamedTuple):
+    """A candidate of the peak, one row for each pipeline and number of microbatches.
 
     Args:
-        kept: Passes that are kept then through blocks of each kind.
-        has_gradients: 1 where gradients of all its parameters are there, else 0.
-        is_gathered: 1 where the units of a virtual stage are, else 0.
+        kept: Passes in flight through blocks of each kind.
+        has_gradients: 1 where gradients of all parameters are allocated, else 0.
+        is_gathered: 1 where the FSDP units of a virtual stage are gathered, else 0.
     """
 
     kept: NDArray[np.int64]
@@ -48,7 +48,7 @@ class _Moment(NamedTuple):
 
 
 class PassColumns(NamedTuple):
-    """Bytes that passes in flight keep, of each layout.
+    """Activations that passes in flight save, of each layout.
 
     ``by_shape`` has a column for each kind of block; ``run`` is the row in ``runs`` of each layout.
     """
@@ -62,7 +62,7 @@ class PassColumns(NamedTuple):
 
     @classmethod
     def of(cls, space: Space, table: ShapeTable, blocks: BlockTable, indices: Column) -> Self:
-        """Return those of the layouts *indices*."""
+        """Return the activations of the layouts *indices*."""
         kinds, shapes = table.kinds, table.shapes
         blocks.prepare(shapes, kinds)
         saved = [[blocks.memory(shape, kind).saved for kind in kinds] for shape in shapes]
@@ -73,7 +73,7 @@ class PassColumns(NamedTuple):
     def with_bytes(
         cls, space: Space, by_shape: NDArray[np.int64], shapes: Column, indices: Column
     ) -> Self:
-        """Return those of the layouts *indices* whose *shapes* keep so much."""
+        """Return the activations of the layouts *indices* from those of their *shapes*."""
         stack = space.stack
         numbers, microbatches = space.pipeline_numbers[indices], space.num_microbatches[indices]
         first, run = distinct([numbers, microbatches])
@@ -87,18 +87,18 @@ class PassColumns(NamedTuple):
             stack.is_fully_sharded,
         )
 
-    def at(self, moment: _Moment, rows: Column) -> Column:
-        """Return the bytes that passes keep in *rows* of the layouts."""
+    def at(self, moment: _Candidate, rows: Column) -> Column:
+        """Return the activations at a *moment* in *rows* of the layouts."""
         # Column by column: rows of all layouts would take ten times the memory.
-        found, own, run = np.zeros(len(rows), np.int64), self.shapes[rows], self.run[rows]
+        saved, shapes, run = np.zeros(len(rows), np.int64), self.shapes[rows], self.run[rows]
         for kind in np.flatnonzero(moment.kept.any(axis=0)).tolist():
-            found += self.by_shape[own, kind] * moment.kept[run, kind]
-        return found
+            saved += self.by_shape[shapes, kind] * moment.kept[run, kind]
+        return saved
 
-    def moments(self, place: int, rows: Column) -> list[_Moment]:
-        """Return the times at which most may be live of the rank at a *place* of `_few_roles`.
+    def moments(self, place: int, rows: Column) -> list[_Candidate]:
+        """Return the candidates of the peak of the rank at index *place* of `_few_roles`.
 
-        What is returned is of the runs of *rows* alone.
+        They are computed for the runs of *rows* alone.
         """
         used = self.run[rows[distinct([self.run[rows]])[0]]]
         by_pipeline: dict[int, tuple[Pipeline, list[int]]] = {}
@@ -110,42 +110,42 @@ class PassColumns(NamedTuple):
         for pipeline, runs in by_pipeline.values():
             role = pipeline.roles[_few_roles(pipeline)[place]]
             own, counts = pipeline.own_blocks(role), [self.runs[run][1] for run in runs]
-            found = [self._most_kept(pipeline, role, count) for count in counts]
-            kept[runs] = np.array([passes for passes, _ in found]) @ own
-            done[runs] = [is_there for _, is_there in found]
+            in_flight = [self._most_kept(pipeline, role, count) for count in counts]
+            kept[runs] = np.array([passes for passes, _ in in_flight]) @ own
+            done[runs] = [is_there for _, is_there in in_flight]
             last[runs], in_pipeline[runs] = own[-1], pipeline.pp > 1
-        most = _Moment(kept, done, 0 * done)
+        most = _Candidate(kept, done, 0 * done)
         if not self.keeps_units:
             return [most]
         # Before the last forward pass, or after the last backward pass where no gradient was there.
-        return [most, _Moment((kept - last) * done[:, None], 0 * done + 1, in_pipeline)]
+        return [most, _Candidate((kept - last) * done[:, None], 0 * done + 1, in_pipeline)]
 
     def _most_kept(self, pipeline: Pipeline, role: Role, count: int) -> tuple[list[int], bool]:
-        """Return the passes by virtual stage when most are in flight, and if all gradients are.
+        """Return the passes in flight by virtual stage at their most, and if gradients exist then.
 
-        That is in the last pass of the warm-up; where the first backward pass makes gradients, in
-        the last forward pass, if all have been made by then.
+        That is in the last pass of the warm-up; where the first backward pass allocates gradients,
+        in the last forward pass, if all are allocated by then.
         """
         schedule, pp, vpp = pipeline.schedule, pipeline.pp, len(role.stages)
         size, group = (role.first, pp, count, vpp), schedule.group(pp, count)
-        # Of two passes beside each other one frees what the other keeps.
+        # Of two overlapped passes one frees what the other saves.
         in_flight = schedule.in_flight(*size) - bool(schedule.pairs(*size))
-        passes, is_there = first_passes(group, count, vpp, in_flight), True
+        passes, all_allocated = first_passes(group, count, vpp, in_flight), True
         if self.makes_gradients:
             done = first_passes(group, count, vpp, count * vpp - in_flight)[::-1]
-            is_there = all(done)
-            if is_there:
+            all_allocated = all(done)
+            if all_allocated:
                 passes = [count - each for each in done]
-        return passes, is_there
+        return passes, all_allocated
 
 
 class RankBytes(NamedTuple):
-    """Bytes of ranks beside those that passes keep, a row for each of some layouts.
+    """Bytes of ranks other than activations, a row for each of some layouts.
 
     Args:
-        lasting: Weights and optimizer's states, always.
-        gradients: Gradients, when all are there.
-        at_end: What is there of gradients when the optimizer runs, with what that needs.
+        lasting: Weights and optimizer states.
+        gradients: All gradients, once they are allocated.
+        at_end: Gradients during the update, with its temporaries.
         gathered: Gathered weights of the smallest of a rank's virtual stages.
     """
 
@@ -156,7 +156,7 @@ class RankBytes(NamedTuple):
 
 
 class StateColumns(NamedTuple):
-    """The states of ranks of layouts, a row for those alike; ``member`` is that of each layout."""
+    """States of ranks, a row for equal ones; ``member`` is the row of each layout."""
 
     counts: ParameterCounts
     degrees: Column
@@ -167,8 +167,8 @@ class StateColumns(NamedTuple):
 
     @classmethod
     def of(cls, space: Space, table: ShapeTable, indices: Column) -> Self:
-        """Return those of the layouts *indices*."""
-        counts, (kinds, number) = ParameterCounts(table), kinds_of(space, indices)
+        """Return the states of the layouts *indices*."""
+        counts, (kinds, number) = ParameterCounts(table), sharding_kinds(space, indices)
         recipe, is_sharded = (
             space.stack.recipes.get(space.job.precision),
             space.stack.is_fully_sharded,
@@ -179,6 +179,7 @@ class StateColumns(NamedTuple):
         used, pipelines = distinct([numbers])
         columns = [counts.degrees[table.index[indices]], pipelines, number]
         columns += [space.num_shards[indices], space.expert_shards[indices]]
+        # Equal states are computed once: sharding, degrees and pipeline decide them.
         first, member = distinct(columns)
         degrees, pipelines, number, *shards = (column[first] for column in columns)
         split: LayoutStates | Sharding
@@ -200,9 +201,9 @@ class StateColumns(NamedTuple):
         return cls(counts, degrees, pipelines, known, member, split)
 
     def of_rank(self, place: int, rows: Column) -> RankBytes:
-        """Return the bytes of the rank at a *place* of `_few_roles`, of the layouts in *rows*."""
+        """Return the bytes of the rank at index *place* of `_few_roles`, for *rows* of layouts."""
         roles = [_few_roles(pipeline)[place] for pipeline in self.known]
-        stages = [each.roles[role].stages for each, role in zip(self.known, roles, strict=True)]
+        stages = [parts.roles[role].stages for parts, role in zip(self.known, roles, strict=True)]
         parameters, experts = self.counts.of_ranks(self.degrees, stages, self.pipelines)
         if isinstance(self.split, LayoutStates):
             held = self.split.held(parameters, experts)
@@ -211,16 +212,17 @@ class StateColumns(NamedTuple):
             held = unit_states(parameters - experts, experts, NO_PADDING, self.split)
             at_end = held.update_temporary_bytes  # gradients are shards by then
             gathered = self._least_gathered(roles, self.split)
-        found = held.weights_bytes, held.gradients_bytes, at_end, gathered
+        sizes = held.weights_bytes, held.gradients_bytes, at_end, gathered
         member = self.member[rows]
-        # What is nothing at all is no column of zeros.
-        each = map(np.asarray, found)
-        return RankBytes(*(column[member] if column.ndim else column for column in each))
+        # Zeros of all layouts stay a scalar.
+        parts = map(np.asarray, sizes)
+        return RankBytes(*(column[member] if column.ndim else column for column in parts))
 
     def _least_gathered(self, roles: Sequence[int], sharding: Sharding) -> Column:
-        """Return the weights of the smallest virtual stage of a rank as they are gathered."""
+        """Return the gathered weights of a rank's smallest virtual stage."""
         blocks = [each.stage_blocks[role] for each, role in zip(self.known, roles, strict=True)]
         least = self.counts.of_smallest(self.degrees, blocks, self.pipelines)
+        # Without FSDP units nothing is gathered.
         weight = sharding.parameter.state.gathered_parameter * (1 - sharding.is_plain)
         return np.asarray(least * weight, np.int64)
 
@@ -233,18 +235,18 @@ def least_bytes(
     *,
     most_bytes: int = MOST_BYTES,
 ) -> Column:
-    """Return no more bytes than the live ones of each layout's fullest rank.
+    """Return a lower bound of the live bytes of each layout's fullest rank.
 
-    They are the most, over a few ranks of a pipeline, of what a rank has at one time: its weights,
-    its optimizer's states, the gradients that are there, and what the passes keep that are in
-    flight then; and of its states when the optimizer runs.
+    The most, over a few ranks of a pipeline, of the bytes of a rank at one time: its weights,
+    optimizer states, allocated gradients, and the activations of passes in flight; and of its
+    states during the update.
 
     Args:
         space: The layouts.
         table: Their shapes.
-        blocks: Where what blocks hold is kept.
-        indices: Which layouts.
-        most_bytes: Of what is found to need more nothing else is looked at.
+        blocks: Memory of blocks, computed once.
+        indices: Indices of layouts.
+        most_bytes: Limit beyond which a layout's bound is not raised further.
     """
     if not len(indices):
         return np.zeros(0, np.int64)
@@ -263,22 +265,23 @@ def least_of_columns(
     *,
     most_bytes: int = MOST_BYTES,
 ) -> Column:
-    """Return no more bytes than the live ones of layouts, or of any that nodes become.
+    """Return a lower bound of the live bytes of layouts, or of all layouts below nodes.
 
     Args:
-        passes: What passes of each keep; of choices that are left the least.
-        states_of: Returns the states of some rows, in all ways that are left.
-        most_bytes: Of what is found to need more nothing else is looked at.
+        passes: Activations of each; of open choices the least.
+        states_of: Returns the states of some rows, for all ways of sharding that are open.
+        most_bytes: Limit beyond which a layout's bound is not raised further.
     """
     rows = np.arange(len(passes.run))
     moments = passes.moments(0, rows)
     least = passes.at(moments[0], rows)
-    # States are found of those alone of which passes leave something.
+    # States are computed only where activations alone do not exceed the limit.
     rows = np.flatnonzero(least <= most_bytes)
     if not len(rows):
         return least
     states = states_of(rows)
     places = np.arange(len(rows))
+    # Only rows that are still below the limit go on to the next role.
     for place in range(MOST_ROLES):
         if not len(rows):
             break
@@ -287,11 +290,11 @@ def least_of_columns(
         live = held.lasting + held.at_end
         for moment in moments if place == 0 else passes.moments(place, rows):
             run = passes.run[rows]
-            found = passes.at(moment, rows) + held.lasting
-            found += held.gradients * moment.has_gradients[run]
+            at_moment = passes.at(moment, rows) + held.lasting
+            at_moment += held.gradients * moment.has_gradients[run]
             if moment.is_gathered.any():
-                found += held.gathered * moment.is_gathered[run]
-            live = np.maximum(live, found)
+                at_moment += held.gathered * moment.is_gathered[run]
+            live = np.maximum(live, at_moment)
         least[rows] = np.maximum(least[rows], live)
         left = least[rows] <= most_bytes
         rows, places = rows[left], places[left]

@@ -1,7 +1,7 @@
-"""Lower bounds of the memory of partial layouts, whatever the choices that they leave open.
+"""Lower bounds of the memory of partial layouts, over all choices that they leave open.
 
-A rank has its states, divided as far as any choice divides them, and what it keeps of the passes
-that are in flight there, of which each keeps as little as any choice has it.
+A rank has its states, sharded as far as any choice shards them, and the activations of the passes
+in flight there, each as small as any choice makes it.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from meshwright.planner.space import (
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import PLAN_FIELDS
 
-# Where one of these is asked for, blocks keep less than by default.
+# Where one of these is asked for, blocks save less than by default.
 OF_BLOCKS = ("recompute_layers", "expert_overlap", "offload_layers", "offload_modules")
 SEQUENCES = 1, 2, 4
 FULL = PLAN_FIELDS["recompute"].code(Recompute.FULL)
@@ -37,14 +37,14 @@ class PartialMemory:
         self._blocks = blocks
 
     def of(self, parts: Sequence[Nodes], most_bytes: int) -> list[Column]:
-        """Return no more bytes than any layout of each of some nodes has live.
+        """Return a lower bound of the live bytes of all layouts of each node.
 
         Args:
             parts: Nodes, family by family.
-            most_bytes: Of what is found to need more nothing else is looked at.
+            most_bytes: Limit beyond which a bound is not raised further.
         """
         shapes = [
-            NodeShapes.of(self._space, each, _alike(each), _leanest(each), _of_one)
+            NodeShapes.of(self._space, each, _saving_columns(each), _leanest(each), _of_one)
             for each in parts
         ]
         ones = dict.fromkeys(shape for each in shapes for shape in each.every)
@@ -54,12 +54,14 @@ class PartialMemory:
         return [self._least_bytes(*each, most_bytes) for each in pairs]
 
     def _least_bytes(self, nodes: Nodes, shapes: NodeShapes, most_bytes: int) -> Column:
+        """Return the bounds of *nodes* with such block shapes."""
         family = nodes.family
-        every = np.arange(len(nodes.rows))
-        example = nodes.examples(self._space, every)
-        keeps = not any(map(family.limits.asks_for, OF_BLOCKS))
-        saved = self._saved_bytes(shapes, nodes) * keeps
-        passes = PassColumns.with_bytes(example, saved, every, every)
+        all_rows = np.arange(len(nodes.rows))
+        example = nodes.examples(self._space, all_rows)
+        is_default = not any(map(family.limits.asks_for, OF_BLOCKS))
+        # With other blocks than by default only states are bounded.
+        saved = self._saved_bytes(shapes, nodes) * is_default
+        passes = PassColumns.with_bytes(example, saved, all_rows, all_rows)
         table = ShapeTable(shapes.of_groups, shapes.group, example.kinds)
 
         def states_of(rows: Column) -> list[StateColumns]:
@@ -69,21 +71,21 @@ class PartialMemory:
         return least_of_columns(passes, states_of, most_bytes=most_bytes)
 
     def _saved_bytes(self, shapes: NodeShapes, nodes: Nodes) -> NDArray[np.int64]:
-        """Return what a pass keeps at least of a block of each kind: ``[nodes, kinds]``."""
+        """Return the least activations of a pass for a block of each kind: ``[nodes, kinds]``."""
         one, two, more = np.moveaxis(shapes.least(self._saved_of), 1, 0)
         size = nodes.family.columns["microbatch_size"][nodes.rows, None]
-        # What several sequences keep grows evenly with their number.
+        # Beyond one sequence activations grow linearly with their number.
         return np.asarray(np.where(size == 1, one, two + (more - two) // 2 * (size - 2)), np.int64)
 
     def _saved_of(self, shape: BlockShape) -> list[list[int]]:
-        """Return what passes of one, two and four sequences keep of a block of each kind."""
+        """Return the activations of one, two and four sequences for a block of each kind."""
         sized = [replace(shape, microbatch_size=size) for size in SEQUENCES]
         kinds = self._space.space.kinds
         return [[self._blocks.memory(each, kind).saved for kind in kinds] for each in sized]
 
 
-def _alike(nodes: Nodes) -> list[Column]:
-    """Return what nodes have in common whose passes keep as much for as many sequences."""
+def _saving_columns(nodes: Nodes) -> list[Column]:
+    """Return the columns that are equal in nodes whose passes save equally much."""
     flags = [each > 1 for each in nodes.columns("pp", "dp")]
     return [*nodes.columns("tp", "cp", "ep", "etp"), *(flag.astype(np.int64) for flag in flags)]
 
@@ -94,9 +96,9 @@ def _of_one(shape: BlockShape) -> BlockShape:
 
 
 def _leanest(nodes: Nodes) -> list[Column]:
-    """Return the choices among which passes keep least: all runs again, where it may.
+    """Return the choices among which passes save least: full recomputation, where it is offered.
 
-    Then it is the same whatever the kernel.
+    With it the attention kernel does not matter.
     """
     modes, choices = nodes.family.choices["recompute"], nodes.choices
     full = choices[modes[choices] == FULL]

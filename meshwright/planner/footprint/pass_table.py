@@ -1,4 +1,4 @@
-"""The fullest moments of ranks that run passes in one order, as counts of their sizes."""
+"""Peak candidates of ranks that run passes in one order, as counts of sizes."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.space import Column, few_rows
+from meshwright.planner.space import Column, row_slices
 from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.memory import (
     NUM_SIZES,
@@ -20,10 +20,10 @@ from meshwright.simulator.memory import (
 from meshwright.simulator.schedules import Action
 
 # An interleaved order repeats itself with every group of g microbatches once its warm-up is over;
-# warm-up takes fewer than (v + 1) g of the v m passes, so 3 g microbatches show every moment.  What
-# a runtime holds of messages changes once more, when the first pass after the warm-up is backward:
-# fewer than 2 v g passes later; what is held until the step ends grows with each, but for the last
-# group, which looks ahead to no other.
+# warm-up takes fewer than (v + 1) g of the v m passes, so 3 g microbatches show every candidate.
+# P2p buffers kept alive change once more, when the first pass after the warm-up is backward: fewer
+# than 2 v g passes later; those alive until the step ends grow with each, but for the last group,
+# which looks ahead to no other.
 PERIODS = 3
 MOST_ROUNDS = 2
 PERIODS_OF_MESSAGES = 5
@@ -31,13 +31,13 @@ PERIODS_OF_UNITS = 4
 
 
 class RolePasses(NamedTuple):
-    """The passes of ranks, whatever their sizes.
+    """Passes of ranks, whatever their sizes.
 
     Args:
         schedule: Their order of passes.
-        pp: Ranks of the pipeline.
-        order: What all of them have in common.
-        holds_messages: Whether modules hold messages.
+        pp: Number of ranks of the pipeline.
+        order: Properties that all of them share.
+        holds_messages: Whether modules keep p2p buffers alive.
     """
 
     schedule: Schedule
@@ -46,10 +46,10 @@ class RolePasses(NamedTuple):
     holds_messages: bool = False
 
     def few_microbatches(self, pp_rank: int, num_microbatches: int) -> int:
-        """Return as few microbatches as show the fullest moments of so many.
+        """Return the fewest microbatches that show the peak of so many.
 
-        1F1B repeats itself once its warm-up is over.  Backward passes of GPipe differ by equal
-        steps.  Where groups leave a rest the whole order is walked.
+        1F1B repeats itself once its warm-up is over. Backward passes of GPipe differ by equal
+        steps. Where groups do not divide the microbatches the whole order is walked.
         """
         schedule, pp = self.schedule, self.pp
         if len(self.order.kinds) == 1:
@@ -72,11 +72,11 @@ class RolePasses(NamedTuple):
 
 
 class PassTable(NamedTuple):
-    """Moments of a rank: how often each size of its virtual stages counts.
+    """Peak candidates of a rank: counts of each size of its virtual stages.
 
-    ``columns`` are those of `pass_counts` that count at all, of sizes kind by kind, then of pairs
-    of kinds.  Each microbatch more than *num_microbatches* adds ``growth`` to the moment of a row;
-    None is nothing.
+    ``columns`` are those of `pass_counts` that count at all, of sizes kind by kind, then of
+    overlapped pairs of kinds. Each microbatch beyond *num_microbatches* adds ``growth`` to the
+    candidate of a row; None is no growth.
     """
 
     columns: Column
@@ -85,36 +85,37 @@ class PassTable(NamedTuple):
     num_microbatches: int
 
     def most_dynamic(self, sizes: NDArray[np.int64], num_microbatches: Column) -> Column:
-        """Return the most dynamic bytes in the passes of ranks.
+        """Return the largest dynamic bytes in the passes of ranks.
 
         Args:
-            sizes: Those of the columns, a row a rank.
-            num_microbatches: Of each.
+            sizes: Sizes of the columns, a row for each rank.
+            num_microbatches: Microbatches of each rank.
         """
-        left_out, counts = num_microbatches - self.num_microbatches, self.rows
-        if self.growth is not None and left_out.any():
+        excluded, counts = num_microbatches - self.num_microbatches, self.rows
+        if self.growth is not None and excluded.any():
             counts = np.concatenate([self.rows, self.growth], axis=1)
-            sizes = np.concatenate([sizes, left_out[:, None] * sizes], axis=1)
+            sizes = np.concatenate([sizes, excluded[:, None] * sizes], axis=1)
         return most_of(sizes, counts, np.zeros(1, np.int64))[:, 0]
 
 
 def joined(tables: Sequence[PassTable]) -> tuple[Column, NDArray[np.int64], Column]:
-    """Return the columns of some tables, the rows of all in these, and where each one's begin."""
-    is_used = np.zeros(1 + max(int(table.columns[-1]) for table in tables), np.bool_)
+    """Return the columns of some tables, their rows in these, and the first row of each table."""
+    is_column = np.zeros(1 + max(int(table.columns[-1]) for table in tables), np.bool_)
     for table in tables:
-        is_used[table.columns] = True
-    columns = np.flatnonzero(is_used)
+        is_column[table.columns] = True
+    columns = np.flatnonzero(is_column)
     rows = np.zeros((sum(len(table.rows) for table in tables), len(columns)), np.int64)
     starts, end = [], 0
     for table in tables:
         starts.append(end)
         end += len(table.rows)
+        # One matrix for all tables, so that a single product serves all ranks.
         rows[starts[-1] : end, np.searchsorted(columns, table.columns)] = table.rows
     return columns, rows, np.array(starts, np.int64)
 
 
 def pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassTable:
-    """Return the moments among which the peak of a rank is, whatever its sizes.
+    """Return the candidates of a rank's peak, whatever its sizes.
 
     *num_microbatches* is as few as show them.
     """
@@ -138,18 +139,19 @@ def _pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> Pass
         counts, growth = counts[::2], growth[::2]
     columns = np.flatnonzero(counts.any(axis=0))
     counts = counts[:, columns]
-    needed = counts[:, (columns % NUM_SIZES >= PassSize.FORWARD) | (columns >= num_sizes)]
-    needs = np.where(needed.any(axis=1), 1 + needed.argmax(axis=1), 0)
-    left = _undominated(counts, 3 * needs + growth)  # growth is one of three
+    workspaces = counts[:, (columns % NUM_SIZES >= PassSize.FORWARD) | (columns >= num_sizes)]
+    workspace_numbers = np.where(workspaces.any(axis=1), 1 + workspaces.argmax(axis=1), 0)
+    # Only rows with one workspace and one growth are comparable count by count.
+    candidates = _pareto_rows(counts, 3 * workspace_numbers + growth)  # growth is one of three
     if not growth.any():
-        return PassTable(columns, counts[left], None, num_microbatches)
+        return PassTable(columns, counts[candidates], None, num_microbatches)
     # Of a GPipe rank what it keeps, of others what they have sent.
     each = np.zeros((3, order.width), np.int64)
     each[1, PassSize.SAVED] = 1
     for kind in passes.order.kinds:
         each[2, [NUM_SIZES * kind + PassSize.OUTPUT, NUM_SIZES * kind + PassSize.GRADIENT]] += 1
-    grown = each[growth[left]][:, columns]
-    return PassTable(columns, counts[left], grown, num_microbatches)
+    grown = each[growth[candidates]][:, columns]
+    return PassTable(columns, counts[candidates], grown, num_microbatches)
 
 
 @lru_cache(maxsize=2048)
@@ -161,26 +163,26 @@ def _rank_passes(
 
 
 def _growth(passes: RolePasses, order: RankOrder, actions: Sequence[Action]) -> Column:
-    """Return the growth of each row by a microbatch left out: 0 none, 1 a pass, 2 messages."""
-    found = np.zeros((len(actions), 2), np.int64)
+    """Return the growth of each row with an excluded microbatch: 0 none, 1 a pass, 2 messages."""
+    growth = np.zeros((len(actions), 2), np.int64)
     if not passes.schedule.holds_sent or passes.pp == 1:
-        return found.ravel()
+        return growth.ravel()
     if len(order.kinds) == 1:
-        found[:-1] = 1
-        found[-1] = 2 * order.keeps_units
+        growth[:-1] = 1
+        growth[-1] = 2 * order.keeps_units
     elif order.keeps_units:
         forward = [place for place, each in enumerate(actions) if each.phase is Phase.FORWARD]
-        found[forward[-min(len(forward), 2 * passes.pp * len(order.kinds))] :] = 2
-    return found.ravel()
+        growth[forward[-min(len(forward), 2 * passes.pp * len(order.kinds))] :] = 2
+    return growth.ravel()
 
 
 def most_of(
     sizes: NDArray[np.int64], counts: NDArray[np.int64], starts: Column
 ) -> NDArray[np.int64]:
-    """Return the largest sum of *sizes*, a row a rank, each as often as a row of *counts* says.
+    """Return the largest weighted sum of *sizes*, a row for each rank, with a row of *counts*.
 
-    That is of the rows from each of *starts* to the next one, in a column each.
-    Libraries multiply matrices of floats ten times as fast as whole numbers; below 2 ** 53 floats
+    The maximum is over the rows from each of *starts* to the next one, in a column each. BLAS
+    multiplies matrices of floats ten times as fast as NumPy those of integers; below 2 ** 53 floats
     are exact.
     """
     most = np.abs(counts).max(axis=0) @ np.abs(sizes).max(axis=0, initial=0).astype(np.float64)
@@ -190,16 +192,16 @@ def most_of(
     num_rows = max(2, 2**17 // max(1, counts.size))
     weights = counts.T.astype(np.float64)
     found = np.empty((len(sizes), len(starts)), np.int64)
-    for rows in few_rows(len(sizes), num_rows):
+    for rows in row_slices(len(sizes), num_rows):
         product = sizes[rows].astype(np.float64) @ weights
         found[rows] = np.maximum.reduceat(product, starts, axis=1)
     return found
 
 
-def _undominated(kept: NDArray[np.int64], alike: Column) -> Column:
+def _pareto_rows(kept: NDArray[np.int64], alike: Column) -> Column:
     """Return the rows of *kept* that no other one of those *alike* reaches in every count.
 
-    Nor is there one between two others: while passes of one virtual stage are kept and those of
+    Nor is there one between two others: while passes of one virtual stage are saved and those of
     another one are freed, the counts move in even steps, and an end of these has most bytes.
     """
     left = _ends_of_steps(kept, alike)

@@ -1,4 +1,4 @@
-"""What replicas add to the passes of layouts: shards that are made whole, and casts."""
+"""Memory that data parallelism adds to passes: gathered shards, casts and sharding ways."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -30,9 +30,9 @@ from meshwright.simulator.step import PassSharing
 
 
 def makes_gradients_once(space: Space, indices: Column) -> Column:
-    """Return whether each layout has one backward pass, which makes gradients that were freed.
+    """Return 1 where the only backward pass of a step allocates gradients, else 0.
 
-    Of several the later ones, which add to them, are as full or FULLNESS.
+    With several passes the later ones, which accumulate, are at least as full.
     """
     if space.stack.gradient_as_bucket_view:
         return np.zeros(len(indices), np.int64)
@@ -40,25 +40,25 @@ def makes_gradients_once(space: Space, indices: Column) -> Column:
 
 
 class Kind(NamedTuple):
-    """How the replicas of layouts share states, what a parameter costs there and on the wire."""
+    """A way of sharding: replication, bytes of a parameter, and bytes in collectives."""
 
     replication: Replication
     state: StateBytes
     wire: WireBytes
     overlaps: bool
-    """Whether gradients are reduced under the passes."""
+    """Whether gradient reductions overlap with the passes."""
     is_late: bool
-    """Whether the only backward pass of a step makes the gradients."""
+    """Whether the only backward pass of a step allocates the gradients."""
     num_sets: int = 1
-    """Sets of shards of flat units."""
+    """Number of shard groups of Megatron-FSDP's units."""
 
     @classmethod
     def of(cls, space: Space, index: int, *, has_replicas: bool) -> "Kind":
-        """Return that of layout *index*, with two replicas in place of any number of them."""
-        # Only whether a layout has replicas, sets of shards, and units of experts, decides its
-        # parts: any degrees above 1 stand for all.
+        """Return the kind of layout *index*, with two replicas in place of any number of them."""
+        # Only whether a layout has replicas, replicate groups, and units of experts, decides
+        # its parts: any degrees above 1 stand for all.
         (plan,) = space.plans_without_stages([index])
-        # Without replicas tensor ranks alone could have other experts, which no such stack offers.
+        # Without replicas only tensor ranks could shard experts, which no such stack offers.
         ep = 1 + (plan.ep > 1 and space.stack.is_fully_sharded and has_replicas)
         has_sets = plan.num_shards < plan.dp_cp
         dp, shard = (4, 2) if has_sets else (1 + has_replicas, None)
@@ -80,29 +80,29 @@ class Kind(NamedTuple):
 
     @property
     def adds_to_passes(self) -> bool:
-        """Whether passes hold more, or gradients later, than with no replicas."""
+        """Whether passes hold more, or gradients later, than without data parallelism."""
         return self.replication.in_units or self.cast_bytes(1) > 0 or self.is_late
 
     def cast_bytes(self, num_parameters: int) -> int:
-        """Return the buffer of gradients that are reduced at once in another format than theirs."""
+        """Return the buffer of gradients cast to the format of their reduction."""
         return PassSharing(self.replication, self.state, self.wire).cast_bytes(num_parameters)
 
     @property
     def moved(self) -> tuple[bool, bool]:
-        """Whether the optimizer's states, and gradients that are reduced, are on the host."""
+        """Whether optimizer states, and reduced gradients, are offloaded."""
         is_moved = self.replication.offload is not Offload.NONE
         return is_moved, is_moved and self.replication.reduces_each_microbatch
 
     @property
     def casts_last(self) -> bool:
-        """Whether gradients are cast, and reduced as one, when activations are gone."""
+        """Whether gradients are cast, and reduced as one, when activations are freed."""
         replication = self.replication
         in_passes = replication.in_units or replication.reduces_each_microbatch
         return not (in_passes or self.overlaps)
 
 
-def kinds_of(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
-    """Return the ways in which layouts share states, and which one each has."""
+def sharding_kinds(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Column]:
+    """Return the ways of sharding of layouts, and the index of each layout's."""
     has_replicas = space.column(DP_CP)[indices] > 1
     if space.stack.units is Units.FLAT:  # of which those of experts alone may be divided
         is_sharded = space.column("zero_stage")[indices] == MAX_ZERO_STAGE
@@ -110,23 +110,24 @@ def kinds_of(space: Space, indices: NDArray[np.int64]) -> tuple[list[Kind], Colu
     is_split = has_replicas | (space.column("offload")[indices] > 0)
     zero_stages = np.where(is_split, space.column("zero_stage")[indices], 0)
     divides = space.column("ep")[indices] > (1 if space.stack.is_fully_sharded else np.inf)
+    # Few properties decide a kind, so that thousands of layouts have a handful of kinds.
     flags = (has_replicas, space.column("pp")[indices] > 1, divides)
     columns = [*(flag.astype(np.int64) for flag in flags), zero_stages, space.sharing[indices]]
     columns.append(_flat_sets(space, indices))
     first, member = distinct([*columns, makes_gradients_once(space, indices)])
     pairs = zip(indices[first].tolist(), has_replicas[first].tolist(), strict=True)
-    return [Kind.of(space, index, has_replicas=several) for index, several in pairs], member
+    return [Kind.of(space, index, has_replicas=has_several) for index, has_several in pairs], member
 
 
 def _flat_sets(space: Space, indices: Column) -> Column:
-    """Return how many sets of shards of flat units each layout has."""
+    """Return the number of shard groups of Megatron-FSDP's units in each layout."""
     if space.stack.units is not Units.FLAT:
         return np.ones(len(indices), np.int64)
     return np.asarray(space.column(DP_CP)[indices] // space.num_shards[indices], np.int64)
 
 
 class StageSharing:
-    """Memory that replicas of each shape add to the passes through stages."""
+    """Memory that data parallelism adds to the passes through stages, for each shape."""
 
     def __init__(
         self,
@@ -145,11 +146,11 @@ class StageSharing:
         """Return the memory of a virtual stage of one shape.
 
         Args:
-            alone: That of passes that no replicas add to, in columns over shapes.
-            kind: How states are shared.
-            stage: Whose passes.
-            index: The shape's.
-            devices: Of a stage: data- times tensor-parallel ranks.
+            alone: Memory without data parallelism, in columns over shapes.
+            kind: Way of sharding.
+            stage: Virtual stage.
+            index: Index of the shape.
+            devices: Devices of a stage: data- times tensor-parallel ranks.
         """
         shape = self._table.shapes[index]
         sizes = {each.name: _of_row(getattr(alone, each.name), index) for each in fields(alone)}
@@ -157,6 +158,7 @@ class StageSharing:
         replication = _spanned(kind, shape, devices // shape.tp)
         if replication is None:
             return memory
+        # Parts depend on weights and their sharding, not on activations.
         key = shape.tp, devices // shape.tp, replication, stage
         if key not in self._parts:
             self._parts[key] = reduced_parts(shape, stage, replication)
@@ -168,14 +170,14 @@ class StageSharing:
 
 
 def _of_row(sizes: Any, row: int) -> Any:  # noqa: ANN401 -- a size, a record of some, or none
-    """Return the numbers of a row of *sizes*, some of which are columns."""
+    """Return the numbers of one row of *sizes*, some of which are columns."""
     if isinstance(sizes, SentBytes):
         return SentBytes(*(_of_row(size, row) for size in sizes))
     return int(sizes[row]) if isinstance(sizes, np.ndarray) else sizes
 
 
 def _spanned(kind: Kind, shape: BlockShape, dp: int) -> Replication | None:
-    """Return the replication of *kind* over so many ranks; None where that is of no layout."""
+    """Return the replication of *kind* over so many ranks; None where no layout has it."""
     replication = kind.replication
     if not replication.has_flat_units:
         return replication._replace(span=GroupSpan(dp, 1, dp))

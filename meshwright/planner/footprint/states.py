@@ -1,4 +1,4 @@
-"""The states of ranks in columns, and what those of a model take however devices divide them."""
+"""States of ranks in columns, and lower bounds of a model's states over all shardings."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, replace
@@ -21,13 +21,13 @@ OF_OPTIMIZER = np.array([[False], [False], [True]])
 
 
 class LayoutStates(NamedTuple):
-    """How states are split and what a parameter costs, all of it as columns over layouts.
+    """Sharding of states, and bytes of a parameter, all of it as columns over layouts.
 
     Args:
         state: Bytes of a parameter.
-        shards: Ranks that share each kind of state.
-        expert_shards: Those that share states of routed experts.
-        stays: 1 where the optimizer's states are on the device, and where gradients are, else 0.
+        shards: Ranks that shard each kind of state.
+        expert_shards: Ranks that shard those of routed experts.
+        stays: 1 where optimizer states are on the device, and where gradients are, else 0.
     """
 
     state: StateBytes
@@ -39,7 +39,7 @@ class LayoutStates(NamedTuple):
     def of(
         cls, kinds: Sequence[Kind], sharing: Column, num_shards: Column, expert_shards: Column
     ) -> Self:
-        """Return those of layouts, each of which has one of *kinds*, by its number in *sharing*."""
+        """Return the states of layouts, each of one of *kinds*, by its index in *sharing*."""
         state = np.array([astuple(kind.state) for kind in kinds], np.int64)[sharing].T
         is_split = np.array([kind.replication.shards for kind in kinds])[sharing].T > 1
         moved = np.array([kind.moved for kind in kinds], np.int64)[sharing].T
@@ -52,15 +52,15 @@ class LayoutStates(NamedTuple):
         )
 
     def held(self, parameters: Column, experts: Column) -> RankStates[Size]:
-        """Return the states of ranks with so many parameters, so many of them of experts."""
-        found = RankStates.of(parameters - experts, self.state, self.shards)
-        found = found.beside(RankStates.of(experts, self.state, self.expert_shards))
+        """Return the states of ranks with so many parameters, so many of these of experts."""
+        states = RankStates.of(parameters - experts, self.state, self.shards)
+        states = states.beside(RankStates.of(experts, self.state, self.expert_shards))
         optimizer, gradients = self.stays
-        return found.staying(1, gradients, optimizer)
+        return states.staying(1, gradients, optimizer)
 
 
 def least_weights(state: StateBytes, recipe: EightBitRecipe | None) -> StateBytes:
-    """Return *state* with weights in as few bytes as some of them have by an 8-bit *recipe*."""
+    """Return *state* with the fewest bytes that any weight has by an 8-bit *recipe*."""
     if recipe is None:
         return state
     held = EIGHT_BIT_BYTES if recipe.holds_parameters else MOST_WEIGHT_BYTES
@@ -76,16 +76,16 @@ def least_weights(state: StateBytes, recipe: EightBitRecipe | None) -> StateByte
 def least_state_bytes(
     job: TrainingJob, stack: StackProfile, plan: ResolvedPlan, num_gpus: int
 ) -> int:
-    """Return no more bytes than the live ones of the fullest of so many devices, in any layout.
+    """Return a lower bound of the live bytes of the fullest of so many devices, in any layout.
 
-    When the optimizer updates them, weights, gradients and optimizer states of all parameters are
-    on some device: one at least has as much as all have on average.
+    During the update weights, gradients and optimizer states of all parameters are on some device:
+    one at least has the mean of all.
 
     Args:
-        job: What is trained.
-        stack: With what software.
-        plan: Whose formats layouts have, and what is kept on the host.
-        num_gpus: Devices.
+        job: Model, sequence length and batch.
+        stack: Software stack.
+        plan: Plan with the formats and the offloading of the layouts.
+        num_gpus: Number of devices.
 
     >>> from meshwright.hwprofiles import load_stack
     >>> from meshwright.simulator import load_model
@@ -93,6 +93,7 @@ def least_state_bytes(
     >>> least_state_bytes(job, load_stack("megatron-core"), ResolvedPlan(), 8) * 8 / 124439808
     18.0
     """
+    # Hosts may keep all states.
     if plan.offload is not Offload.NONE:
         return 0
     formats = plan.gradient_formats

@@ -1,7 +1,7 @@
-"""The exact peak memory of layouts whose states are units of fully_shard.
+"""Exact peak memory of layouts whose states are units of fully_shard.
 
-Sizes are columns: what a virtual stage holds is found at once for all layouts with that stage that
-are alike in structure, and so is the fullest moment of all ranks that run passes in one order.
+Sizes are columns: those of a virtual stage are computed at once for all layouts with that stage
+that are alike in structure, and so is the peak of all ranks that run passes in one order.
 """
 
 from collections import defaultdict
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from meshwright.planner.footprint.groups import FullestRanks, PipelineGroup, pipeline_groups
 from meshwright.planner.footprint.parameters import BesideWeights
 from meshwright.planner.footprint.pass_table import RolePasses
-from meshwright.planner.footprint.passes import Layouts, RoleMoments
-from meshwright.planner.footprint.replicas import Kind, kinds_of
+from meshwright.planner.footprint.passes import Layouts, RolePeaks
+from meshwright.planner.footprint.replicas import Kind, sharding_kinds
 from meshwright.planner.space import (
     Column,
     Pipeline,
@@ -53,7 +53,7 @@ Part: TypeAlias = tuple[Stage, bool]
 
 
 def shardings_of(kinds: Sequence[Kind]) -> list[Sharding]:
-    """Return how units are sharded in steps of one microbatch, and of several, kind by kind."""
+    """Return the shardings of steps of one microbatch, and of several, kind by kind."""
     return [
         Sharding.of(
             kind.replication.in_steps_of(count), ParameterBytes(kind.state, kind.wire.reduce_bytes)
@@ -64,7 +64,7 @@ def shardings_of(kinds: Sequence[Kind]) -> list[Sharding]:
 
 
 class UnitStates(NamedTuple):
-    """What decides the sizes of a rank but for its stages: of each layout, and as columns."""
+    """Distinct states of ranks, apart from their stages: of each layout, and as columns."""
 
     of_layout: Column
     shapes: Column
@@ -78,12 +78,13 @@ class UnitStates(NamedTuple):
     def of(
         cls, space: Space, table: ShapeTable, indices: Column, kinds: list[Kind], member: Column
     ) -> "UnitStates":
-        """Return those of *indices*, each of which has one of *kinds*."""
+        """Return the states of *indices*, each of which has one of *kinds*."""
         # A step of one microbatch reduces at once.
         steps = np.minimum(space.num_microbatches[indices], 2) - 1
-        own, is_divided = space.num_shards[indices], space.column("ep")[indices] > 1
+        group_sizes, is_divided = space.num_shards[indices], space.column("ep")[indices] > 1
         of_experts = np.where(is_divided, space.expert_shards[indices], 1)
-        columns = [table.index[indices], own, of_experts, 2 * member + steps]
+        # Ranks, shape and kind decide all sizes: equal ones are computed once.
+        columns = [table.index[indices], group_sizes, of_experts, 2 * member + steps]
         first, state = distinct(columns)
         of_layout = np.full(len(space), -1)
         of_layout[indices] = state
@@ -93,15 +94,16 @@ class UnitStates(NamedTuple):
         return cls(of_layout, shapes, *degrees, numbers, shardings, columns_of(shardings))
 
     def sharding(self, states: Column) -> Sharding:
-        """Return how *states* are sharded, all of it as columns."""
-        found = taken(self.columns, self.kinds[states])
+        """Return the shardings of *states* as columns."""
+        shardings = taken(self.columns, self.kinds[states])
         ranks = self.num_ranks[states], self.num_expert_ranks[states]
-        return found._replace(num_ranks=ranks[0], num_expert_ranks=ranks[1])
+        return shardings._replace(num_ranks=ranks[0], num_expert_ranks=ranks[1])
 
     def alike(self, states: Column) -> Iterator[tuple[NDArray[np.bool_], Sharding]]:
-        """Yield which of *states* are alike in structure, and how these are sharded."""
+        """Yield the masks of *states* that are alike in structure, with their sharding."""
         kinds = self.kinds[states]
         members: dict[Sharding, list[int]] = defaultdict(list)
+        # Kinds with equal flags are sized as one: their ranks are columns.
         for kind in sorted(set(kinds.tolist())):
             members[self.shardings[kind].with_ranks(0, 0, 0)].append(kind)
         for structure, alike in members.items():
@@ -126,7 +128,7 @@ NUM_STATIC = 7  # columns before those of passes
 
 
 class UnitPeaks:
-    """Peaks of ranks, found once for all layouts that share them."""
+    """Peaks of ranks, computed once for all layouts that share them."""
 
     def __init__(self, space: Space, table: ShapeTable, blocks: BlockTable) -> None:
         self._space = space
@@ -142,12 +144,12 @@ class UnitPeaks:
     def add_to(
         self, peaks: FullestRanks, indices: Column, tell: Callable[[int, int], None]
     ) -> None:
-        """Write the fullest ranks of *indices* into *peaks*, those of all layouts.
+        """Add the largest peaks of *indices* to *peaks*, those of all layouts.
 
-        Of layouts that need too much those of one such rank are written, of those that the stack
-        does not offer, replicas of whole parameters, none.  *tell* is told how much is done.
+        Of layouts that need too much one such rank is added, of those that the stack does not
+        offer, replicas of whole parameters, none. *tell* is called with the progress.
         """
-        kinds, member = kinds_of(self._space, indices)
+        kinds, member = sharding_kinds(self._space, indices)
         is_offered = [
             each.replication.dp_cp == 1 or each.replication.zero_stage == 3 for each in kinds
         ]
@@ -180,22 +182,28 @@ class UnitPeaks:
         """Return the sizes of a virtual stage in the states that are *used*."""
         (stage, is_alone), shapes = part, states.shapes[used]
         columns = self._member[shapes], states.num_ranks[used], states.num_expert_ranks[used]
-        weights_of, own = _weights(stage, self._shapes, columns)
+        weights_of, weight_rows = _weights(stage, self._shapes, columns)
         rows = np.empty((len(used), 0), np.int64)
-        for chosen, sharding in states.alike(used):
-            shape = self._table.shapes[shapes[chosen][0]]
-            weights = taken(weights_of, own[chosen])
-            passes = taken(self._passes, shapes[chosen])
+        for is_chosen, sharding in states.alike(used):
+            shape = self._table.shapes[shapes[is_chosen][0]]
+            weights = taken(weights_of, weight_rows[is_chosen])
+            passes = taken(self._passes, shapes[is_chosen])
             units = UnitBytes.of(shape, stage, weights, sharding)
-            found = StageUnits.of(
+            unit_sizes = StageUnits.of(
                 shape, StagePass(passes, stage, sharding, units), weights, is_alone=is_alone
             )
-            static = weights.total, weights.experts, *weights.padding, found.surplus, found.copied
-            sizes = (*static, found.buffers, *pass_sizes(found.memory))
+            static = (
+                weights.total,
+                weights.experts,
+                *weights.padding,
+                unit_sizes.surplus,
+                unit_sizes.copied,
+            )
+            sizes = (*static, unit_sizes.buffers, *pass_sizes(unit_sizes.memory))
             if not rows.size:
                 rows = np.empty((len(used), len(sizes)), np.int64)
             for number, column in enumerate(sizes):
-                rows[chosen, number] = column
+                rows[is_chosen, number] = column
         row_of = np.zeros(len(states.shapes), np.int64)
         row_of[used] = np.arange(len(used))
         return PartSizes(row_of, rows)
@@ -203,7 +211,7 @@ class UnitPeaks:
     def _role_peaks(
         self, group: PipelineGroup, role: Role, states: UnitStates, sizes: list[PartSizes]
     ) -> tuple[Column, Column]:
-        """Return the live bytes of the fullest of the role's ranks, and its states'."""
+        """Return the live bytes of the fullest of the role's ranks, and of its states."""
         own = states.of_layout[group.indices]
         first, member = distinct([own])
         used = own[first]
@@ -225,12 +233,13 @@ class UnitPeaks:
         sums = np.asarray(sharding.sums, np.int64)
         dynamic = _most_dynamic(group.pipeline, role, pass_parts, sums, (member, microbatches))
         live = (lasting + gradients + tables)[member] + np.maximum(dynamic, updating[member])
+        # Pipelines of PyTorch hold buffers of all microbatches of a step.
         live = live + microbatches * (buffers[member] + self._batch_bytes(group))
         kept = Fragmentation.of(self._space.stack).state_bytes(lasting, gradients)[member]
         return np.asarray(live, np.int64), np.asarray(kept, np.int64)
 
     def _batch_bytes(self, group: PipelineGroup) -> Column:
-        """Return what a rank holds of the batch, for each microbatch, of each layout."""
+        """Return the bytes of the batch on a rank, for each microbatch of each layout."""
         job, stack = self._space.job, self._space.stack
         size, cp = (self._space.column(name)[group.indices] for name in ("microbatch_size", "cp"))
         is_held = group.pipeline.pp > 1 and stack.keeps_stage_outputs
@@ -244,16 +253,16 @@ def _most_dynamic(
     sums: Column,
     layouts: tuple[Column, Column],
 ) -> Column:
-    """Return the most dynamic bytes in the passes of the role's ranks, of each layout.
+    """Return the largest dynamic bytes in the passes of the role's ranks, of each layout.
 
-    It grows or shrinks from one rank of a role to the next, so it is most on the first or the last.
+    They are monotonic over the ranks of a role, so that the first or the last has most.
 
     Args:
-        pipeline: The pipeline.
-        role: Which of its ranks.
-        parts: Sizes of each virtual stage that differs, by state.
-        sums: Of each state whether gradients are summed whole until the last microbatch.
-        layouts: The state of each layout, and its microbatches.
+        pipeline: Pipeline of the layouts.
+        role: Ranks of it with equal virtual stages.
+        parts: Sizes of each different virtual stage, by state.
+        sums: Whether gradients are accumulated whole until the last microbatch, by state.
+        layouts: State of each layout, and its microbatches.
     """
     stages = list(dict.fromkeys(role.stages))
     kinds = tuple(map(stages.index, role.stages))
@@ -268,16 +277,16 @@ def _most_dynamic(
             order = keeps._replace(reshards=reshard, sums=summed)
             passes = RolePasses(pipeline.schedule, pipeline.pp, order)
             own = Layouts(states[rows], microbatches[rows], np.zeros_like(rows))
-            dynamic[rows] = RoleMoments(role, passes, parts).bytes(own)
+            dynamic[rows] = RolePeaks(role, passes, parts).bytes(own)
     return dynamic
 
 
 def _weights(
     stage: Stage, shapes: Sequence[BlockShape], columns: tuple[Column, Column, Column]
 ) -> tuple[StageWeights, Column]:
-    """Return different weights of a *stage* as columns, and which each state has.
+    """Return distinct weights of a *stage* as columns, and the index of each state's.
 
-    *columns* are of states: which of *shapes*, and the ranks that share weights, and experts.
+    *columns* are of states: index in *shapes*, and ranks of both shard groups.
     """
     first, own = distinct([*columns] if fills_rows(shapes[0]) else [columns[0]])
     keys = np.stack(columns, axis=1)[first].tolist()
@@ -291,7 +300,7 @@ def _parts(role: Role) -> list[Part]:
 
 
 def mapped(function: Callable[[Sequence[object]], Column], records: Sequence[Record]) -> Record:
-    """Return a record of what *function* makes of the same number in each of *records*.
+    """Return a record of *function* applied to the same field of each of *records*.
 
     >>> mapped(np.array, [(1, (2, 3)), (4, (5, 6))])[1][0].tolist()
     [2, 5]
@@ -308,7 +317,7 @@ def mapped(function: Callable[[Sequence[object]], Column], records: Sequence[Rec
 
 
 def columns_of(records: Sequence[Record]) -> Record:
-    """Return *records* as one of columns."""
+    """Return *records* as one record of columns."""
     return mapped(lambda numbers: np.array(numbers, np.int64), records)
 
 

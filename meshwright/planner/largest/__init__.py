@@ -1,4 +1,4 @@
-"""How large a sequence, a microbatch or a batch may be, of one plan or of a space of layouts."""
+"""The largest sequence, microbatch, batch or depth that fits, of one plan or of a whole space."""
 
 from typing import TYPE_CHECKING
 
@@ -14,5 +14,5 @@ __all__ = ["Largest", "Quantity", "find_largest", "find_largest_of_plan"]
 
 
 def __getattr__(name: str) -> object:
-    """Return what a search without a largest value needs not, imported when first asked for."""
+    """Return a name of a late module, imported when first asked for."""
     return late_name(__name__, ("quantity", "one_plan", "layouts"), name)

@@ -1,31 +1,32 @@
-"""The last of a row of values of which all before the last fit, found by bisection."""
+"""Bisection for the last of a row of values of which all before it fit."""
 
 from collections.abc import Callable
 from math import isqrt
 
-# Farther apart than this, values are halved by their ratio.
+# Factor beyond which bisection halves the ratio of values, not their difference.
 FAR_APART = 4
 
 
 def last_that_fits(first: int, last: int, step: int, fits: Callable[[int], bool]) -> int | None:
     """Return the largest of ``first, first + step, ... last`` that fits, None without one.
 
-    *fits* must hold of all values up to some one and of none behind it.  The first value is asked
-    for first, so that what does not fit there needs no look at others.
+    *fits* must hold for all values up to some one and for none behind it. The first value is tried
+    first, so that no other is tried if it does not fit.
 
     >>> last_that_fits(8, 10**8, 8, lambda value: value <= 1003)
     1000
     """
     if first > last or not fits(first):
         return None
-    good, bad = first, first + ((last - first) // step + 1) * step
-    while bad - good > step:
-        is_far = bad > FAR_APART * good
-        middle = isqrt(good * bad) if is_far else (good + bad) // 2
-        places = (middle - first) // step
-        middle = min(max(first + places * step, good + step), bad - step)
+    fitting, failing = first, first + ((last - first) // step + 1) * step
+    while failing - fitting > step:
+        is_far = failing > FAR_APART * fitting
+        middle = isqrt(fitting * failing) if is_far else (fitting + failing) // 2
+        num_steps = (middle - first) // step
+        # Strictly between both, or bisection would not end.
+        middle = min(max(first + num_steps * step, fitting + step), failing - step)
         if fits(middle):
-            good = middle
+            fitting = middle
         else:
-            bad = middle
-    return good
+            failing = middle
+    return fitting

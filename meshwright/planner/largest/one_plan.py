@@ -1,4 +1,4 @@
-"""The largest value for which one plan fits, by simulating it at some."""
+"""The largest value for which one plan fits, by simulation at some values."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -23,18 +23,17 @@ from meshwright.simulator import PlanError, ResolvedPlan, StepResult, TrainingJo
 from meshwright.simulator.layout import TP_CP, Quantity, check_sharding
 
 PlanOf: TypeAlias = Callable[[TrainingJob, int | None], ResolvedPlan]
-"""Returns the plan of a job, with so large a microbatch where it is not the plan's own."""
+"""Returns the plan of a job, with a microbatch size if it is not the plan's own."""
 
 
 class Values(NamedTuple):
-    """Values that a quantity of a plan can have.
+    """Possible values of a quantity of a plan.
 
     Args:
-        ranges: Multiples of a step from one to another along which memory only grows, the largest
-            first.
-        step: Between two neighbours of a range.
-        end: Why there are none above.
-        how: What is held, in words.
+        ranges: First and last value of ranges along which memory only grows, the largest first.
+        step: Distance of neighbours in a range.
+        end: Text of the reason why there are none above.
+        how: Text of the fixed quantities.
     """
 
     ranges: list[tuple[int, int]]
@@ -84,6 +83,7 @@ class Trials:
                 job, plan = self.plan(value)
                 self.steps[value] = self._run(job, plan)
             except PlanError as error:
+                # Refusals are kept, too: bisection may come to the same value again.
                 self.steps[value] = error
         found = self.steps[value]
         if isinstance(found, PlanError):
@@ -95,7 +95,7 @@ class Trials:
         return simulate(job, plan, self.cluster, self.stack, memory_limit_bytes=limit)
 
     def fits(self, value: int) -> bool:
-        """Return whether the plan goes with *value* and fits."""
+        """Return True if the plan can run at *value* and fits."""
         try:
             return self.step(value).memory.fits
         except PlanError:
@@ -117,14 +117,14 @@ def find_largest_of_plan(  # noqa: PLR0913 -- the public entry; what is optional
     Where nothing fits the step is that at the smallest value.
 
     Args:
-        job: What is trained, but for the quantity.
-        cluster: On what.
-        stack: With what software.
-        plan_of: Returns the plan of a job; it may cut stages by a rule, which goes by the job.
-        quantity: What grows: the length of sequences, the microbatch of the job's global batch,
+        job: Model, sequence length and batch, but for the quantity.
+        cluster: Hardware.
+        stack: Software stack.
+        plan_of: Returns the plan of a job, from which a rule for stages may follow.
+        quantity: Quantity that grows: sequence length, the microbatch of the job's global batch,
             the global batch with as many microbatches as the job's, or the layers of the model.
-        memory_limit_bytes: What a device may use; by default all that processes can have.
-        progress: Called with what is being done, and the value that is tried.
+        memory_limit_bytes: Limit of a device; by default all that processes can have.
+        progress: Called with the name of the work, and the value that is tried.
 
     Raises:
         PlanError: If the quantity does not go with the model, or no value with the plan.
@@ -135,15 +135,17 @@ def find_largest_of_plan(  # noqa: PLR0913 -- the public entry; what is optional
     for first, last in values.ranges:
         value = last_that_fits(first, last, values.step, trials.fits)
         if value is not None:
-            return _told(trials, values, value), trials.step(value)
-    return _nothing(trials, values)
+            return _largest(trials, values, value), trials.step(value)
+    return _none_fits(trials, values)
 
 
 def _lengths(job: TrainingJob, plan: ResolvedPlan) -> Values:
+    """Return the lengths of sequences that the plan's context and sequence parallelism divide."""
     _, end = most_tokens(job)
-    halves = 2 * plan.cp if plan.cp > 1 else 1
-    split = plan.number(TP_CP) if plan.sequence_parallel else 1
-    step = lcm(step_tokens(job), halves, split)
+    # Context parallelism gives each rank an early and a late part, to balance causal masks.
+    cp_multiple = 2 * plan.cp if plan.cp > 1 else 1
+    tp_multiple = plan.number(TP_CP) if plan.sequence_parallel else 1
+    step = lcm(step_tokens(job), cp_multiple, tp_multiple)
     ranges = ((-(-low // step) * step, high // step * step) for low, high in stretches(job))
     return Values([(low, high) for low, high in ranges if low <= high], step, end)
 
@@ -158,6 +160,7 @@ def _microbatches(job: TrainingJob, plan: ResolvedPlan) -> Values:
 
 
 def _batches(job: TrainingJob, plan: ResolvedPlan) -> Values:
+    """Return the global batches with as many microbatches as the job's."""
     check_sharding(job, plan)
     step = plan.dp * plan.num_microbatches(job)
     ranges = microbatch_ranges(MOST_SEQUENCES // step)
@@ -167,7 +170,7 @@ def _batches(job: TrainingJob, plan: ResolvedPlan) -> Values:
 
 
 def _layers(job: TrainingJob, plan: ResolvedPlan) -> Values:
-    """Return the numbers of layers that give all stages as many."""
+    """Return the numbers of layers that give all stages equally many."""
     most, end = most_layers(job)
     step = plan.pp * plan.num_virtual_stages
     first = -(-least_layers(job.transformer) // step) * step
@@ -182,10 +185,10 @@ _VALUES: dict[Quantity, Callable[[TrainingJob, ResolvedPlan], Values]] = {
 }
 
 
-def _told(trials: Trials, values: Values, value: int) -> Largest:
-    """Return what is said of the largest value."""
+def _largest(trials: Trials, values: Values, value: int) -> Largest:
+    """Return the result for the largest value."""
     quantity = trials.quantity
-    following = _following(values, value)
+    following = _next_value(values, value)
     if following is None:
         return Largest(quantity=quantity, value=value, next_value=None, why=values.end)
     return Largest(
@@ -196,8 +199,8 @@ def _told(trials: Trials, values: Values, value: int) -> Largest:
     )
 
 
-def _following(values: Values, value: int) -> int | None:
-    """Return the value behind *value*."""
+def _next_value(values: Values, value: int) -> int | None:
+    """Return the next value after *value*."""
     ahead: Iterable[int] = (
         value + values.step if first <= value < last else first
         for first, last in values.ranges
@@ -207,7 +210,7 @@ def _following(values: Values, value: int) -> int | None:
 
 
 def _reason(trials: Trials, value: int) -> str:
-    """Return why the plan does not fit at *value*."""
+    """Return the reason why the plan does not fit at *value*."""
     try:
         memory = trials.step(value).memory
     except PlanError as error:
@@ -216,8 +219,8 @@ def _reason(trials: Trials, value: int) -> str:
     return f"at {value:,} rank {memory.fullest_rank} needs {need} of {have}"
 
 
-def _nothing(trials: Trials, values: Values) -> tuple[Largest, StepResult]:
-    """Return what is said where no value fits, of the smallest that goes with the plan."""
+def _none_fits(trials: Trials, values: Values) -> tuple[Largest, StepResult]:
+    """Return the result where no value fits, of the smallest that the plan can run."""
     least = values.ranges[-1][0]
     step = trials.step(least)
     return (

@@ -1,4 +1,4 @@
-"""What may grow until memory is full, in which steps, and where its growth changes the layout."""
+"""Quantities that may grow until memory is full: steps, limits, and ranges with one layout."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from meshwright.simulator.model import MAX_LAYERS, with_layers
 
 MOST_TOKENS = 10**8
 MOST_SEQUENCES = 10**7
-# Lengths are tried in steps of so many tokens, or of what the job's own length shares with it.
+# Lengths are tried in steps of so many tokens, or of its common divisor with the job's length.
 USUAL_STEP_TOKENS = 1024
 
 
@@ -20,10 +20,10 @@ class Largest:
     """The largest value that fits.
 
     Args:
-        quantity: Of what.
+        quantity: The quantity.
         value: The value; None where not even the smallest one fits.
-        next_value: The next one there is, which does not fit; None where there is none.
-        why: What keeps the next value from fitting, in words.
+        next_value: The next possible value, which does not fit; None where there is none.
+        why: Text of the reason why the next value does not fit.
     """
 
     quantity: Quantity
@@ -32,7 +32,7 @@ class Largest:
     why: str
 
     def __str__(self) -> str:
-        """Return it in a line.
+        """Return the value in a line, with the reason.
 
         >>> print(Largest(quantity=Quantity.SEQ_LEN, value=8192, next_value=9216, why="it is full"))
         seq_len=8,192; it is full
@@ -55,7 +55,8 @@ def step_tokens(job: TrainingJob) -> int:
 def microbatch_ranges(most: int) -> list[tuple[int, int]]:
     """Return the ranges of microbatch sizes in which a layout's tensors are the same.
 
-    Of one sequence alone PyTorch hands out views of what it copies of more (`Tape.copy_tokens`).
+    For a single sequence PyTorch returns views of tensors that it copies for more
+    (`Tape.copy_tokens`).
 
     >>> microbatch_ranges(9)
     [(2, 9), (1, 1)]
@@ -64,10 +65,10 @@ def microbatch_ranges(most: int) -> list[tuple[int, int]]:
 
 
 def most_tokens(job: TrainingJob) -> tuple[int, str]:
-    """Return the longest sequence that the model takes at all, and why.
+    """Return the longest sequence that the model takes, and the reason.
 
     Raises:
-        PlanError: If its batch counts something else than sequences of tokens.
+        PlanError: If its batch is not of token sequences.
     """
     model = job.model
     if not isinstance(model, ModelSpec):
@@ -86,10 +87,10 @@ def deeper_job(job: TrainingJob, num_layers: int) -> TrainingJob:
 
 
 def most_layers(job: TrainingJob) -> tuple[int, str]:
-    """Return the most layers that a model can have, and why.
+    """Return the most layers that a model can have, and the reason.
 
     Raises:
-        PlanError: If its layers are no more of the same.
+        PlanError: If the model lists its layers one by one.
     """
     model = job.model
     if not isinstance(model, ModelSpec):
@@ -101,18 +102,19 @@ def most_layers(job: TrainingJob) -> tuple[int, str]:
 
 
 def least_layers(model: ModelSpec) -> int:
-    """Return the fewest layers of which the last is as those that a deeper model has more of."""
+    """Return the fewest layers of which the last is of the kind that deeper models have more of."""
     return 1 if model.experts is None else model.experts.first_dense_layers + 1
 
 
 def stretches(job: TrainingJob) -> list[tuple[int, int]]:
-    """Return ranges of lengths between which layouts change, the longest first.
+    """Return the ranges of sequence lengths between which layouts change, the longest first.
 
     Within a range the tensors of a layout are the same, each as long or longer the longer the
-    sequence is, and come and go in the same order, so its peak only grows.  Between ranges
-    `split_layers` gives stages other layers: it adds the head's cost, in layers, to whole numbers
-    and compares, so what it gives depends on that cost rounded up alone, which falls with the
-    length.  And sequences get longer than a window, for which stacks have layouts of their own.
+    sequence is, and are allocated and freed in the same order, so that its peak only grows. Between
+    ranges `split_layers` gives stages other layers: it adds the head's cost, in layers, to whole
+    numbers and compares, so that its result depends on that cost rounded up alone, which falls with
+    the length. And sequences get longer than an attention window, for which stacks have layouts of
+    their own.
     """
     most, _ = most_tokens(job)
     model = job.transformer
@@ -124,12 +126,12 @@ def stretches(job: TrainingJob) -> list[tuple[int, int]]:
 
 
 def _steps_down(height: Callable[[int], int], last: int) -> Iterator[int]:
-    """Yield the numbers up to *last* at which *height*, which never rises, is less than before."""
+    """Yield the numbers up to *last* at which *height*, which never rises, is lower than before."""
     place = 1
     while height(place) > height(last):
-        low, high, now = place, last, height(place)
+        low, high, current = place, last, height(place)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if height(middle) == now else (low, middle)
+            low, high = (middle, high) if height(middle) == current else (low, middle)
         place = high
         yield place

@@ -1,4 +1,4 @@
-"""The search: price, prune with reasons, simulate best first, prove."""
+"""Search: price, prune with reasons, simulate best first, prove."""
 
 from meshwright.planner.search.finalists import Progress
 from meshwright.planner.search.result import (

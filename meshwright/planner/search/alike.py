@@ -1,4 +1,4 @@
-"""Plans that are alike: those that a simpler one does as well as are folded into it."""
+"""Rows of a report: near-equal plans, folded into the simplest that does as well."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,17 +12,17 @@ from meshwright.simulator.layout import SEARCHED_FIELDS, stages_rule, without_de
 # than a prediction is off on average (docs/accuracy.md).
 LONGER_FRACTION = 0.01
 LARGER_FRACTION = 0.02
-# Layouts that are simulated for the rows below the best: of some spaces thousands are alike.
+# Simulations for the rows below the best: in some spaces thousands of layouts are near-equal.
 MOST_RUNS = 200
-# Layouts for each row that get sharp bounds at once: of some spaces ten are alike.
+# Sharp bounds for each row at once: in some spaces ten layouts are near-equal.
 BOUNDS_A_ROW = 10
 
 
 def complexity(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> tuple[int, ...]:
-    """Return a key that is less for a simpler plan, of all fields that are searched.
+    """Return a sort key that is lower for a simpler plan, over all searched fields.
 
-    A plan is simpler if fewer of its fields differ from what is usual, the stack's or the field's
-    default; of as many, that whose first differing column is usual, or less.
+    A plan is simpler if fewer of its fields differ from the default, the stack's or the field's; of
+    equally many, the one whose first differing column has the default, or the lower value.
 
     >>> from meshwright.hwprofiles import load_stack
     >>> from meshwright.simulator import load_model
@@ -32,6 +32,7 @@ def complexity(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> tup
     >>> complexity(job, plans[0], stack) < complexity(job, plans[1], stack)
     True
     """
+    # Defaults of these fields are the stack's.
     usual = {"zero_stage": stack.zero_stage, "attention": stack.attention, "stages": None}
     plan = without_defaults(job, stack, plan)
     codes = []
@@ -47,12 +48,12 @@ def complexity(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> tup
 
 @dataclass
 class Rows:
-    """Layouts of a search that stand for those that are alike.
+    """Layouts of a search that stand for near-equal ones.
 
-    Layouts of the same degrees are alike, if the simpler one takes at most `LONGER_FRACTION` longer
-    and at most `LARGER_FRACTION` more memory.  None stands for others and is folded itself, and
-    none that is fast enough to be listed into a row that is not: `rows_of`.
-    A layout whose bound tells that it is folded is not simulated.
+    Layouts of the same degrees are near-equal if the simpler one takes at most `LONGER_FRACTION`
+    longer and at most `LARGER_FRACTION` more memory. None stands for others and is folded itself,
+    and none that is fast enough to be listed is folded into a row that is not: `rows_of`. A layout
+    whose bound tells that it is folded is not simulated.
     """
 
     finalists: Finalists
@@ -64,15 +65,16 @@ class Rows:
     def best(self, top: int, max_passes: int) -> dict[int, list[int]]:
         """Return the best *top* rows: layouts that stand for others, with these.
 
-        They are in the order of their own times; the fastest layout may be among those of another
+        They are in the order of their own times; the fastest layout may be folded into another row
         than the first.
 
         Args:
-            top: How many.
+            top: Number of rows.
             max_passes: Stop when all runs together have made so many passes, or after `MOST_RUNS`.
         """
         runs = self.finalists.runs
         rows: dict[int, list[int]] = {}
+        # On top of the runs that the proof has made.
         most_runs = len(runs.step_ps) + MOST_RUNS
 
         def until_ps() -> int:
@@ -81,6 +83,7 @@ class Rows:
         for index, bound_ps in self.finalists.in_order(until_ps, BOUNDS_A_ROW * top):
             if bound_ps >= until_ps():
                 break
+            # Runs that the proof has made already are free.
             if index not in runs.step_ps and (
                 runs.num_passes >= max_passes or len(runs.step_ps) >= most_runs
             ):
@@ -92,14 +95,14 @@ class Rows:
             self.places[index] = *plan.degrees.values(), plan.parameter_server
             self.complexities[index] = complexity(space.job, plan, space.stack)
             rows = self._simulated()
-        while hidden := self._hidden(rows, top):
+        while misplaced := self._wrongly_folded(rows, top):
             listed = {*list(rows)[:top]}
-            self.rows_of |= dict.fromkeys(hidden, listed)
+            self.rows_of |= dict.fromkeys(misplaced, listed)
             rows = self._simulated()
         return dict(list(rows.items())[:top])
 
-    def _hidden(self, rows: dict[int, list[int]], top: int) -> set[int]:
-        """Return those faster than the last of the best *top* that a row behind it stands for."""
+    def _wrongly_folded(self, rows: dict[int, list[int]], top: int) -> set[int]:
+        """Return layouts faster than the last of the best *top*, folded into a row behind it."""
         listed = list(rows)[:top]
         last_ps = self.finalists.runs.step_ps[listed[-1]] if listed else 0
         behind = (alike for row, alike in rows.items() if row not in listed)
@@ -119,24 +122,26 @@ class Rows:
                 runs.run(index)
 
     def _folded(self) -> dict[int, list[int]]:
-        """Return the rows as they are known; what was not simulated stands for nothing else."""
+        """Return the rows as known so far; layouts not simulated stand for nothing else."""
         runs = self.finalists.runs
         simulated: dict[object, list[int]] = {}
         stands_for: dict[int, int] = {}
         for index in sorted(self.places, key=lambda each: (self.complexities[each], each)):
-            own = simulated.setdefault(self.places[index], [])
-            listed = self.rows_of.get(index, own)
-            alike = (each for each in own if each in listed and self._is_like(index, each))
-            stands_for[index] = next(alike, index)
+            representatives = simulated.setdefault(self.places[index], [])
+            listed = self.rows_of.get(index, representatives)
+            candidates = (
+                each for each in representatives if each in listed and self._is_like(index, each)
+            )
+            stands_for[index] = next(candidates, index)
             if stands_for[index] == index and index in runs.step_ps:
-                own.append(index)
+                representatives.append(index)
         rows: dict[int, list[int]] = {}
         for index in sorted(self.places, key=lambda each: (self._least_ps(each), each)):
             rows.setdefault(stands_for[index], []).append(index)
         return rows
 
     def _is_like(self, index: int, simpler: int) -> bool:
-        """Return whether *simpler*, which was simulated, does as well as *index*."""
+        """Return True if *simpler*, which was simulated, does as well as *index*."""
         runs = self.finalists.runs
         is_longer = runs.step_ps[simpler] > self._least_ps(index) * (1 + LONGER_FRACTION)
         device_bytes = runs.device_bytes
@@ -144,4 +149,5 @@ class Rows:
         return not is_longer and not is_larger
 
     def _least_ps(self, index: int) -> int:
+        """Return the simulated time of a layout, or its bound."""
         return self.finalists.runs.step_ps.get(index, self.bounds_ps[index])

@@ -24,7 +24,7 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.memory import PeakBytes
 
-# So many layouts, and then twice as many, get sharp bounds at a time where one is looked for.
+# Layouts whose bounds are sharpened at a time where one is looked for; doubled each time.
 FIRST_BOUNDS = 4
 NEVER_PS = 2**63 - 1
 
@@ -38,7 +38,7 @@ MOST_KEPT_PASSES = 500_000
 
 @dataclass
 class Runs:
-    """The simulated layouts of a search; each is run once, but for long ones to report."""
+    """Simulated layouts of a search; each is run once, but for long ones to report."""
 
     space: Space
     costs: CostModel
@@ -64,12 +64,12 @@ class Runs:
         return self.step_ps[index]
 
     def expect(self, others: "Runs", numbers: Column, own: Column) -> None:
-        """Take the kept runs of *others* when the same layouts are to be run here.
+        """Take over the kept runs of *others* for the same layouts here.
 
         Args:
             others: Runs of some layouts.
-            numbers: That of each of these.
-            own: Those of the layouts here, ascending.
+            numbers: Number of each of these layouts.
+            own: Numbers of the layouts here, ascending.
         """
         for index, run in others.kept.items():
             place = int(np.searchsorted(own, numbers[index]))
@@ -77,8 +77,10 @@ class Runs:
                 self.earlier[place] = run
 
     def _keep(self, index: int, built: BuiltStep, times: StepTimes) -> None:
+        """Keep a run; drop the slowest ones beyond `MOST_KEPT_PASSES`."""
         self.kept[index] = built, times
         passes = sum(kept.num_passes for _, kept in self.kept.values())
+        # A report shows the fastest: the slowest runs are dropped first.
         for slowest in sorted(self.kept, key=self.rank, reverse=True):
             if passes <= MOST_KEPT_PASSES:
                 return
@@ -103,8 +105,9 @@ class Runs:
         )
 
     def is_too_long(self, index: int) -> bool:
-        """Whether layout *index* has too many passes to simulate, which a run of many finds out."""
+        """Whether layout *index* has too many passes to simulate, which only a run may tell."""
         stages = self.space.column("pp")[index] * self.space.column("num_virtual_stages")[index]
+        # Many passes may still fold into few periods, which only a run tells.
         is_long = stages * self.space.num_microbatches[index] > MAX_PASSES
         if is_long and index not in self.too_long:
             try:
@@ -119,7 +122,7 @@ class Runs:
         return self.step_ps[index], int(self.device_bytes[index]), index
 
     def evaluated(self, limit_bytes: int) -> tuple[SimulatedPlan, ...]:
-        """Return what was simulated, in the order of the space."""
+        """Return the simulated layouts in the order of the space."""
         return tuple(
             SimulatedPlan(
                 plan=self.space.plan(index),
@@ -137,9 +140,9 @@ Bound = Callable[[NDArray[np.int64]], Column]
 
 @dataclass
 class Bounds:
-    """Lower bounds of layouts: rough ones of all, sharp ones of those that a search comes to.
+    """Lower bounds of layouts: rough ones of all, sharp ones of those that a search reaches.
 
-    ``sharp_ps`` is the function of the sharp ones; None where there are no others.
+    ``sharp_ps`` computes the sharp ones; None where there are none.
     """
 
     bounds_ps: Column
@@ -147,11 +150,11 @@ class Bounds:
     is_sharp: NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Know no sharp bound yet."""
+        """Mark all bounds as rough, unless there are no sharp ones."""
         self.is_sharp = np.full(len(self.bounds_ps), self.sharp_ps is None)
 
     def sharpen(self, indices: NDArray[np.int64]) -> None:
-        """Find the sharp bounds of *indices*."""
+        """Compute the sharp bounds of *indices*."""
         rough = indices[~self.is_sharp[indices]]
         if len(rough) and self.sharp_ps is not None:
             self.bounds_ps[rough] = np.maximum(self.bounds_ps[rough], self.sharp_ps(rough))
@@ -159,11 +162,11 @@ class Bounds:
 
 
 class Field(NamedTuple):
-    """The layouts of a search, simulated on demand, and the functions of their lower bounds.
+    """Layouts of a search, simulated on demand, with the functions of their lower bounds.
 
-    ``needed_bytes`` gives the exact device memory of layouts of which the runs know no more than
-    that they do not fit; None where all of it is known.  ``host_bytes`` is the memory of hosts, of
-    layouts that fit on devices; None where none is used.
+    ``needed_bytes`` gives the exact device memory of layouts for which only a bound above the limit
+    is known; None where all of it is exact. ``host_bytes`` is the host memory of layouts that fit
+    on devices; None where none offloads.
     """
 
     runs: Runs
@@ -173,13 +176,13 @@ class Field(NamedTuple):
     host_bytes: Column | None = None
 
     def candidates(self, cluster: Cluster, memory_limit_bytes: int | None) -> Candidates:
-        """Return what rules may look at."""
+        """Return the input of rules."""
         runs = self.runs
         needed = runs.device_bytes, memory_limit_bytes, self.host_bytes
         return Candidates(runs.space, cluster, *needed)
 
     def bounds(self, indices: NDArray[np.int64]) -> Bounds:
-        """Return the bounds of *indices*; those of other layouts say nothing."""
+        """Return the bounds of *indices*; those of other layouts are meaningless."""
         bounds_ps = np.zeros(len(self.runs.space), np.int64)
         bounds_ps[indices] = self.rough_ps(indices)
         return Bounds(bounds_ps, self.sharp_ps)
@@ -187,11 +190,11 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What is known of the fastest layouts of a set.
+    """Fastest known layouts of a set, with what their bounds prove.
 
     Args:
         indices: Simulated layouts, best first, as many as were asked for.
-        next_bound_ps: Least bound of what was not simulated; None where nothing is left.
+        next_bound_ps: Least bound of layouts not simulated; None where none is left.
         is_proven: Whether the first of ``indices`` is the fastest of the set.
     """
 
@@ -202,7 +205,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class Finalists:
-    """Layouts that are simulated in the order in which they are worth it: bound, then memory."""
+    """Layouts that are simulated in the order of bound, then memory."""
 
     indices: NDArray[np.int64]
     bounds: Bounds
@@ -210,23 +213,23 @@ class Finalists:
 
     @property
     def density(self) -> Density | None:
-        """How their memory and their bounds are spread."""
+        """Histogram of their memory and bounds."""
         chosen = self.indices
         return layout_density(self.runs.device_bytes[chosen], self.bounds.bounds_ps[chosen])
 
     def within(self, most_bytes: int) -> "Finalists":
-        """Return those that need at most *most_bytes* of device memory."""
+        """Return the layouts that need at most *most_bytes* of device memory."""
         chosen = self.runs.device_bytes[self.indices] <= most_bytes
         return Finalists(self.indices[chosen], self.bounds, self.runs)
 
     def in_order(
         self, until_ps: Callable[[], int], count: int = FIRST_BOUNDS
     ) -> Iterator[tuple[int, int]]:
-        """Yield layouts with their bounds, the least first; bounds are sharpened before that.
+        """Yield layouts by ascending bound, which is sharpened before that.
 
         Args:
-            until_ps: Bounds from which on layouts are not asked for, as is known by then.
-            count: Layouts whose bounds are sharpened at once, and then twice as many.
+            until_ps: Returns the bound from which on layouts are not needed, as known by then.
+            count: Layouts whose bounds are sharpened at once; doubled each time.
         """
         left, bounds_ps = self.indices, self.bounds.bounds_ps
         while len(left):
@@ -235,6 +238,7 @@ class Finalists:
             most = min(most, max(until_ps(), rough.min()))  # which may grow again
             near = left[rough <= most]
             self.bounds.sharpen(near)
+            # Sharpened bounds may exceed those of layouts that are still rough: these come first.
             near = near[bounds_ps[near] <= most]
             order = np.lexsort((near, self.runs.device_bytes[near], bounds_ps[near]))
             yield from zip(near[order].tolist(), bounds_ps[near[order]].tolist(), strict=True)
@@ -248,34 +252,34 @@ class Finalists:
         A layout with too many passes is not simulated; its bound stays part of the proof.
 
         Args:
-            count: How many.
+            count: Number of layouts.
             max_passes: Stop when all runs together have made so many passes.
             progress: Called after each run.
         """
         best: list[int] = []
-        left_out_ps: list[int] = []
+        skipped_ps: list[int] = []
 
         def until_ps() -> int:
             return self.runs.step_ps[best[-1]] if len(best) == count else NEVER_PS
 
         for position, (index, bound_ps) in enumerate(self.in_order(until_ps), 1):
             if len(best) == count and bound_ps >= self.runs.step_ps[best[-1]]:
-                return self._proof(best, [*left_out_ps, bound_ps])
+                return self._proof(best, [*skipped_ps, bound_ps])
             if self.runs.is_too_long(index):
-                left_out_ps.append(bound_ps)
+                skipped_ps.append(bound_ps)
                 continue
             if index not in self.runs.step_ps and self.runs.num_passes >= max_passes:
-                return self._proof(best, [*left_out_ps, bound_ps])
+                return self._proof(best, [*skipped_ps, bound_ps])
             self.runs.run(index)
             best = sorted([*best, index], key=self.runs.rank)[:count]
             if progress is not None:
                 known_ps = self.bounds.bounds_ps[self.indices]
                 done = np.count_nonzero(known_ps < self.runs.step_ps[best[0]])
                 progress("simulating finalists", position, int(done))
-        return self._proof(best, left_out_ps)
+        return self._proof(best, skipped_ps)
 
     def _proof(self, best: list[int], bounds_ps: list[int]) -> Proof:
-        """Return what is known when *bounds_ps* are the bounds of layouts not simulated."""
+        """Return the proof, given the *bounds_ps* of layouts not simulated."""
         next_bound_ps = min(bounds_ps, default=None)
         proven = bool(best) and (
             next_bound_ps is None or next_bound_ps >= self.runs.step_ps[best[0]]

@@ -1,4 +1,4 @@
-"""The least time for the memory that is given: what a smaller memory limit would cost."""
+"""Frontier of memory against time: the least time within each memory limit."""
 
 import numpy as np
 
@@ -12,35 +12,36 @@ STEP_FRACTION = 0.05
 def find_frontier(
     finalists: Finalists, fastest: int | None, *, max_passes: int, tell: Progress
 ) -> tuple[FrontierPoint, ...]:
-    """Return the frontier of memory against time, by bytes.
+    """Return the Pareto frontier of memory against time, by bytes.
 
-    The fastest layout that needs at most some memory is found as the fastest of all is: by
-    bounds, level by level down to the least memory of all.  What was simulated besides and is
-    beaten by none is on the frontier, too.  A point is proven where no bound of a layout within its
-    memory leaves room for a faster one; else the gap is known.
+    The fastest layout within some memory is found as the fastest of all is: by bounds, level by
+    level down to the least memory of all. Other simulated layouts that none beats are on the
+    frontier, too. A point is proven where no bound of a layout within its memory leaves room for a
+    faster one; else the gap is known.
 
     Args:
         finalists: Every feasible layout.
-        fastest: The fastest layout that is known, where there is one.
+        fastest: Fastest known layout, if there is one.
         max_passes: Stop when all runs together have made so many passes.
-        tell: Is told how many points are known.
+        tell: Called with the number of known points.
     """
-    runs, index, found = finalists.runs, fastest, 0
+    runs, index, num_points = finalists.runs, fastest, 0
     while index is not None:
-        found += 1
-        tell("finding points of the frontier", found, 0)
+        num_points += 1
+        tell("finding points of the frontier", num_points, 0)
+        # Levels in steps: each point costs a search of its own.
         limit_bytes = int(runs.device_bytes[index] * (1 - STEP_FRACTION))
         proof = finalists.within(limit_bytes).fastest(1, max_passes)
         index = proof.indices[0] if proof.indices else None
-    return tuple(_point(finalists, index) for index in _unbeaten(finalists, runs))
+    return tuple(_point(finalists, index) for index in _pareto_optimal(finalists, runs))
 
 
 def _point(finalists: Finalists, index: int) -> FrontierPoint:
-    """Return simulated layout *index* as a point, with what bounds say within its memory."""
+    """Return simulated layout *index* as a point, with the bounds within its memory."""
     runs, step_ps = finalists.runs, finalists.runs.step_ps[index]
     within = finalists.within(int(runs.device_bytes[index])).indices
-    left = within[~np.isin(within, [*runs.step_ps])]
-    least_ps = int(finalists.bounds.bounds_ps[left].min(initial=step_ps))
+    unsimulated = within[~np.isin(within, [*runs.step_ps])]
+    least_ps = int(finalists.bounds.bounds_ps[unsimulated].min(initial=step_ps))
     return FrontierPoint(
         plan=runs.space.plan(index),
         step_ps=step_ps,
@@ -51,15 +52,15 @@ def _point(finalists: Finalists, index: int) -> FrontierPoint:
 
 
 def num_below(finalists: Finalists, frontier: tuple[FrontierPoint, ...]) -> int:
-    """Return how many layouts are below the least level of memory that a *frontier* came to."""
+    """Return the number of layouts below the least level of memory that a *frontier* reached."""
     if not frontier:
         return 0
     limit_bytes = int(frontier[0].device_bytes * (1 - STEP_FRACTION))
     return len(finalists.within(limit_bytes).indices)
 
 
-def _unbeaten(finalists: Finalists, runs: Runs) -> list[int]:
-    """Return the simulated layouts that no other one beats, by bytes."""
+def _pareto_optimal(finalists: Finalists, runs: Runs) -> list[int]:
+    """Return the Pareto-optimal simulated layouts, by bytes."""
     feasible = set(finalists.indices.tolist())
     by_memory = sorted(
         (index for index in runs.step_ps if index in feasible),

@@ -1,4 +1,4 @@
-"""Layouts beside the proven ones: the nearest where none fits, a faster one none can launch."""
+"""Layouts besides the proven ones: the nearest where none fits, and faster unlaunchable ones."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from meshwright.planner.space import Candidates, Column, apply_rules
 from meshwright.simulator.launching import refusal_text
 from meshwright.simulator.layout import Axis
 
-# So many layouts, those that need least by the least that is known, are sized first.
+# Layouts with the least lower bounds of memory that are sized exactly first.
 FIRST_SIZED = 1000
 # Passes that are simulated to find a faster layout that the framework cannot be told.
 UNLAUNCHABLE_PASSES = 100_000
@@ -20,19 +20,20 @@ UNLAUNCHABLE_PASSES = 100_000
 def find_nearest(
     candidates: Candidates, field: Field, limit_bytes: int, progress: Progress | None
 ) -> Nearest | None:
-    """Return the layout that needs the least memory of those only memory rules out.
+    """Return the layout with the least memory of those that memory alone rules out.
 
     One whose tensor parallelism crosses nodes is named only where all do.
 
     Args:
-        candidates: What rules look at.
+        candidates: Input of rules.
         field: The layouts.
-        limit_bytes: What a device may use.
+        limit_bytes: Memory limit of a device.
         progress: Called after each simulation of a change; None looks for none.
 
     Returns:
         None where there is no such layout.
     """
+    # Without the memory rule: every other rule still has to hold.
     left, _ = apply_rules(replace(candidates, device_bytes=np.zeros_like(candidates.device_bytes)))
     indices = np.flatnonzero(left)
     if not len(indices):
@@ -42,18 +43,20 @@ def find_nearest(
     indices, needed = _least_needed(field, indices)
     place = int(np.argmin(needed))
     index, limit, runs = int(indices[place]), candidates.memory_limit_bytes, field.runs
-    is_left = progress is None or runs.is_too_long(index)
+    is_unchanged = progress is None or runs.is_too_long(index)
     return Nearest(
         plan=candidates.space.plan(index),
         lacks_bytes=int(needed[place]) - limit_bytes,
-        changes=() if is_left else cheapest_changes(runs.result(index, limit), limit, progress),
+        changes=()
+        if is_unchanged
+        else cheapest_changes(runs.result(index, limit), limit, progress),
     )
 
 
 def _least_needed(field: Field, indices: Column) -> tuple[Column, Column]:
     """Return those of *indices* that may need least, and the exact memory of each.
 
-    What is known of others is too much already.
+    The lower bounds of others exceed the least exact memory already.
     """
     known = field.runs.device_bytes[indices]
     if field.needed_bytes is None:
@@ -67,12 +70,12 @@ def _least_needed(field: Field, indices: Column) -> tuple[Column, Column]:
 def find_unlaunchable(
     candidates: Candidates, field: Field, finalists: Finalists, tell: Progress
 ) -> Unlaunchable | None:
-    """Return the fastest layout that the framework cannot be told, if it is faster than the best.
+    """Return the fastest layout the framework cannot express, if it beats the best.
 
     Args:
-        candidates: What rules look at.
+        candidates: Input of rules.
         field: The layouts.
-        finalists: Those that the framework can be told, simulated.
+        finalists: Simulated layouts that the framework can express.
         tell: Called after each run.
     """
     runs, space = field.runs, candidates.space

@@ -1,4 +1,4 @@
-"""Branch and bound over partial layouts: which of a space have to be laid out at all."""
+"""Branch and bound over partial layouts: those of a space that have to be laid out at all."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
@@ -13,19 +13,19 @@ from meshwright.planner.space import Cells, Column, Mask, Nodes, PartialLayouts,
 from meshwright.simulator import CostModel
 from meshwright.simulator.memory import Fragmentation, PeakBytes
 
-# The first of all that are laid out: the fastest few by their bounds within each of some levels of
-# memory.  Better ones leave less for later; none changes what is found.
+# Layouts that are laid out first: the fastest few by their bounds within each of some levels of
+# memory.  Better ones leave less for later; none changes the result.
 NUM_LEVELS, FEW = 48, 8
 
 
-class Beaten(NamedTuple):
+class BestKnown(NamedTuple):
     """Simulated layouts, of which others are faster only with more memory.
 
     Args:
-        device_bytes: What each needs, ascending.
+        device_bytes: Memory of each, ascending.
         step_ps: Their times, descending.
-        slowest_ps: What the last row of a report takes, and a little: whatever may take no longer
-            is looked at.
+        slowest_ps: Time of a report's last row, and a margin: partial layouts whose bound is no
+            longer are laid out.
     """
 
     device_bytes: Column
@@ -34,12 +34,12 @@ class Beaten(NamedTuple):
 
     @classmethod
     def by(cls, finalists: Finalists, rows: Sequence[int], top: int) -> Self:
-        """Return what is beaten by the simulated layouts that fit, and by the *rows* of a report.
+        """Return the times that simulated layouts which fit set, and the *rows* of a report.
 
         Args:
-            finalists: Those that fit.
-            rows: Simulated ones, as a report lists them.
-            top: How many a report is to list.
+            finalists: Layouts that fit.
+            rows: Simulated layouts, as a report lists them.
+            top: Number of rows of a report.
         """
         runs, fitting = finalists.runs, {*finalists.indices.tolist()}
         known = [index for index in runs.step_ps if index in fitting]
@@ -51,7 +51,8 @@ class Beaten(NamedTuple):
         return cls(needed, np.minimum.accumulate(times), slowest_ps)
 
     def least_ps(self, device_bytes: Column) -> Column:
-        """Return the least time known within so much memory; `NEVER_PS` where none is."""
+        """Return the least known time within so much memory; `NEVER_PS` where none is known."""
+        # Within less memory than any simulated layout needs no time is known.
         times = np.append(NEVER_PS, self.step_ps)
         return np.asarray(times[np.searchsorted(self.device_bytes, device_bytes, side="right")])
 
@@ -64,23 +65,23 @@ class Bounded(NamedTuple):
     device_bytes: Column
 
     def chosen(self, mask: Mask) -> Self:
-        """Return those of a mask."""
+        """Return the nodes of a mask."""
         nodes = self.nodes._replace(rows=self.nodes.rows[mask])
         return type(self)(nodes, self.step_ps[mask], self.device_bytes[mask])
 
 
 Chooses = Callable[[Column, Column], Mask]
-"""Returns those to look into, by the bounds of their times and of their device memory."""
+"""Returns the mask of nodes to expand, from the bounds of their times and device memory."""
 
 
 class Pruning:
-    """The partial layouts of a space, with lower bounds of time and memory.
+    """Partial layouts of a space, with lower bounds of time and memory.
 
     ``rows`` are those that may fit, whatever they recompute.
     """
 
     def __init__(self, space: PartialSpace, costs: CostModel, limit_bytes: int) -> None:
-        """Bound every partial layout, in time those that *limit_bytes* may hold."""
+        """Bound the memory of every partial layout, and the time of those that may fit."""
         self._space, self._costs, self._limit_bytes = space, costs, limit_bytes
         self._times, self._memory = PartialBounds(space, costs), PartialMemory(space, costs.blocks)
         families = [(each, each.offered.any(axis=(1, 2))) for each in space.families]
@@ -94,7 +95,7 @@ class Pruning:
 
     def _bounded(self, parts: Sequence[Nodes]) -> list[Bounded]:
         """Return the bounds of nodes that may fit."""
-        fitting, needed = [], []
+        fitting_nodes, memory_bounds = [], []
         fragmentation, cluster = Fragmentation.of(self._costs.stack), self._costs.cluster
         for nodes, live in zip(parts, self._memory.of(parts, self._limit_bytes), strict=True):
             peaks = PeakBytes(live, fragmentation.least_reserved_parts(live))
@@ -102,37 +103,39 @@ class Pruning:
             device_bytes = device_bytes_column(examples, cluster, peaks)
             may_fit = device_bytes <= self._limit_bytes
             if may_fit.any():
-                fitting.append(nodes._replace(rows=nodes.rows[may_fit]))
-                needed.append(device_bytes[may_fit])
-        return [*map(Bounded, fitting, self._times.of(fitting), needed)]
+                fitting_nodes.append(nodes._replace(rows=nodes.rows[may_fit]))
+                memory_bounds.append(device_bytes[may_fit])
+        # Only nodes that may fit get bounds of time.
+        return [*map(Bounded, fitting_nodes, self._times.of(fitting_nodes), memory_bounds)]
 
     @property
     def num_lacking(self) -> int:
-        """How many layouts that can be told need too much by the bounds alone."""
+        """Number of launchable layouts that need too much memory by the bounds alone."""
         every = sum(int(np.count_nonzero(each.told)) for each in self._space.families)
         kept = (each.nodes.family.told[each.nodes.rows] for each in self.rows)
         return every - sum(int(np.count_nonzero(told)) for told in kept)
 
     def below(self, rows: Sequence[Bounded]) -> list[Bounded]:
-        """Return the nodes below some of `rows`, by what is recomputed, that may fit."""
+        """Return the nodes below some of `rows`, by recomputation, that may fit."""
         above = (each.nodes for each in rows if len(each.nodes.rows))
         return self._bounded([node for each in above for node in _below(each)])
 
     def first(self) -> list[Cells]:
-        """Return the cells of a few layouts that may be best, as bounds have it."""
-        return self._cells(_few)
+        """Return the cells of a few layouts that may be best by their bounds."""
+        return self._cells(_fewest_per_level)
 
-    def left(self, beaten: Beaten) -> list[Cells]:
+    def left(self, best_known: BestKnown) -> list[Cells]:
         """Return the cells of all layouts that may be as good as any of a report, or better."""
 
         def chooses(step_ps: Column, device_bytes: Column) -> Mask:
-            least_ps = np.maximum(beaten.slowest_ps, beaten.least_ps(device_bytes))
+            least_ps = np.maximum(best_known.slowest_ps, best_known.least_ps(device_bytes))
             return np.asarray(step_ps <= least_ps)
 
         return self._cells(chooses)
 
     def _cells(self, chooses: Chooses) -> list[Cells]:
         """Return the cells of each family that are left when rows and then choices are chosen."""
+        # By rows first: those that are beaten whatever they recompute are not split further.
         below = self.below(_chosen(self.rows, chooses))
         kept = [each.nodes for each in _chosen(below, chooses)]
         found = []
@@ -153,17 +156,17 @@ def _choices(family: PartialLayouts) -> Column:
 
 
 def _below(nodes: Nodes) -> Iterator[Nodes]:
-    """Yield nodes by what they recompute, with the rows that have layouts."""
+    """Yield nodes by recomputation, with the rows that have layouts."""
     modes = nodes.family.choices["recompute"][nodes.choices]
     for mode in np.unique(modes):
         choices = nodes.choices[modes == mode]
-        have = nodes.have(choices)
-        if have.any():
-            yield Nodes(nodes.family, nodes.rows[have], choices)
+        has_layout = nodes.have(choices)
+        if has_layout.any():
+            yield Nodes(nodes.family, nodes.rows[has_layout], choices)
 
 
 def _chosen(parts: Sequence[Bounded], chooses: Chooses) -> list[Bounded]:
-    """Return of each of *parts* those that are chosen among all."""
+    """Return the nodes of each of *parts* that are chosen among all."""
     bounds = [np.zeros((2, 0), np.int64)]
     bounds += [np.stack([each.step_ps, each.device_bytes]) for each in parts]
     mask = chooses(*np.concatenate(bounds, axis=1))
@@ -172,8 +175,8 @@ def _chosen(parts: Sequence[Bounded], chooses: Chooses) -> list[Bounded]:
     return [each.chosen(own) for each, own in zip(parts, masks, strict=False)]
 
 
-def _few(step_ps: Column, device_bytes: Column) -> Mask:
-    """Return the `FEW` with the least bounds of time within each of some levels of memory."""
+def _fewest_per_level(step_ps: Column, device_bytes: Column) -> Mask:
+    """Return the mask of the `FEW` with the least bounds of time within some levels of memory."""
     found = np.zeros(len(step_ps), np.bool_)
     if not len(step_ps):
         return found

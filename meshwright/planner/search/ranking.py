@@ -1,4 +1,4 @@
-"""The layouts of a search, ranked: sized, bounded, simulated best first, with a proof."""
+"""Ranking of a search's layouts: sized, bounded, simulated best first, with a proof."""
 
 from typing import NamedTuple, Self
 
@@ -11,7 +11,7 @@ from meshwright.planner.footprint import device_bytes_column, host_bytes_column,
 from meshwright.planner.search.alike import Rows
 from meshwright.planner.search.finalists import Field, Finalists, Progress, Proof, Runs
 from meshwright.planner.search.frontier import find_frontier
-from meshwright.planner.search.pruning import Beaten, Pruning
+from meshwright.planner.search.pruning import BestKnown, Pruning
 from meshwright.planner.search.result import Density, FrontierPoint
 from meshwright.planner.search.varied import Numbers
 from meshwright.planner.space import (
@@ -28,8 +28,8 @@ from meshwright.planner.space import (
 from meshwright.simulator import MAX_PASSES, CostModel, PlanError
 from meshwright.simulator.memory import PeakBytes, usable_bytes
 
-# How much may be simulated, in forward and backward passes: for the proof of the best layout
-# (beyond it the gap is reported), for the runners-up, and for the frontier.
+# Budgets of simulation in forward and backward passes: for the proof of the best layout (beyond
+# it the gap is reported), for the runners-up, and for the frontier.
 PROOF_PASSES = 20_000_000
 RUNNER_UP_PASSES = 100_000
 FRONTIER_PASSES = 1_000_000
@@ -38,19 +38,19 @@ FEW_LAYOUTS = 1_000_000
 
 
 class Ranked(NamedTuple):
-    """What is known of the layouts of a search when the best are.
+    """Layouts of a search, ranked, with the proof of the best.
 
     Args:
         field: The layouts.
-        candidates: The same as rules look at them.
-        finalists: Those that no rule takes out.
-        rejections: How many each rule takes out, by reason.
-        density: Of finalists, by bounds before any was sharpened.
-        proof: Of the best.
+        candidates: Input of rules.
+        finalists: Layouts that no rule takes out.
+        rejections: Number of layouts that each rule takes out, by reason.
+        density: Histogram of finalists, by bounds before any was sharpened.
+        proof: Proof of the best layout.
         rows: The best layout, and those that stand for others, with all that each stands for.
-        frontier: Memory against time.
-        space_size: Layouts in all, laid out or not.
-        numbers: Returns the numbers of a field in those that the stack offers, and launches.
+        frontier: Pareto frontier of memory against time.
+        space_size: Number of all layouts, laid out or not.
+        numbers: Returns the numbers of a field in layouts that are offered and can be launched.
     """
 
     field: Field
@@ -71,7 +71,7 @@ class Ranked(NamedTuple):
 
     @classmethod
     def of(cls, field: Field, memory_limit_bytes: int | None, top: int, tell: Progress) -> Self:
-        """Return what is known when *top* rows and the frontier have been simulated.
+        """Return the ranking when *top* rows and the frontier have been simulated.
 
         Raises:
             PlanError: If all that fit have too many passes to simulate.
@@ -91,8 +91,8 @@ class Ranked(NamedTuple):
         def numbers(name: str) -> Column:
             return space.column(name)[~(lacks(space) | cannot_be_told(space))]
 
-        known = finalists, rejections, density, proof, rows, frontier, len(space), numbers
-        return cls(field, candidates, *known)
+        results = finalists, rejections, density, proof, rows, frontier, len(space), numbers
+        return cls(field, candidates, *results)
 
 
 def rank_mesh(
@@ -104,19 +104,19 @@ def rank_mesh(
     counts: bool,
     tell: Progress,
 ) -> Ranked:
-    """Return the layouts of a mesh of ranks, ranked; of many only those that may be as good as any.
+    """Return the ranked layouts of a mesh of ranks; of many only those that may be best.
 
-    A few that bounds have for the best are simulated first.  A partial layout is left out if one
-    of them needs no more memory and is faster than anything that may become of it, and the last of
-    *top* rows is, too.
+    A few that are best by their bounds are simulated first. A partial layout is excluded if one of
+    them needs no more memory and is faster than any layout below it, and so is the last of *top*
+    rows.
 
     Args:
         known: The partial layouts.
-        costs: On what, with what software.
-        memory_limit_bytes: What a device may use; by default all that processes can have.
+        costs: Cost model of cluster and stack.
+        memory_limit_bytes: Limit of a device; by default all that processes can have.
         top: Rows of the report.
         counts: Whether every layout is to be sized, however bad.
-        tell: What is being done, how much is done, and of how much.
+        tell: Called with the name of the work, the number done, and the total.
     """
     limit_bytes = usable_bytes(costs.cluster, memory_limit_bytes)
     if counts or len(known) <= FEW_LAYOUTS:
@@ -126,32 +126,35 @@ def rank_mesh(
     pruning = Pruning(known, costs, limit_bytes)
     few, order = known.layouts(pruning.first())
     first = Ranked.of(mesh_field(few, costs, limit_bytes, tell), memory_limit_bytes, top, tell)
+    # Nothing fits of the first few: no time to compare with.
     if not first.rows:
         return rank_mesh(known, costs, memory_limit_bytes, top=top, counts=True, tell=tell)
-    beaten = Beaten.by(first.finalists, [*first.rows], top)
-    space, numbers = known.layouts(pruning.left(beaten))
+    best_known = BestKnown.by(first.finalists, [*first.rows], top)
+    space, numbers = known.layouts(pruning.left(best_known))
     field = mesh_field(space, costs, limit_bytes, tell)
     field.runs.expect(first.field.runs, order, numbers)
-    found = Ranked.of(field, memory_limit_bytes, top, tell)
-    lacking = found.rejections.get(LACKS_MEMORY, 0) + pruning.num_lacking
-    rejections = found.rejections | known.rejections | {LACKS_MEMORY: lacking}
-    return found._replace(rejections=rejections, space_size=len(known), numbers=known.numbers)
+    ranked = Ranked.of(field, memory_limit_bytes, top, tell)
+    # Layouts that bounds excluded count with the rule that excluded them.
+    lacking = ranked.rejections.get(LACKS_MEMORY, 0) + pruning.num_lacking
+    rejections = ranked.rejections | known.rejections | {LACKS_MEMORY: lacking}
+    return ranked._replace(rejections=rejections, space_size=len(known), numbers=known.numbers)
 
 
 def mesh_field(space: Space, costs: CostModel, limit_bytes: int, tell: Progress) -> Field:
     """Return layouts of a mesh of ranks with exact memory, and bounds without a run.
 
-    Memory is known of what the stack offers, and exact of what *limit_bytes* may hold.
+    Memory is known for layouts that the stack offers, and exact up to *limit_bytes*.
     """
     tell(f"sizing the memory of {counted(len(space), 'layout')}", 0, 0)
     cluster, blocks = costs.cluster, costs.blocks
     offered = np.flatnonzero(~lacks(space))
     table = ShapeTable.of(space, offered)
-    found = peak_bytes(space, table, blocks, offered, most_bytes=limit_bytes, progress=tell)
-    peaks = PeakBytes(*(np.zeros(len(space), np.int64) for _ in found))
-    for column, own in zip(peaks, found, strict=True):
-        column[offered] = own
+    offered_peaks = peak_bytes(space, table, blocks, offered, most_bytes=limit_bytes, progress=tell)
+    peaks = PeakBytes(*(np.zeros(len(space), np.int64) for _ in offered_peaks))
+    for column, values in zip(peaks, offered_peaks, strict=True):
+        column[offered] = values
     runs = Runs(space, costs, peaks, device_bytes_column(space, cluster, peaks))
+    # Only layouts that fit need bounds of time.
     within = offered[peaks.live_bytes[offered] <= limit_bytes]
     bounds = StepBounds(space, table.of_layouts(within), costs)
 

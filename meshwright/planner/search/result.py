@@ -1,4 +1,4 @@
-"""What a search came to: every simulated layout, the best ones, and the frontier."""
+"""Result of a search: every simulated layout, the best ones, and the frontier."""
 
 from dataclasses import dataclass
 from math import isqrt
@@ -21,7 +21,7 @@ SLOWEST_RATIO = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Density:
-    """Feasible layouts by memory of the fullest device and lower bound of the step's time.
+    """Histogram of feasible layouts over device memory and lower bound of the step's time.
 
     Args:
         memory_edges_bytes: Edges of cells, ascending; each holds its lower edge.
@@ -37,7 +37,7 @@ class Density:
 
 
 def layout_density(device_bytes: Column, bounds_ps: Column) -> Density | None:
-    """Return the density of layouts with so much memory and such bounds; None of none.
+    """Return the histogram of layouts with such memory and bounds; None of no layouts.
 
     >>> found = layout_density(np.array([100, 800, 800]), np.array([10, 20, 999]))
     >>> sum(map(sum, found.counts)), found.num_slower
@@ -48,6 +48,7 @@ def layout_density(device_bytes: Column, bounds_ps: Column) -> Density | None:
     least_ps = int(bounds_ps.min())
     is_placed = bounds_ps <= SLOWEST_RATIO * least_ps
     memory_bytes, times_ps = device_bytes[is_placed], bounds_ps[is_placed]
+    # No more cells than layouts: other cells would be empty.
     most = 2 * isqrt(len(times_ps))
     memory_edges = _edges(memory_bytes, min(MEMORY_CELLS, most))
     time_edges = _edges(times_ps, min(TIME_CELLS, most))
@@ -69,14 +70,14 @@ def _edges(values: Column, num_cells: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedPlan:
-    """One layout that the search simulated, with what it costs.
+    """One layout that the search simulated, with its time and memory.
 
     Args:
         plan: The layout.
         step_ps: Simulated time of the step.
-        peak_bytes: Live tensors of the fullest rank at its fullest instant.
+        peak_bytes: Live bytes of the fullest rank at its peak.
         device_bytes: The same with the allocator's rounding and the context.
-        fits: Whether ``device_bytes`` is at most what a device may use.
+        fits: Whether ``device_bytes`` is within the memory limit.
     """
 
     plan: ResolvedPlan
@@ -123,13 +124,13 @@ class Nearest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unlaunchable:
-    """A layout that is faster than the best one, and that the framework cannot be told.
+    """A layout that is faster than the best one, and that the framework cannot express.
 
     Args:
         plan: The layout.
         step_ps: Simulated time of the step.
         device_bytes: Memory of the fullest device.
-        refusals: What the framework would have to be told, and cannot.
+        refusals: Texts of the settings that the framework cannot express.
     """
 
     plan: ResolvedPlan
@@ -143,23 +144,23 @@ class SearchResult(Shown):
     """The outcome of a search over layouts.
 
     Args:
-        job: What is trained.
-        cluster: On what.
-        stack: With what software.
+        job: Model, sequence length and batch.
+        cluster: Hardware.
+        stack: Software stack.
         num_gpus: Devices that every layout occupies.
         space_size: Layouts enumerated, before any rule.
         looked_at: Layouts of these that were laid out: the others cannot be among what is reported.
         feasible: Layouts that no rule rejected, of those that were laid out.
-        simulated: Layouts that the engine ran.
+        simulated: Number of layouts that the engine ran.
         optimal: Whether the first plan is proven to be the fastest of the space.
         bound_gap_fraction: How much faster an unsimulated layout could still be, as a share
             of the first plan's time; 0 where ``optimal``.
         rejections: Layouts that each rule rejected, by reason; not of all is it known that they
             need too much memory where not all were laid out.
-        varied: Fields of plans that were searched, and those that were held.
+        varied: Fields of plans that were searched, and those that were fixed.
         plans: The fastest layouts that fit: the best first, then, by time, the simplest of those
             that are alike.
-        like: The layouts that are folded into each of ``plans``; the best one, too, where a simpler
+        like: Layouts that are folded into each of ``plans``; the best one, too, where a simpler
             one does as well (`search.alike`).
         evaluated: Every simulated layout.
         frontier: Memory against time, sorted by bytes; more bytes only for less time.
@@ -170,7 +171,7 @@ class SearchResult(Shown):
         nearest: The layout closest to fitting, where none fits.
         launcher: Framework and version whose files start each of ``plans``; empty for none.
         not_launched: Why no framework starts them; empty where one does, or none was wanted.
-        unlaunchable: A faster layout that the framework cannot be told, if there is one.
+        unlaunchable: A faster layout that the framework cannot express, if there is one.
         verdict: Why nothing fits, with ways out; None where something does.
     """
 
@@ -205,13 +206,13 @@ class SearchResult(Shown):
 
     @property
     def listed(self) -> range:
-        """Places of ``plans`` that stand for others: all but the best where it is folded."""
+        """Indices of ``plans`` that stand for others: all but the best where it is folded."""
         best = self.plans[0].plan if self.plans else None
         is_folded = any(best in others for others in self.like)
         return range(int(is_folded), len(self.plans))
 
     def __repr__(self) -> str:
-        """Return the search in a line: of what, how much of it is proven, and its best step."""
+        """Return the search in a line: size, proof, and best step."""
         proof = "proven optimal" if self.optimal else f"within {self.bound_gap_fraction:.1%}"
         best = f"{proof}, {self.plans[0]!r}" if self.plans else "nothing fits"
         return f"<SearchResult of {counted(self.space_size, 'layout')}: {best}>"

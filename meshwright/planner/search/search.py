@@ -1,4 +1,4 @@
-"""The search: enumerate, price, prune with reasons, simulate best first, prove."""
+"""Search: enumerate, price, prune with reasons, simulate best first, prove."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -19,7 +19,7 @@ from meshwright.planner.search.ranking import Ranked, rank_mesh
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.strategies import strategy_field
 from meshwright.planner.search.varied import Varied
-from meshwright.planner.search.ways import Question, find_verdict
+from meshwright.planner.search.ways import SearchRequest, find_verdict
 from meshwright.planner.space import (
     ACTIVATIONS,
     PartialSpace,
@@ -61,15 +61,15 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     of the bound until the next bound is no better than the best simulated time.
 
     Args:
-        job: What is trained.
-        cluster: On what: a cluster, or the name or the path of one.
-        stack: With what software, likewise.
+        job: Model, sequence length, global batch and precision.
+        cluster: A cluster, or its name or path.
+        stack: A software stack, or its name or path.
         num_gpus: Devices that every layout occupies.
-        limits: What of the space to search; by default what launches the stack can be told all.
-        memory_limit_bytes: What a device may use; by default all that processes can have.
+        limits: Limits of the search; by default all that the launching framework can express.
+        memory_limit_bytes: Limit of a device; by default all that processes can have.
         top: Layouts to report.
-        progress: Called with what is being done, how much is done, and of how much.
-        explains: Whether to say, where nothing fits, why, and to look for ways out.
+        progress: Called with the name of the work, the number done, and the total.
+        explains: Whether to give reasons, where nothing fits, and to look for ways out.
         counts: Whether every layout is sized, to count exactly how many fit.
 
     Raises:
@@ -77,74 +77,76 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     """
     cluster, stack = load_cluster(cluster), load_stack(stack)
     _check_request(job, cluster, stack, num_gpus, limits, top)
-    asked, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
-    limits = with_kernels(job, asked, cluster, stack)
+    user_limits, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
+    limits = with_kernels(job, user_limits, cluster, stack)
     tell("laying out the space", 0, 0)
+    # One cost model for all layouts: most blocks are priced once.
     costs = CostModel(cluster, stack, num_gpus)
     if stack.strategy is Strategy.MESH:
         known = PartialSpace.of(job, stack, num_gpus, limits)
-        found = rank_mesh(known, costs, memory_limit_bytes, top=top, counts=counts, tell=tell)
+        ranked = rank_mesh(known, costs, memory_limit_bytes, top=top, counts=counts, tell=tell)
     else:
         field = strategy_field(job, cluster, stack, num_gpus, limits)
-        found = Ranked.of(field, memory_limit_bytes, top, tell)
-    proof, runs = found.proof, found.field.runs
+        ranked = Ranked.of(field, memory_limit_bytes, top, tell)
+    proof, runs = ranked.proof, ranked.field.runs
     space = runs.space
     result = SearchResult(
         job=job,
         cluster=cluster,
         stack=stack,
         num_gpus=num_gpus,
-        space_size=found.space_size,
+        space_size=ranked.space_size,
         looked_at=len(space),
-        feasible=len(found.finalists.indices),
+        feasible=len(ranked.finalists.indices),
         simulated=len(runs.step_ps),
         optimal=proof.is_proven,
         bound_gap_fraction=_gap_fraction(proof, runs),
-        rejections=found.rejections,
-        varied=Varied.of(space, asked, found.numbers),
-        plans=tuple(runs.result(index, memory_limit_bytes) for index in found.rows),
-        like=_alike(space, found.rows),
+        rejections=ranked.rejections,
+        varied=Varied.of(space, user_limits, ranked.numbers),
+        plans=tuple(runs.result(index, memory_limit_bytes) for index in ranked.rows),
+        like=_alike(space, ranked.rows),
         evaluated=runs.evaluated(usable_bytes(cluster, memory_limit_bytes)),
-        frontier=found.frontier,
-        num_below=num_below(found.finalists, found.frontier),
-        density=found.density,
+        frontier=ranked.frontier,
+        num_below=num_below(ranked.finalists, ranked.frontier),
+        density=ranked.density,
         launcher="" if space.launcher is None else space.launcher.title,
-        not_launched=launcher_of(job, stack, asked)[1],
-        unlaunchable=find_unlaunchable(found.candidates, found.field, found.finalists, tell),
+        not_launched=launcher_of(job, stack, user_limits)[1],
+        unlaunchable=find_unlaunchable(ranked.candidates, ranked.field, ranked.finalists, tell),
     )
     seeks = tell if explains else None
-    return result if found.rows else _explained(result, found, asked, seeks)
+    return result if ranked.rows else _explained(result, ranked, user_limits, seeks)
 
 
 def _explained(
-    result: SearchResult, found: Ranked, asked: SpaceLimits, tell: Progress | None
+    result: SearchResult, ranked: Ranked, user_limits: SpaceLimits, tell: Progress | None
 ) -> SearchResult:
-    """Return a search that found nothing with the layout that is nearest, why, and ways out.
+    """Return a search that found nothing with the nearest layout, a reason, and ways out.
 
-    Without *tell* with the first of these alone.
+    Without *tell* with the nearest layout alone.
     """
-    job, cluster, candidates = result.job, result.cluster, found.candidates
+    job, cluster, candidates = result.job, result.cluster, ranked.candidates
     limit = candidates.memory_limit_bytes
-    nearest = find_nearest(candidates, found.field, usable_bytes(cluster, limit), tell)
+    nearest = find_nearest(candidates, ranked.field, usable_bytes(cluster, limit), tell)
     result = replace(result, nearest=nearest)
     if tell is None:
         return result
 
     def again(stack: StackProfile, limits: SpaceLimits, num_gpus: int) -> SearchResult:
-        found = {"limits": limits, "memory_limit_bytes": limit, "top": 1, "explains": False}
-        return search(job, cluster, stack, num_gpus, **cast("Any", found))
+        # Or a search that finds nothing would explain itself without end.
+        options = {"limits": limits, "memory_limit_bytes": limit, "top": 1, "explains": False}
+        return search(job, cluster, stack, num_gpus, **cast("Any", options))
 
-    question = Question(
+    request = SearchRequest(
         job=job,
         cluster=cluster,
         stack=result.stack,
         num_gpus=result.num_gpus,
-        limits=asked,
+        limits=user_limits,
         memory_limit_bytes=limit,
         again=again,
         progress=tell,
     )
-    verdict = find_verdict(question, candidates.space, nearest, result.unlaunchable)
+    verdict = find_verdict(request, candidates.space, nearest, result.unlaunchable)
     return replace(result, verdict=verdict)
 
 
@@ -177,6 +179,7 @@ def _check_request(
     limits: SpaceLimits | None,
     top: int,
 ) -> None:
+    """Raise PlanError where a search is out of range, or cannot run on cluster or stack."""
     if limits is not None:
         _check_hosts(limits, cluster)
     if not 1 <= num_gpus <= MAX_GPUS:
@@ -193,7 +196,7 @@ def _check_request(
 
 
 def _check_hosts(limits: SpaceLimits, cluster: Cluster) -> None:
-    """Raise PlanError where the user wants something on hosts of which nothing is known."""
+    """Raise PlanError where a user asks for offloading to hosts of which nothing is known."""
     for offload in cast("tuple[Offload | None, ...]", limits.values("offload") or ()):
         if (refusal := host_refusal(offload or Offload.NONE, cluster)) is not None:
             raise PlanError(refusal)
@@ -204,6 +207,7 @@ def _check_hosts(limits: SpaceLimits, cluster: Cluster) -> None:
 
 
 def _gap_fraction(proof: Proof, runs: Runs) -> float:
+    """Return the share of the best time by which an unsimulated layout could be faster."""
     if proof.is_proven or proof.next_bound_ps is None or not proof.indices:
         return 0.0
     return 1 - proof.next_bound_ps / runs.step_ps[proof.indices[0]]

@@ -1,7 +1,8 @@
-"""The space of stacks that are no mesh of ranks: microbatches, recomputation and servers.
+"""Search space of stacks without a mesh: microbatches, recomputation and servers.
 
 A layout of one process or of parameter servers has no closed form here: its memory is that of a
-run of two microbatches, which no further one changes, and its bound is what a replica computes.
+simulation of two microbatches, which a further one does not change, and its bound is the compute
+time of a replica.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from meshwright.simulator.memory import PeakBytes
 from meshwright.simulator.step import overhead_per_million
 
 Servers = int | Literal["all"] | None
-# A pass starts when the one before it has ended, so that two show what lives at once.
+# A pass starts when the one before it has ended, so that two show the peak.
 REPRESENTATIVE_MICROBATCHES = 2
 # Results of up to so many passes are kept, below a megabyte each.
 KEPT_PASSES = 5_000
@@ -38,7 +39,7 @@ KEPT_PASSES = 5_000
 
 @dataclass(frozen=True)
 class StrategySpace(Space):
-    """Layouts of replicas; ``servers`` has one entry a layout, None where there are none."""
+    """Layouts of replicas; ``servers`` has one entry for each layout, None without servers."""
 
     servers: tuple[Servers, ...] = ()
 
@@ -83,6 +84,7 @@ def enumerate_strategies(
 
 
 def _server_choices(cluster: Cluster, stack: StackProfile, num_workers: int) -> tuple[Servers, ...]:
+    """Return the numbers of servers to search: on all workers, or powers of two on own hosts."""
     if stack.strategy is not Strategy.PARAMETER_SERVER:
         return (None,)
     hosts = num_workers
@@ -94,7 +96,7 @@ def _server_choices(cluster: Cluster, stack: StackProfile, num_workers: int) -> 
 
 @dataclass
 class StrategyRuns(Runs):
-    """The simulated layouts of replicas; short runs are kept whole to be reported."""
+    """Simulated layouts of replicas; short runs are kept whole to be reported."""
 
     results: dict[int, StepResult] = field(default_factory=dict)
 
@@ -103,6 +105,7 @@ class StrategyRuns(Runs):
         if index not in self.step_ps:
             result = self._simulated(index, None)
             self.step_ps[index] = result.step_ps
+            # Forward and backward of each worker in each microbatch.
             num_passes = 2 * self.space.num_gpus * result.num_microbatches
             self.num_passes += num_passes
             if num_passes <= KEPT_PASSES:
@@ -111,12 +114,13 @@ class StrategyRuns(Runs):
 
     def result(self, index: int, memory_limit_bytes: int | None) -> StepResult:
         """Return the full result of layout *index*."""
+        # Kept results were simulated without a user's memory limit.
         if index in self.results and memory_limit_bytes is None:
             return self.results[index]
         return self._simulated(index, memory_limit_bytes)
 
     def is_too_long(self, index: int) -> bool:
-        """Whether layout *index* has too many tasks to simulate, which a run finds out."""
+        """Whether layout *index* has too many tasks to simulate, which only a run may tell."""
         if index not in self.too_long:
             try:
                 self.run(index)
@@ -150,8 +154,8 @@ def strategy_field(
     too_long: set[int] = set()
     for index in range(len(space)):
         try:
-            for column, found in zip(peaks, _peak_bytes(space, index, costs), strict=True):
-                column[index] = found
+            for column, peak in zip(peaks, _peak_bytes(space, index, costs), strict=True):
+                column[index] = peak
         except TooManyTasksError:
             too_long.add(index)
     device_bytes = device_bytes_column(space, cluster, peaks)
@@ -165,7 +169,7 @@ def strategy_field(
 
 
 def _peak_bytes(space: StrategySpace, index: int, costs: CostModel) -> PeakBytes[int]:
-    """Return the memory of layout *index*, from as many microbatches as tell it."""
+    """Return the memory of layout *index*, from as few microbatches as show it."""
     plan = space.plan(index)
     num_microbatches = min(plan.num_microbatches(space.job), REPRESENTATIVE_MICROBATCHES)
     job = replace(space.job, global_batch_size=plan.dp * plan.microbatch_size * num_microbatches)
@@ -174,7 +178,7 @@ def _peak_bytes(space: StrategySpace, index: int, costs: CostModel) -> PeakBytes
 
 
 def computing_ps(space: Space, index: int, costs: CostModel) -> int:
-    """Return how long a replica of layout *index* computes in layers alone: no step is shorter."""
+    """Return the time of a replica in layers alone, a lower bound of layout *index*'s step."""
     plan = space.plan(index)
     shape = BlockShape.of(space.job, plan, costs.stack)
     runs = [(costs.block_cost(shape, kind), count) for kind, count in space.job.model.layer_runs]

@@ -1,4 +1,4 @@
-"""What a search varied of a plan, and what it held, with the reason."""
+"""Searched and fixed fields of a search's plans, with the reason of each fixed one."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from meshwright.simulator.layout import (
 )
 from meshwright.simulator.model import predicts_further
 
-# Fields that are of some stacks alone, with the trait of those that have them.
+# Fields that only some stacks have, with the trait of those stacks.
 OF_STACKS = {
     "recompute_modules": "recompute_modules",
     "recompute_layers": "recompute_methods",
@@ -45,7 +45,7 @@ Numbers = Callable[[str], Column]
 
 
 class Held(NamedTuple):
-    """A field with one value in all layouts; None is the habit of the stack."""
+    """A field with one value in all layouts; None is the stack's default."""
 
     name: str
     value: object
@@ -53,7 +53,7 @@ class Held(NamedTuple):
 
 
 class Varied(NamedTuple):
-    """Fields of a plan that a search varied, those that it held, and values that it left out."""
+    """Searched fields of a plan, fixed ones, and values that were excluded."""
 
     searched: tuple[str, ...]
     held: tuple[Held, ...]
@@ -61,33 +61,36 @@ class Varied(NamedTuple):
 
     @classmethod
     def of(cls, space: Space, limits: SpaceLimits, numbers: Numbers) -> "Varied":
-        """Return what is varied among the layouts that a stack offers.
+        """Return the searched and fixed fields of the layouts that a stack offers.
 
         Args:
-            space: Of the job and the stack.
-            limits: What is asked for.
-            numbers: Returns the numbers of a field that are in such layouts.
+            space: Space of the job and the stack.
+            limits: Limits of the search.
+            numbers: Returns the numbers of a field in such layouts.
         """
         fields = [
             each
             for each in PLAN_FIELDS.values()
             if each.name != "parameter_server"
+            # Fields without any value for this model say nothing of it.
             and known_values(each, space.job.model) != ()
             and not _is_of_others(each, space, numbers)
         ]
-        codes = {each.name: _ends(numbers(each.name)) for each in fields if each.name in COLUMNS}
+        codes = {
+            each.name: _extremes(numbers(each.name)) for each in fields if each.name in COLUMNS
+        }
         searched = tuple(name for name, found in codes.items() if len(found) > 1)
         held = tuple(_held(fields, codes, space, limits))
-        return cls(searched, held, tuple(_left_out(space, limits)))
+        return cls(searched, held, tuple(_excluded(space, limits)))
 
 
-def _ends(numbers: Column) -> list[int]:
+def _extremes(numbers: Column) -> list[int]:
     """Return the least and the largest of *numbers*: one if all are equal."""
     return [*dict.fromkeys((int(numbers.min()), int(numbers.max())))] if len(numbers) else []
 
 
 def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
-    """Return why a field that nobody asked for has one value."""
+    """Return the reason why a field that nobody asked for is fixed."""
     axis = field.declaration.axis or field.declaration.acts_on
     if axis in set(Axis) and not is_searched(Axis(axis), space.job, space.stack, limits):
         return f"sequences below {LONG_SEQUENCE:,} tokens: ask with --max-{axis}"
@@ -102,7 +105,7 @@ def _reason(field: PlanField, space: Space, limits: SpaceLimits) -> str:
 
 
 def _reason_without_column(field: PlanField, space: Space) -> str:
-    """Return why a field that no search varies has its default."""
+    """Return the reason why a field that is never searched has its default."""
     if field.name == PREDICTION_STAGE:
         return "simulate another with --stages"
     offered = bool(getattr(space.stack, field.declaration.offered_by or "", False))
@@ -110,9 +113,9 @@ def _reason_without_column(field: PlanField, space: Space) -> str:
 
 
 def _is_of_others(field: PlanField, space: Space, numbers: Numbers) -> bool:
-    """Return whether *field* is of an axis that few stacks have, and that of *space* is not one.
+    """Return True if *field* is of an axis or a trait that the stack of *space* lacks.
 
-    Axes of experts are so of models without them, too.
+    Axes of experts count as lacking for models without them, too.
     """
     stack = space.stack
     if field.name in OF_STACKS:
@@ -123,7 +126,7 @@ def _is_of_others(field: PlanField, space: Space, numbers: Numbers) -> bool:
         return not has_core
     if field.name == PREDICTION_STAGE:
         return not (has_core and predicts_further(space.job.model))
-    # Of a number of layers, and of a ring of swaps, which are searched where they are asked for.
+    # Fields of recomputed layers, and of hybrid context parallelism, searched where asked for.
     if field.name in {"recompute_method", "cp_inner", *ACTIVATIONS}:
         return not numbers(field.name).any()
     if field.declaration.of_experts:
@@ -133,7 +136,7 @@ def _is_of_others(field: PlanField, space: Space, numbers: Numbers) -> bool:
     return bool(known and known.is_rare and not getattr(stack, known.offered_by or ""))
 
 
-def _left_out(space: Space, limits: SpaceLimits) -> Iterator[Held]:
+def _excluded(space: Space, limits: SpaceLimits) -> Iterator[Held]:
     """Yield values of searched fields that the stack offers and that have to be asked for."""
     name, stack = "zero_stage", space.stack
     if limits.values(name) is None:
@@ -144,7 +147,7 @@ def _left_out(space: Space, limits: SpaceLimits) -> Iterator[Held]:
 
 
 def _lacks_unequal(space: Space, limits: SpaceLimits) -> bool:
-    """Return whether a pipeline may have virtual stages of unequal layers that are not searched."""
+    """Return True if virtual stages of unequal layers are possible, and not searched."""
     num_layers, num_gpus, stack = space.job.model.num_layers, space.num_gpus, space.stack
     interleaves = any(
         SCHEDULES[name].interleaves and limits.allows("schedule", name) for name in stack.schedules
@@ -162,6 +165,7 @@ def _lacks_unequal(space: Space, limits: SpaceLimits) -> bool:
 def _held(
     fields: list[PlanField], codes: dict[str, list[int]], space: Space, limits: SpaceLimits
 ) -> Iterator[Held]:
+    """Yield the fixed fields with their values and reasons."""
     for field in fields:
         name = field.name
         if name not in codes:

@@ -1,4 +1,4 @@
-"""Why a search found nothing: memory, a refusal, or numbers that do not divide; and ways out."""
+"""Verdict of a search that found nothing: memory, a refusal, or indivisible numbers; ways out."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from meshwright.simulator.memory import usable_bytes
 
 
 class Cause(StrEnum):
-    """What rules a layout out, the last first: of those that run, memory."""
+    """Cause that rules a layout out, ordered: of layouts that run, memory."""
 
     UNDIVIDED = "not divisible"
     REFUSED = "refused"
@@ -30,14 +30,14 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """A way out, and the layout that then fits.
+    """A way out, with the layout that then fits.
 
     Args:
-        options: What to change in the command.
+        options: Options to change in the command.
         num_gpus: Devices of the layout.
         step_ps: Simulated time of its step.
         device_bytes: Memory of its fullest device.
-        note: What else it changes, or costs.
+        note: Other changes, or costs.
     """
 
     options: str
@@ -47,7 +47,7 @@ class Way:
     note: str = ""
 
     def __str__(self) -> str:
-        """Return it in a line.
+        """Return the way in a line.
 
         >>> print(Way(options="--gpus 32", num_gpus=32, step_ps=2 * 10**12, device_bytes=2**30))
         --gpus 32: 2 s a step on 32 GPUs, 1 GiB
@@ -59,15 +59,15 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleCount:
-    """A rule, and how many layouts it is the first to rule out.
+    """A rule, with the number of layouts that it is the first to rule out.
 
     Args:
         whose: Stack, or framework with its release.
         field: Field of the plan that another value would help.
-        reason: The layouts in words.
-        why: By which rule of the framework, or that it is not modelled.
-        allowed: Values of the field that go, in words.
-        layouts: How many.
+        reason: Text of the layouts.
+        why: Rule of the framework, or a note that they are not modelled.
+        allowed: Texts of the allowed values of the field.
+        layouts: Number of layouts.
     """
 
     whose: str
@@ -80,12 +80,12 @@ class RuleCount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Why a search found nothing.
+    """Reason why a search found nothing, with ways out.
 
     Args:
-        cause: What keeps the layouts that came farthest.
-        text: The same in a line, with its rule or what is lacking.
-        layouts: How many each cause keeps; of splits of the devices those that do not divide.
+        cause: Cause that rules out the layouts that came farthest.
+        text: The same in a line, with its rule or the memory that is lacking.
+        layouts: Number of layouts by cause; for indivisible ones the splits of the devices.
         rules: Rules that refuse layouts, those of most layouts first.
         ways: Ways out, the cheapest first: fewest options, then on the same devices, then by time.
     """
@@ -98,7 +98,7 @@ class Verdict:
 
     @property
     def lines(self) -> Iterator[str]:
-        """The verdict for people: what it is, and what to do."""
+        """Lines of the verdict for a terminal: the reason, and the ways out."""
         yield self.text
         first, *others = self.ways or ("nothing of what was tried helps",)
         yield f"do: {first}"
@@ -107,13 +107,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """The layouts of a search that found nothing, by what rules them out.
+    """Layouts of a search that found nothing, by the cause that rules them out.
 
     Args:
-        space: All of them.
-        gaps: What the stack lacks, and what the framework cannot be told, with whose rule each is.
-        refused: Which layouts the stack refuses.
-        untold: Which others the framework cannot be told.
+        space: All layouts.
+        gaps: Gaps of the stack and of the framework, with the owner of each rule.
+        refused: Mask of layouts that the stack refuses.
+        untold: Mask of others that the framework cannot express.
     """
 
     space: Space
@@ -134,11 +134,12 @@ class Layouts:
         of_launcher = [(title, gap, none | gap.lacks(space.column)) for gap in told]
         refused = np.asarray(sum((mask for *_, mask in of_stack), start=none), np.bool_)
         untold = np.asarray(sum((mask for *_, mask in of_launcher), start=none), np.bool_)
+        # Of a layout that both refuse the stack is the cause.
         return cls(space, (*of_stack, *of_launcher), refused, untold & ~refused)
 
     @property
     def cause(self) -> Cause:
-        """What keeps those that came farthest."""
+        """Cause that rules out the layouts that came farthest."""
         if not len(self.space):
             return Cause.UNDIVIDED
         if self.refused.all():
@@ -146,17 +147,19 @@ class Layouts:
         return Cause.UNTOLD if (self.refused | self.untold).all() else Cause.MEMORY
 
     def counts(self, undivided: int) -> dict[Cause, int]:
-        """Return how many layouts each cause keeps."""
+        """Return the number of layouts by cause."""
         refused, untold = int(self.refused.sum()), int(self.untold.sum())
+        # Layouts that stack and framework allow need too much memory.
         rest = len(self.space) - refused - untold
         return dict(zip(Cause, (undivided, refused, untold, rest), strict=True))
 
     def rules(self) -> tuple[RuleCount, ...]:
-        """Return the rules that are the first to rule layouts out."""
+        """Return the rules that are the first to rule layouts out, those of most layouts first."""
         left = np.ones(len(self.space), np.bool_)
         found = []
         for whose, gap, mask in self.gaps:
             count = int(np.count_nonzero(left & mask))
+            # A layout counts for its first rule alone.
             left &= ~mask
             if count:
                 found.append(_rule_count(whose, gap, count))
@@ -171,7 +174,7 @@ class Layouts:
 
 
 def _untold(gap: Gap) -> str:
-    """Return in words what a framework cannot be told."""
+    """Return the text of settings that a framework cannot express."""
     return f"{gap.field} other than {', '.join(map(str, gap.allowed))}"
 
 
@@ -187,7 +190,7 @@ def _rule_count(whose: str, gap: Gap, count: int) -> RuleCount:
 
 
 def refusal_line(layouts: Layouts) -> str:
-    """Return why none of *layouts* is left to fit: the rule that refuses most of the nearest."""
+    """Return the reason why no layout is left: the rule that refuses most of the nearest."""
     _, gaps = layouts.blocking()
     whose, gap, mask = gaps[0]
     cause, number = layouts.cause, len(layouts.space)
@@ -200,7 +203,7 @@ def refusal_line(layouts: Layouts) -> str:
 
 
 def undivided_line(space: Space, limits: SpaceLimits) -> tuple[str, int]:
-    """Return why no split of the devices divides the job, and how many do not."""
+    """Return the reason why no split of the devices divides the job, and the number of splits."""
     reasons, total = undivided_splits(space.job, space.stack, space.num_gpus, limits)
     count = sum(reasons.values())
     first = max(reasons, key=lambda each: reasons[each], default="")
@@ -212,7 +215,7 @@ def undivided_line(space: Space, limits: SpaceLimits) -> tuple[str, int]:
 def memory_line(
     layouts: Layouts, cluster: Cluster, memory_limit_bytes: int | None, lacks_bytes: int | None
 ) -> str:
-    """Return what the smallest of the layouts that run lacks."""
+    """Return the text of the memory that the smallest of the layouts that run lacks."""
     have, number = usable_bytes(cluster, memory_limit_bytes), layouts.counts(0)[Cause.MEMORY]
     smallest = f"the smallest of {counted(number, 'layout')}" if number > 1 else "the one layout"
     whose = cluster.device.name if memory_limit_bytes is None else "--memory-limit"

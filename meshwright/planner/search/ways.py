@@ -39,7 +39,7 @@ from meshwright.simulator import (
 from meshwright.simulator.layout import PLAN_FIELDS, other_stacks
 
 SAME = ""
-# Options that name something else than a plan, and how many ways of each, and of plans, are told.
+# Options of something else than a plan, and the number of ways shown for each, and for plans.
 OTHERS = {"--stack": 2, "--gpus": 1, "--cluster": 1, "--seq-len": 1, SAME: MOST_CHANGES}
 LEAST_TOKENS = 512  # of a sequence that is worth naming
 # Expandable segments leave no fragments where memory is short. PyTorch 2.1 brought them: stacks of
@@ -49,8 +49,8 @@ EXPANDABLE = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What a search was asked, and how to ask again.
+class SearchRequest:
+    """A search as it was asked, with the function that searches again.
 
     ``again`` takes a stack, limits and a number of devices.
     """
@@ -65,11 +65,11 @@ class Question:
     progress: Progress
 
     def step(self, plan: ResolvedPlan, **others: Any) -> StepResult | None:  # noqa: ANN401
-        """Return the simulated step of *plan* with *others* of what was asked; None without one."""
+        """Return the simulated step of *plan* with *others* changed; None if it cannot run."""
         names = ("job", "cluster", "stack", "memory_limit_bytes")
-        known = {name: getattr(self, name) for name in names} | others
+        arguments = {name: getattr(self, name) for name in names} | others
         try:
-            return simulate(plan=plan, **known)
+            return simulate(plan=plan, **arguments)
         except PlanError:
             return None
 
@@ -81,7 +81,7 @@ class Question:
         note: str = "",
         **others: Any,  # noqa: ANN401
     ) -> Iterator[Way]:
-        """Yield *plan* as it is with *options*, if it fits then."""
+        """Yield *plan* with *options*, if it fits then."""
         self.progress(f"simulating {options}", 0, 0)
         step = self.step(plan, **others)
         if step is not None and step.memory.fits:
@@ -102,14 +102,15 @@ class Question:
         num_gpus: int | None = None,
         note: str = "",
     ) -> Iterator[Way]:
-        """Yield the fastest layout that such *options* find, if any does."""
+        """Yield the fastest layout of a search with such *options*, if one fits."""
         self.progress(f"searching with {options}", 0, 0)
         gpus = num_gpus or self.num_gpus
         try:
-            found = self.again(stack or self.stack, limits or self.limits, gpus)
+            result = self.again(stack or self.stack, limits or self.limits, gpus)
+        # Another stack, or number of devices, may not run the job at all.
         except (PlanError, ProfileError):
             return
-        for best in found.plans[:1]:
+        for best in result.plans[:1]:
             yield Way(
                 options=options,
                 num_gpus=gpus,
@@ -120,31 +121,31 @@ class Question:
 
 
 def find_verdict(
-    question: Question, space: Space, nearest: Nearest | None, unlaunchable: Unlaunchable | None
+    request: SearchRequest, space: Space, nearest: Nearest | None, unlaunchable: Unlaunchable | None
 ) -> Verdict:
-    """Return why a search found nothing, and the cheapest ways out.
+    """Return the verdict of a search that found nothing, with the cheapest ways out.
 
     Args:
-        question: What was asked.
+        request: The search as it was asked.
         space: The layouts.
-        nearest: The one that lacks least memory.
-        unlaunchable: One that fits and that the framework cannot be told.
+        nearest: Layout that lacks least memory.
+        unlaunchable: Layout that fits and that the framework cannot express.
     """
     layouts = Layouts.of(space)
-    text, undivided = undivided_line(space, question.limits)
+    text, undivided = undivided_line(space, request.limits)
     if layouts.cause is Cause.UNDIVIDED:
-        ways = [*_without_pins(question, COLUMNS), *_near_devices(question)]
+        ways = [*_without_pins(request, COLUMNS), *_near_devices(request)]
     elif layouts.cause is Cause.MEMORY:
         lacks_bytes = None if nearest is None else nearest.lacks_bytes
-        limit = question.memory_limit_bytes
-        text = memory_line(layouts, question.cluster, limit, lacks_bytes)
-        ways = [*_any_layout(question, unlaunchable), *_of_memory(question, nearest)]
-        ways += _without_pins(question, COLUMNS)
+        limit = request.memory_limit_bytes
+        text = memory_line(layouts, request.cluster, limit, lacks_bytes)
+        ways = [*_any_layout(request, unlaunchable), *_of_memory(request, nearest)]
+        ways += _without_pins(request, COLUMNS)
         if layouts.refused.any():
-            ways += _of_stacks(question, other_stacks(question.job, None, question.stack))
+            ways += _of_stacks(request, other_stacks(request.job, None, request.stack))
     else:
         text = refusal_line(layouts)
-        ways = [*_of_refusal(question, layouts)]
+        ways = [*_of_refusal(request, layouts)]
     return Verdict(
         cause=layouts.cause,
         text=text,
@@ -155,7 +156,7 @@ def find_verdict(
 
 
 def _cheapest(ways: Sequence[Way]) -> Iterator[Way]:
-    """Yield the cheapest of each kind: with the fewest options, then on the same devices, by time.
+    """Yield the cheapest ways of each kind: fewest options, then on the same devices, by time.
 
     Of other stacks there are two, of other devices, clusters and sequences one each.
     """
@@ -168,84 +169,87 @@ def _cheapest(ways: Sequence[Way]) -> Iterator[Way]:
 
 
 def _price(way: Way) -> tuple[int, int, int]:
-    """Return what ways are ordered by: options, whether devices or job are others, time."""
+    """Return the sort key of ways: options, whether devices or job differ, time."""
     others = ("--gpus", "--cluster", "--seq-len")
     place = next((1 + each for each, name in enumerate(others) if name in way.options), 0)
     return way.options.count("--"), place, way.step_ps
 
 
-def _without_pins(question: Question, names: Container[str]) -> Iterator[Way]:
+def _without_pins(request: SearchRequest, names: Container[str]) -> Iterator[Way]:
     """Yield searches without one of the options that pin a field of *names*."""
-    limits = question.limits
+    limits = request.limits
     for name in filter(names.__contains__, COLUMNS):
         field, is_pinned = PLAN_FIELDS[name], len(limits.values(name) or ()) == 1
         if is_pinned or limits.most(name) is not None:
             option = (field.option if is_pinned else field.limit).replace("_", "-")
-            yield from question.way(f"without --{option}", limits=limits.without(name))
+            yield from request.way(f"without --{option}", limits=limits.without(name))
 
 
-def _near_devices(question: Question) -> Iterator[Way]:
+def _near_devices(request: SearchRequest) -> Iterator[Way]:
     """Yield searches on the nearest whole numbers of nodes."""
-    node, gpus = question.cluster.devices_per_node, question.num_gpus
+    node, gpus = request.cluster.devices_per_node, request.num_gpus
     below = gpus // node * node
     for number in sorted({below, below + node} - {0, gpus}):
-        yield from question.way(f"--gpus {number}", num_gpus=number)
+        yield from request.way(f"--gpus {number}", num_gpus=number)
 
 
-def _any_layout(question: Question, unlaunchable: Unlaunchable | None) -> Iterator[Way]:
+def _any_layout(request: SearchRequest, unlaunchable: Unlaunchable | None) -> Iterator[Way]:
+    """Yield the layout that no framework can express, if it fits."""
     if unlaunchable is not None:
         yield Way(
             options="--any",
-            num_gpus=question.num_gpus,
+            num_gpus=request.num_gpus,
             step_ps=unlaunchable.step_ps,
             device_bytes=unlaunchable.device_bytes,
             note="; ".join(unlaunchable.refusals),
         )
 
 
-def _of_refusal(question: Question, layouts: Layouts) -> Iterator[Way]:
-    """Yield ways to what a stack refuses, or a framework cannot be told."""
+def _of_refusal(request: SearchRequest, layouts: Layouts) -> Iterator[Way]:
+    """Yield ways around a refusal of the stack, or a gap of the framework."""
     plan, gaps = layouts.blocking()
-    limits, launcher = question.limits, layouts.space.launcher
-    yield from _without_pins(question, {name for _, gap, _ in gaps for name in gap.fields})
+    limits, launcher = request.limits, layouts.space.launcher
+    yield from _without_pins(request, {name for _, gap, _ in gaps for name in gap.fields})
     if layouts.cause is Cause.UNTOLD and launcher is not None:
         note = "which no framework starts as it stands"
-        yield from question.way("--any", limits=limits.launched_by(None), note=note)
-        for name in question.stack.launched_by:
+        yield from request.way("--any", limits=limits.launched_by(None), note=note)
+        for name in request.stack.launched_by:
             if name != launcher.framework.name:
-                yield from question.way(f"--for {name}", limits=limits.launched_by(name))
-    yield from _of_stacks(question, other_stacks(question.job, plan, question.stack))
+                yield from request.way(f"--for {name}", limits=limits.launched_by(name))
+    yield from _of_stacks(request, other_stacks(request.job, plan, request.stack))
 
 
-def _of_stacks(question: Question, names: Sequence[str]) -> Iterator[Way]:
+def _of_stacks(request: SearchRequest, names: Sequence[str]) -> Iterator[Way]:
     """Yield searches with other stacks."""
-    limits = question.limits.launched_by()
+    limits = request.limits.launched_by()
     for name in names:
-        yield from question.way(f"--stack {name}", stack=load_stack(name), limits=limits)
+        yield from request.way(f"--stack {name}", stack=load_stack(name), limits=limits)
 
 
-def _of_memory(question: Question, nearest: Nearest | None) -> Iterator[Way]:
-    """Yield changes of the nearest layout, and of what it runs on, that make it fit."""
+def _of_memory(request: SearchRequest, nearest: Nearest | None) -> Iterator[Way]:
+    """Yield changes of the nearest layout, and of its hardware, that make it fit."""
     if nearest is None:  # what fits on devices is too much for hosts
         return
-    limit_bytes, tell = question.memory_limit_bytes, question.progress
-    smallest = question.step(nearest.plan)
+    limit_bytes, tell = request.memory_limit_bytes, request.progress
+    smallest = request.step(nearest.plan)
     changes = nearest.changes
     if smallest is not None and not any("gpus" in each.fields for each in changes):
         changes = (*changes, *more_devices(smallest, limit_bytes, tell)[:1])
     yield from map(_changed, changes)
     if smallest is None:
         return
-    seq_len = question.job.seq_len // 2
-    while isinstance(question.job.model, ModelSpec) and seq_len >= LEAST_TOKENS:
-        job = replace(question.job, seq_len=seq_len)
-        found = [*question.fitting(f"--seq-len {seq_len}", nearest.plan, job=job)]
+    seq_len = request.job.seq_len // 2
+    while isinstance(request.job.model, ModelSpec) and seq_len >= LEAST_TOKENS:
+        job = replace(request.job, seq_len=seq_len)
+        found = [*request.fitting(f"--seq-len {seq_len}", nearest.plan, job=job)]
         yield from found
+        # The longest halving that fits is named, no shorter one.
         seq_len = 0 if found else seq_len // 2
-    yield from _of_hardware(question, smallest)
+    yield from _of_hardware(request, smallest)
 
 
 def _changed(change: Change) -> Way:
+    """Return a change of a plan as a way out."""
     notes = [f"{change.slower_fraction:+.1%} time", *filter(None, [change.crossing])]
     return Way(
         options=change.options,
@@ -256,20 +260,21 @@ def _changed(change: Change) -> Way:
     )
 
 
-def _of_hardware(question: Question, smallest: StepResult) -> Iterator[Way]:
-    """Yield a device without the limit of a user, else a larger one, and no fragments on this."""
-    plan, needed, cluster = smallest.plan, smallest.memory.device_bytes, question.cluster
-    known = [cluster] if question.memory_limit_bytes else map(load_cluster, list_clusters())
-    larger = [each for each in known if each.device.usable_bytes >= needed]
-    alike = [each for each in larger if each.devices_per_node == cluster.devices_per_node]
-    for other in sorted(alike or larger, key=lambda each: each.device.usable_bytes):
+def _of_hardware(request: SearchRequest, smallest: StepResult) -> Iterator[Way]:
+    """Yield a device without the user's limit, else a larger one, and expandable segments."""
+    plan, needed, cluster = smallest.plan, smallest.memory.device_bytes, request.cluster
+    clusters = [cluster] if request.memory_limit_bytes else map(load_cluster, list_clusters())
+    larger = [each for each in clusters if each.device.usable_bytes >= needed]
+    same_nodes = [each for each in larger if each.devices_per_node == cluster.devices_per_node]
+    # The smallest device that is large enough comes first.
+    for other in sorted(same_nodes or larger, key=lambda each: each.device.usable_bytes):
         note = f"{other.device.name} has {format_bytes(other.device.usable_bytes)}"
         options = "without --memory-limit" if other is cluster else f"--cluster {other.name}"
-        ways = question.fitting(options, plan, note=note, cluster=other, memory_limit_bytes=None)
+        ways = request.fitting(options, plan, note=note, cluster=other, memory_limit_bytes=None)
         found = [*ways]
         yield from found
         if found:
             break
-    if question.stack.allocator == Allocator.FIXED and question.stack.launched_by:
-        _, stack = with_facts(cluster, question.stack, [ALLOCATOR])
-        yield from question.fitting(f"--set {ALLOCATOR}", plan, stack=stack, note=EXPANDABLE)
+    if request.stack.allocator == Allocator.FIXED and request.stack.launched_by:
+        _, stack = with_facts(cluster, request.stack, [ALLOCATOR])
+        yield from request.fitting(f"--set {ALLOCATOR}", plan, stack=stack, note=EXPANDABLE)

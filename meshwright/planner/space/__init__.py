@@ -1,11 +1,11 @@
-"""The space of layouts as columns: what divides, what is ruled out, what is alike."""
+"""Space of layouts as columns: divisibility, rules that take layouts out, pipelines, shapes."""
 
 from meshwright.planner.space.choices import PASSES
 from meshwright.planner.space.columns import (
     Column,
     distinct,
-    few_rows,
     is_constant,
+    row_slices,
 )
 from meshwright.planner.space.limits import (
     COLUMNS,
@@ -82,12 +82,12 @@ __all__ = [
     "distinct",
     "divisors",
     "enumerate_space",
-    "few_rows",
     "is_constant",
     "is_searched",
     "lacks",
     "launcher_of",
     "lays_out_unequal",
+    "row_slices",
     "undivided_splits",
     "waste_hints",
 ]

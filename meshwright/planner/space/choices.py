@@ -1,4 +1,4 @@
-"""Values of the fields of layouts: degrees, virtual stages, schedules, microbatches, switches."""
+"""Values of the fields of layouts: degrees, virtual stages, schedules, microbatches and others."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +45,7 @@ from meshwright.simulator.layout import (
     usual_zero_stages,
 )
 
-# Fields whose values depend on the virtual stages, too, in the order in which layouts vary in them.
+# Fields whose values depend on the virtual stages, too, in the order in which they vary.
 OF_VIRTUAL_STAGES = ("num_virtual_stages", "microbatch_size", "schedule", "stages")
 # Fields of a partial layout, and those that it leaves open.
 PARTIAL = tuple(
@@ -59,7 +59,7 @@ PASSES = (
     *("recompute_modules", "recompute_layers", "recompute_method", "microbatch_group_size"),
     *ACTIVATIONS,
 )
-"""Switches of what passes run, which are searched where they are asked for."""
+"""Fields of recomputation, offloading and groups, searched where a user asks for them."""
 READ_BY = {
     "recompute": {"recompute_modules", "recompute_layers", "expert_overlap", *ACTIVATIONS},
     "schedule": {"microbatch_group_size", "expert_overlap"},
@@ -68,11 +68,11 @@ READ_BY = {
     "common_layers": {"recompute_layers"},
     "ep": {"expert_overlap"},
 }
-"""Of some numbers of a `Place`, the switches whose settings depend on them."""
+"""Fields whose settings depend on a number of a `Place`, by that number."""
 
 
 class Settings(NamedTuple):
-    """Settings of switches: codes of each switch, and where those of each place are.
+    """Settings of fields: codes of each field, and the rows of each place.
 
     The first place is that of layouts that the stack lacks, which have one setting.
     """
@@ -95,7 +95,7 @@ class Settings(NamedTuple):
 
 
 class Places:
-    """The places that layouts have among a stack's rules for settings of switches."""
+    """Places of layouts among a stack's rules for settings of fields."""
 
     def __init__(self, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> None:
         self._job, self._stack, self._wanted = job, stack, _wanted(limits)
@@ -103,7 +103,7 @@ class Places:
     def settings(
         self, columns: Mapping[str, Column], count: Column, choices: Mapping[str, Column]
     ) -> tuple[Column, Settings]:
-        """Return the number of the place of partial layouts and choices, and the settings there.
+        """Return the place number of partial layouts and choices, and the settings there.
 
         Args:
             columns: Numbers of fields of partial layouts.
@@ -111,7 +111,7 @@ class Places:
             choices: Numbers of the fields in `OPEN`.
 
         Returns:
-            Numbers in 32 bits, as there may be millions of them: ``[partial layouts, choices]``.
+            Numbers of 32 bits, as there may be millions: ``[partial layouts, choices]``.
         """
         own, open_ = self._columns(columns, count), [choices["zero_stage"]]
         if self._asks("recompute"):
@@ -128,38 +128,38 @@ class Places:
         return numbers.astype(np.int32), Settings.of([[USUAL], *tables])
 
     def _columns(self, columns: Mapping[str, Column], count: Column) -> list[Column]:
-        """Return the numbers of a `Place` that partial layouts have."""
-        nothing, known = np.zeros_like(count), {**columns, "num_microbatches": count}
+        """Return the numbers of a `Place` of partial layouts."""
+        zeros, numbers = np.zeros_like(count), {**columns, "num_microbatches": count}
         if self._asks("most_layers"):
-            known["most_layers"] = self._of_stages(columns, max)
-            known["common_layers"] = self._of_stages(columns, gcd)
+            numbers["most_layers"] = self._of_stages(columns, max)
+            numbers["common_layers"] = self._of_stages(columns, gcd)
         names = [name for name in READ_BY if name != "recompute"]
-        own = [known[name] if self._asks(name) else nothing for name in names]
-        several = np.asarray(count > 1, np.int64)
-        return [columns["pp"], columns["cp"], columns["dp"], several, *own]
+        selected = [numbers[name] if self._asks(name) else zeros for name in names]
+        has_several = np.asarray(count > 1, np.int64)
+        return [columns["pp"], columns["cp"], columns["dp"], has_several, *selected]
 
     def _of_stages(self, columns: Mapping[str, Column], number: Callable[..., int]) -> Column:
         """Return a *number* of the layers of each partial layout's virtual stages."""
-        known = [columns[name] for name in ("pp", "num_virtual_stages", "stages")]
-        first, member = distinct(known)
+        columns_of_stages = [columns[name] for name in ("pp", "num_virtual_stages", "stages")]
+        first, member = distinct(columns_of_stages)
         rule = PLAN_FIELDS["stages"].value
-        found = [
+        numbers = [
             number(*stage_layers(self._job, pp * vpp, rule(code)), 0)
-            for pp, vpp, code in np.stack(known, axis=1)[first].tolist()
+            for pp, vpp, code in np.stack(columns_of_stages, axis=1)[first].tolist()
         ]
-        return np.array(found, np.int64)[member]
+        return np.array(numbers, np.int64)[member]
 
     def _asks(self, number: str) -> bool:
-        """Return whether a switch is asked for whose settings depend on a *number* of a `Place`.
+        """Return True if a user asks for a field whose settings depend on a *number* of a `Place`.
 
-        At its default a switch has an effect everywhere, or nowhere.
+        At its default a field has an effect everywhere, or nowhere.
         """
         wanted = self._wanted
         return any(wanted.get(name, (USUAL[name],)) != (USUAL[name],) for name in READ_BY[number])
 
 
 def _wanted(limits: SpaceLimits) -> Wanted:
-    """Return the values of switches that are asked for; a largest number is one of a range."""
+    """Return the values of fields that a user asks for; a largest value stands for a range."""
     wanted = {name: values for name in SWITCHES if (values := limits.values(name)) is not None}
     for name in SWITCHES:
         most = limits.most(name) if PLAN_FIELDS[name].declaration.is_limited else None
@@ -170,7 +170,7 @@ def _wanted(limits: SpaceLimits) -> Wanted:
 
 
 def _place(row: Sequence[int], open_row: Sequence[int]) -> Place:
-    """Return the place of a partial layout and a choice that have such numbers."""
+    """Return the place of a partial layout and a choice with such numbers."""
     pp, cp, dp, several, schedule, count, most, common, ep = row
     stage, recompute = (*open_row, 0)[:2]
     return Place(pp, cp, dp, stage, several, 0, recompute, schedule, count, most, common, ep)
@@ -178,12 +178,12 @@ def _place(row: Sequence[int], open_row: Sequence[int]) -> Place:
 
 @dataclass
 class Choices:
-    """The values of fields that layouts of a job may have, as numbers.
+    """Values of the fields of a job's layouts, as numbers.
 
     Args:
-        job: What is trained.
-        stack: With what software.
-        limits: What is asked for.
+        job: Model, sequence length and batch.
+        stack: Software stack.
+        limits: Limits of the search.
     """
 
     job: TrainingJob
@@ -193,10 +193,11 @@ class Choices:
     _rules: dict[int, list[int]] = field(default_factory=dict)
 
     def degrees(self, num_gpus: int) -> Iterator[dict[str, int]]:
-        """Yield degrees of all axes, in the order of a plan's fields; one takes what is left."""
+        """Yield degrees of all axes, in the order of a plan's fields; one axis takes the rest."""
         job, stack, limits = self.job, self.stack, self.limits
         names = [each.name for each in SEARCHED_FIELDS if each.declaration.axis]
         free = [Axis(name) for name in names if not AXES[Axis(name)].takes_rest]
+        # One axis takes the devices that the others leave: no degree of it is tried.
         (rest,) = (axis for axis, known in AXES.items() if known.takes_rest)
 
         def chosen(left: int, known: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -213,15 +214,15 @@ class Choices:
     def virtual_stages(self, degrees: dict[str, int]) -> Iterator[tuple[int, list[int]]]:
         """Yield each number of virtual stages with the schedules that can run it.
 
-        More than one takes equal virtual stages, or equal ones when embedding and head count as a
-        layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2).
-        Where the layers divide into none whatever the ranks of a pipeline, as the 61 of
-        DeepSeek-V3 on powers of two, they may be unequal, and where they are asked for:
-        `lays_out_unequal`.
+        More than one takes stages of equal layers, or equal ones when embedding and head count as a
+        layer each, as Llama 3 405B was trained (126 layers; arXiv 2407.21783, section 3.3.2). Where
+        the layers divide evenly for no pipeline, as the 61 of DeepSeek-V3 on powers of two, or
+        where a user asks for it, they may be unequal: `lays_out_unequal`.
         """
         pp, limits, num_layers = degrees["pp"], self.limits, self.job.model.num_layers
         is_needed = pp > 1 and lays_out_unequal(num_layers, prod(degrees.values()), limits)
         divides_all = is_needed and offers(self.stack, self.job, degrees)
+        # A virtual stage has at least one layer; without a pipeline there is one stage.
         for vpp in range(1, num_layers // pp + 1 if pp > 1 else 2):
             if vpp > 1 and not (divides_all or are_equal(num_layers, pp * vpp)):
                 continue
@@ -247,16 +248,17 @@ class Choices:
         return (offered or schedules)[:1]
 
     def passes(self, degrees: dict[str, int], vpp: int, schedules: list[int]) -> NDArray[np.int64]:
-        """Return microbatches, schedules and rules for stages that go together.
+        """Return the combinations of microbatch size, schedule and rule for stages.
 
         Returns:
             Rows of `OF_VIRTUAL_STAGES`, the first constant, in the order of layouts.
         """
+        # Of tensor and context parallelism none decides these rows.
         key = degrees["pp"], degrees["dp"], vpp
         if key not in self._passes:
             rules = self._stage_rules(degrees["pp"] * vpp)
             fixed = {**degrees, "num_virtual_stages": vpp}
-            found = [
+            rows = [
                 (vpp, size, schedule, rule)
                 for size in divisors(self.job.global_batch_size // degrees["dp"])
                 if self.limits.allows("microbatch_size", size)
@@ -264,7 +266,7 @@ class Choices:
                 if is_runnable(self.job, self.stack, fixed, schedule, size)
                 for rule in rules
             ]
-            self._passes[key] = np.array(found, np.int64).reshape(-1, len(OF_VIRTUAL_STAGES)).T
+            self._passes[key] = np.array(rows, np.int64).reshape(-1, len(OF_VIRTUAL_STAGES)).T
         return self._passes[key]
 
     def _stage_rules(self, num_stages: int) -> list[int]:
@@ -273,23 +275,25 @@ class Choices:
             rules = self.limits.values("stages") or (self.stack.stage_split, *StageSplit)
             code, by_layers = PLAN_FIELDS["stages"].code, dict[tuple[int, ...], int]()
             for rule in rules:
+                # Rules that give the same layers are one layout: the first stands for it.
                 by_layers.setdefault(stage_layers(self.job, num_stages, rule), code(rule))
             self._rules[num_stages] = [*by_layers.values()]
         return self._rules[num_stages]
 
     def experts(self, degrees: dict[str, int]) -> list[tuple[int, int]]:
-        """Return the numbers of ``ep`` and ``etp`` that the ranks of a stage can have together."""
+        """Return the pairs of ``ep`` and ``etp`` that the ranks of a stage can have."""
         model, limits = self.job.model, self.limits
         ranks, tp = degrees["tp"] * degrees["cp"] * degrees["dp"], degrees["tp"]
         usual = (None,) if tp == 1 else (None, 1)
         is_divided = model.experts is not None and self.stack.expert_parallel
-        known = limits.values("ep") or (divisors(ranks) if is_divided else (1,))
+        expert_degrees = limits.values("ep") or (divisors(ranks) if is_divided else (1,))
         return sorted(
             (ep, PLAN_FIELDS["etp"].code(etp))
-            for ep in cast("Sequence[int]", known)
+            for ep in cast("Sequence[int]", expert_degrees)
             for etp in cast("tuple[int | None, ...]", limits.values("etp") or usual)
             if limits.allows("ep", ep)
             and ranks % (ep * (etp or tp)) == 0
+            # Without expert parallelism another etp than tp would be no layout of experts.
             and (ep > 1 or etp in {None, tp})
             and experts_refusal(model, ep, etp or tp) is None
         )
@@ -299,7 +303,7 @@ class Choices:
         return tuple(tuple(self._values(PLAN_FIELDS[name], degrees)) for name in OPEN)
 
     def _values(self, field: PlanField, degrees: dict[str, int]) -> list[int]:
-        """Return the values of a switch, one where its axis has degree 1: no effect."""
+        """Return the values of a field, one where its axis has degree 1: no effect."""
         wanted = self.limits.values(field.name)
         values = self._usual_values(field) if wanted is None else wanted
         acts_on = field.declaration.acts_on
@@ -308,13 +312,14 @@ class Choices:
             is_stage = field.name == "zero_stage"
             values = values[: stages_of_one_rank(self.limits) if is_stage else 1]
         tokens = degrees["tp"] * degrees["cp"]
+        # Each rank needs as many tokens of a sequence as all others.
         if field.name == "sequence_parallel" and self.job.seq_len % tokens:
             values = tuple(value for value in values if not value)
         codes = [field.code(value) for value in values]
         return codes if acts_on is not None else sorted(codes)
 
     def _usual_values(self, field: PlanField) -> tuple[object, ...]:
-        """Return the values of a switch that are searched where none is asked for.
+        """Return the values of a field that are searched by default.
 
         A mode of one framework alone is searched on its stacks; asked for, a rule rejects it by
         name.

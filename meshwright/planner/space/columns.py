@@ -1,4 +1,4 @@
-"""Columns: whole numbers of many layouts, one a row."""
+"""Columns of whole numbers over layouts, one a row."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -21,16 +21,16 @@ def combinations(choices: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     >>> combinations([[1, 2], [7], [3, 4]]).tolist()
     [[1, 1, 2, 2], [7, 7, 7, 7], [3, 4, 3, 4]]
     """
-    left = prod(map(len, choices))
-    codes = np.empty((len(choices), left), np.int64)
-    for row, numbers in zip(codes, choices, strict=True) if left else ():
-        left //= len(numbers)
-        row.reshape(-1, len(numbers), left)[:] = np.array(numbers, np.int64)[:, None]
+    block_size = prod(map(len, choices))
+    codes = np.empty((len(choices), block_size), np.int64)
+    for row, numbers in zip(codes, choices, strict=True) if block_size else ():
+        block_size //= len(numbers)
+        row.reshape(-1, len(numbers), block_size)[:] = np.array(numbers, np.int64)[:, None]
     return codes
 
 
 def distinct(columns: list[Column]) -> tuple[Column, Column]:
-    """Return a row of each distinct combination of *columns*, and which one each row has.
+    """Return one row of each distinct combination of *columns*, and the combination of each row.
 
     >>> distinct([np.array([3, 1, 3]), np.array([0, 1, 0])])[1].tolist()
     [1, 0, 1]
@@ -38,6 +38,7 @@ def distinct(columns: list[Column]) -> tuple[Column, Column]:
     key = np.zeros(len(columns[0]), np.int64)
     columns = [column for column in columns if not is_constant(column)]
     sizes = [int(column.max()) + 1 for column in columns]
+    # The key would overflow 64 bits: ranks of values take less room than values.
     if prod(sizes) > MOST_KEY:
         columns = [_distinct(column)[1] for column in columns]
         sizes = [int(column.max()) + 1 for column in columns]
@@ -56,7 +57,8 @@ def distinct(columns: list[Column]) -> tuple[Column, Column]:
 
 
 def _distinct(key: Column) -> tuple[Column, Column]:
-    """Return what `distinct` does, of numbers however large."""
+    """Return the same as `distinct` of a single key, however large."""
+    # A stable sort, so that the first row of each is the first in order.
     order = np.argsort(key, kind="stable")
     ordered = key[order]
     is_first = np.ones(len(key), np.bool_)
@@ -67,7 +69,7 @@ def _distinct(key: Column) -> tuple[Column, Column]:
 
 
 def is_constant(column: Column) -> bool:
-    """Return whether all numbers of *column* are one, or it has none."""
+    """Return True if all numbers of *column* are equal, or it is empty."""
     if not len(column) or column.strides == (0,):
         return True
     # Most columns that vary do so between their ends.
@@ -75,14 +77,14 @@ def is_constant(column: Column) -> bool:
 
 
 def chosen_rows(column: Column, rows: Column) -> Column:
-    """Return the numbers of *column* in *rows*, one for all of them where it is constant."""
+    """Return the numbers of *column* in *rows*; a constant column stays a broadcast one."""
     # Most fields have one value in all layouts, which is kept once.
     is_kept_once = len(column) and is_constant(column)
     return np.broadcast_to(column[0], rows.shape) if is_kept_once else column[rows]
 
 
 def joined_columns(parts: Sequence[Column]) -> Column:
-    """Return the numbers of *parts* one after the other, one for all of them where it is constant.
+    """Return the concatenation of *parts*; equal constants stay a broadcast column.
 
     >>> joined_columns([np.array([1, 2]), np.array([3])]).tolist()
     [1, 2, 3]
@@ -93,10 +95,10 @@ def joined_columns(parts: Sequence[Column]) -> Column:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def few_rows(count: int, most: int) -> Iterator[slice]:
-    """Yield slices of *count* rows, of *most* each: what is made of few is kept near at hand.
+def row_slices(count: int, most: int) -> Iterator[slice]:
+    """Yield slices of *count* rows, of *most* each, whose intermediates stay in caches.
 
-    >>> [*few_rows(5, 3)]
+    >>> [*row_slices(5, 3)]
     [slice(0, 3, None), slice(3, 6, None)]
     """
     for start in range(0, count, most):

@@ -1,4 +1,4 @@
-"""What of a space is searched."""
+"""Limits of a search: allowed and largest values of fields, and the framework to launch with."""
 
 from typing import NamedTuple, cast
 
@@ -21,16 +21,16 @@ from meshwright.simulator.layout import (
     Gap,
 )
 
-LONG_SEQUENCE = 8192  # tokens from which a search cuts sequences unasked
+LONG_SEQUENCE = 8192  # tokens from which a search uses context parallelism by default
 LAUNCHING = "framework", "any_layout"
 COLUMNS = tuple(each.name for each in SEARCHED_FIELDS)
 
 
 class SpaceLimits:
-    """What of the space is searched: allowed values of a field (None: all), and largest values.
+    """Limits of a search: allowed values of a field (None: all), and largest values.
 
     Values of a field are a tuple by its name, as ``tp=(4, 8)``, rules in that of ``stages``; a
-    largest value is a number, as ``max_pp=16``.  Layouts are those that ``framework`` can be told:
+    largest value is a number, as ``max_pp=16``. Layouts are those that ``framework`` can express:
     by default one that launches the stack; with ``any_layout`` all that the stack runs.
 
     Raises:
@@ -51,7 +51,7 @@ class SpaceLimits:
                 raise PlanError(f"{name}={value} leaves nothing; allowed: at least 1")
 
     def __repr__(self) -> str:
-        """Return the limits as they are written."""
+        """Return the limits as keyword arguments."""
         said = (f"{name}={value!r}" for name, value in self._limits.items())
         return f"SpaceLimits({', '.join(said)})"
 
@@ -60,29 +60,29 @@ class SpaceLimits:
         return cast("tuple[object, ...] | None", self._limits.get(name))
 
     def allows(self, name: str, value: object) -> bool:
-        """Return whether *value* of the field *name* may be searched."""
+        """Return True if *value* of the field *name* may be searched."""
         allowed, largest = self.values(name), self.most(name)
         if allowed is not None and value not in allowed:
             return False
         return largest is None or cast("int", value) <= largest
 
     def most(self, name: str) -> int | None:
-        """Return the largest value of a field that is asked for, None without one."""
+        """Return the largest value of a field that a user asks for, None without one."""
         return cast("int | None", self._limits.get(PLAN_FIELDS[name].limit))
 
     def asks_for(self, name: str) -> bool:
-        """Return whether a largest value of a field is given, or others than the habit."""
+        """Return True if a largest value of a field is given, or others than its default."""
         values = self.values(name) or (None,)
         return set(values) != {None} or PLAN_FIELDS[name].limit in self._limits
 
     @property
     def framework(self) -> str | None:
-        """The framework that is asked for, None for the stack's."""
+        """Framework that a user asks for, None for the stack's."""
         return cast("str | None", self._limits.get("framework"))
 
     @property
     def any_layout(self) -> bool:
-        """Whether layouts that no framework can be told are searched, too."""
+        """Whether layouts that no framework can express are searched, too."""
         return bool(self._limits.get("any_layout"))
 
     def without(self, name: str) -> "SpaceLimits":
@@ -92,12 +92,12 @@ class SpaceLimits:
         return SpaceLimits(**kept)
 
     def launched_by(self, *names: str | None) -> "SpaceLimits":
-        """Return the same limits of what another framework starts, or the usual; None: of all."""
+        """Return the same limits for another framework, or the default; None: for all layouts."""
         kept = {each: value for each, value in self._limits.items() if each not in LAUNCHING}
-        own = (
+        choice = (
             {} if not names else {"any_layout": 1} if names[0] is None else {"framework": names[0]}
         )
-        return SpaceLimits(**kept | own)
+        return SpaceLimits(**kept | choice)
 
     def pinned(self, **values: tuple[object, ...] | int | str) -> "SpaceLimits":
         """Return the same limits with other allowed, or largest, values."""
@@ -105,22 +105,24 @@ class SpaceLimits:
 
 
 def is_searched(axis: Axis, job: TrainingJob, stack: StackProfile, limits: SpaceLimits) -> bool:
-    """Return whether degrees of *axis* are laid out: of a rare one if it is asked for.
+    """Return True if degrees of *axis* are searched: of a rare one if a user asks for it.
 
-    Sequences are cut unasked where they are long and the stack does so: of GPT-3 on 3,072 GPUs it
-    makes 6.6 times as many layouts, and the search 3.6 times as long, whose best has cp = 1.
+    Context parallelism is searched by default for long sequences if the stack has it: for GPT-3 on
+    3,072 GPUs it makes 6.6 times as many layouts, and the search 3.6 times as long, whose best has
+    cp = 1.
     """
-    known = AXES[axis]
-    if not known.is_rare or limits.values(axis) is not None:
+    declaration = AXES[axis]
+    if not declaration.is_rare or limits.values(axis) is not None:
         return True
-    said = (each for each in SEARCHED_FIELDS if axis in {each.name, each.declaration.acts_on})
-    is_asked = any(limits.asks_for(each.name) for each in said)
-    is_offered = bool(getattr(stack, known.offered_by or "", False))
+    # Asking for a field that acts on the axis asks for the axis as well.
+    relevant = (each for each in SEARCHED_FIELDS if axis in {each.name, each.declaration.acts_on})
+    is_asked = any(limits.asks_for(each.name) for each in relevant)
+    is_offered = bool(getattr(stack, declaration.offered_by or "", False))
     return is_offered and (is_asked or job.seq_len >= LONG_SEQUENCE)
 
 
 def stages_of_one_rank(limits: SpaceLimits) -> int | None:
-    """Return how many ZeRO stages say something of one rank: of moments, or what is offloaded."""
+    """Return the number of ZeRO stages that matter for one rank: for moments, or offloading."""
     if limits.asks_for("offload") and limits.values("zero_stage") is None:
         return None
     is_asked = limits.asks_for("moment_precision") and limits.values("zero_stage") is None
@@ -128,23 +130,23 @@ def stages_of_one_rank(limits: SpaceLimits) -> int | None:
 
 
 class Launcher(NamedTuple):
-    """A framework whose files start the plans of a search."""
+    """Framework whose files launch the plans of a search."""
 
     framework: FrameworkProfile
     version: str
 
     @property
     def title(self) -> str:
-        """Name and version."""
+        """Name and version of the framework."""
         return f"{self.framework.name} {self.version}".rstrip()
 
     @property
     def release(self) -> str:
-        """Framework and release that its table is of."""
+        """Framework and release of its table."""
         return self.framework.release_of(self.version)
 
     def gaps(self, stack: StackProfile, job: TrainingJob) -> tuple[Gap, ...]:
-        """Return the layouts that it cannot be told."""
+        """Return the layouts that it cannot express."""
         known = {*COLUMNS, DP_CP}
         found = framework_gaps(self.framework, self.version, stack, job)
         return tuple(gap for gap in found if gap.fields <= known)
@@ -174,6 +176,7 @@ def launcher_of(
             f"allowed: {', '.join(known)}{_launched_with(limits.framework)}"
         )
     refusals = []
+    # The first framework that can launch the job, in the stack's order.
     for name in known if limits.framework is None else (limits.framework,):
         framework = load_framework(name)
         version = framework.version_for(stack.release or stack.name)
@@ -187,6 +190,6 @@ def launcher_of(
 
 
 def _launched_with(framework: str) -> str:
-    """Return the stacks that a framework launches, in words."""
+    """Return the text of the stacks that a framework launches."""
     names = frameworks_where(lambda stack: framework in stack.launched_by)
     return f"; stacks that it launches: {', '.join(names)}" if names else ""

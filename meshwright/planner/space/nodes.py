@@ -1,4 +1,4 @@
-"""Nodes of branch and bound: partial layouts of which some choices are left."""
+"""Nodes of branch and bound: partial layouts with some of their choices."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -20,33 +20,33 @@ OF_SHAPES = frozenset(OPEN) - {"zero_stage"}
 
 
 class Nodes(NamedTuple):
-    """Some rows of a family of partial layouts, of which the same choices are left."""
+    """Some rows of a family of partial layouts, with the same choices open."""
 
     family: PartialLayouts
     rows: Column
     choices: Column
 
     def columns(self, *names: str) -> list[Column]:
-        """Return the numbers of fields of partial layouts."""
+        """Return the numbers of fields of the partial layouts."""
         return [self.family.columns[name][self.rows] for name in names]
 
     def alike(self, choices: Column, names: Collection[str]) -> list[Column]:
-        """Return *choices* by their numbers of some fields: those with the same together."""
+        """Return *choices* grouped by their numbers of some fields."""
         known = [row[choices] for name, row in self.family.choices.items() if name in names]
         first, member = distinct(known)
         return [choices[member == number] for number in range(len(first))]
 
     def have(self, choices: Column) -> Mask:
-        """Return which rows have a layout with one of some choices."""
+        """Return the mask of rows that have a layout with one of some choices."""
         return np.asarray(self.family.offered[self.rows][:, choices].any(axis=(1, 2)))
 
     def examples(self, space: PartialSpace, rows: Column, choices: Column | None = None) -> Space:
-        """Return a layout of some of the rows each, with one of some choices if there are any."""
+        """Return one layout of each of some rows, with one of some choices if there are any."""
         every = np.arange(self.family.exists.shape[1])
         return self._layouts(space, rows, every if choices is None else choices)
 
     def sharings(self, space: PartialSpace, rows: Column) -> Iterator[Space]:
-        """Yield layouts of some of the rows, in every way in which they may share states."""
+        """Yield layouts of some of the rows, in all ways of sharding their states."""
         for choices in self.alike(self.choices, ["zero_stage"]):
             for setting in range(self.family.exists.shape[2]):
                 if self.family.exists[self.rows[rows]][:, choices, setting].any():
@@ -55,16 +55,17 @@ class Nodes(NamedTuple):
     def _layouts(
         self, space: PartialSpace, rows: Column, choices: Column, setting: int | None = None
     ) -> Space:
-        """Return the first layout of some of the rows each that is of a kind, else the first."""
-        family, own = self.family, self.rows[rows]
-        exists = family.exists[own]
+        """Return the first layout of each of some rows with such choices, else the first of all."""
+        family, family_rows = self.family, self.rows[rows]
+        exists = family.exists[family_rows]
         wanted = np.zeros_like(exists)
         settings = slice(None) if setting is None else [setting]
         wanted[:, choices, settings] = exists[:, choices, settings]
-        lacks = ~wanted.any(axis=(1, 2))
-        wanted[lacks] = exists[lacks]
-        first = wanted.reshape(len(own), -1).argmax(axis=1)
-        cells = own, *np.unravel_index(first, exists.shape[1:])
+        has_none = ~wanted.any(axis=(1, 2))
+        # Rows without such a layout still need one, so that columns keep their length.
+        wanted[has_none] = exists[has_none]
+        first = wanted.reshape(len(family_rows), -1).argmax(axis=1)
+        cells = family_rows, *np.unravel_index(first, exists.shape[1:])
         return replace(space.space, columns=family.layouts(cells)[0])
 
 
@@ -72,9 +73,9 @@ class NodeShapes(NamedTuple):
     """Block shapes that layouts of nodes may have.
 
     Args:
-        shapes: Those with each of some choices.
-        groups: Which groups of nodes alike have each of these.
-        group: The number of the group of each node.
+        shapes: Shapes for each set of choices.
+        groups: Numbers of the groups of nodes that have each of these shapes.
+        group: Number of the group of each node.
     """
 
     shapes: list[tuple[BlockShape, ...]]
@@ -93,16 +94,17 @@ class NodeShapes(NamedTuple):
         """Return the shapes of nodes.
 
         Args:
-            space: Of the nodes.
-            nodes: Which.
-            alike: Numbers that are equal in nodes of one group.
-            choices: Those that make other shapes.
-            change: What is changed of each shape.
+            space: Space of the nodes.
+            nodes: Nodes.
+            alike: Columns that are equal in nodes of one group.
+            choices: Sets of choices that make different shapes.
+            change: Change applied to each shape.
         """
         _, group = distinct(alike)
         shapes, groups = [], []
         for own in choices:
             rows = np.flatnonzero(nodes.have(own))
+            # No node of these has a layout with such choices.
             if not len(rows):
                 continue
             of_rows, first = np.unique(group[rows], return_index=True)
@@ -113,22 +115,22 @@ class NodeShapes(NamedTuple):
 
     @property
     def every(self) -> Iterator[BlockShape]:
-        """All of them."""
+        """All shapes."""
         return (shape for each in self.shapes for shape in each)
 
     @property
     def of_groups(self) -> tuple[BlockShape, ...]:
-        """One of each group."""
+        """One shape of each group."""
         known: dict[int, BlockShape] = {}
         for groups, shapes in zip(self.groups, self.shapes, strict=True):
             known |= zip(groups.tolist(), shapes, strict=True)
         return tuple(known[number] for number in range(len(known)))
 
     def least(self, number_of: Callable[[BlockShape], object]) -> NDArray[np.int64]:
-        """Return the least numbers of any shape that each node may have.
+        """Return the elementwise minimum over all shapes that each node may have.
 
         Args:
-            number_of: Returns a number, or an array of them, of a shape.
+            number_of: Returns a number, or an array of numbers, of a shape.
         """
         each = [np.array([number_of(shape) for shape in own], np.int64) for own in self.shapes]
         found = np.full((self.group.max() + 1, *each[0].shape[1:]), np.iinfo(np.int64).max)

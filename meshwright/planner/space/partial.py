@@ -1,8 +1,8 @@
-"""Partial layouts: degrees, pipeline and microbatch of layouts, with their switches still open.
+"""Partial layouts: degrees, pipeline and microbatch of layouts, with the other fields open.
 
-Layouts are counted and ruled out here without being laid out: what a rule reads of them is one
-number for each partial layout, for each choice of what it leaves open, or for each setting of its
-switches, and the three are put together by broadcasting.
+Rules take layouts out here before these are laid out: a rule reads one number for each partial
+layout, for each choice of the open fields, or for each setting of the others, and the three are
+combined by broadcasting.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,21 +33,21 @@ from meshwright.simulator.layout import SEARCHED_FIELDS, model_refusal, stack_ga
 
 Mask = NDArray[np.bool_]
 Cells = tuple[NDArray[np.int64], ...]
-"""Places of layouts: of their partial layout, of a choice and of a setting."""
+"""Indices of layouts: of the partial layout, of the choice and of the setting of each."""
 EXPERTS = "ep", "etp"
 
 
 @dataclass(frozen=True)
 class PartialLayouts:
-    """Partial layouts that leave the same choices open.
+    """Partial layouts with the same choices open.
 
     Args:
-        space: Of the job, without layouts.
-        limits: What is asked for.
+        space: Space of the job, without layouts.
+        limits: Limits of the search.
         columns: Numbers of the fields in `PARTIAL`.
-        blocks: Which choice of degrees, virtual stages, experts and microbatch each is of, in the
-            order of layouts; they differ in schedule and rule for stages.
-        choices: Numbers of the fields in `OPEN`, one column a choice.
+        blocks: Number of the choice of degrees, virtual stages, experts and microbatch of each, in
+            the order of layouts; within one they differ in schedule and rule for stages.
+        choices: Numbers of the fields in `OPEN`, one column for each choice.
     """
 
     space: Space
@@ -62,14 +62,15 @@ class PartialLayouts:
 
     @cached_property
     def _places(self) -> tuple[Column, Settings]:
-        """The number of the place of each partial layout and choice, and the settings there."""
+        """Place number of each partial layout and choice, and the settings there."""
         places = Places(self.space.job, self.space.stack, self.limits)
         numbers, known = places.settings(self.columns, self.num_microbatches, self.choices)
+        # Layouts that the stack lacks share the first place, which has one setting.
         return np.where(self._lacks_basic, 0, numbers), known
 
     @cached_property
     def _lacks_basic(self) -> Mask:
-        """Which partial layouts and choices the stack lacks, whatever their switches."""
+        """Mask of partial layouts and choices that the stack lacks, whatever their other fields."""
         own = {name: column[:, None] for name, column in self.columns.items()}
         columns = own | {name: row[None] for name, row in self.choices.items()}
         grid = replace(self.space, columns=columns)
@@ -88,6 +89,7 @@ class PartialLayouts:
         }
         columns |= {name: row[None, :, None] for name, row in self.choices.items()}
         codes = dict(zip(SWITCHES, known.codes, strict=True))
+        # Columns of one value stay scalars: few fields have settings at all.
         varied = [name for name, row in codes.items() if not is_constant(row)]
         columns |= {name: row[:1].reshape(1, 1, 1) for name, row in codes.items()}
         if varied:
@@ -99,14 +101,14 @@ class PartialLayouts:
 
     @cached_property
     def exists(self) -> Mask:
-        """Which cells of partial layouts, choices and settings are layouts."""
+        """Mask of cells of partial layouts, choices and settings that are layouts."""
         numbers, known = self._places
         found = (np.arange(known.counts.max()) < known.counts[:, None])[numbers]
         return np.asarray(found & slices_shards(self.grid.column))
 
     @cached_property
     def num_microbatches(self) -> Column:
-        """Microbatches of a step."""
+        """Number of microbatches of a step."""
         replicas = self.columns["dp"] * self.columns["microbatch_size"]
         return np.asarray(self.space.job.global_batch_size // replicas, np.int64)
 
@@ -118,21 +120,21 @@ class PartialLayouts:
 
     @property
     def offered(self) -> Mask:
-        """Which cells are layouts that the stack runs."""
+        """Mask of cells that are layouts which the stack runs."""
         return self._left[0]
 
     @property
     def told(self) -> Mask:
-        """Which of these the framework of the search can be told, too."""
+        """Mask of cells that the framework of the search can express, too."""
         return self._left[1]
 
     @property
     def rejections(self) -> dict[str, int]:
-        """How many layouts each of the rules that look at plans takes out, by reason."""
+        """Number of layouts that each rule over plans takes out, by reason."""
         return self._left[2]
 
     def numbers(self, name: str) -> Column:
-        """Return numbers of a field, each that is in some layout that can be told at least once."""
+        """Return the numbers of a field in layouts that can be launched, each at least once."""
         if name in self.columns:
             return self.columns[name][self.told.any(axis=(1, 2))]
         if name in self.choices:
@@ -143,7 +145,7 @@ class PartialLayouts:
         return np.asarray(np.broadcast_to(column, self.told.shape)[self.told], np.int64)
 
     def layouts(self, cells: Cells) -> tuple[dict[str, Column], NDArray[np.int64]]:
-        """Return columns of the layouts at *cells*, and rows of numbers that put them in order."""
+        """Return the columns of the layouts at *cells*, and rows of numbers to sort them by."""
         own, choice, setting = cells
         numbers, known = self._places
         at = known.starts[numbers[own, choice]] + setting
@@ -157,18 +159,18 @@ class PartialLayouts:
         return {name: columns[name] for name in COLUMNS}, self._order(own, choice, setting)
 
     def _order(self, own: Column, choice: Column, setting: Column) -> NDArray[np.int64]:
-        """Return rows of numbers by which layouts are in the order of fields of a plan."""
+        """Return rows of numbers that sort layouts in the order of a plan's fields."""
         blocks = self.blocks[own]
         return np.stack([blocks, choice, own - np.searchsorted(self.blocks, blocks), setting])
 
 
 @dataclass(frozen=True)
 class PartialSpace:
-    """Every layout of a job on a number of GPUs, by what partial layouts leave open.
+    """All layouts of a job on a number of GPUs, grouped by their open choices.
 
     Args:
-        space: Of the job, without layouts.
-        families: Partial layouts that leave the same choices open.
+        space: Space of the job, without layouts.
+        families: Partial layouts with the same choices open.
     """
 
     space: Space
@@ -176,7 +178,7 @@ class PartialSpace:
 
     @classmethod
     def of(cls, job: TrainingJob, stack: StackProfile, num_gpus: int, limits: SpaceLimits) -> Self:
-        """Return what divisibility and *limits* allow.
+        """Return the space that divisibility and *limits* allow.
 
         Raises:
             PlanError: If *limits* ask for a value that says nothing of the model.
@@ -189,6 +191,7 @@ class PartialSpace:
         launcher, _ = launcher_of(job, stack, limits)
         none = {name: np.zeros(0, np.int64) for name in COLUMNS}
         space = Space(job=job, stack=stack, num_gpus=num_gpus, columns=none, launcher=launcher)
+        # Degrees with the same open values are one family, so that rules look at few arrays.
         rows: dict[Values, list[NDArray[np.int64]]] = {}
         choices, block = Choices(job, stack, limits), 0
         for degrees in choices.degrees(num_gpus):
@@ -205,19 +208,20 @@ class PartialSpace:
         return sum(int(np.count_nonzero(each.exists)) for each in self.families)
 
     def numbers(self, name: str) -> Column:
-        """Return numbers of a field, each that is in some layout that can be told at least once."""
+        """Return the numbers of a field in layouts that can be launched, each at least once."""
         found = [each.numbers(name) for each in self.families]
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     @property
     def every(self) -> list[Cells]:
-        """The cells of all layouts."""
+        """Cells of all layouts."""
         return [np.nonzero(each.exists) for each in self.families]
 
     def layouts(self, cells: Sequence[Cells]) -> tuple[Space, Column]:
-        """Return the layouts at *cells* of each family in order, and a number of each."""
+        """Return the layouts at *cells* of each family in order, and the number of each."""
         found = [each.layouts(own) for each, own in zip(self.families, cells, strict=True)]
         order = np.concatenate([np.zeros((4, 0), np.int64), *(row for _, row in found)], axis=1)
+        # Rows of numbers as one number in a mixed radix, so that one sort does.
         numbers = np.zeros(order.shape[1], np.int64)
         for row, most in zip(order, self._most, strict=True):
             numbers = numbers * most + row
@@ -229,7 +233,7 @@ class PartialSpace:
 
     @cached_property
     def _most(self) -> tuple[int, int, int, int]:
-        """More than any number by which layouts are in order."""
+        """Upper bounds of the numbers by which layouts are sorted."""
         shapes = [each.exists.shape[1:] for each in self.families]
         places = [int(np.bincount(each.blocks).max(initial=0)) for each in self.families]
         choices, settings = (max(each) for each in zip((0, 0), *shapes, strict=True))
@@ -237,7 +241,7 @@ class PartialSpace:
 
     @property
     def rejections(self) -> dict[str, int]:
-        """How many layouts each of the rules that look at plans takes out, by reason."""
+        """Number of layouts that each rule over plans takes out, by reason."""
         found: dict[str, int] = {}
         for family in self.families:
             for reason, count in family.rejections.items():
@@ -263,17 +267,17 @@ def _rows(
     passes: NDArray[np.int64],
     block: int,
 ) -> NDArray[np.int64]:
-    """Return partial layouts of some *degrees*: numbers of `PARTIAL`, and that of their block.
+    """Return partial layouts of some *degrees*: numbers of `PARTIAL`, and of their block.
 
     Args:
-        degrees: Of all axes.
-        experts: Degrees of experts that go with them.
-        passes: Microbatches, schedules and rules for stages that do.
-        block: The number of the first block.
+        degrees: Degrees of all axes.
+        experts: Expert degrees that are combined with them.
+        passes: Microbatches, schedules and rules for stages, likewise.
+        block: Number of the first block.
     """
     num_experts, num_passes = experts.shape[1], passes.shape[1]
-    known = {name: np.repeat(row, num_passes) for name, row in zip(EXPERTS, experts, strict=True)}
-    known |= {
+    columns = {name: np.repeat(row, num_passes) for name, row in zip(EXPERTS, experts, strict=True)}
+    columns |= {
         name: np.tile(row, num_experts) for name, row in zip(OF_VIRTUAL_STAGES, passes, strict=True)
     }
     sizes = passes[OF_VIRTUAL_STAGES.index("microbatch_size")]
@@ -282,7 +286,7 @@ def _rows(
         is_first = np.tile(np.append(True, sizes[1:] != sizes[:-1]), num_experts)
     found = np.empty((len(PARTIAL) + 1, len(is_first)), np.int64)
     for row, name in zip(found, PARTIAL, strict=False):
-        row[:] = known.get(name, degrees.get(name, 0))
+        row[:] = columns.get(name, degrees.get(name, 0))
     found[-1] = block - 1 + is_first.cumsum()
     return found
 
@@ -290,9 +294,9 @@ def _rows(
 def _family(
     space: Space, limits: SpaceLimits, values: Values, rows: Sequence[NDArray[np.int64]]
 ) -> PartialLayouts:
-    """Return the partial layouts in *rows*, which leave *values* open."""
-    nothing = np.zeros((len(PARTIAL) + 1, 0), np.int64)
-    *columns, blocks = np.concatenate([nothing, *rows], axis=1)
+    """Return the partial layouts in *rows*, with *values* of the open fields."""
+    empty = np.zeros((len(PARTIAL) + 1, 0), np.int64)
+    *columns, blocks = np.concatenate([empty, *rows], axis=1)
     choices = dict(zip(OPEN, combinations(values), strict=True))
-    known = dict(zip(PARTIAL, columns, strict=True))
-    return PartialLayouts(space, limits, known, blocks, choices)
+    columns_by_name = dict(zip(PARTIAL, columns, strict=True))
+    return PartialLayouts(space, limits, columns_by_name, blocks, choices)

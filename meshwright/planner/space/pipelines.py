@@ -1,4 +1,4 @@
-"""Pipelines of a space: their stages, what is ahead of each, and ranks that hold alike."""
+"""Pipelines of a space: their stages, the blocks ahead of each, and roles of ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,18 +24,19 @@ from meshwright.simulator.model import (
 
 
 def block_kinds(model: AnyModel, stages: Iterable[Stage] = ()) -> tuple[BlockKind, ...]:
-    """Return the kinds of blocks of *model* in the order of columns: layers, then its ends.
+    """Return the kinds of blocks of *model* in column order: layers, then embedding and head.
 
-    Behind the model's layers come those that plans make of them.
+    Kinds that plans derive follow the model's layers.
     """
     own = layer_kinds(model)
+    # Only plans of a space derive kinds: of recomputed or offloaded layers.
     made = dict.fromkeys(kind for stage in stages for kind, _ in stage.passes)
     own += kinds_apart(model)
     return (*own, *(kind for kind in made if kind not in {*own, *ENDS}), *ENDS)
 
 
 def block_counts(kinds: Sequence[BlockKind], stages: Iterable[Stage]) -> list[int]:
-    """Return through how many blocks of each of *kinds* a pass of each of *stages* goes."""
+    """Return the number of blocks of each of *kinds* in a pass through *stages*."""
     counts = dict.fromkeys(kinds, 0)
     for stage in stages:
         for kind, count in stage.passes:
@@ -49,11 +50,11 @@ def stage_layers(job: TrainingJob, num_stages: int, rule: object) -> tuple[int, 
 
 
 def lays_out_unequal(num_layers: int, num_gpus: int, limits: SpaceLimits) -> bool:
-    """Return whether virtual stages of unequal layers are laid out where they are offered.
+    """Return True if virtual stages of unequal layers are searched where stacks offer them.
 
-    A number of virtual stages asks for them, as do passes beside each other, which need virtual
-    stages. Unasked they would make 2.6 times as many layouts of GPT-3 on 3,072 GPUs, and the search
-    three times as long, whose best takes 0.7 % less time.
+    Limits of virtual stages ask for them, as does F/B overlap, which needs virtual stages. By
+    default they would make 2.6 times as many layouts of GPT-3 on 3,072 GPUs, and the search three
+    times as long, whose best takes 0.7 % less time.
     """
     is_asked = any(map(limits.asks_for, ("expert_overlap", "num_virtual_stages")))
     return is_asked or not _divides(num_layers, num_gpus)
@@ -61,14 +62,14 @@ def lays_out_unequal(num_layers: int, num_gpus: int, limits: SpaceLimits) -> boo
 
 @lru_cache(maxsize=64)
 def _divides(num_layers: int, num_gpus: int) -> bool:
-    """Return whether layers divide into equal virtual stages of some pipeline of *num_gpus*."""
+    """Return True if layers divide into equal virtual stages of some pipeline of *num_gpus*."""
     pipelines = (pp for pp in divisors(num_gpus) if 1 < pp <= num_layers)
     numbers = (pp * vpp for pp in pipelines for vpp in range(2, num_layers // pp + 1))
     return any(are_equal(num_layers, each) for each in numbers)
 
 
 def are_equal(num_layers: int, num_stages: int) -> bool:
-    """Return whether stages have as many layers each, or do where embedding and head count as one.
+    """Return True if stages have equal layers, or do when embedding and head count as one each.
 
     >>> [are_equal(126, num_stages) for num_stages in (63, 64, 32, 48)]
     [True, True, True, False]
@@ -86,11 +87,11 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What layouts with the same degree, schedule and virtual stages in model order share.
+    """Pipeline of layouts with the same degree, schedule and virtual stages.
 
     Args:
-        pp: Ranks.
-        schedule: What they run.
+        pp: Number of ranks.
+        schedule: Schedule of their passes.
         stages: Virtual stages in model order.
         kinds: Kinds of blocks in the order of columns.
     """
@@ -103,37 +104,39 @@ class Pipeline:
 
     @property
     def last(self) -> int:
-        """The place of the last stage."""
+        """Index of the last stage."""
         return len(self.stages) - 1
 
     def places(self, role: Role) -> range:
-        """Return where the stages of the role's last rank are."""
+        """Return the indices of the stages of the role's last rank."""
         return range(role.last, len(self.stages), self.pp)
 
     @cached_property
     def roles(self) -> list[Role]:
-        """The roles of its ranks."""
+        """Roles of its ranks."""
         return pipeline_roles(self.stages, self.pp)
 
     @cached_property
     def through(self) -> NDArray[np.int64]:
-        """Blocks of each kind that are ahead of each place, and behind the last one."""
-        return np.concatenate([np.zeros_like(self._each[:1]), self._each.cumsum(axis=0)])
+        """Blocks of each kind ahead of each stage, and behind the last one."""
+        return np.concatenate(
+            [np.zeros_like(self._stage_counts[:1]), self._stage_counts.cumsum(axis=0)]
+        )
 
     @cached_property
-    def _each(self) -> NDArray[np.int64]:
-        known = {stage: block_counts(self.kinds, [stage]) for stage in {*self.stages}}
-        return np.array([known[stage] for stage in self.stages], np.int64)
+    def _stage_counts(self) -> NDArray[np.int64]:
+        by_stage = {stage: block_counts(self.kinds, [stage]) for stage in {*self.stages}}
+        return np.array([by_stage[stage] for stage in self.stages], np.int64)
 
     @cached_property
     def ways(self) -> tuple[Column, Column]:
-        """Blocks of the passes of each role's last rank, and ahead of it: ``[roles, kinds]``."""
+        """Blocks of each role's last rank, and ahead of it: ``[roles, kinds]``."""
         own = [self.own_blocks(role).sum(axis=0) for role in self.roles]
         return np.array(own), np.array([self.between(0, role.last) for role in self.roles])
 
     @cached_property
     def stage_blocks(self) -> list[Column]:
-        """Blocks of each virtual stage that differs, of each role."""
+        """Blocks of each different virtual stage, for each role."""
         return [
             np.array([block_counts(self.kinds, [each]) for each in dict.fromkeys(role.stages)])
             for role in self.roles
@@ -144,10 +147,10 @@ class Pipeline:
         return np.asarray(self.through[end] - self.through[first], np.int64)
 
     def passes(self, role: Role, num_microbatches: int) -> tuple[int, ...]:
-        """Return what the schedule says of a role's last rank.
+        """Return the passes in flight of a role's last rank, and its blocks around the last stage.
 
-        Its passes in flight; then, from the first to the last pass of its last stage, those through
-        blocks of each kind, forward and backward (`Schedule.around_last`).
+        The latter are passes through blocks of each kind, forward and backward, from the first to
+        the last pass of its last stage (`Schedule.around_last`).
         """
         key = role.last, num_microbatches
         if key not in self._passes:
@@ -158,11 +161,11 @@ class Pipeline:
 
     def own_blocks(self, role: Role) -> NDArray[np.int64]:
         """Return the blocks of each kind in each virtual stage of the role's last rank."""
-        return self._each[role.last :: self.pp]
+        return self._stage_counts[role.last :: self.pp]
 
     @cached_property
     def senders(self) -> NDArray[np.int64]:
-        """1 in the column of the kind of block that sends what each stage gives."""
+        """One-hot rows of the kind of block that sends each stage's output."""
         kinds = [self.kinds.index(stage.passes[-1].kind) for stage in self.stages]
         return np.eye(len(self.kinds), dtype=np.int64)[kinds]
 
@@ -176,6 +179,7 @@ def pipeline_roles(stages: Sequence[Stage], pp: int) -> list[Role]:
     >>> [(role.first, role.last) for role in pipeline_roles(stages, 4)]
     [(0, 0), (1, 2), (3, 3)]
     """
+    # Ranks with equal virtual stages cost and hold the same: few roles stand for many ranks.
     members: dict[tuple[Stage, ...], list[int]] = {}
     for rank in range(pp):
         members.setdefault(tuple(stages[rank::pp]), []).append(rank)
@@ -185,8 +189,8 @@ def pipeline_roles(stages: Sequence[Stage], pp: int) -> list[Role]:
 def is_runnable(
     job: TrainingJob, stack: StackProfile, fixed: dict[str, int], schedule: int, size: int
 ) -> bool:
-    """Tell whether the stack's runtime of a schedule takes microbatches of *size* sequences."""
-    known = tuple(RUNTIMES[stack.pipeline_runtime].values())
+    """Tell whether a schedule of the stack's runtime takes microbatches of *size* sequences."""
+    schedules = tuple(RUNTIMES[stack.pipeline_runtime].values())
     num_microbatches = job.global_batch_size // fixed["dp"] // size
     counts = (fixed["pp"], num_microbatches, fixed["num_virtual_stages"])
-    return known[schedule].refusal(*counts) is None
+    return schedules[schedule].refusal(*counts) is None

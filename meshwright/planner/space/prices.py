@@ -1,4 +1,4 @@
-"""Times of blocks in columns: each operator of a walk is priced once for sizes that are alike."""
+"""Times of blocks as columns: operators of equal sizes are priced once."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -22,7 +22,7 @@ from meshwright.simulator.model import BlockKind, LayerGroup
 
 
 class Prices:
-    """What operators of walks take, each priced once for what decides its time."""
+    """Times of operators, each computed once for the sizes that decide it."""
 
     def __init__(self) -> None:
         self._times_ps: dict[tuple[object, ...], dict[tuple[int, ...], int]] = {}
@@ -32,10 +32,11 @@ class Prices:
     def block_times(
         self, costs: CostModel, shapes: Sequence[BlockShape], kind: BlockKind
     ) -> NDArray[np.int64]:
-        """Return picoseconds forward and backward, with what runs again, of blocks of *shapes*.
+        """Return forward and backward picoseconds, with recomputation, of blocks of *shapes*.
 
-        They are those of `CostModel.block_cost`: one row a shape.
+        They are those of `CostModel.block_cost`: one row for each shape.
         """
+        # Partial layouts and layouts have most shapes in common.
         known = self._blocks.setdefault(kind, {})
         new = [shape for shape in dict.fromkeys(shapes) if shape not in known]
         known.update(zip(new, self._block_times(costs, new, kind).tolist(), strict=True))
@@ -56,11 +57,12 @@ class Prices:
         return times
 
     def known(self, operator: Operator, shape: BlockShape) -> dict[tuple[int, ...], int]:
-        """Return the picoseconds of operators that are *operator* but for sizes, by these.
+        """Return the known picoseconds of operators that differ from *operator* in sizes alone.
 
-        Walks of other structure have many in common.
+        Blocks of other structure have many operators in common.
         """
-        key: tuple[object, ...] = type(operator), _alike(operator), shape.precision
+        key: tuple[object, ...] = type(operator), _structure(operator), shape.precision
+        # All-to-alls of tokens depend on routing, too, not on their size alone.
         if isinstance(operator, Collective) and operator.axis is ExpertAxis.EP:
             key = *key, shape.dispatcher, shape.trained.experts
         return self._times_ps.setdefault(key, {})
@@ -68,14 +70,14 @@ class Prices:
     def span_numbers(
         self, costs: CostModel, axis: MeshAxis, shapes: Sequence[BlockShape]
     ) -> Column:
-        """Return the number of the span that groups of an axis have, for each of *shapes*."""
+        """Return the number of the group span of an axis for each of *shapes*."""
         spans, of = self._spans, costs.spans.of_block
         each = [spans.setdefault(of(axis, shape), len(spans)) for shape in shapes]
         return np.array(each, np.int64)
 
 
 class _Rows(NamedTuple):
-    """Rows of a walk's columns that are asked for, the shape of each, and how work is priced."""
+    """Rows of a block's columns to price, with the shape of each."""
 
     numbers: Column
     shapes: list[BlockShape]
@@ -83,16 +85,17 @@ class _Rows(NamedTuple):
     costs: CostModel
 
     def times(self, operators: BlockOperators) -> NDArray[np.int64]:
-        """Return the picoseconds forward and backward of each row."""
+        """Return the forward and backward picoseconds of each row."""
         spans: dict[MeshAxis, Column] = {}
         forward, backward, again = (self._phase(phase, spans) for phase in operators)
         return np.stack([forward, backward + again], axis=1)
 
     def _phase(self, operators: tuple[Operator, ...], spans: dict[MeshAxis, Column]) -> Column:
-        """Return the picoseconds of *operators* one after the other, or of the host's."""
+        """Return the picoseconds of *operators* in sequence, or of the host if it is slower."""
         total = np.zeros(len(self.numbers), np.int64)
         for operator in operators:
             total += self._operator(operator, spans)
+        # The host launches ahead of the device: the slower of both decides.
         return np.maximum(total, self._issue([each for each in operators if _is_host(each)]))
 
     def _operator(self, operator: Operator, spans: dict[MeshAxis, Column]) -> Column:
@@ -107,38 +110,38 @@ class _Rows(NamedTuple):
         columns = columns or [np.zeros(len(self.numbers), np.int64)]
         first, member = distinct(columns)
         sizes = np.stack(columns)[:, first].T.tolist()
-        known, found = self.prices.known(operator, self.shapes[0]), []
-        for place, each in zip(first.tolist(), map(tuple, sizes), strict=True):
-            if each not in known:
-                one = _in_row(operator, int(self.numbers[place]))
-                _, cost = self.costs.operator_cost(one, self.shapes[place])
-                known[each] = cost.time_ps
-            found.append(known[each])
-        return np.array(found, np.int64)[member]
+        times_by_size, times_ps = self.prices.known(operator, self.shapes[0]), []
+        for row, size in zip(first.tolist(), map(tuple, sizes), strict=True):
+            if size not in times_by_size:
+                one = _in_row(operator, int(self.numbers[row]))
+                _, cost = self.costs.operator_cost(one, self.shapes[row])
+                times_by_size[size] = cost.time_ps
+            times_ps.append(times_by_size[size])
+        return np.array(times_ps, np.int64)[member]
 
     def _issue(self, passes: Sequence[Operator]) -> Column:
-        """Return the picoseconds in which the host starts a phase with such *passes*."""
-        nothing = np.zeros(len(self.numbers), np.int64)
+        """Return the picoseconds in which the host launches a phase with such *passes*."""
+        zeros = np.zeros(len(self.numbers), np.int64)
         columns = [column[self.numbers] for each in passes for column in _columns(each)]
-        first, member = distinct(columns or [nothing])
+        first, member = distinct(columns or [zeros])
         rows, costs = self.numbers[first].tolist(), self.costs
-        known = [
+        times_ps = [
             issue_ps([_in_row(each, row) for each in passes], costs.stack, costs.cluster)
             for row in rows
         ]
-        return np.array(known, np.int64)[member]
+        return np.array(times_ps, np.int64)[member]
 
 
 def _is_host(operator: Operator) -> bool:
     return isinstance(operator, HostPasses)
 
 
-def _alike(operator: tuple[object, ...]) -> tuple[object, ...]:
-    """Return *operator* without its columns, and without those of what runs beside it."""
+def _structure(operator: tuple[object, ...]) -> tuple[object, ...]:
+    """Return *operator* without its columns, nor those of operators that overlap with it."""
     return tuple(
         None
         if isinstance(each, np.ndarray)
-        else (type(each), _alike(each))
+        else (type(each), _structure(each))
         if isinstance(each, tuple)
         else each
         for each in operator
@@ -146,7 +149,7 @@ def _alike(operator: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def _columns(operator: tuple[object, ...]) -> Iterator[Column]:
-    """Yield the columns among the sizes of *operator*, and of what runs beside it."""
+    """Yield the columns among the sizes of *operator*, and of operators that overlap with it."""
     for each in operator:
         if isinstance(each, np.ndarray):
             yield each
@@ -155,11 +158,12 @@ def _columns(operator: tuple[object, ...]) -> Iterator[Column]:
 
 
 def _in_row(operator: Operator, row: int) -> Operator:
-    """Return *operator* with the sizes that its columns have in a row."""
+    """Return *operator* with the sizes of one row."""
     return cast("Operator", _sizes(operator, row))
 
 
 def _sizes(operator: tuple[object, ...], row: int) -> tuple[object, ...]:
+    """Return the fields of *operator* with the sizes of one row."""
     found = (
         int(each[row])
         if isinstance(each, np.ndarray)

@@ -1,7 +1,7 @@
-"""Rules that take layouts out of a search before any is simulated; each says why.
+"""Rules that take layouts out of a search before any is simulated, each with a reason.
 
-A rule looks at whole columns and returns, for each of its reasons, which layouts it takes out.
-To add one, write a function like these and a line in `RULES`.
+A rule reads whole columns and returns, for each of its reasons, the mask of layouts that it takes
+out. To add one, write a function like these and a line in `RULES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +23,9 @@ LACKS_MEMORY = "needs more memory than a device has"
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What rules may look at: the space, what it runs on, and each layout's memory.
+    """Input of rules: the space, the cluster, and each layout's memory.
 
-    ``host_bytes`` is that of the fullest node's host; None where no layout keeps anything there.
+    ``host_bytes`` is that of the fullest node's host; None where no layout offloads.
     """
 
     space: Space
@@ -39,12 +39,12 @@ Rule = Callable[[Candidates], dict[str, Mask]]
 
 
 def stack_offers(candidates: Candidates) -> dict[str, Mask]:
-    """Reject what the software stack cannot express."""
+    """Reject layouts that the software stack does not offer."""
     return offered(candidates.space)
 
 
 def offered(space: Space) -> dict[str, Mask]:
-    """Return the layouts that the stack does not offer, by reason."""
+    """Return the masks of layouts that the stack does not offer, by reason."""
     reasons: dict[str, Mask] = {}
     for gap in stack_gaps(space.stack, space.job):
         if gap.field in COLUMNS:
@@ -54,34 +54,34 @@ def offered(space: Space) -> dict[str, Mask]:
 
 
 def framework_takes(candidates: Candidates) -> dict[str, Mask]:
-    """Reject what the framework that is to launch the plan cannot be told."""
+    """Reject layouts that the launching framework cannot express."""
     return told(candidates.space)
 
 
 def told(space: Space) -> dict[str, Mask]:
-    """Return the layouts that the framework of the search cannot be told, by reason."""
+    """Return the masks of layouts that the framework of the search cannot express, by reason."""
     if space.launcher is None:
         return {}
     name, reasons = space.launcher.framework.name, dict[str, Mask]()
     for gap in space.launcher.gaps(space.stack, space.job):
-        known = ", ".join(dict.fromkeys(map(_word, gap.allowed)))
-        reason = f"{name} is told no {gap.field} but {known}"
+        allowed = ", ".join(dict.fromkeys(map(_shown_value, gap.allowed)))
+        reason = f"{name} is told no {gap.field} but {allowed}"
         reasons[reason] = reasons.get(reason, False) | gap.lacks(space.column)
     return reasons
 
 
-def _word(value: object) -> str:
+def _shown_value(value: object) -> str:
     return "none" if value in (None, UNSET) else str(value)
 
 
 def fits_memory(candidates: Candidates) -> dict[str, Mask]:
-    """Reject what needs more device memory than there is."""
+    """Reject layouts that need more device memory than there is."""
     limit = usable_bytes(candidates.cluster, candidates.memory_limit_bytes)
     return {LACKS_MEMORY: candidates.device_bytes > limit}
 
 
 def fits_hosts(candidates: Candidates) -> dict[str, Mask]:
-    """Reject what needs more memory of a host than it has."""
+    """Reject layouts that offload more than a host's memory."""
     if candidates.host_bytes is None:
         return {}
     have = candidates.cluster.host_memory_capacity_bytes or 0
@@ -89,16 +89,17 @@ def fits_hosts(candidates: Candidates) -> dict[str, Mask]:
 
 
 def cannot_be_told(space: Space) -> Mask:
-    """Return the layouts that the framework of the search cannot be told."""
+    """Return the mask of layouts that the framework of the search cannot express."""
     return _any(space, told(space))
 
 
 def lacks(space: Space) -> Mask:
-    """Return the layouts that the stack does not offer."""
+    """Return the mask of layouts that the stack does not offer."""
     return _any(space, offered(space))
 
 
 def _any(space: Space, reasons: Mapping[str, Mask]) -> Mask:
+    """Return the mask of layouts that any of *reasons* takes out."""
     return np.asarray(sum(reasons.values(), start=np.zeros(len(space), np.bool_)), np.bool_)
 
 
@@ -111,7 +112,7 @@ RULES: dict[str, Rule] = {
 
 
 def take_out(left: Mask, reasons: Mapping[str, Mask], counts: dict[str, int]) -> Mask:
-    """Return those *left* that no reason takes out, and add how many each does to *counts*.
+    """Return those *left* that no reason takes out; add the number of others to *counts*.
 
     A layout counts for the first reason that takes it out.
     """
@@ -124,7 +125,7 @@ def take_out(left: Mask, reasons: Mapping[str, Mask], counts: dict[str, int]) ->
 
 
 def apply_rules(candidates: Candidates) -> tuple[Mask, dict[str, int]]:
-    """Return which layouts are left, and how many each reason took out, in rule order."""
+    """Return the mask of layouts that are left, and the number each reason took out, in order."""
     left, counts = np.ones(len(candidates.space), np.bool_), dict[str, int]()
     for rule in RULES.values():
         left = take_out(left, rule(candidates), counts)

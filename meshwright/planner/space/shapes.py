@@ -1,4 +1,4 @@
-"""The few block shapes that a space has, with their times as columns."""
+"""Distinct block shapes of a space, with their times as columns."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ SWITCHED = ("sequence_parallel", "recompute", "recompute_modules", "offload_modu
 
 @dataclass(frozen=True, slots=True)
 class ShapeTable:
-    """Distinct block shapes of layouts, which one each has, and the kinds of blocks.
+    """Distinct block shapes of layouts, the shape of each layout, and the kinds of blocks.
 
     ``index`` is -1 for layouts of the space that were not asked for.
     """
@@ -41,8 +41,9 @@ class ShapeTable:
         chosen = np.arange(len(space)) if indices is None else indices
         names = ["tp", "cp", "cp_type", "cp_inner", "ep", "etp", "microbatch_size", *SWITCHED]
         if set(EXPERT_LAYERS) & set(block_kinds(space.job.model)):
-            # Experts' kept gradients slow their products.
+            # Gradients of experts, in the format they are kept in, slow their GEMMs.
             names += ["gradient_precision", "dispatcher"]
+        # Pipelines that keep outputs until backward change the bytes of blocks.
         in_pipeline = (space.column("pp") > 1) & space.stack.keeps_stage_outputs
         alone = np.asarray(is_unwrapped(space.stack, space.column(DP_CP)), np.int64)
         flags = (in_pipeline.astype(np.int64), _defers_sums(space, alone), alone)
@@ -64,22 +65,22 @@ class ShapeTable:
         return ShapeTable(shapes, index, self.kinds)
 
     def by_degrees(self) -> tuple[list[BlockShape], Column]:
-        """Return a shape of each choice of `BlockShape.weight_degrees`, and that of each shape."""
-        alike = {shape.weight_degrees: shape for shape in self.shapes}
-        places = {degrees: place for place, degrees in enumerate(alike)}
-        members = [places[shape.weight_degrees] for shape in self.shapes]
-        return [*alike.values()], np.array(members, np.int64)
+        """Return one shape for each `BlockShape.weight_degrees`, and its index for each shape."""
+        shape_of = {shape.weight_degrees: shape for shape in self.shapes}
+        indices = {degrees: place for place, degrees in enumerate(shape_of)}
+        members = [indices[shape.weight_degrees] for shape in self.shapes]
+        return [*shape_of.values()], np.array(members, np.int64)
 
 
 def _defers_sums(space: Space, alone: Column) -> Column:
-    """Return `BlockShape.defers_sums` of every layout, from which of them nothing wraps."""
+    """Return `BlockShape.defers_sums` of every layout; *alone* marks those without units."""
     stack = space.stack
-    habit = syncs_by_default(stack, space.column("zero_stage"), space.column("pp"))
-    # Numbers of a switch: 0 is the stack's habit, then no and yes.
-    said = space.column("sync_each_microbatch")
-    each = np.where(said == 0, habit, said == PLAN_FIELDS["sync_each_microbatch"].code(True))  # noqa: FBT003
-    once = sums_microbatches(each, space.column("pp"), space.num_microbatches)
-    return np.asarray((once | alone) & stack.sums_norms_each_microbatch, np.int64)
+    default = syncs_by_default(stack, space.column("zero_stage"), space.column("pp"))
+    # Codes of the field: 0 is the stack's default, then no and yes.
+    codes = space.column("sync_each_microbatch")
+    syncs = np.where(codes == 0, default, codes == PLAN_FIELDS["sync_each_microbatch"].code(True))  # noqa: FBT003
+    once_a_step = sums_microbatches(syncs, space.column("pp"), space.num_microbatches)
+    return np.asarray((once_a_step | alone) & stack.sums_norms_each_microbatch, np.int64)
 
 
 def block_shapes(space: Space, rows: NDArray[np.int64]) -> tuple[BlockShape, ...]:
@@ -100,11 +101,11 @@ def _degrees(plan: ResolvedPlan) -> tuple[int, int, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class ShapeTimes:
-    """Picoseconds of each shape, one row a shape.
+    """Picoseconds of each shape, one row for each.
 
     ``blocks`` has a column for forward and backward of each kind of block; ``messages``, by kind,
-    the time on the port and in all of what such a block sends between nodes, then the least of any
-    such message.
+    the port time and the whole time of its p2p message between nodes, then the least of both over
+    any such message.
     """
 
     blocks: NDArray[np.int64]
@@ -115,13 +116,13 @@ class ShapeTimes:
 
     @classmethod
     def empty(cls, table: ShapeTable, costs: CostModel) -> "ShapeTimes":
-        """Return the times of no shape yet: zeros."""
+        """Return zeros, the times of no shape yet."""
         blocks = np.zeros((len(table.shapes), 2 * len(table.kinds)), np.int64)
         messages = np.zeros((len(table.shapes), len(table.kinds), 4), np.int64)
         return cls(blocks, messages, {}, set(), costs)
 
     def price(self, table: ShapeTable, used: Column) -> None:
-        """Find the times of the shapes that *used* indexes."""
+        """Compute the times of the shapes that *used* indexes."""
         costs, prices = self.costs, self.costs.kept(Prices)
         new = [index for index in dict.fromkeys(used.tolist()) if index not in self.priced]
         self.priced.update(new)
@@ -140,15 +141,18 @@ class ShapeTimes:
 def _message_times(
     shape: BlockShape, costs: CostModel, kinds: tuple[BlockKind, ...]
 ) -> list[list[int]]:
+    """Return the message times of each kind of block."""
     sizes = [costs.blocks.memory(shape, kind).sent for kind in kinds]
-    known = {size: _times_of_size(shape, costs, size) for size in dict.fromkeys(sizes)}
-    return [known[size] for size in sizes]
+    by_size = {size: _times_of_size(shape, costs, size) for size in dict.fromkeys(sizes)}
+    return [by_size[size] for size in sizes]
 
 
 def _times_of_size(shape: BlockShape, costs: CostModel, size_bytes: int) -> list[int]:
+    """Return port and whole time of a message between nodes, then the least of any message."""
     far, near = (
         message_between(costs, shape, size_bytes, crosses_nodes=crosses)
         for crosses in (True, False)
     )
     far_ps, near_ps = (each.occupy_ps + each.delay_ps for each in (far, near))
+    # Which pairs of stages cross nodes depends on the rank: a bound takes the lesser time.
     return [far.occupy_ps, far_ps, min(far.occupy_ps, near.occupy_ps), min(far_ps, near_ps)]

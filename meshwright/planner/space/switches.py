@@ -1,6 +1,6 @@
-"""Settings of a layout's switches: each that the stack offers and that has an effect, once.
+"""Settings of a layout's other fields: each that the stack offers and that has an effect, once.
 
-A switch that is at the stack's habit is None in a plan, so that no layout is there twice.
+A field at the stack's default is None in a plan, so that no layout is listed twice.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,22 +43,22 @@ SWITCHES = tuple(
     for each in SEARCHED_FIELDS
     if not (each.declaration.is_basic or each.declaration.axis or each.divides_experts)
 )
-# Fields but for switches: one layout of those that are alike in them has every setting.
+# All other fields: layouts that are equal in them are one for all settings.
 BASIC_FIELDS = tuple(each for each in SEARCHED_FIELDS if each.name not in SWITCHES)
 BASIC = tuple(each.name for each in BASIC_FIELDS)
 USUAL: Setting = {name: PLAN_FIELDS[name].default for name in SWITCHES}
 OF_GRADIENTS = "gradient_precision", "reduce_precision"  # kept, and on the wire
 ACTIVATIONS = "offload_layers", "offload_modules"
-HABITS = "cp_type", "dispatcher"  # of which the first that a stack lists is its habit
+FIRST_IS_DEFAULT = "cp_type", "dispatcher"  # the first one that a stack lists is its default
 
 
 class Place(NamedTuple):
-    """What decides which switches of a layout have an effect.
+    """Numbers that decide which fields of a layout have an effect.
 
     ``has_several`` says that a step has more than one microbatch, ``is_lacking`` that the stack
-    does not offer such layouts, whatever their switches.  What the last ones say, from the schedule
-    and its microbatches to the most layers of a virtual stage, what divides those of each, and the
-    ranks of experts, is as here where no switch that depends on it is asked for.
+    does not offer such layouts, whatever their other fields. The last ones, from the schedule to
+    the ranks of experts, keep their defaults here where no field that depends on them is asked for;
+    ``most_layers`` is of a virtual stage, ``common_layers`` divides those of each.
     """
 
     pp: int
@@ -81,7 +81,7 @@ class Place(NamedTuple):
 
 
 def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted) -> list[Setting]:
-    """Return the settings of switches at *place* with values that are *wanted*, habits first."""
+    """Return the settings of fields at *place* with *wanted* values, defaults first."""
     if stack.strategy is not Strategy.MESH or place.is_lacking:
         return [USUAL]
     choices = (
@@ -99,28 +99,28 @@ def settings(job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
         _activations(place, wanted),
         _syncs(stack, place, wanted),
     )
-    known = (
+    combined = (
         USUAL | {name: value for part in parts for name, value in part.items()}
         for parts in product(*map(list, choices))
     )
     # One rank shards nothing: without these two its states are as at stage 0.
     is_stage_0 = place.is_whole and place.zero_stage and "zero_stage" not in wanted
     plain = {name: USUAL[name] for name in ("moment_precision", "offload")}.items()
-    kept = (each for each in known if not (is_stage_0 and plain <= each.items()))
-    return [each for each in kept if _go_together(each)]
+    kept = (each for each in combined if not (is_stage_0 and plain <= each.items()))
+    return [each for each in kept if _can_combine(each)]
 
 
-def _go_together(setting: Setting) -> bool:
-    """Return whether what is offloaded, and passes beside each other, go with a *setting*."""
+def _can_combine(setting: Setting) -> bool:
+    """Return True if offloading and F/B overlap can be combined with a *setting*."""
     if setting["offload"] is Offload.PARAMETERS and setting["gradient_precision"] is not None:
         return False  # on the host a gradient has the format of its parameter
-    again = cast("tuple[RecomputeModule, ...]", setting["recompute_modules"])
-    is_refused = RecomputeModule.MOE in again or bool(setting["sync_each_microbatch"])
+    recomputed = cast("tuple[RecomputeModule, ...]", setting["recompute_modules"])
+    is_refused = RecomputeModule.MOE in recomputed or bool(setting["sync_each_microbatch"])
     return setting["expert_overlap"] is None or not is_refused
 
 
 def askable_values(field: PlanField, job: TrainingJob, stack: StackProfile) -> tuple[object, ...]:
-    """Return the values of a field that a search varies where it is asked to, the habit first.
+    """Return the values of a field that a search tries when asked to, the default first.
 
     Formats in 16 bits are those of the training alone.
     """
@@ -134,7 +134,7 @@ def askable_values(field: PlanField, job: TrainingJob, stack: StackProfile) -> t
         others = {*listed} & usual - {own[OF_GRADIENTS.index(field.name)]}
         return field.default, *(each for each in Precision if each in others)
     offered = cast("tuple[object, ...]", getattr(stack, field.declaration.offered_by or ""))
-    if field.name in HABITS:
+    if field.name in FIRST_IS_DEFAULT:
         offered = offered[1:]
     if field.name == "moment_precision":
         is_full = job.precision is Precision.FP32  # which no such optimizer trains in
@@ -144,17 +144,17 @@ def askable_values(field: PlanField, job: TrainingJob, stack: StackProfile) -> t
 
 
 def _chosen(
-    name: str, habit: object, others: Iterable[object], wanted: Wanted
+    name: str, default: object, others: Iterable[object], wanted: Wanted
 ) -> Iterator[Setting]:
-    """Yield the values of a switch that are asked for, if any are; the habit is None."""
+    """Yield the values of a field that are asked for, if any are; the default is None."""
     values = wanted.get(name)
-    if values is None or None in values or habit in values:
+    if values is None or None in values or default in values:
         yield {name: None}
     yield from ({name: each} for each in others if values is None or each in values)
 
 
 def _modules(place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield the parts of a layer that run again: the usual one unless others are asked for."""
+    """Yield the modules of a layer that are recomputed: the default unless others are asked for."""
     name, mode = "recompute_modules", PLAN_FIELDS["recompute"].code(Recompute.SELECTIVE)
     for modules in wanted.get(name, ((),)):
         if not modules or place.recompute == mode:
@@ -162,9 +162,9 @@ def _modules(place: Place, wanted: Wanted) -> Iterator[Setting]:
 
 
 def _layers(place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield how many layers run again in full: all, one by one, unless others are asked for.
+    """Yield the number of fully recomputed layers: all, one by one, unless others are asked for.
 
-    Of a range of numbers those that say of a stage what another one does are left out.
+    Of a range of numbers those with the same effect as another one are excluded.
     """
     numbers = wanted.get("recompute_layers", (None,))
     (method,) = wanted.get("recompute_method", (None,))
@@ -172,12 +172,12 @@ def _layers(place: Place, wanted: Wanted) -> Iterator[Setting]:
     for number in cast("tuple[int | None, ...]", numbers):
         if number is None:
             yield {}
-        elif is_full and _counts(number, method, place, is_asked=None not in numbers):
+        elif is_full and _is_distinct(number, method, place, is_asked=None not in numbers):
             yield {"recompute_layers": number, "recompute_method": method}
 
 
-def _counts(number: int, method: object, place: Place, *, is_asked: bool) -> bool:
-    """Return whether *number* is one of a *method* at *place*, and no other layout's."""
+def _is_distinct(number: int, method: object, place: Place, *, is_asked: bool) -> bool:
+    """Return True if *number* is one of a *method* at *place*, and equals no other layout's."""
     match method:
         case RecomputeMethod.UNIFORM:
             return place.common_layers % number == 0 and (is_asked or number > 1)
@@ -188,7 +188,7 @@ def _counts(number: int, method: object, place: Place, *, is_asked: bool) -> boo
 
 
 def _groups(place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield the microbatches of a group: the fewest unless others are asked for."""
+    """Yield the microbatch group sizes: the smallest unless others are asked for."""
     name = "microbatch_group_size"
     for size in cast("tuple[int | None, ...]", wanted.get(name, (None,))):
         if size is None:
@@ -202,16 +202,16 @@ def _groups(place: Place, wanted: Wanted) -> Iterator[Setting]:
 
 
 def _context(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield how ranks attend to each other's tokens: the stack's habit unless asked for."""
-    name, inner, swaps = "cp_type", "cp_inner", ContextParallel.RING_OF_SWAPS
-    asked = wanted.get(name, ())
-    others = [each for each in stack.context_parallel[1:] if each in asked]
-    habit = stack.context_parallel[0] if stack.context_parallel else None
+    """Yield the kinds of context parallelism: the stack's default unless others are asked for."""
+    name, inner, hybrid = "cp_type", "cp_inner", ContextParallel.RING_OF_SWAPS
+    values = wanted.get(name, ())
+    others = [each for each in stack.context_parallel[1:] if each in values]
+    default = stack.context_parallel[0] if stack.context_parallel else None
     if place.cp == 1:
         yield {name: None}
         return
-    for setting in _chosen(name, habit, others, wanted):
-        if setting[name] is not swaps:
+    for setting in _chosen(name, default, others, wanted):
+        if setting[name] is not hybrid:
             yield setting
             continue
         # A group of one makes a ring, which is a layout of its own.
@@ -220,26 +220,28 @@ def _context(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Sett
 
 
 def _dispatch(job: TrainingJob, stack: StackProfile, wanted: Wanted) -> Iterator[Setting]:
-    """Yield how tokens go to experts: the stack's habit unless asked for."""
-    name, habit = "dispatcher", next(iter(stack.dispatchers), None)
+    """Yield the token dispatchers of experts: the stack's default unless others are asked for."""
+    name, default = "dispatcher", next(iter(stack.dispatchers), None)
     if known_values(PLAN_FIELDS[name], job.model) is not None:
-        return _chosen(name, habit, [], {})
-    asked = wanted.get(name, ())
-    return _chosen(name, habit, [each for each in stack.dispatchers[1:] if each in asked], wanted)
+        return _chosen(name, default, [], {})
+    values = wanted.get(name, ())
+    return _chosen(
+        name, default, [each for each in stack.dispatchers[1:] if each in values], wanted
+    )
 
 
 def _overlaps(
     job: TrainingJob, stack: StackProfile, place: Place, wanted: Wanted
 ) -> Iterator[Setting]:
-    """Yield what another microbatch hides of exchanges with experts: nothing unless asked for."""
+    """Yield the modes of expert all-to-all overlap: none unless asked for."""
     name = "expert_overlap"
     names = "pp", "ep", "zero_stage", "recompute", "schedule"
     for overlap in wanted.get(name, (None,)):
         if overlap is None:
             yield {name: None}
             continue
-        said = {each: PLAN_FIELDS[each].value(getattr(place, each)) for each in names}
-        plan = ResolvedPlan.of({**said, "dp": place.ep, name: overlap})
+        fields = {each: PLAN_FIELDS[each].value(getattr(place, each)) for each in names}
+        plan = ResolvedPlan.of({**fields, "dp": place.ep, name: overlap})
         schedule = plan.schedule_of(stack.pipeline_runtime)
         is_plain = schedule.interleaves or schedule.refusal(place.pp, 1, 1) is None
         if is_plain and conflict_of(name, job, plan, stack) is None:
@@ -247,7 +249,7 @@ def _overlaps(
 
 
 def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield the ranks that share a set of shards: of optimizers and flat units all unless asked."""
+    """Yield the sizes of shard groups: of optimizers and flat units all ranks unless asked for."""
     name, stage = "dp_shard", place.zero_stage
     in_instances = stack.optimizer_instances and stage == 1
     in_sets = stack.units is Units.FLAT and stage == MAX_ZERO_STAGE
@@ -258,22 +260,26 @@ def _shards(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setti
 
 
 def _resharding(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield whether gathered parameters are freed after a forward pass."""
+    """Yield the values of ``reshard_after_forward``."""
     name = "reshard_after_forward"
     if place.zero_stage < MAX_ZERO_STAGE or place.is_whole:
         return _chosen(name, True, [], wanted)  # noqa: FBT003
+    # Pipeline runtimes keep units gathered from microbatch to microbatch by default.
     frees = place.pp == 1 or stack.reshards_in_pipelines
     return _chosen(name, frees, [not frees] if stack.hybrid_sharding or not frees else [], wanted)
 
 
 def _syncs(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield whether gradients are reduced in every microbatch."""
-    name, habit = "sync_each_microbatch", bool(syncs_by_default(stack, place.zero_stage, place.pp))
+    """Yield the values of ``sync_each_microbatch``: reductions in every microbatch or the last."""
+    name, default = (
+        "sync_each_microbatch",
+        bool(syncs_by_default(stack, place.zero_stage, place.pp)),
+    )
     if place.pp > 1:
-        return _chosen(name, habit, [], wanted)
+        return _chosen(name, default, [], wanted)
     if place.is_whole or not place.has_several:
-        return _chosen(name, habit, [], {})
-    return _chosen(name, habit, [not habit] if stack.optional_microbatch_sync else [], wanted)
+        return _chosen(name, default, [], {})
+    return _chosen(name, default, [not default] if stack.optional_microbatch_sync else [], wanted)
 
 
 def _formats(
@@ -281,17 +287,17 @@ def _formats(
 ) -> Iterator[Setting]:
     """Yield the formats of gradients: the stack's unless others are asked for.
 
-    A format on the wire that is asked for alone may need gradients that are kept so, too.
+    A reduction format that is asked for alone may need gradients kept in that format, too.
     """
     known: dict[Formats, Formats] = {}
     for kept, reduced in offered_formats(stack, job.precision):
-        usual = chosen_formats(stack, job.precision, Formats(None, None))
-        said = None if kept == usual.kept else kept
-        follows = chosen_formats(stack, job.precision, Formats(said, None)).reduced
-        pair = Formats(said, None if reduced == follows or place.is_whole else reduced)
+        default = chosen_formats(stack, job.precision, Formats(None, None))
+        kept_option = None if kept == default.kept else kept
+        follows = chosen_formats(stack, job.precision, Formats(kept_option, None)).reduced
+        pair = Formats(kept_option, None if reduced == follows or place.is_whole else reduced)
         known.setdefault(pair, Formats(kept, reduced))
     kept_asked, reduced_asked = (wanted.get(name) for name in OF_GRADIENTS)
-    going = [
+    pairs = [
         pair
         for pair, (kept, reduced) in known.items()
         if _is_wanted(kept_asked, kept, pair.kept)
@@ -302,8 +308,8 @@ def _formats(
         )
     ]
     if kept_asked is None:
-        going = [pair for pair in going if pair.kept is None] or (going if reduced_asked else [])
-    for pair in going:
+        pairs = [pair for pair in pairs if pair.kept is None] or (pairs if reduced_asked else [])
+    for pair in pairs:
         yield dict(zip(OF_GRADIENTS, pair, strict=True))
 
 
@@ -313,13 +319,14 @@ def _moments(
     """Yield the formats of Adam's moments: the stack's unless asked for."""
     name = "moment_precision"
     for moments in cast("tuple[Precision | None, ...]", wanted.get(name, (None,))):
+        # Whether a stack has such an optimizer at this ZeRO stage is one rule for all commands.
         plan = ResolvedPlan(zero_stage=place.zero_stage, moment_precision=moments)
         if moments is None or conflict_of(name, job, plan, stack) is None:
             yield {name: moments}
 
 
 def _offloads(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield what is kept and updated on the host: nothing unless asked for."""
+    """Yield the states that are kept and updated on the host: none unless asked for."""
     name, accumulates = "offload", stack.offload_accumulates or not place.has_several
     for offload in wanted.get(name, (None,)):
         if offload in {None, Offload.NONE}:
@@ -329,12 +336,13 @@ def _offloads(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Set
 
 
 def _activations(place: Place, wanted: Wanted) -> Iterator[Setting]:
-    """Yield the layers, or the parts of layers, whose saved tensors wait on the host: if asked."""
+    """Yield the layers, or modules of layers, with offloaded activations: none unless asked for."""
     layers, modules = (wanted.get(each, (PLAN_FIELDS[each].default,)) for each in ACTIVATIONS)
     for number, parts in product(layers, modules):
         is_whole = place.recompute == PLAN_FIELDS["recompute"].code(Recompute.NONE)
         if not (number or parts):
             yield {}
+        # Offloaded activations are modelled without a pipeline alone.
         elif place.pp == 1 and not (number and (parts or not is_whole)):
             yield {"offload_layers": number, "offload_modules": parts}
 
@@ -342,6 +350,7 @@ def _activations(place: Place, wanted: Wanted) -> Iterator[Setting]:
 def _is_wanted(
     wanted: tuple[object, ...] | None, value: Precision | None, said: Precision | None
 ) -> bool:
+    """Return True if a format is asked for, by its name or as the default."""
     return wanted is None or value in wanted or (said is None and None in wanted)
 
 

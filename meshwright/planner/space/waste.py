@@ -10,7 +10,7 @@ from meshwright.planner.space.switches import divisors
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.layout import AXES, Axis
 
-# How far a better number may be, and how many times as many replicas it must allow.
+# Distance of a better number as a share, and factor by which it must allow more replicas.
 NEAR_FRACTION = 1 / 8
 WORTH = 2
 
@@ -47,21 +47,21 @@ def better_batches(batch: int, num_gpus: int) -> tuple[int, ...]:
     >>> better_batches(100, 64), better_batches(1000, 3072), better_batches(1536, 3072)
     ((96, 112), (960, 1024), ())
     """
-    worth = WORTH * gcd(batch, num_gpus)
+    least_replicas = WORTH * gcd(batch, num_gpus)
     most = int(batch * NEAR_FRACTION)
     small = [each for each in range(1, isqrt(num_gpus) + 1) if num_gpus % each == 0]
     divisors = sorted({*small, *(num_gpus // each for each in small)}, reverse=True)
-    found: list[int] = []
+    batches: list[int] = []
     for above in (0, 1):
-        nearest = ((batch // each + above) * each for each in divisors if each >= worth)
-        found += [each for each in nearest if each and abs(each - batch) <= most][:1]
-    return tuple(found)
+        nearest = ((batch // each + above) * each for each in divisors if each >= least_replicas)
+        batches += [each for each in nearest if each and abs(each - batch) <= most][:1]
+    return tuple(batches)
 
 
 def undivided_splits(
     job: TrainingJob, stack: StackProfile, num_gpus: int, limits: SpaceLimits
 ) -> tuple[dict[str, int], int]:
-    """Return how many splits of the devices do not divide the job, by reason, and how many are.
+    """Return the number of splits that do not divide the job, by reason, and of all splits.
 
     >>> from meshwright.hwprofiles import load_stack
     >>> job, limits = TrainingJob(model="llama3-8b", global_batch_size=5), SpaceLimits(tp=(1,))
@@ -82,21 +82,22 @@ def _splits(
     job: TrainingJob, stack: StackProfile, num_gpus: int, limits: SpaceLimits
 ) -> Iterator[dict[Axis, int]]:
     """Yield the degrees of all axes that *limits* allow and whose product is *num_gpus*."""
-    free = [axis for axis, known in AXES.items() if not known.takes_rest]
-    (rest,) = (axis for axis, known in AXES.items() if known.takes_rest)
-    known = {
+    free = [axis for axis, degrees_by_axis in AXES.items() if not degrees_by_axis.takes_rest]
+    (rest,) = (axis for axis, degrees_by_axis in AXES.items() if degrees_by_axis.takes_rest)
+    degrees_by_axis = {
         axis: [each for each in divisors(num_gpus) if limits.allows(axis, each)]
         if is_searched(axis, job, stack, limits)
         else [1]
         for axis in free
     }
-    for degrees in product(*known.values()):
-        left, remainder = divmod(num_gpus, prod(degrees))
-        if not remainder and limits.allows(rest, left):
-            yield {**dict(zip(free, degrees, strict=True)), rest: left}
+    for degrees in product(*degrees_by_axis.values()):
+        rest_degree, remainder = divmod(num_gpus, prod(degrees))
+        if not remainder and limits.allows(rest, rest_degree):
+            yield {**dict(zip(free, degrees, strict=True)), rest: rest_degree}
 
 
 def _split_refusal(job: TrainingJob, axis: Axis, degree: int) -> str | None:
+    """Return the reason why a job does not divide by a degree of an axis, or None."""
     known = AXES[axis]
     if known.most is not None and degree > known.most(job):
         return f"{axis}={degree} is more than the {known.most(job)} layers"

@@ -1,4 +1,4 @@
-"""What a step came to: time, memory, bytes on the wire, streams and warnings."""
+"""Accounting of a simulated step: time, memory, traffic, streams and warnings."""
 
 from typing import TYPE_CHECKING
 
@@ -58,5 +58,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return what is told of a step when it is asked for, imported then."""
+    """Return a name of a late module, imported when first asked for."""
     return late_name(__name__, ("passes", "counts", "traffic"), name)

@@ -1,4 +1,4 @@
-"""What a user should know before relying on a result."""
+"""Warnings about a plan or its prediction."""
 
 from collections.abc import Mapping
 
@@ -33,8 +33,8 @@ from meshwright.simulator.model import AnyModel, ModelSpec
 NEARLY_FULL_FRACTION = 0.95
 NOTEWORTHY_FRACTION = 0.05
 FLAT = "stack.units == 'flat' and zero_stage == 3"
-# Facts that only some plans use: where they have no effect, in words and as a condition; what is
-# refused there (refused.toml of hwprofiles, and stacks) needs none.
+# Facts of stacks that only some plans use: where they have no effect, as a text and a condition.
+# Those that are refused there (refused.toml of hwprofiles, and stacks) need no warning.
 NO_EFFECT: Mapping[str, Mapping[str, str]] = {
     "mxfp8": {"in other formats than mxfp8": "precision != 'mxfp8'"},
     "mxfp8.fuses_experts": {"without experts": "precision == 'mxfp8' and not model.experts"},
@@ -75,7 +75,7 @@ def plan_warnings(
     costs: CostModel,
     extrapolated_fraction: float,
 ) -> tuple[str, ...]:
-    """Return one line for each thing that is odd about a plan or its prediction."""
+    """Return the warnings about a plan and its prediction, a line each."""
     return (
         *_model_warnings(job.model),
         *_memory_warnings(memory),
@@ -83,18 +83,20 @@ def plan_warnings(
         *_degree_one_warnings(job, without_defaults(job, costs.stack, plan), costs.stack),
         *_autocast_warnings(job, plan, costs.stack),
         *_expert_warnings(job, without_defaults(job, costs.stack, plan)),
-        *_switch_warnings(job, plan, costs.stack),
+        *_fact_warnings(job, plan, costs.stack),
         *_evidence_warnings(plan, costs, extrapolated_fraction),
     )
 
 
 def _model_warnings(model: AnyModel) -> list[str]:
+    """Return the warning about parts of a model that are not simulated."""
     if not isinstance(model, ModelSpec) or not model.left_out:
         return []
     return [single_line(f"{model.name}: {model.left_out}")]
 
 
 def _memory_warnings(memory: MemoryResult) -> list[str]:
+    """Return the warnings about plans that do not fit, or barely."""
     need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
     warnings = []
     if not memory.fits_device:
@@ -103,6 +105,7 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
         need_host = format_bytes(memory.host_bytes)
         have_host = format_bytes(memory.host_capacity_bytes or 0)
         warnings.append(f"does not fit: a host needs {need_host} of memory, it has {have_host}")
+    # A plan that does not fit is not warned about being nearly full as well.
     if warnings:
         return warnings
     if memory.device_bytes > NEARLY_FULL_FRACTION * memory.usable_bytes:
@@ -113,9 +116,9 @@ def _memory_warnings(memory: MemoryResult) -> list[str]:
 
 
 def copy_warnings(plan: ResolvedPlan, times: StepTimes) -> tuple[str, ...]:
-    """Return what is said of activations that leave more slowly than layers make them.
+    """Return the warnings about activations that are offloaded slower than they are made.
 
-    PyTorch's allocator takes their memory again when they have left (`record_stream`).
+    PyTorch's allocator reuses their memory only after the copy (`record_stream`).
     """
     behind = max(rank.copies_behind for rank in times.ranks)
     if not plan.offload_modules or behind <= AHEAD:
@@ -125,6 +128,7 @@ def copy_warnings(plan: ResolvedPlan, times: StepTimes) -> tuple[str, ...]:
 
 
 def _alignment_warnings(job: TrainingJob, plan: ResolvedPlan) -> list[str]:
+    """Return the warnings about GEMM sizes that tensor cores run slowly."""
     if job.precision is Precision.FP32:
         return []
     of_linear = ALIGNED_BYTES if job.precision.is_eight_bit else ALIGNED_ELEMENTS
@@ -136,6 +140,7 @@ def _alignment_warnings(job: TrainingJob, plan: ResolvedPlan) -> list[str]:
 
 
 def _degree_one_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> list[str]:
+    """Return the warnings about options whose axis has degree 1."""
     warnings = _alone_warnings(plan, stack) if _shards_alone(job, plan, stack) else []
     for axis in Axis:
         if axis is Axis.DP and _shards_alone(job, plan, stack):
@@ -155,7 +160,7 @@ def _degree_one_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfi
 
 
 def _shards_alone(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> bool:
-    """Return whether fully_shard runs on one rank.
+    """Return True if fully_shard runs on one rank.
 
     It shards nothing there, but still copies units, in the format of products, out of the shards
     and their gradients into the format of reductions (FSDPParamGroup.wait_for_unshard and
@@ -166,7 +171,7 @@ def _shards_alone(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> 
 
 
 def _alone_warnings(plan: ResolvedPlan, stack: StackProfile) -> list[str]:
-    """Return what is predicted of a ZeRO stage that a stack of fully_shard does not have."""
+    """Return the warning about a ZeRO stage that a stack of fully_shard lacks."""
     if plan.zero_stage in stack.zero_stages:
         return []
     said = f"zero_stage={plan.zero_stage} is predicted as --zero {stack.zero_stage}"
@@ -174,7 +179,7 @@ def _alone_warnings(plan: ResolvedPlan, stack: StackProfile) -> list[str]:
 
 
 def _autocast_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> list[str]:
-    """Return what is said of one device that the stack runs without fully_shard.
+    """Return the warning about one device that the stack runs without fully_shard.
 
     torchtitan up to 0.2 runs it under autocast (`maybe_enable_amp` of distributed/utils.py, 0.2.2).
     """
@@ -186,33 +191,35 @@ def _autocast_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile
 
 
 def _expert_warnings(job: TrainingJob, plan: ResolvedPlan) -> list[str]:
-    """Return what is said of experts that every rank has all of."""
+    """Return the warnings about options of experts without expert parallelism."""
     if plan.ep > 1:
         return []
-    said = {"imbalance": f"{job.imbalance:g}" if job.imbalance != 1 else None}
-    said |= {"dispatcher": plan.dispatcher}
-    return [f"{name}={value} has no effect at ep=1" for name, value in said.items() if value]
+    options = {"imbalance": f"{job.imbalance:g}" if job.imbalance != 1 else None}
+    options |= {"dispatcher": plan.dispatcher}
+    return [f"{name}={value} has no effect at ep=1" for name, value in options.items() if value]
 
 
-def _switch_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> list[str]:
-    """Return what is said of facts that a user changed and that the plan does not use."""
+def _fact_warnings(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> list[str]:
+    """Return the warnings about facts of the stack that a user changed without effect."""
     numbers = Numbers(plan.number, Facts(job, stack))
     return [
-        f"{each.key}={_word(each.value)} has no effect {where}"
+        f"{each.key}={_lowercase(each.value)} has no effect {where}"
         for each in changed_facts(stack)
+        # A fact of a table is listed by its own name or by the table's.
         for key in dict.fromkeys((each.key, each.key.partition(".")[0]))
         for where, condition in NO_EFFECT.get(key, {}).items()
         if parsed(condition).holds(numbers)
     ]
 
 
-def _word(value: object) -> str:
+def _lowercase(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _evidence_warnings(
     plan: ResolvedPlan, costs: CostModel, extrapolated_fraction: float
 ) -> list[str]:
+    """Return the warnings about tensor parallelism across nodes, and extrapolated times."""
     warnings = []
     if costs.spans.in_step(Axis.TP, plan.tp, 1).crosses_nodes:
         node_size = costs.cluster.devices_per_node

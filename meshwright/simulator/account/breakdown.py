@@ -1,4 +1,4 @@
-"""Where the time of a simulated step went, averaged over pipeline ranks."""
+"""Time breakdown of a simulated step, averaged over pipeline ranks."""
 
 from meshwright.hwprofiles import Source
 from meshwright.simulator.costs import Category, Cost, PhaseCost
@@ -13,8 +13,8 @@ def time_breakdown(
 ) -> tuple[dict[Category, int], dict[Source, float]]:
     """Return the step's time by category, and the share of busy time by kind of evidence.
 
-    A rank that neither computes nor communicates is idle: the bubble takes what is left, so
-    the categories add up to the step's time but for rounding down.
+    A rank that neither computes nor communicates is idle: the bubble takes the rest, so that the
+    categories add up to the step's time but for rounding down.
     """
     ranks = [_rank_cost(built, times, pp_rank) for pp_rank in range(built.work.pp)]
     total = sum(ranks, PhaseCost())
@@ -28,12 +28,15 @@ def time_breakdown(
 
 
 def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
+    """Return the busy time of a rank, by category and source."""
     work, rank = built.work.ranks[pp_rank], times.ranks[pp_rank]
     total = built.update_costs[pp_rank] + _exposed(built, pp_rank, work, rank)
     for costs in built.virtual_stage_costs[pp_rank]:
         total += sum(costs.values(), PhaseCost()) * built.work.num_microbatches
+    # Overlapped passes hide some all-to-all time that their costs include.
     hidden_ps = built.work.all_hidden_ps(pp_rank)
     total += PhaseCost.total([(Category.EP_COMM, Cost(-hidden_ps, built.evidence.exchanges))])
+    # Without overlap_p2p a send occupies the rank until it is done.
     if built.work.blocking_messages:
         sent_ps = total_ps(rank.messages.ends_ps) - total_ps(rank.messages.starts_ps)
         total += PhaseCost.total([(Category.PP_COMM, Cost(sent_ps, built.evidence.messages))])
@@ -41,7 +44,7 @@ def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
 
 
 def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) -> PhaseCost:
-    """Return what communication beside its passes, and copies to the host, the rank waited for."""
+    """Return the exposed communication of a rank outside its passes, and its host copies."""
     waited_ps = rank.gather_wait_ps + rank.reduce_wait_ps + work.gather_ps
     host_ps = int(waited_ps * built.host_shares[pp_rank])
     closing = built.closing_costs[pp_rank]

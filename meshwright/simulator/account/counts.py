@@ -1,4 +1,4 @@
-"""The FLOPs of a rank in a step, as a program that counts would see them."""
+"""FLOPs of a rank in a step, as PyTorch's FLOP counter reports them."""
 
 from meshwright.hwprofiles import ContextParallel, StackProfile
 from meshwright.simulator.blocks import BlockOperators, BlockShape, BlockTable, FlashAttention, Gemm
@@ -17,18 +17,18 @@ def rank_flops(
     microbatches: int,
     cp_rank: int = 0,
 ) -> int:
-    """Return the FLOPs of a rank's matrix products in a step, recomputation included.
+    """Return the FLOPs of a rank's GEMMs and attention in a step, with recomputation.
 
     Attention counts its full square, as PyTorch's counter does, whether or not a kernel skips
     the masked half.
 
     Args:
-        job: What is trained.
-        plan: How it is laid out.
-        stack: With what software.
-        pp_rank: Whose FLOPs.
+        job: Model, sequence length and batch.
+        plan: Parallel degrees and schedule.
+        stack: Software stack.
+        pp_rank: Pipeline rank.
         microbatches: Microbatches that the rank runs.
-        cp_rank: Which of the ranks that share sequences it is.
+        cp_rank: Context-parallel rank.
     """
     shape, blocks = BlockShape.of(job, plan, stack), BlockTable()
     gathers = shape.cp_type is ContextParallel.ALL_GATHER and stack.transformer_engine
@@ -42,9 +42,9 @@ def rank_flops(
 
 
 def counted_flops(block: BlockOperators, masked: int = 1, cp_rank: int = 0) -> int:
-    """Return the FLOPs of the products of a block, as a program that counts would see them.
+    """Return the FLOPs of the GEMMs and attention of a block, as a FLOP counter reports them.
 
-    With what a mask hides: of each of *masked* parts of a rank's rows, or of all of a window.
+    Masked parts count as well: of each of *masked* parts of a rank's rows, or of a whole window.
     """
     flops = 0
     for operator in (*block.forward, *block.recompute, *block.backward):

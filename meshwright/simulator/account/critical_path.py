@@ -1,4 +1,4 @@
-"""The critical path of a simulated step, from its record: what its end waited for."""
+"""Critical path of a simulated step, from the record of its run."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -19,12 +19,12 @@ CLOSING: dict[str, Category] = {
 
 
 class CriticalPath(NamedTuple):
-    """The chain of work and messages that a step cannot be shorter than.
+    """Chain of work and messages that bounds the step's time.
 
     Args:
-        time_ps: Its picoseconds by category; they add up to the step.
-        by_rank_ps: Those of the passes among them, by pipeline rank.
-        num_passes: Passes that it goes through.
+        time_ps: Picoseconds by category; they add up to the step.
+        by_rank_ps: Picoseconds of its passes, by pipeline rank.
+        num_passes: Number of passes on it.
     """
 
     time_ps: dict[Category, int]
@@ -33,10 +33,10 @@ class CriticalPath(NamedTuple):
 
 
 def critical_path(built: BuiltStep, times: StepTimes) -> CriticalPath:
-    """Return what the end of a step waited for, step by step back to its beginning.
+    """Return the critical path, walked from the end of the step back to its beginning.
 
-    A rank that ended late did so for its own work before, or for a message; whoever sent that did
-    it for the same reasons.  Of two reasons that came at the same instant it is the rank's own.
+    A rank ends late for its own work before, or for a message, whose sender was late for the same
+    reasons. Of two reasons at the same instant it is the rank's own.
 
     Raises:
         TooManyTasksError: If there are too many passes to look at each.
@@ -59,7 +59,7 @@ class _Walk:
         self.spent_ps: Counter[Category] = Counter()
         self.by_rank_ps: Counter[int] = Counter()
         self.num_passes = 0
-        self._places = [
+        self._positions = [
             {action: place for place, action in enumerate(rank.actions)} for rank in times.ranks
         ]
         self._sent = [
@@ -68,12 +68,13 @@ class _Walk:
         ]
 
     def run(self) -> None:
-        """Walk all of it."""
+        """Walk the whole step."""
         ranks = self._times.ranks
         last = max(range(len(ranks)), key=lambda each: ranks[each].end_ps)
         self.spent_ps[Category.STEP_OVERHEAD] += self._times.step_ps - ranks[last].end_ps
         update_ps = ranks[last].update_start_ps
         self._closing(last, ranks[last].end_ps, update_ps)
+        # All ranks meet for the gradient norm: the last of them to reduce decides.
         norm_ps = update_ps - self._built.work.norm_ps
         self.spent_ps[Category.DP_COMM] += self._built.work.norm_ps
         rank = max(range(len(ranks)), key=lambda each: ranks[each].reduce_end_ps)
@@ -81,9 +82,9 @@ class _Walk:
         self._passes(rank)
 
     def _closing(self, rank: int, now_ps: int, until_ps: int) -> int:
-        """Walk from *now_ps* over what follows the passes; return the rank whose passes it ends.
+        """Walk from *now_ps* over the close of the step; return the rank whose passes it reaches.
 
-        The ends of a tied table's reduction wait for each other.
+        Both ends of a tied embedding's all-reduce wait for each other.
         """
         other = len(self._times.ranks) - 1 - rank
         while now_ps > max(until_ps, self._times.ranks[rank].passes_end_ps):
@@ -106,14 +107,15 @@ class _Walk:
             self.spent_ps[Category.PP_COMM] += now_ps - times.ends_ps[place]
             self._charge(rank, place)
             now_ps = times.starts_ps[place]
-            own_ps = self._own_ps(rank, place - 1)
+            own_ps = self._done_ps(rank, place - 1)
+            # Idle before the pass: it waited for a message.
             if now_ps > own_ps:
                 rank, place = self._awaited(rank, place)
             else:
                 place -= 1
 
-    def _own_ps(self, rank: int, place: int) -> int:
-        """Return when a rank is done with a pass, and with its message where that blocks."""
+    def _done_ps(self, rank: int, place: int) -> int:
+        """Return the time at which a rank is done with a pass, and with a blocking send of it."""
         if place < 0:
             return 0
         times = self._times.ranks[rank]
@@ -123,9 +125,9 @@ class _Walk:
         return self._sent[rank].get(times.actions[place], end_ps)
 
     def _awaited(self, rank: int, place: int) -> tuple[int, int]:
-        """Return the rank and the place of the pass whose message one at *place* waited for.
+        """Return the rank and position of the pass whose message one at *place* waited for.
 
-        One that runs beside another waits for both messages: it was the one that came last.
+        An overlapped pair waits for both messages: the later one counts.
         """
         actions = self._times.ranks[rank].actions
         size = 2 if place in self._times.ranks[rank].pairs else 1
@@ -136,17 +138,18 @@ class _Walk:
         )
 
     def _sender(self, rank: int, action: Action) -> tuple[int, int]:
-        """Return the rank and the place of the pass that sent *action* its message."""
+        """Return the rank and position of the pass that sent *action* its message."""
         pp, direction = len(self._times.ranks), action.phase.direction
         sender, sent = action.further(rank, pp, -direction)
-        return sender, self._places[sender][sent]
+        return sender, self._positions[sender][sent]
 
     def _charge(self, rank: int, place: int) -> None:
-        """Charge a pass: what it computes by category, and what it waited for or copied."""
+        """Add the times of a pass: compute by category, waits and copies."""
         times = self._times.ranks[rank]
         action, time_ps = times.actions[place], times.ends_ps[place] - times.starts_ps[place]
         hidden_ps = self._built.work.hidden_of(rank, place)
         self.spent_ps[Category.EP_COMM] -= hidden_ps
+        # Costs are of a pass alone: the time that overlap hides is taken off.
         cost = self._built.virtual_stage_costs[rank][action.virtual_stage][action.phase]
         for category in Category:
             self.spent_ps[category] += cost.category_ps(category)

@@ -1,4 +1,4 @@
-"""What crosses the link between a device and its host in a step, exactly."""
+"""Bytes between a device and its host in a step, exactly."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from meshwright.simulator.step import owned_share
 
 
 class HostTraffic(NamedTuple):
-    """Bytes that cross a device's link to the host in one step, each way."""
+    """Bytes over a device's host link in one step, each way."""
 
     to_device_bytes: int
     to_host_bytes: int
@@ -22,15 +22,15 @@ NO_TRAFFIC = HostTraffic(0, 0)
 def host_traffic(
     job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int, shard: int = 0
 ) -> HostTraffic:
-    """Return the bytes that cross a rank's link to the host in one step, each way.
+    """Return the bytes over a rank's host link in one step, each way.
 
     Args:
-        job: What is trained.
-        plan: How it is laid out.
-        stack: With what software.
-        pp_rank: Place of the rank in its pipeline.
-        shard: Which of the shards it holds. All come to the device filled up to equal rows; their
-            gradients leave without what fills up the last ones.
+        job: Model, sequence length and batch.
+        plan: Parallel degrees and offloading.
+        stack: Software stack.
+        pp_rank: Pipeline rank.
+        shard: Index of its shard. All are copied to the device padded to equal rows; gradients
+            are copied out without padding.
     """
     if plan.offload is Offload.NONE:
         return NO_TRAFFIC
@@ -38,8 +38,8 @@ def host_traffic(
     replication, state = setting.replication, setting.state
     shares = dict.fromkeys(Moment, 0)
     for entry in rank_ledger(setting, pp_rank).entries:
-        each = sum(owned_share(count, replication) for count in entry.part.buckets)
-        shares[entry.moment] += entry.num_times * each
+        num_owned = sum(owned_share(count, replication) for count in entry.part.buckets)
+        shares[entry.moment] += entry.num_times * num_owned
     reduced_bytes = shares[Moment.REDUCE] * state.gradient
     if replication.offload is Offload.OPTIMIZER:
         # What earlier microbatches left comes back to be added to, then what was updated.
@@ -48,6 +48,8 @@ def host_traffic(
         return HostTraffic(updated_bytes + added_bytes, reduced_bytes)
     if stack.is_fully_sharded:
         stages, num_shards = setting.rank_stages(pp_rank), replication.span.num_ranks
-        owned = sum(sum(unit_shards(setting.shape, each, num_shards, shard)) for each in stages)
+        owned = sum(
+            sum(unit_shards(setting.shape, num_owned, num_shards, shard)) for num_owned in stages
+        )
         reduced_bytes = setting.num_reductions * owned * state.gradient
     return HostTraffic(shares[Moment.GATHER] * state.sharded_parameter, reduced_bytes)

@@ -1,4 +1,4 @@
-"""What each resource of a task graph did in time: the lanes of a step's picture."""
+"""Lanes of a step's picture: the tasks of each resource of a task graph over time."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from meshwright.simulator.engine import Task, TaskKind, TaskTimes
 
 
 class LaneSpan(NamedTuple):
-    """A stretch in which a task holds a resource; *size_bytes* is what it moves."""
+    """Time in which a task holds a resource; *size_bytes* is the size of its transfer."""
 
     kind: TaskKind
     name: str
@@ -35,20 +35,23 @@ class ResourceLane(NamedTuple):
 def task_lanes(
     tasks: Sequence[Task], times: Sequence[TaskTimes], end_ps: int
 ) -> tuple[ResourceLane, ...]:
-    """Return a lane for each resource of *tasks*, by name, with what has ended by *end_ps*."""
+    """Return a lane for each resource of *tasks*, by name, of tasks that end by *end_ps*."""
     spans: dict[str, list[LaneSpan]] = {}
-    for task, ran in zip(tasks, times, strict=True):
+    for task, task_times in zip(tasks, times, strict=True):
         for name in task.resources:
             lane = spans.setdefault(name, [])
-            if ran.start_ps < ran.end_ps <= end_ps:
-                span = LaneSpan(task.kind, task.name, ran.start_ps, ran.end_ps, task.size_bytes)
+            # Tasks of no duration would be invisible slices.
+            if task_times.start_ps < task_times.end_ps <= end_ps:
+                span = LaneSpan(
+                    task.kind, task.name, task_times.start_ps, task_times.end_ps, task.size_bytes
+                )
                 lane.append(span)
     return tuple(
         ResourceLane(name, tuple(sorted(spans[name], key=lambda span: span.start_ps)))
-        for name in sorted(spans, key=_counting)
+        for name in sorted(spans, key=_natural_key)
     )
 
 
-def _counting(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts words by length first, so that 2 comes before 10."""
+def _natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key of names by word length first, so that 2 comes before 10."""
     return [(len(word), word) for word in name.split()]

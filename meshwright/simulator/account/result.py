@@ -1,4 +1,4 @@
-"""What a simulated step came to: time, where it went, memory, and what the numbers rest on."""
+"""Result of a simulated step: time, breakdown, memory and sources."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from meshwright.simulator.schedules import get_schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory(States[int]):
-    """Bytes of one pipeline rank at its fullest instant, when that is, and bytes on its host.
+    """Bytes of one pipeline rank at its peak, the time of that, and bytes on its host.
 
     ``rank`` is the first of the ranks that are alike there.
     """
@@ -43,7 +43,7 @@ class StageMemory(States[int]):
     def of(
         cls, memory: RankMemory, peak: MemoryEvent, *, stage: int, rank: int, largest_tensor: str
     ) -> Self:
-        """Return those of a rank with *memory*, whose fullest instant is *peak*."""
+        """Return the bytes of a rank with *memory* at its *peak*."""
         states = memory.by_name
         states["gradients_bytes"] -= peak.absent_bytes
         return cls(
@@ -60,31 +60,31 @@ class StageMemory(States[int]):
 
     @property
     def terms(self) -> dict[str, int]:
-        """What fills it then: its states, activations and buffers."""
+        """Bytes at the peak by name: states, activations and buffers."""
         states = {name.removesuffix("_bytes"): size for name, size in self.by_name.items()}
         return {**states, "activations": self.activations_bytes, "buffers": self.buffers_bytes}
 
     @property
     def peak_bytes(self) -> int:
-        """Live bytes at that instant."""
+        """Live bytes at the peak."""
         return sum(self.terms.values())
 
     def state_bytes(self, fragmentation: Fragmentation) -> int:
-        """Return those of them that live from step to step."""
+        """Return the bytes of these that live from step to step."""
         return fragmentation.state_bytes(self.weights_bytes, self.gradients_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryResult:
-    """Memory of the fullest rank by three rules of counting, against what there is.
+    """Memory of the fullest rank by three rules of counting, against the capacity.
 
-    ``peak_bytes`` are live tensors, ``reserved_bytes`` add libraries' workspaces and what the
-    allocator holds beside, ``device_bytes`` context and communicators (`Overheads`); a plan fits
-    when the last is at most ``usable_bytes``, and ``host_bytes``, what the fullest node keeps on
-    its host, at most ``host_capacity_bytes``.  ``walk`` finds the memory of each pipeline rank when
-    that is read: ``known_peak`` is known of a search's layouts without, and of most pipelines
-    from few ranks; ``find_fullest`` finds from few the rank that an allocator holds so much for, or
-    None.  Results are equal if all that they tell is, wherever it is from.
+    ``peak_bytes`` are live tensors, ``reserved_bytes`` add library workspaces and fragmentation of
+    the allocator, ``device_bytes`` context and communicators (`Overheads`); a plan fits when the
+    last is at most ``usable_bytes``, and ``host_bytes`` of the fullest node at most
+    ``host_capacity_bytes``. ``walk`` computes the memory of each pipeline rank on first use: a
+    search knows ``known_peak`` of its layouts without, and of most pipelines it follows from few
+    ranks; ``find_fullest`` finds from few the rank whose allocator reserves so much, or None.
+    Results are equal if all their numbers are, wherever they are from.
     """
 
     known_peak: PeakBytes[int] | None = None
@@ -97,27 +97,27 @@ class MemoryResult:
     host_capacity_bytes: int | None = None
 
     def __eq__(self, other: object) -> bool:
-        """Whether both tell the same."""
-        return isinstance(other, MemoryResult) and self._told == other._told
+        """Return True if all numbers are equal."""
+        return isinstance(other, MemoryResult) and self._numbers == other._numbers
 
     def __hash__(self) -> int:
-        """Return one number for all that tell the same."""
-        return hash(self._told)
+        """Return the hash of all numbers."""
+        return hash(self._numbers)
 
     @property
-    def _told(self) -> tuple[object, ...]:
+    def _numbers(self) -> tuple[object, ...]:
         limits = self.overheads, self.capacity_bytes, self.usable_bytes
         sizes = self.peak_bytes, self.reserved_bytes
         return *limits, self.host_bytes, self.host_capacity_bytes, *sizes, self.by_stage
 
     @property
     def peak_bytes(self) -> int:
-        """Live bytes of the fullest rank at its fullest instant."""
+        """Live bytes of the fullest rank at its peak."""
         return self.peak.live_bytes
 
     @cached_property
     def peak(self) -> PeakBytes[int]:
-        """The most live bytes of a rank, and the most that an allocator holds for one."""
+        """Most live bytes of a rank, and most bytes reserved for one."""
         if self.known_peak is not None:
             return self.known_peak
         parts = max(map(self._stage_parts, self.by_stage))
@@ -128,51 +128,51 @@ class MemoryResult:
         return fragmentation.reserved_parts(stage.peak_bytes, stage.state_bytes(fragmentation))
 
     def stage_reserved_bytes(self, stage: StageMemory) -> int:
-        """Return what the allocator of a pipeline rank holds."""
+        """Return the bytes that a pipeline rank's allocator reserves."""
         return self.overheads.reserved_bytes(self._stage_parts(stage))
 
     def stage_device_bytes(self, stage: StageMemory) -> int:
-        """Return what the device of a pipeline rank shows as used."""
+        """Return the bytes that a pipeline rank's device shows as used."""
         return self.overheads.device_bytes(self._stage_parts(stage))
 
     @cached_property
     def by_stage(self) -> tuple[StageMemory, ...]:
-        """The memory of each pipeline rank."""
+        """Memory of each pipeline rank."""
         return tuple(self.walk())
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator that holds the most holds."""
+        """Most bytes that a rank's allocator reserves."""
         return self.overheads.reserved_bytes(self.peak.reserved_parts)
 
     @property
     def device_bytes(self) -> int:
-        """What its device shows as used."""
+        """Bytes that the same rank's device shows as used."""
         return self.overheads.device_bytes(self.peak.reserved_parts)
 
     @property
     def fits(self) -> bool:
-        """Whether the plan can run."""
+        """Whether the plan fits device and host memory."""
         return self.fits_device and self.fits_host
 
     @property
     def fits_device(self) -> bool:
-        """Whether every device has room."""
+        """Whether the plan fits the memory of every device."""
         return self.device_bytes <= self.usable_bytes
 
     @property
     def fits_host(self) -> bool:
-        """Whether every host has room for what is offloaded to it."""
+        """Whether offloaded bytes fit the memory of every host."""
         return self.host_bytes <= (self.host_capacity_bytes or 0)
 
     @property
     def worst_rank(self) -> int:
-        """The first rank that needs the most."""
+        """First rank with the most live bytes."""
         return self.worst_stage.rank
 
     @property
     def fullest_rank(self) -> int:
-        """The first rank whose device shows the most as used: one that needs less may hold more."""
+        """First rank whose device shows the most as used, not always that of most live bytes."""
         found = None
         if self.known_peak is not None:
             found = self.find_fullest(self.known_peak.reserved_parts)
@@ -180,18 +180,18 @@ class MemoryResult:
 
     @property
     def worst_stage(self) -> StageMemory:
-        """The pipeline rank that needs the most; the first of equals."""
+        """Pipeline rank with the most live bytes; the first of equals."""
         return max(self.by_stage, key=lambda stage: stage.peak_bytes)
 
 
 class AsyncRun(NamedTuple):
-    """What asynchronous workers did in a run that ends when the first of them has done its rounds.
+    """Progress of asynchronous workers until the first of them has done its rounds.
 
     Args:
         rounds: Rounds that each worker has finished.
-        round_ps: Mean time of one, by worker; None where not one was finished.
-        staleness: How many updates (by number of updates, ascending) were computed from
-            parameters that so many updates of other workers had changed since they were pulled.
+        round_ps: Mean time of a round, by worker; None where none was finished.
+        staleness: Number of updates by staleness, ascending: updates of other workers that changed
+            the parameters between pull and update.
     """
 
     rounds: tuple[int, ...]
@@ -200,13 +200,13 @@ class AsyncRun(NamedTuple):
 
     @property
     def mean_staleness(self) -> float:
-        """Mean over all updates."""
+        """Mean staleness over all updates."""
         total = sum(updates * count for updates, count in self.staleness.items())
         return total / sum(self.staleness.values())
 
     @property
     def max_staleness(self) -> int:
-        """The most."""
+        """Largest staleness of an update."""
         return max(self.staleness)
 
 
@@ -215,19 +215,19 @@ class StepResult(Shown):
     """One simulated training step.
 
     Args:
-        job: What is trained.
-        plan: How it is laid out.
-        cluster: On what.
-        stack: With what software.
+        job: Model, sequence length and batch.
+        plan: Parallel degrees, schedule and the like, resolved.
+        cluster: Hardware.
+        stack: Software stack.
         step_ps: Time of the step.
         breakdown_ps: That time by `Category`, averaged over ranks; adds up to ``step_ps``
             but for rounding down.
         source_fractions: Share of the busy time that rests on each kind of evidence.
         memory: Memory of the fullest rank and of each pipeline rank.
-        warnings: What a user should know before relying on the numbers.
-        work: What the engine ran, if the plan is a mesh of ranks.
-        times: When it ran, likewise.
-        lanes: What each device, host and link did, if it is not.
+        warnings: Warnings about the plan or its prediction.
+        work: Work that the engine ran, if the plan is a mesh of ranks.
+        times: Times of that work, likewise.
+        lanes: Tasks of each device, host and link, if the plan is no mesh.
         asynchronous: Progress of workers that do not wait for each other; ``step_ps`` is then the
             mean time in which they consume a global batch.
     """
@@ -247,7 +247,7 @@ class StepResult(Shown):
     asynchronous: AsyncRun | None = None
 
     def __repr__(self) -> str:
-        """Return the step in a line: of what, its time and its memory."""
+        """Return the step in a line: model, cluster, plan, time and memory."""
         size = format_bytes(self.memory.device_bytes)
         return (
             f"<StepResult {self.job.model.name} on {self.cluster.name}: {self.plan!r}, "
@@ -318,5 +318,5 @@ class StepResult(Shown):
 
     @property
     def exposed_comm_s(self) -> float:
-        """Seconds of communication that no computation hides, averaged over ranks."""
+        """Seconds of exposed communication, averaged over ranks."""
         return sum(self.breakdown_ps[category] for category in COMMUNICATION) / PS_PER_S

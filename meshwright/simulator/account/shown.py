@@ -1,7 +1,7 @@
-"""Results that tell themselves in Python: as a document, a table and a picture.
+"""Results with their documents, tables and pictures in Python.
 
-How that is done lies in a package above this one, which a result asks when it is first told: who
-simulates waits neither for pandas nor for matplotlib.
+A package above this one makes them, which a result imports on first use: a simulation waits neither
+for pandas nor for matplotlib.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ PRESENTATION = "meshwright.planner.presentation"
 
 
 class Presenter(NamedTuple):
-    """A result as its command shows it.
+    """Presentation of a result, as its command shows it.
 
     Args:
-        document: Returns what ``--json`` writes.
-        rows: Returns what the CSV file holds.
+        document: Returns the document of ``--json``.
+        rows: Returns the rows of the CSV file.
         picture: Returns a picture by name; raises PlanError if there is none.
     """
 
@@ -30,16 +30,16 @@ class Presenter(NamedTuple):
 
 
 class Shown:
-    """A result with the documents, tables and pictures that the commands make of it."""
+    """Result with the documents, tables and pictures of its command."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``--json`` writes, in base units: seconds, bytes, FLOP/s."""
+        """Return the document of ``--json``, in base units: seconds, bytes, FLOP/s."""
         return dict(self._document())
 
     def to_frame(self) -> "DataFrame":
-        """Return the CSV file of ``--out`` as a table; every row has what tables are joined by.
+        """Return the CSV file of ``--out`` as a table; every row has the columns to join tables by.
 
         That is ``model``, ``cluster``, ``stack``, ``num_gpus``, ``global_batch_size``, ``seq_len``
         and ``precision``.
@@ -61,7 +61,7 @@ class Shown:
         """Return a picture, which a notebook shows and whose ``savefig`` writes it.
 
         Args:
-            kind: Which, by the name of its file in the folder of ``--out``; by default the first.
+            kind: Name of its file in the folder of ``--out``; by default the first.
 
         Raises:
             PlanError: If the result has no such picture.

@@ -1,4 +1,4 @@
-"""What a rank puts on the wire in a step: every collective with its axis, size and count."""
+"""Collectives of a rank in a step, each with its axis, size and count."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from meshwright.simulator.layout import Axis, MeshAxis, ResolvedPlan, TrainingJo
 from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, pass_entries, rank_ledger
 
 OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)
-# Who takes part in a norm that is one number is `norm_ranks`.
+# `norm_ranks` has the group of a norm that is one number.
 ELSEWHERE = (*OTHER_SUMS, Moment.TOKENS, Moment.NORM, Moment.MESSAGE)
 REPEATED = tuple(moment for moment in Moment if moment not in ELSEWHERE)
 
@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes the rank sends in all of them, by ring; where one rank is the root, on average.
+        """Bytes the rank sends in all calls, by ring; where one rank is the root, on average.
 
         >>> from meshwright.simulator.layout import Axis
         >>> Traffic(Axis.DP, CollectiveOp.ALL_REDUCE, 800, 8, 1).sent_bytes
@@ -37,10 +37,10 @@ class Traffic(NamedTuple):
         return self.num_calls * self.size_bytes * sent_ratio(self.op, self.num_ranks)
 
     def shifts_tokens(self, microbatch_size: int) -> bool:
-        """Return whether they take a number of a token of each sequence to a neighbour.
+        """Return True if they send a number of a token of each sequence to a neighbour.
 
-        Where sequences begin and end there is one neighbour, which half of them go to.  Keys and
-        values of a ring are more: of two tokens and two elements a head at least.
+        At the ends of sequences there is one neighbour, and half of them are sent there. Keys and
+        values of ring attention are more: of two tokens and two elements a head at least.
         """
         is_message = self.axis is Axis.CP and self.op is CollectiveOp.P2P
         return is_message and self.size_bytes in {each * microbatch_size for each in SHIFTED_BYTES}
@@ -52,10 +52,10 @@ def rank_traffic(
     """Return the tensor- and data-parallel collectives of a pipeline rank in one step.
 
     Args:
-        job: What is trained.
-        plan: How it is laid out.
-        stack: With what software.
-        pp_rank: Whose collectives; messages between stages are not among them, nor what
+        job: Model, sequence length and batch.
+        plan: Parallel degrees and the like.
+        stack: Software stack.
+        pp_rank: Pipeline rank; messages between stages are not among them, nor what
             `closing_traffic` returns.
     """
     setting = StepSetting.of(job, plan, stack)
@@ -66,10 +66,10 @@ def rank_traffic(
 def closing_traffic(
     job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int
 ) -> tuple[Traffic, ...]:
-    """Return the collectives after the last backward pass, but for those of the replicas.
+    """Return the collectives after the last backward pass, but for data-parallel ones.
 
-    Gradients of weights that saw only a rank's own tokens are summed over the tensor-parallel
-    ranks, a tied table's over both ends of the pipeline.
+    Gradients of weights that saw a rank's own tokens alone are all-reduced over the tensor-parallel
+    ranks, a tied embedding's over both ends of the pipeline.
     """
     entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
     return _traffic(entries, OTHER_SUMS)
@@ -78,7 +78,7 @@ def closing_traffic(
 def token_traffic(
     job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int
 ) -> tuple[Traffic, ...]:
-    """Return what all ranks of a stage sum of the tokens of experts, if routing has biases."""
+    """Return the all-reduces of experts' token counts over a stage, if routing has biases."""
     entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
     return _traffic(entries, (Moment.TOKENS,))
 
@@ -86,7 +86,7 @@ def token_traffic(
 def norm_traffic(
     job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int
 ) -> tuple[Traffic, ...]:
-    """Return what sums the gradient norm, and the tokens, where that goes axis by axis.
+    """Return the all-reduces of gradient norm and token counts, where they go axis by axis.
 
     Else `norm_ranks` sum one number.
     """
@@ -97,17 +97,18 @@ def norm_traffic(
 def message_traffic(
     job: TrainingJob, plan: ResolvedPlan, stack: StackProfile, pp_rank: int
 ) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
-    """Return what a pipeline rank sends, and what it receives with the gathers that follow."""
+    """Return the sends of a pipeline rank, and its receives with the gathers that follow."""
     entries = pass_entries(StepSetting.of(job, plan, stack), BlockTable(), pp_rank)
     received = _traffic(entries, (Moment.MESSAGE,))
     return tuple(each for each in received if each.op is CollectiveOp.P2P), received
 
 
 def _traffic(entries: Iterable[LedgerEntry], moments: tuple[Moment, ...]) -> tuple[Traffic, ...]:
-    """Return what is sent at *moments*, with what fills it up; a rank alone sends nothing."""
+    """Return the collectives at *moments*, with padding; those of one rank alone are left out."""
     counted: Counter[tuple[MeshAxis, CollectiveOp, int, int]] = Counter()
     for entry in entries:
         for each in entry.collectives if entry.moment in moments else ():
+            # Padding of shards is sent, too.
             size_bytes = each.size_bytes + each.padding_bytes
             call = each.axis, each.op, size_bytes, each.span.num_ranks
             counted[call] += each.num_calls * entry.num_times * (each.span.num_ranks > 1)
@@ -115,19 +116,21 @@ def _traffic(entries: Iterable[LedgerEntry], moments: tuple[Moment, ...]) -> tup
 
 
 def norm_ranks(plan: ResolvedPlan) -> int:
-    """Return over how many ranks the gradient norm is summed; 1 where each has all gradients.
+    """Return the ranks over which the gradient norm is summed; 1 where each has all gradients.
 
-    Replicas of a set of shards hold the same gradients: one set is enough.
+    Replicas of a shard group hold the same gradients: one group is enough.
     """
+    # Without ZeRO every data-parallel rank has all gradients.
     shards = plan.num_shards if plan.zero_stage else 1
     return plan.tp * plan.pp * shards
 
 
 def norm_calls(plan: ResolvedPlan, stack: StackProfile) -> Counter[int]:
-    """Return over how many ranks a gradient norm is summed, and how often: one number each.
+    """Return the all-reduces of gradient norms, of one number each, by group size.
 
-    Experts that other ranks hold have an optimizer of their own, which with whole states sums over
-    the ranks of all experts (ChainedOptimizer.get_grad_norm of Megatron-Core 0.16).
+    Experts with a data-parallel group of their own have their own optimizer, which with whole
+    states sums over the ranks of all experts (ChainedOptimizer.get_grad_norm of Megatron-Core
+    0.16).
     """
     calls = Counter({norm_ranks(plan): 1})
     if plan.ep > 1 and not (stack.joint_gradient_norm and plan.zero_stage):
@@ -136,10 +139,10 @@ def norm_calls(plan: ResolvedPlan, stack: StackProfile) -> Counter[int]:
 
 
 def expert_norm_ranks(plan: ResolvedPlan) -> int:
-    """Return the ranks that hold all experts once between them, with whole states."""
+    """Return the ranks that hold all experts once between them, with unsharded states."""
     return plan.expert_tp * plan.ep * plan.pp
 
 
 def sent_bytes(traffic: tuple[Traffic, ...], axis: MeshAxis) -> Fraction:
-    """Return what a rank sends over *axis* in a step."""
+    """Return the bytes that a rank sends over *axis* in a step."""
     return sum((each.sent_bytes for each in traffic if each.axis is axis), start=Fraction(0))

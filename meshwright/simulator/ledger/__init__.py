@@ -1,9 +1,9 @@
-"""The ledger: every collective of a step once, when it may start and what waits for it."""
+"""Ledger of a step: each collective once, with when it may start and which work waits for it."""
 
 from meshwright.simulator.ledger.closing import (
     NORM_BYTES,
+    deferred_sums,
     gradient_norm,
-    left_sums,
     sums_first,
     tied_table,
 )
@@ -30,9 +30,9 @@ __all__ = [
     "StepSetting",
     "bucket_exchanges",
     "closing_entries",
+    "deferred_sums",
     "gradient_norm",
     "gradient_reductions",
-    "left_sums",
     "message_collectives",
     "parameter_gathers",
     "pass_entries",

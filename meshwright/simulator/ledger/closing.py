@@ -1,11 +1,11 @@
-"""Gradients that a step sums last, beside those of replicas: over tensor ranks, and over both ends.
+"""Collectives that close a step: tensor-parallel sums, tied embeddings, norms, token counts.
 
-With sequence parallelism the gradients of norms' weights, and of biases that are added to a rank's
-own tokens, are of these tokens alone.  Megatron-LM flattens and sums all of a rank in one call: in
-`finalize_model_grads` of megatron/core/distributed/finalize_model_grads.py (core r0.8) after the
-reductions over replicas, in `reduce_model_grads` of Megatron-LM 3.0 (megatron/optimizer, 2022)
-before them.  DTensor sums each where it is reduced, at once or after the last microbatch.
-A tied table on both ends of a pipeline is summed after that.
+With sequence parallelism the gradients of norms' weights, and of biases added to a rank's own
+tokens, are of these tokens alone. Megatron-LM flattens all of a rank's and sums them in one
+all-reduce: in `finalize_model_grads` of megatron/core/distributed/finalize_model_grads.py (core
+r0.8) after the data-parallel reductions, in `reduce_model_grads` of Megatron-LM 3.0
+(megatron/optimizer, 2022) before them. DTensor sums each gradient where it is reduced, at once or
+after the last microbatch. A tied embedding on both ends of a pipeline is summed after that.
 """
 
 from collections import Counter
@@ -53,14 +53,14 @@ COUNT_BYTES = 4  # of an expert's tokens, in fp32
 
 
 def sums_first(stack: StackProfile) -> bool:
-    """Return whether sums over tensor ranks come before the reductions over replicas end."""
+    """Return True if tensor-parallel sums come before the data-parallel reductions end."""
     return stack.sums_norms_each_microbatch or not stack.overlap_gradient_reduce
 
 
-class LeftSums(IntEnum):
-    """Gradients that are left to be summed over tensor ranks at the end of a step.
+class DeferredSums(IntEnum):
+    """Gradients that tensor-parallel ranks all-reduce at the end of a step.
 
-    Norms of each head of queries and keys see the heads of a rank, also where tokens are not split.
+    Norms of each query and key head see the heads of a rank, also without sequence parallelism.
     """
 
     NONE = 0
@@ -68,20 +68,21 @@ class LeftSums(IntEnum):
     ALL = 2
 
 
-def left_sums(shape: BlockShape) -> LeftSums:
-    """Return which sums over tensor ranks are left to the end of a step."""
+def deferred_sums(shape: BlockShape) -> DeferredSums:
+    """Return the gradients whose tensor-parallel sums are deferred to the end of a step."""
+    # DTensor has already summed each gradient where it was reduced.
     if shape.stack.sums_norms_each_microbatch and not shape.defers_sums:
-        return LeftSums.NONE
+        return DeferredSums.NONE
     if shape.sequence_parallel:
-        return LeftSums.ALL
+        return DeferredSums.ALL
     has_norms = isinstance(shape.trained, ModelSpec) and shape.model.qk_norm == "head"
-    return LeftSums.HEADS if has_norms and shape.tp > 1 else LeftSums.NONE
+    return DeferredSums.HEADS if has_norms and shape.tp > 1 else DeferredSums.NONE
 
 
 def tensor_sums(
     shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes, span: GroupSpan
 ) -> list[StepCollective]:
-    """Return the sums over tensor ranks, *span*, after the last backward pass of *stages*."""
+    """Return the tensor-parallel all-reduces, over *span*, after the last backward of *stages*."""
     return [
         StepCollective(Axis.TP, CollectiveOp.ALL_REDUCE, size_bytes, span, num_calls)
         for size_bytes, num_calls in _tensor_sums(shape, stages, wire)
@@ -91,12 +92,12 @@ def tensor_sums(
 def _tensor_sums(
     shape: BlockShape, stages: tuple[Stage, ...], wire: WireBytes
 ) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of each sum, and how often there is one of that size."""
-    left = left_sums(shape)
-    if left is LeftSums.NONE:
+    """Yield the bytes of each all-reduce, and the number of those of that size."""
+    deferred = deferred_sums(shape)
+    if deferred is DeferredSums.NONE:
         return
     if not shape.stack.sums_norms_each_microbatch:
-        replicated = _replicated_parameters(shape, stages, left)
+        replicated = _replicated_parameters(shape, stages, deferred)
         if replicated:
             yield replicated * wire.reduce_bytes, 1
         return
@@ -106,8 +107,9 @@ def _tensor_sums(
     each_bytes = shape.stack.gradient_bytes if shape.is_unwrapped else wire.reduce_bytes
     model, vectors = shape.model, times * (2 if shape.model.norm == "layernorm" else 1)
     num_layers = sum(stage.num_layers for stage in stages)
-    if left is LeftSums.ALL:
+    if deferred is DeferredSums.ALL:
         size_bytes = model.hidden_size * each_bytes
+        # Two norms a layer, and the final norm with the head.
         norms = 2 * num_layers + sum(stage.has_head for stage in stages)
         yield size_bytes, norms * vectors
         # Scattered before a position is added, a rank sees its own tokens of the table, too.
@@ -121,12 +123,12 @@ def _tensor_sums(
 def tied_table(
     shape: BlockShape, wire: WireBytes, mesh: Mesh, plan: ResolvedPlan
 ) -> list[StepCollective]:
-    """Return what two stages sum of the gradient of a table that both hold.
+    """Return the all-reduce of a tied embedding's gradient between its two stages.
 
-    Units of fully_shard are reduced first: each rank has its shard of the sum, in the format of
-    the shards.
+    FSDP units are reduced first: each rank has its shard of the sum, in the format of the shards.
     """
     other = table_rank(plan)
+    # With both ends on one rank autograd adds the two gradients.
     if other == 0 or not shape.copied_parameters:
         return []
     rows, width_bytes = shape.local_vocab_size, wire.reduce_bytes
@@ -143,11 +145,11 @@ def tied_table(
 def gradient_norm(
     shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh, replication: Replication
 ) -> list[StepCollective]:
-    """Return the gradient norm's all-reduces, for which all ranks meet, and the sum of tokens.
+    """Return the gradient norm's all-reduces, for which all ranks meet, and that of token counts.
 
-    That comes before the first pass, but costs the same there: a step waits for it.  DTensor sums
-    the norms of a rank's weights as one vector, axis by axis, those of experts that other ranks
-    hold apart (`clip_grad_norm_` of torchtitan 0.2.2, distributed/utils.py).
+    The latter comes before the first pass, but costs the same there: a step waits for it. DTensor
+    sums the norms of a rank's weights as one vector, axis by axis, those of experts with a group of
+    their own separately (`clip_grad_norm_` of torchtitan 0.2.2, distributed/utils.py).
     """
     world = strided_span(0, 1, mesh.world_size, mesh.node_size)
     if shape.stack.optimizer_instances and replication.replica_span is not None:
@@ -158,12 +160,13 @@ def gradient_norm(
     # the same ranks (ChainedOptimizer.get_grad_norm of Megatron-Core 0.16).
     is_joint = shape.stack.joint_gradient_norm and replication.zero_stage > 0
     sums: list[tuple[MeshAxis, int, GroupSpan]]
+    # The axis is a label here: the world spans all of them.
     sums = [(Axis.DP, NORM_BYTES, world)] * (2 if shape.expert_parameters and not is_joint else 1)
     if shape.stack.norm_by_axis:
         norm_bytes = shape.stack.gradient_bytes  # get_total_norm keeps a gradient's format
         norms, of_experts = (
-            norm_bytes * sum(num_weights(shape, each, of_experts=own) for each in stages)
-            for own in (False, True)
+            norm_bytes * sum(num_weights(shape, each, of_experts=apart) for each in stages)
+            for apart in (False, True)
         )
         sums = [
             *_expert_norms(of_experts, mesh, replication, shape.stack),
@@ -180,11 +183,11 @@ def gradient_norm(
 
 
 def expert_tokens(shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh) -> list[StepCollective]:
-    """Return the sum of the tokens of each expert, over all ranks of a stage, for routing biases.
+    """Return the all-reduce of token counts by expert, over a stage's ranks, for routing biases.
 
-    One number of fp32 for each expert of all layers of a rank (`get_updated_expert_bias` of
+    One fp32 number for each expert of all layers of a rank (`get_updated_expert_bias` of
     megatron/core/transformer/moe/moe_utils.py, core 0.16; `_update_expert_bias` of torchtitan
-    0.2.2, components/optimizer.py); those of transformers do not move.
+    0.2.2, components/optimizer.py); those of transformers are constant.
     """
     model = shape.trained
     if model.experts is None or not model.experts.routing_bias:
@@ -193,6 +196,7 @@ def expert_tokens(shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh) -> l
         return []
     runs = [run for stage in stages for run in stage.layers if run.kind in EXPERT_LAYERS]
     num_layers = sum(run.num_blocks for run in runs)
+    # MTP layers have the last layer's kind, and experts where that has.
     if stages[-1].has_predictions and model.layer_runs[-1].kind in EXPERT_LAYERS:
         num_layers += model.prediction_layers
     size_bytes = COUNT_BYTES * model.experts.num_experts * num_layers
@@ -204,14 +208,15 @@ def expert_tokens(shape: BlockShape, stages: tuple[Stage, ...], mesh: Mesh) -> l
 def weight_scales(
     shape: BlockShape, stages: tuple[Stage, ...], span: GroupSpan
 ) -> list[StepCollective]:
-    """Return what gives the scales of all weights that are gathered in 8 bits, stage by stage.
+    """Return the all-reduces of the scales of all weights gathered in 8 bits, stage by stage.
 
-    It is the largest element of each, in their format (torchao 0.18, float8/fsdp_utils.py:
-    `precompute_float8_dynamic_scale_for_fsdp`).
+    Each scale is of a weight's largest element, in the weights' format (torchao 0.18,
+    float8/fsdp_utils.py: `precompute_float8_dynamic_scale_for_fsdp`).
     """
     recipe = shape.recipe
     if recipe is None or not recipe.precomputes_scales:
         return []
+    # Embedding and head stay in the training's format: only layers are converted.
     counts = (len(unit_matrices(shape, _layers_of(stage), 1)) for stage in stages)
     width = shape.stack.sharded_parameter_bytes
     return [
@@ -228,11 +233,11 @@ def _layers_of(stage: Stage) -> Stage:
 def _expert_norms(
     nbytes: int, mesh: Mesh, replication: Replication, stack: StackProfile
 ) -> list[tuple[MeshAxis, int, GroupSpan]]:
-    """Return the sums of the norms of experts that other ranks hold, so many bytes of them, if any.
+    """Return the all-reduces of *nbytes* of norms of experts with a group of their own, if any.
 
-    One goes over both axes of a set of shards where these ranks are a mesh of their own, as they
-    are for a sum of tokens if all replicas share one set (`_flatten` of torchtitan 0.2.2,
-    distributed/parallel_dims.py).
+    One all-reduce goes over both axes of a shard group where these ranks are a mesh of their own,
+    as they are for a sum of tokens if all replicas share one shard group (`_flatten` of torchtitan
+    0.2.2, distributed/parallel_dims.py).
     """
     experts = replication.experts
     if experts is None or not nbytes:
@@ -244,14 +249,15 @@ def _expert_norms(
 
 
 def batch_calls(shape: BlockShape, span: GroupSpan, num_syncs: int) -> list[StepCollective]:
-    """Return what replicas, *span*, tell each other before passes: numbers of tokens, and buffers.
+    """Return the collectives of replicas, over *span*, before passes: token counts and buffers.
 
-    It counts as what closes the step, where it costs the same: a step waits for it.  As often as
+    They count as closing the step, where they cost the same: a step waits for them. As often as
     gradients are reduced, DistributedDataParallel broadcasts buffers before a forward pass, all of
     a type as one (`_sync_buffers`, torch/nn/parallel/distributed.py of PyTorch 2.13).
     """
     stack, calls = shape.stack, []
     if stack.gathers_tokens:
+        # The gathered buffer: one number of each replica.
         whole = TOKENS_BYTES * span.num_ranks
         calls.append(StepCollective(Axis.DP, CollectiveOp.ALL_GATHER, whole, span))
     if stack.broadcasts_buffers:
@@ -261,28 +267,30 @@ def batch_calls(shape: BlockShape, span: GroupSpan, num_syncs: int) -> list[Step
     return calls
 
 
-def _replicated_parameters(shape: BlockShape, stages: tuple[Stage, ...], left: LeftSums) -> int:
+def _replicated_parameters(
+    shape: BlockShape, stages: tuple[Stage, ...], deferred: DeferredSums
+) -> int:
     """Return the parameters of norms, and of biases added to a rank's own tokens, in *stages*."""
-    counts = _replicated_by_block(shape.model, left, of_groups=shape.stack.grouped_experts)
+    counts = _replicated_by_block(shape.model, deferred, of_groups=shape.stack.grouped_experts)
     return sum([count * counts[kind] for stage in stages for kind, count in stage.blocks])
 
 
 @lru_cache  # asked for of every rank
 def _replicated_by_block(
-    model: ModelSpec, left: LeftSums, *, of_groups: bool
+    model: ModelSpec, deferred: DeferredSums, *, of_groups: bool
 ) -> Mapping[BlockKind, int]:
-    """Return these parameters of each kind of block, 0 of any other.
+    """Return the replicated parameters of each kind of block, 0 of any other.
 
-    Biases of experts in grouped products are none: TEGroupedLinear has no parallel mode where ranks
-    divide experts, and so no mark of Transformer Engine (megatron/core/extensions/
-    transformer_engine.py of core 0.16, pytorch/module/grouped_linear.py).
+    Biases of experts in grouped GEMMs are excluded: TEGroupedLinear has no parallel mode with
+    expert parallelism, and so no mark of Transformer Engine
+    (megatron/core/extensions/transformer_engine.py of core 0.16, pytorch/module/grouped_linear.py).
     """
     counts: Counter[BlockKind] = Counter()
     for tensor in parameter_tensors(model):
         # Megatron adds positions before tokens are scattered: that table's gradient is of all.
-        is_left = left is LeftSums.ALL or tensor.name.startswith(HEAD_NORMS)
-        is_own = is_expert(tensor) and of_groups
-        is_whole = tensor.tp_dim is None and not is_own
-        if is_whole and tensor.name != "position_embedding.weight" and is_left:
+        is_deferred = deferred is DeferredSums.ALL or tensor.name.startswith(HEAD_NORMS)
+        is_grouped = is_expert(tensor) and of_groups
+        is_whole = tensor.tp_dim is None and not is_grouped
+        if is_whole and tensor.name != "position_embedding.weight" and is_deferred:
             counts[tensor.block] += prod(tensor.shape)
     return counts

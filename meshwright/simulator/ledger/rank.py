@@ -1,4 +1,4 @@
-"""The ledger of a pipeline rank: what its passes and its replicas exchange, and its step's end."""
+"""Ledger of a pipeline rank: collectives of its passes, of its replicas, and of its step's end."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -29,8 +29,8 @@ from meshwright.simulator.ledger.replicas import (
     Exchange,
     bucket_exchanges,
     gradient_reductions,
-    held_exchanges,
     parameter_gathers,
+    rank_collectives,
     replica_sums,
     scale_maxima,
 )
@@ -39,7 +39,7 @@ from meshwright.simulator.memory import block_bytes, stage_messages
 from meshwright.simulator.replication import (
     StagePart,
     bucket_parts,
-    held_parameters,
+    parameters_by_group,
     part_gathers,
     used_map_bytes,
 )
@@ -47,7 +47,7 @@ from meshwright.simulator.schedules import NO_REFETCHES, Refetches
 
 
 class RankLedger(NamedTuple):
-    """The entries of each virtual stage's passes, parts in model order, and of the step's end."""
+    """Entries of each virtual stage's passes, parts in model order, and of the step's end."""
 
     virtual_stages: tuple[tuple[LedgerEntry, ...], ...]
     closing: tuple[LedgerEntry, ...]
@@ -58,7 +58,7 @@ class RankLedger(NamedTuple):
 
     @property
     def entries(self) -> Iterator[LedgerEntry]:
-        """All of them."""
+        """All entries: those of passes, then those that close the step."""
         return chain(*self.virtual_stages, self.closing)
 
 
@@ -66,6 +66,7 @@ def rank_ledger(setting: StepSetting, pp_rank: int) -> RankLedger:
     """Return the ledger of a pipeline rank."""
     stages = setting.rank_stages(pp_rank)
     passes = list(zip(stages, setting.refetches(pp_rank), strict=True))
+    # Equal stages share their entries: most of a deep pipeline's do.
     entries = {each: stage_entries(setting, *each) for each in dict.fromkeys(passes)}
     return RankLedger(
         tuple(entries[each] for each in passes), tuple(closing_entries(setting, stages))
@@ -73,15 +74,16 @@ def rank_ledger(setting: StepSetting, pp_rank: int) -> RankLedger:
 
 
 def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iterator[LedgerEntry]:
-    """Yield what the passes of a pipeline rank exchange between operators, and send to others.
+    """Yield the collectives between operators of a rank's passes, and the messages it sends.
 
-    The time of the one is in that of the passes, which comes of the same walk through each block;
-    of the messages it receives as many of each size.
+    Times of the former are part of the passes' times, from the same walk through each block; of
+    messages a rank receives as many of each size.
     """
     shape, mesh, count = setting.shape, setting.mesh, setting.num_microbatches
     spans = {axis: mesh.span(axis) for axis in (*IN_STEP, *ContextAxis, *ExpertAxis)}
     kinds = (kind for stage in setting.stages for kind, _ in stage.contents)
     sizes = block_bytes(blocks, shape, others=kinds)
+    # All neighbours alike: the first pair stands for the others.
     crosses = setting.plan.pp > 1 and mesh.crosses_nodes(0, 1)
     for stage in setting.rank_stages(pp_rank):
         part = StagePart(stage, ())
@@ -103,7 +105,7 @@ def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iter
 def stage_entries(
     setting: StepSetting, stage: Stage, refetches: Refetches = NO_REFETCHES
 ) -> tuple[LedgerEntry, ...]:
-    """Return what replicas exchange in the passes of *stage*: all gathers, then all reductions."""
+    """Return the data-parallel collectives of *stage*'s passes: gathers, then reductions."""
     replication, parts = setting.replication, setting.parts[stage]
     gathered: list[tuple[StagePart, int]] = []
     if replication.gathers_units:
@@ -112,8 +114,8 @@ def stage_entries(
     elif setting.gathers_in_pass:
         # Gathered are shards alone, and what is reduced in buckets is cut likewise.
         shape, is_cut = setting.shape, setting.shape.stack.overlap_gradient_reduce
-        own = parts if is_cut else bucket_parts(shape, stage, replication.dp_cp)
-        gathered = [(part, 1) for part in own]
+        bucket_list = parts if is_cut else bucket_parts(shape, stage, replication.dp_cp)
+        gathered = [(part, 1) for part in bucket_list]
     unused = [
         (part._replace(gathers=part.unused), count)
         for count in (setting.num_microbatches,)
@@ -134,18 +136,18 @@ def _part_entries(
     setting: StepSetting, moment: Moment, exchange: Exchange, parts: list[tuple[StagePart, int]]
 ) -> Iterator[LedgerEntry]:
     """Yield the *exchange* of each of *parts*, so many times each; layers share theirs."""
-    known: dict[object, tuple[StepCollective, ...]] = {}
+    by_sizes: dict[object, tuple[StepCollective, ...]] = {}
     for part, num_times in parts:
-        if part.sizes not in known:
+        if part.sizes not in by_sizes:
             wire, replication = setting.wire, setting.replication
-            known[part.sizes] = bucket_exchanges(exchange, part, wire, replication)
-        yield LedgerEntry(moment, part, known[part.sizes], num_times)
+            by_sizes[part.sizes] = bucket_exchanges(exchange, part, wire, replication)
+        yield LedgerEntry(moment, part, by_sizes[part.sizes], num_times)
 
 
 def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator[LedgerEntry]:
-    """Yield what closes the step of a rank with *stages*, in the order of `Moment`."""
+    """Yield the collectives that close the step of a rank with *stages*, in order of `Moment`."""
     shape, wire, replication = setting.shape, setting.wire, setting.replication
-    held = held_parameters(shape, stages)
+    parameters = parameters_by_group(shape, stages)
     closing = {
         Moment.PASSES_DONE: batch_calls(shape, setting.mesh.span(Axis.DP), setting.num_reductions),
         Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
@@ -154,17 +156,22 @@ def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator
         Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication),
         Moment.UPDATED: scale_maxima(shape, stages, replication),
     }
+    # Gradients that no pass has reduced are reduced at once, when passes are done.
     if not any(setting.parts[stage] for stage in stages):
-        closing[Moment.PASSES_DONE] += held_exchanges(gradient_reductions, held, wire, replication)
+        closing[Moment.PASSES_DONE] += rank_collectives(
+            gradient_reductions, parameters, wire, replication
+        )
     if setting.plan.find_unused:
         # After all buckets (DDP's reducer), so that nothing hides it.
         used = CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), replication.span
         closing[Moment.PASSES_DONE].append(StepCollective(Axis.DP, *used))
     if any(each.has_embedding or reads_table(shape.trained, each) for each in stages):
         closing[Moment.TIED_TABLE] = tied_table(shape, wire, setting.mesh, setting.plan)
+    # Otherwise the next step's first forward gathers bucket by bucket, or units gather themselves.
     if not (shape.stack.overlap_parameter_gather or replication.gathers_units):
-        closing[Moment.UPDATED] = held_exchanges(parameter_gathers, held, wire, replication)
+        closing[Moment.UPDATED] = rank_collectives(parameter_gathers, parameters, wire, replication)
     closing[Moment.UPDATED] += weight_scales(shape, stages, replication.span)
-    part = StagePart(join_stages(stages), (sum(held),))
+    # What closes a step is for all parameters of the rank.
+    part = StagePart(join_stages(stages), (sum(parameters),))
     for moment, collectives in closing.items():
         yield LedgerEntry(moment, part, tuple(collectives))

@@ -1,4 +1,4 @@
-"""What data-parallel replicas exchange: gradients, and the parameters made of them."""
+"""Data-parallel collectives: gradient reductions, and all-gathers of updated parameters."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,17 +21,18 @@ Exchange = Callable[[int, WireBytes, Replication], list[StepCollective]]
 def gradient_reductions(
     num_parameters: int, wire: WireBytes, replication: Replication
 ) -> list[StepCollective]:
-    """Return what reduces the gradients of *num_parameters*, one after the other.
+    """Return the reductions of the gradients of *num_parameters*, one after the other.
 
-    With replicas of the shards, a shard is then summed over them.
+    Under HSDP a reduce-scatter, then the replicate group's all-reduce of a shard.
     """
     op, span = replication.reduce_op, replication.span
     size_bytes = num_parameters * wire.reduce_bytes
-    filled_bytes = _filled(num_parameters, replication) * wire.reduce_bytes
+    padded_bytes = _padded(num_parameters, replication) * wire.reduce_bytes
     cast_bytes = 0
+    # A single rank reduces nothing, and so casts nothing.
     if wire.casts is not None and replication.dp_cp > 1:
         cast_bytes = wire.casts.traffic_bytes(num_parameters, replication.shards.gradients)
-    padding_bytes = filled_bytes - size_bytes
+    padding_bytes = padded_bytes - size_bytes
     calls = [StepCollective(replication.axis, op, size_bytes, span, 1, padding_bytes, cast_bytes)]
     if replication.sums_replicas_last:
         return calls
@@ -41,29 +42,30 @@ def gradient_reductions(
 def replica_sums(
     num_parameters: int, wire: WireBytes, replication: Replication
 ) -> list[StepCollective]:
-    """Return what sums a shard of the gradients of *num_parameters* over its replicas."""
+    """Return the replicate group's all-reduce of a gradient shard of *num_parameters*."""
     if replication.replica_span is None:
         return []
     num_ranks = replication.span.num_ranks
-    whole = num_parameters, _filled(num_parameters, replication)
-    share, filled = (-(-each * wire.reduce_bytes // num_ranks) for each in whole)
-    over = CollectiveOp.ALL_REDUCE, share, replication.replica_span
-    return [StepCollective(Axis.DP, *over, padding_bytes=filled - share)]
+    sizes = num_parameters, _padded(num_parameters, replication)
+    share, padded = (-(-each * wire.reduce_bytes // num_ranks) for each in sizes)
+    call = CollectiveOp.ALL_REDUCE, share, replication.replica_span
+    return [StepCollective(Axis.DP, *call, padding_bytes=padded - share)]
 
 
 def parameter_gathers(
     num_parameters: int, wire: WireBytes, replication: Replication
 ) -> list[StepCollective]:
-    """Return what gives *num_parameters* to all replicas; nothing where all update all."""
+    """Return the all-gather of *num_parameters*; none where each replica updates all parameters."""
     if replication.gather_op is None:
         return []
     size_bytes = wire.gathered_bytes(num_parameters)
-    filled = _filled(num_parameters, replication) - num_parameters
+    padding = _padded(num_parameters, replication) - num_parameters
     call = replication.gather_op, size_bytes, replication.span
-    gather = StepCollective(replication.axis, *call, padding_bytes=filled * wire.gather_bytes)
+    gather = StepCollective(replication.axis, *call, padding_bytes=padding * wire.gather_bytes)
     narrow = wire.narrow
     if narrow is None or num_parameters != narrow.num_parameters or not narrow.num_scales:
         return [gather]
+    # Without precomputed scales each weight's is found before its gather.
     largest = CollectiveOp.ALL_REDUCE, narrow.scale_bytes, replication.span, narrow.num_scales
     return [StepCollective(replication.axis, *largest), gather]
 
@@ -71,7 +73,7 @@ def parameter_gathers(
 def scale_maxima(
     shape: BlockShape, stages: Sequence[Stage], replication: Replication
 ) -> list[StepCollective]:
-    """Return what finds the scales of updated weights that ranks hold in 8 bits as shards."""
+    """Return the all-reduces of maxima from which scales of 8-bit weight shards follow."""
     if not replication.has_flat_units:
         return []
     both = replication, replication.experts or replication
@@ -82,10 +84,10 @@ def scale_maxima(
     ]
 
 
-def held_exchanges(
+def rank_collectives(
     exchange: Exchange, held: HeldParameters, wire: WireBytes, replication: Replication
 ) -> list[StepCollective]:
-    """Return the *exchange* of all that a rank has *held*, experts after all else."""
+    """Return the *exchange* of all *held* parameters of a rank, experts after all others."""
     return [
         each
         for count, holders in held.by_holders(replication)
@@ -97,8 +99,9 @@ def held_exchanges(
 def bucket_exchanges(
     exchange: Exchange, part: StagePart, wire: WireBytes, replication: Replication
 ) -> tuple[StepCollective, ...]:
-    """Return the *exchange* of each bucket of *part*, equal ones as calls of one."""
+    """Return the *exchange* of each bucket of *part*, equal buckets as calls of one."""
     if exchange is parameter_gathers and part.gathers is not None:
+        # These sizes are in bytes already.
         wire = wire._replace(gather_bytes=1)
         part = part._replace(buckets=part.gathers[0], expert_buckets=part.gathers[1])
     return tuple(
@@ -109,8 +112,9 @@ def bucket_exchanges(
     )
 
 
-def _filled(num_parameters: int, replication: Replication) -> int:
-    """Return *num_parameters*, filled up so that all ranks have shards of one size."""
+def _padded(num_parameters: int, replication: Replication) -> int:
+    """Return *num_parameters*, padded so that all ranks have shards of one size."""
+    # All-reduces and broadcasts do not need equal shards.
     if replication.reduce_op is not CollectiveOp.REDUCE_SCATTER:
         return num_parameters
     return -(-num_parameters // replication.span.num_ranks) * replication.span.num_ranks

@@ -1,4 +1,4 @@
-"""What the ledger of a plan follows from: its stages, its groups and its formats."""
+"""Setting of a plan's ledger: its stages, groups and number formats."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,9 +19,9 @@ from meshwright.simulator.schedules import MOST_GATHERED, NO_REFETCHES, Refetche
 
 
 class StepSetting(NamedTuple):
-    """A plan's stages in model order, and what their collectives follow from.
+    """Stages of a plan in model order, and its groups, formats and parts.
 
-    ``parts`` are those of each stage whose gradients are reduced in passes.
+    ``parts`` are the parts of each stage whose gradients are reduced in passes.
     """
 
     job: TrainingJob
@@ -48,7 +48,7 @@ class StepSetting(NamedTuple):
     def without_stages(
         cls, job: TrainingJob, plan: ResolvedPlan, shape: BlockShape, node_size: int
     ) -> "StepSetting":
-        """Return the setting of a plan, which has a *shape*, but for its stages."""
+        """Return the setting of a plan of that *shape*, without its stages."""
         mesh, stack = Mesh.of(plan, node_size), shape.stack
         return cls(
             job=job,
@@ -77,7 +77,7 @@ class StepSetting(NamedTuple):
 
     @property
     def num_reductions(self) -> int:
-        """How often a step reduces a gradient over the replicas."""
+        """Number of times that a step reduces a gradient over the replicas."""
         return self.num_microbatches if self.replication.reduces_each_microbatch else 1
 
     @property
@@ -92,8 +92,9 @@ class StepSetting(NamedTuple):
         return self.stages[pp_rank :: self.plan.pp]
 
     def refetches(self, pp_rank: int) -> list[Refetches]:
-        """Return how often each virtual stage of a rank is gathered anew for want of room."""
+        """Return the repeated gathers of each virtual stage of a rank, for want of room."""
         plan, vpp = self.plan, self.plan.num_virtual_stages
+        # Few virtual stages all stay gathered from pass to pass.
         if not self.replication.keeps_units or vpp <= MOST_GATHERED:
             return [NO_REFETCHES] * vpp
         schedule = plan.schedule_of(self.shape.stack.pipeline_runtime)

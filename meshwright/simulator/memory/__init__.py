@@ -1,9 +1,9 @@
-"""Memory of a pipeline rank: what always lives, what each pass adds, and the peak."""
+"""Memory of a pipeline rank: static bytes, bytes that each pass adds, and the peak."""
 
 from meshwright.simulator.graph import BlockMemory
-from meshwright.simulator.memory.beside import pair_bytes
+from meshwright.simulator.memory.beside import overlapped_pass_bytes
 from meshwright.simulator.memory.block_bytes import (
-    PresentBytes,
+    ReloadedBytes,
     SentBytes,
     batch_bytes,
     block_bytes,
@@ -26,7 +26,7 @@ from meshwright.simulator.memory.counts import (
     pass_sizes,
 )
 from meshwright.simulator.memory.held_messages import (
-    MODULES_HOLD,
+    MODULE_TENSORS,
     PipelinePlace,
     most_messages,
 )
@@ -43,7 +43,7 @@ from meshwright.simulator.memory.overheads import (
     workspace_bytes,
 )
 from meshwright.simulator.memory.rank import (
-    FULLNESS,
+    PEAK_BYTES,
     KeptUnits,
     PassPeak,
     PassPeaks,
@@ -71,10 +71,10 @@ from meshwright.simulator.memory.timeline import (
 __all__ = [
     "DYNAMIC",
     "DYNAMIC_WITHOUT_STATES",
-    "FULLNESS",
-    "MODULES_HOLD",
+    "MODULE_TENSORS",
     "NUM_SIZES",
     "PARTS",
+    "PEAK_BYTES",
     "SYMMETRIC",
     "BlockMemory",
     "Fragmentation",
@@ -88,11 +88,11 @@ __all__ = [
     "PeakBytes",
     "PeriodGrowth",
     "PipelinePlace",
-    "PresentBytes",
     "RankMemory",
     "RankOrder",
     "RankPasses",
     "RankStates",
+    "ReloadedBytes",
     "SentBytes",
     "Shards",
     "StateBytes",
@@ -108,7 +108,7 @@ __all__ = [
     "message_buffer_bytes",
     "most_messages",
     "num_communicators",
-    "pair_bytes",
+    "overlapped_pass_bytes",
     "pairs_of",
     "pass_counts",
     "pass_sizes",

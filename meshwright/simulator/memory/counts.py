@@ -1,7 +1,7 @@
-"""The order of a rank's passes as one matrix: how often each size is live in and after a pass.
+"""Live sizes of a rank in and after each pass, counted as one matrix.
 
-Its rows are the times at which the peak may be, in the order of the actions; its columns are the
-sizes of the virtual stages (`pass_sizes`), kind by kind.  Rows times sizes are a timeline.
+Rows are candidates of the peak, in the order of the actions; columns are the sizes of the virtual
+stages (`pass_sizes`), kind by kind. Rows times sizes are a memory timeline.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.simulator.graph import Size
 from meshwright.simulator.memory.held_messages import (
-    MODULES_HOLD,
+    MODULE_TENSORS,
     PipelinePlace,
     message_counts,
 )
@@ -25,7 +25,7 @@ NO_PAIRS = range(0)
 
 
 class PassSize(IntEnum):
-    """The sizes of a virtual stage that count: what lives between passes, then what one needs."""
+    """Sizes of a virtual stage: those that live between passes, then workspaces of passes."""
 
     SAVED = 0
     LATE = 1
@@ -54,18 +54,20 @@ DYNAMIC = PassSize.SAVED, PassSize.AFTER_FORWARD, PassSize.AFTER_BACKWARD, *MESS
 def needed_peaks(stage: VirtualStageMemory) -> list[PassPeak[Size]]:
     """Return the peaks of passes through a virtual stage, from `PassSize.FORWARD` on.
 
-    Forward, first and later backward of passes that gather units themselves, that find them whole,
-    and that find their buffers; and the last backward.
+    Forward, first and later backward of passes that gather FSDP units themselves, that find them
+    gathered, and that find them in prefetch buffers; and the last backward.
     """
     nothing = 0 * stage.saved_bytes
     forward, backward = (
         PassPeak(each, nothing)
         for each in (stage.forward_workspace_bytes, stage.backward_workspace_bytes)
     )
-    apart = forward, stage.first_backward or backward, backward
+    sharded = forward, stage.first_backward or backward, backward
     kept = stage.kept_units
-    found = (*apart, *apart, *apart) if kept is None else (*apart, *kept.whole, *kept.ahead)
-    return [*found, stage.last_backward or backward]
+    gathered = (
+        (*sharded, *sharded, *sharded) if kept is None else (*sharded, *kept.whole, *kept.ahead)
+    )
+    return [*gathered, stage.last_backward or backward]
 
 
 def pass_sizes(stage: VirtualStageMemory) -> list[Size]:
@@ -86,17 +88,17 @@ def pass_sizes(stage: VirtualStageMemory) -> list[Size]:
 
 
 class RankOrder(NamedTuple):
-    """Properties of a rank, beside its actions, from which its counts follow.
+    """Properties of a rank, other than its actions, from which its counts follow.
 
     Args:
-        kinds: Numbers of its virtual stages, those that are alike the same.
-        place: Which rank it is, where a runtime holds messages as Megatron-Core's does.
-        moves_states: Whether passes make gradients, or leave gathered weights behind.
-        keeps_units: Whether gathered units stay from a backward pass to the next pass.
+        kinds: Index of the memory of each virtual stage; equal memories share one.
+        place: Position in the pipeline, where p2p buffers are kept alive as by Megatron-Core.
+        moves_states: Whether passes allocate gradients, or leave gathered weights behind.
+        keeps_units: Whether units stay gathered from a backward pass to the next pass.
         reshards: Whether they are freed after a forward pass.
-        sums: Whether the last backward pass reduces sums of gradients.
-        holds_sent: Whether messages that were sent live until the step ends, with *keeps_units*.
-        pairs: Where forward passes are that run beside the backward pass behind them.
+        sums: Whether the last backward pass reduces accumulated gradients.
+        holds_sent: Whether sent p2p buffers live until the step ends, with *keeps_units*.
+        pairs: Positions of forward passes that overlap with the backward pass behind them.
     """
 
     kinds: tuple[int, ...]
@@ -110,17 +112,17 @@ class RankOrder(NamedTuple):
 
     @property
     def num_kinds(self) -> int:
-        """Virtual stages that differ."""
+        """Number of different virtual stages."""
         return max(self.kinds) + 1
 
     @property
     def width(self) -> int:
-        """Columns of its counts: of the sizes, then those of pairs of kinds."""
+        """Columns of the counts: of the sizes, then those of overlapped pairs of kinds."""
         return self.num_kinds * NUM_SIZES + (self.num_kinds**2 if self.pairs else 0)
 
 
 class RankPasses(NamedTuple):
-    """The passes of a rank as columns, and where each virtual stage's backward passes are.
+    """Passes of a rank as columns, with the positions of first and last backward passes.
 
     ``first`` and ``last`` are by virtual stage.
     """
@@ -133,7 +135,7 @@ class RankPasses(NamedTuple):
 
     @classmethod
     def of(cls, actions: Sequence[Action]) -> "RankPasses":
-        """Return those of *actions*."""
+        """Return the columns of *actions*."""
         backward = Phase.BACKWARD  # looked up once
         phases, virtual_stages, _ = zip(*actions, strict=True)
         is_backward = np.array([phase is backward for phase in phases])
@@ -145,24 +147,24 @@ class RankPasses(NamedTuple):
         return cls(actions, is_backward, found, first, last)
 
 
-class UnitsFound(IntEnum):
-    """What a pass finds of its units: not all of them, all, or all in their gathered buffers."""
+class UnitState(IntEnum):
+    """State in which a pass finds its FSDP units: sharded, gathered, or in prefetch buffers."""
 
-    APART = 0
-    WHOLE = 1
-    AHEAD = 2
+    SHARDED = 0
+    GATHERED = 1
+    PREFETCHED = 2
 
 
 class PassState(NamedTuple):
-    """A pass of a rank, whatever the sizes.
+    """State of the FSDP units at a pass of a rank, whatever their sizes.
 
     Args:
-        found: What it finds of its virtual stage.
+        found: State of its virtual stage's units.
         freed: Virtual stages whose units are freed before it.
         fetched: Virtual stages whose units are gathered ahead of their passes, before it.
     """
 
-    found: UnitsFound
+    found: UnitState
     freed: tuple[int, ...]
     fetched: tuple[int, ...]
 
@@ -170,33 +172,34 @@ class PassState(NamedTuple):
 def pass_states(
     actions: Sequence[Action], num_virtual_stages: int, *, reshards: bool
 ) -> list[PassState]:
-    """Return the states of a rank's passes, in order.
+    """Return the states of the FSDP units at a rank's passes, in order.
 
     PyTorch's pipeline runtimes keep the units of a virtual stage gathered from a backward pass to
     the next pass; with several virtual stages a rank they gather those that come next ahead of
     their passes, and free the others.
 
     Args:
-        actions: What it runs.
+        actions: Passes of the rank, in order.
         num_virtual_stages: Its virtual stages.
-        reshards: Units are freed after a forward pass.
+        reshards: Whether units are freed after a forward pass (`reshard_after_forward`).
     """
     after = {
-        Phase.FORWARD: UnitsFound.APART if reshards else UnitsFound.WHOLE,
-        Phase.BACKWARD: UnitsFound.WHOLE,
+        Phase.FORWARD: UnitState.SHARDED if reshards else UnitState.GATHERED,
+        Phase.BACKWARD: UnitState.GATHERED,
     }
-    found = [UnitsFound.APART] * num_virtual_stages
+    # A step starts with all parameters sharded.
+    found = [UnitState.SHARDED] * num_virtual_stages
     # Only the runtime of several stages a rank inserts gathers (`_add_unshard_reshard`, called by
     # _PipelineScheduleRuntime); those of one stage leave them to fully_shard's hooks.
-    coming = next_virtual_stages(actions) if num_virtual_stages > 1 else [()] * len(actions)
+    prefetched = next_virtual_stages(actions) if num_virtual_stages > 1 else [()] * len(actions)
     gathered: tuple[int, ...] = ()
     states = []
-    for (phase, virtual_stage, _), following in zip(actions, coming, strict=True):
+    for (phase, virtual_stage, _), following in zip(actions, prefetched, strict=True):
         freed = tuple(each for each in gathered if each not in following)
         fetched = tuple(each for each in following if each not in gathered)
         gathered = following
         for each in fetched:
-            found[each] = UnitsFound.AHEAD
+            found[each] = UnitState.PREFETCHED
         states.append(PassState(found[virtual_stage], freed, fetched))
         # A pipeline's stages do not reshard after backward: the next microbatch wants the weights.
         found[virtual_stage] = after[phase]
@@ -204,7 +207,7 @@ def pass_states(
 
 
 def pass_counts(order: RankOrder, passes: RankPasses) -> Counts:
-    """Return how often each size counts during each action, and after it: two rows an action."""
+    """Return the count of each size during each action, and after it: two rows an action."""
     num_actions, kinds = len(passes.actions), np.array(order.kinds, np.int64)[passes.virtual_stages]
     own = np.eye(order.num_kinds, dtype=np.int64)[kinds]
     counts = np.zeros((2 * num_actions, order.num_kinds, NUM_SIZES), np.int64)
@@ -216,17 +219,19 @@ def pass_counts(order: RankOrder, passes: RankPasses) -> Counts:
         _count_gradients(counts, order, passes)
         _count_gathered(counts, order, passes, states)
     _count_messages(counts, order, passes, own)
+    # Workspaces count in the row during a pass alone, never in the one after it.
     counts[2 * np.arange(num_actions), kinds, _needed(order, passes, states)] = 1
     flat = counts.reshape(2 * num_actions, -1)
     return _with_pairs(flat, order, kinds) if order.pairs else flat
 
 
 def _needed(order: RankOrder, passes: RankPasses, states: Sequence[PassState] | None) -> Counts:
-    """Return the column of what each pass needs."""
+    """Return the column of the workspace of each pass."""
     needed = np.where(passes.is_backward, PassSize.BACKWARD, PassSize.FORWARD)
     if order.moves_states:
         if order.sums:
             needed[[*passes.last.values()]] = PassSize.LAST_BACKWARD
+        # First after last: with one microbatch a pass is both, and gradients appear in it.
         needed[[*passes.first.values()]] = PassSize.FIRST_BACKWARD
     if states is not None:
         needed += 3 * np.array([state.found for state in states])
@@ -234,7 +239,7 @@ def _needed(order: RankOrder, passes: RankPasses, states: Sequence[PassState] | 
 
 
 def _count_saved(counts: Counts, passes: RankPasses, own: Counts) -> None:
-    """Count what passes keep: while a pass runs its own, a forward already, a backward still."""
+    """Count saved activations: a forward pass saves as it starts, a backward frees as it ends."""
     is_backward = passes.is_backward[:, None]
     kept = np.where(is_backward, -own, own).cumsum(axis=0)
     counts[0::2, :, PassSize.SAVED] = kept + own * is_backward
@@ -242,10 +247,11 @@ def _count_saved(counts: Counts, passes: RankPasses, own: Counts) -> None:
 
 
 def _count_gradients(counts: Counts, order: RankOrder, passes: RankPasses) -> None:
-    """Count gradients that count as static and are not there, and what reductions need."""
+    """Subtract gradients that are static but not allocated yet; count reduction buffers."""
     never = len(passes.actions)
     for stage, kind in enumerate(order.kinds):
         first, last = (each.get(stage, never) for each in (passes.first, passes.last))
+        # Gradients count as static throughout, but are allocated by the first backward pass.
         counts[: 2 * first, kind, PassSize.LATE] -= 1
         if order.keeps_units:
             counts[2 * last + 1 : 2 * last + 2, kind, PassSize.REDUCTION] += 1
@@ -257,15 +263,15 @@ def _count_gradients(counts: Counts, order: RankOrder, passes: RankPasses) -> No
 def _count_gathered(
     counts: Counts, order: RankOrder, passes: RankPasses, states: Sequence[PassState] | None
 ) -> None:
-    """Count weights that stay gathered between passes; those of a pass are in what it needs."""
-    begun: list[tuple[int, int] | None] = [None] * len(order.kinds)
+    """Count weights that stay gathered between passes; those of a pass are in its workspace."""
+    gathered_since: list[tuple[int, int] | None] = [None] * len(order.kinds)
     spans: list[tuple[int, int, int, int]] = []
 
     def end(stage: int, row: int) -> None:
-        since = begun[stage]
+        since = gathered_since[stage]
         if since is not None:
             spans.append((since[0], row, order.kinds[stage], since[1]))
-        begun[stage] = None
+        gathered_since[stage] = None
 
     after = np.where(passes.is_backward, PassSize.AFTER_BACKWARD, PassSize.AFTER_FORWARD).tolist()
     for position, (stage, size) in enumerate(
@@ -276,12 +282,13 @@ def _count_gathered(
             for each in states[position].freed:
                 end(each, row)
             for each in states[position].fetched:
-                begun[each] = row, PassSize.FETCHED
+                gathered_since[each] = row, PassSize.FETCHED
         end(stage, row)
-        begun[stage] = row + 1, size
-    for stage in range(len(begun)):
+        gathered_since[stage] = row + 1, size
+    for stage in range(len(gathered_since)):
         end(stage, len(counts))
     starts, ends, kinds, sizes = np.array(spans, np.int64).T
+    # Differences, summed once: spans of many passes would be as many slices to add to.
     changes = np.zeros((len(counts) + 1, *counts.shape[1:]), np.int64)
     np.add.at(changes, (starts, kinds, sizes), 1)
     np.add.at(changes, (ends, kinds, sizes), -1)
@@ -289,13 +296,14 @@ def _count_gathered(
 
 
 def _count_messages(counts: Counts, order: RankOrder, passes: RankPasses, own: Counts) -> None:
-    """Count messages that a runtime holds: between two actions as many as in the second."""
+    """Count p2p buffers kept alive: between two actions as many as in the second."""
     sizes = MESSAGES
     if order.place is not None:
         held = message_counts(passes.actions, order.place, len(order.kinds))
         # Modules hold their last inputs, and the gradients of these, over the step's end.
-        held = np.concatenate([held, [[0, MODULES_HOLD] * len(order.kinds)]])
+        held = np.concatenate([held, [[0, MODULE_TENSORS] * len(order.kinds)]])
         of_kinds = np.eye(counts.shape[1], dtype=np.int64)[[*order.kinds]].T
+        # Equal virtual stages share a column: their buffers add up.
         each = of_kinds @ held.reshape(len(held), -1, len(sizes))
         counts[0::2, :, sizes] = each[:-1]
         counts[1::2, :, sizes] = each[1:]
@@ -307,7 +315,7 @@ def _count_messages(counts: Counts, order: RankOrder, passes: RankPasses, own: C
 
 
 def kept_until_end(is_backward: NDArray[np.bool_], own: Counts) -> tuple[Counts, Counts]:
-    """Return the outputs and gradients that live during each action, and after the last: all sent.
+    """Return the sent outputs and gradients alive during each action, and after the last.
 
     A message's work holds its tensor (ProcessGroupNCCL stores it as the work's output), and so do
     the lists in which a runtime keeps works and operations (torch/distributed/pipelining/
@@ -324,12 +332,12 @@ def kept_until_end(is_backward: NDArray[np.bool_], own: Counts) -> tuple[Counts,
     [[0, 0, 0, 1, 2], [0, 0, 0, 1, 2]]
     """
     sent = (own * is_backward[:, None]).cumsum(axis=0)
-    found = np.concatenate([np.zeros_like(sent[:1]), sent])
-    return found, found
+    counts = np.concatenate([np.zeros_like(sent[:1]), sent])
+    return counts, counts
 
 
 def kept_until_next(is_backward: NDArray[np.bool_], own: Counts) -> tuple[Counts, Counts]:
-    """Return those of 1F1B, as `kept_until_end`.
+    """Return the p2p buffers that 1F1B keeps alive, as `kept_until_end`.
 
     A gradient lives until the next backward pass has made another.  The last output that was sent
     alone, that of the forward pass before the last of the warm-up, lives until a gradient is sent
@@ -349,28 +357,36 @@ def kept_until_next(is_backward: NDArray[np.bool_], own: Counts) -> tuple[Counts
 
 
 def _with_pairs(counts: Counts, order: RankOrder, of_passes: Counts) -> Counts:
-    """Return *counts* with one time for both passes of a pair: what was kept before them, and more.
+    """Return *counts* with one row's state for both passes of an overlapped pair.
 
-    Until both end, what the forward pass keeps is counted with what the pair needs.
+    Until both end, the activations that the forward pass saves count within the workspace of the
+    pair.
     """
     num_kinds = order.num_kinds
     found = np.zeros((len(counts), order.width), np.int64)
     found[:, : counts.shape[1]] = counts
-    made = np.array(order.pairs, np.int64)
-    if len(made):
-        kinds = of_passes[made]
-        full = counts[2 * made].reshape(len(made), num_kinds, NUM_SIZES)
-        full[np.arange(len(made)), kinds, PassSize.SAVED] -= 1
-        full[:, :, PassSize.FORWARD :] = 0
-        rows = np.zeros((len(made), order.width), np.int64)
-        rows[:, : counts.shape[1]] = full.reshape(len(made), -1)
-        columns = counts.shape[1] + num_kinds * kinds + of_passes[made + 1]
-        rows[np.arange(len(made)), columns] = 1
+    forward_positions = np.array(order.pairs, np.int64)
+    if len(forward_positions):
+        kinds = of_passes[forward_positions]
+        saved = counts[2 * forward_positions].reshape(len(forward_positions), num_kinds, NUM_SIZES)
+        saved[np.arange(len(forward_positions)), kinds, PassSize.SAVED] -= 1
+        # Workspaces of both passes are within the pair's own column.
+        saved[:, :, PassSize.FORWARD :] = 0
+        rows = np.zeros((len(forward_positions), order.width), np.int64)
+        rows[:, : counts.shape[1]] = saved.reshape(len(forward_positions), -1)
+        columns = counts.shape[1] + num_kinds * kinds + of_passes[forward_positions + 1]
+        rows[np.arange(len(forward_positions)), columns] = 1
+        # The rows during and after the forward pass, and during the backward pass.
         for place in range(3):
-            found[2 * made + place] = rows
+            found[2 * forward_positions + place] = rows
     return found
 
 
 def pairs_of(num_kinds: int) -> list[tuple[int, int]]:
     """Return the kinds of forward and backward passes in the order of the columns of pairs."""
-    return [(made, gone) for made in range(num_kinds) for gone in range(num_kinds)]
+    # Forward kinds outermost, as `_with_pairs` numbers the columns.
+    return [
+        (forward_kind, backward_kind)
+        for forward_kind in range(num_kinds)
+        for backward_kind in range(num_kinds)
+    ]

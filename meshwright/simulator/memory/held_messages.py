@@ -1,10 +1,10 @@
-"""What Megatron-Core's schedules hold of messages beside the inputs of passes in flight.
+"""P2p buffers that Megatron-Core's schedules keep alive beside inputs of passes in flight.
 
-Names of variables below are those of megatron/core/pipeline_parallel/schedules.py (core 0.16).
-Four kinds of tensors are meant: the input that a virtual stage receives in a pass, its gradient,
-the output that it sends, and the gradient of that, which it receives.  An input lies in a module
-until its next forward pass (`set_input_tensor`), over the step's end, too, and with it its
-gradient, its ``grad``; so does that of a pass whose output a variable holds, by the output's graph.
+Names of variables are those of megatron/core/pipeline_parallel/schedules.py (core 0.16). Four kinds
+of tensors are meant: the input that a virtual stage receives in a pass, its gradient, the output
+that it sends, and the gradient of that, which it receives. A module holds an input until its next
+forward pass (`set_input_tensor`), over the step's end, too, and with it its ``grad``; so does a
+variable that holds the pass's output, by the output's graph.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,19 +21,19 @@ from meshwright.simulator.schedules import Action, group_passes
 
 Numbers: TypeAlias = list[int]
 NONE = -1
-MODULES_HOLD = 2
+MODULE_TENSORS = 2
 """Tensors as large as its input that a module holds over the step's end."""
 
 
 class PipelinePlace(NamedTuple):
-    """Which rank of how many, counted from 0."""
+    """Position of a rank in the pipeline, counted from 0."""
 
     pp_rank: int
     pp: int
 
 
-class HeldSpans(NamedTuple):
-    """From which actions on, and before which, messages are held so many times each.
+class LiveSpans(NamedTuple):
+    """Positions of actions from which on, and before which, p2p buffers are alive.
 
     None is where it ends before it starts.  A source is twice the virtual stage for what is as
     large as its output, one more for what is as large as the gradient that it sends, its input.
@@ -46,17 +46,17 @@ class HeldSpans(NamedTuple):
 
 
 def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) -> NDArray[np.int16]:
-    """Return how many messages are held in each action beside what passes keep and need.
+    """Return the number of p2p buffers alive in each action beside activations and workspaces.
 
     A backward pass itself needs the gradient of its output, from its first operator to its last.
 
     Args:
-        actions: What a rank runs.
-        place: Which rank it is.
-        vpp: Its virtual stages.
+        actions: Passes of a rank, in order.
+        place: Its position in the pipeline.
+        vpp: Virtual stages of a rank.
 
     Returns:
-        A row for each action, a column for each source of `HeldSpans`.
+        A row for each action, a column for each source of `LiveSpans`.
 
     >>> from meshwright.simulator.schedules import Phase
     >>> order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
@@ -65,7 +65,7 @@ def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) ->
     [[0, 0], [0, 0], [0, 0], [1, 2], [0, 1], [0, 1]]
     """
     if vpp == 1:
-        return _counted(_plain(actions), 2, len(actions))
+        return _counted(_noninterleaved_spans(actions), 2, len(actions))
     group = next(at for at, action in enumerate(actions) if action.virtual_stage)
     return _interleaved_counts(place, actions[-1].microbatch + 1, group, vpp)
 
@@ -79,8 +79,8 @@ def _interleaved_counts(
     return _counted(spans, 2 * vpp, 2 * vpp * num_microbatches)
 
 
-def _counted(spans: Iterable[HeldSpans], num_sources: int, num_actions: int) -> NDArray[np.int16]:
-    """Return how many messages of each source *spans* hold in each action."""
+def _counted(spans: Iterable[LiveSpans], num_sources: int, num_actions: int) -> NDArray[np.int16]:
+    """Return the number of buffers of each source that *spans* keep alive in each action."""
     held = [*spans]
     columns = zip(*(span[:3] for span in held), strict=True)
     starts, ends, sources = (np.array([*chain.from_iterable(each)], np.int64) for each in columns)
@@ -96,7 +96,7 @@ def _counted(spans: Iterable[HeldSpans], num_sources: int, num_actions: int) -> 
 
 
 def most_messages(vpp: int, larger: int) -> int:
-    """Return how many messages a rank holds at most.
+    """Return an upper bound of the p2p buffers that a rank keeps alive.
 
     Modules of its *vpp* virtual stages hold an input and its gradient each, three more wait for
     their pass or are sent, and two for each microbatch by which groups are *larger* than the
@@ -105,18 +105,18 @@ def most_messages(vpp: int, larger: int) -> int:
     return 2 * vpp + 3 + 2 * larger
 
 
-def _plain(actions: Sequence[Action]) -> Iterator[HeldSpans]:
-    """Yield what `forward_backward_pipelining_without_interleaving` holds.
+def _noninterleaved_spans(actions: Sequence[Action]) -> Iterator[LiveSpans]:
+    """Yield the buffers that `forward_backward_pipelining_without_interleaving` keeps alive.
 
     A backward pass leaves ``output_tensor`` (so its input), ``input_tensor_grad`` and
     ``output_tensor_grad`` behind; the next one begins with its own in place of all but the second.
     """
     directions = [action.phase.direction for action in actions]
     first, end = directions.index(-1), len(directions)
-    yield HeldSpans([first + 1], [end], [1])
+    yield LiveSpans([first + 1], [end], [1])
     forward = [at for at in range(first, end) if directions[at] > 0]
     for source in (0, 1):
-        yield HeldSpans(forward, [at + 1 for at in forward], [source] * len(forward))
+        yield LiveSpans(forward, [at + 1 for at in forward], [source] * len(forward))
 
 
 class _Order(NamedTuple):
@@ -134,7 +134,7 @@ class _Order(NamedTuple):
 
     @classmethod
     def of(cls, actions: Sequence[Action], num_microbatches: int) -> "_Order":
-        """Return the order of *actions*, with so many microbatches in a step."""
+        """Return the order of *actions*, of so many microbatches."""
         numbers = [stage * num_microbatches + microbatch for _, stage, microbatch in actions]
         places = [0] * len(numbers)
         for place, number in enumerate(numbers):
@@ -151,7 +151,7 @@ def _orders(group: int, num_microbatches: int, vpp: int) -> tuple[_Order, _Order
 
 
 class _Passes(NamedTuple):
-    """An order of passes, and where a rank runs them among all actions, in order and by number."""
+    """An order of passes, with their positions among all actions, in order and by number."""
 
     order: _Order
     positions: Numbers
@@ -170,8 +170,8 @@ class _Interleaved:
     ``output_tensor`` holds what lies in its module, too.
 
     Args:
-        place: Which rank it is.
-        num_microbatches: Of a step.
+        place: Position of the rank in the pipeline.
+        num_microbatches: Microbatches of a step.
         group: How many of them go through a virtual stage before the first goes on.
         warmup: Forward passes before those that alternate with backward passes.
         forward: Its forward passes.
@@ -200,10 +200,10 @@ class _Interleaved:
         orders = _orders(group, num_microbatches, vpp)
         return cls(place, num_microbatches, group, warmup, *map(_Passes.of, orders, positions))
 
-    def spans(self) -> Iterator[HeldSpans]:
-        """Yield what is held."""
-        yield from _waiting(self)
-        yield from _in_modules(self)
+    def spans(self) -> Iterator[LiveSpans]:
+        """Yield all spans in which buffers are alive."""
+        yield from _pending_spans(self)
+        yield from _module_spans(self)
         yield from self._by_variables()
 
     def output(self, number: int) -> int:
@@ -212,31 +212,31 @@ class _Interleaved:
 
     @property
     def alternating(self) -> int:
-        """Forward passes that do, and backward passes."""
+        """Number of forward passes that alternate with backward passes."""
         return len(self.forward.positions) - self.warmup
 
     @cached_property
     def after(self) -> Numbers:
-        """From where on each number's backward pass is over."""
+        """Position after each number's backward pass."""
         return [ended + 1 for ended in self.backward.place_of]
 
     @cached_property
-    def left_module(self) -> Numbers:
-        """From where on the next microbatch's input is in the module, for each number."""
+    def replaced_at(self) -> Numbers:
+        """Position at which the next microbatch's input replaces each number's in the module."""
         following = [*self.forward.place_of[1:], self.end]
         last = self.num_microbatches - 1
         following[last :: self.num_microbatches] = [self.end] * self.vpp
         return following
 
     @cached_property
-    def lying(self) -> Numbers:
-        """The numbers whose input lies in the module when their backward pass is over."""
-        longer = map(gt, self.left_module, self.after)
+    def held_by_module(self) -> Numbers:
+        """Numbers whose input is still in the module when their backward pass is over."""
+        longer = map(gt, self.replaced_at, self.after)
         return [*compress(range(len(self.after)), longer)]
 
     @property
     def vpp(self) -> int:
-        """Virtual stages."""
+        """Number of virtual stages."""
         return len(self.forward.positions) // self.num_microbatches
 
     @property
@@ -246,7 +246,7 @@ class _Interleaved:
 
     @cached_property
     def next_inputs(self) -> Numbers:
-        """The number whose input is received after each forward pass, if one is."""
+        """Number whose input is received after each forward pass, or `NONE`."""
         order = self.forward.order.numbers
         if self.place.pp_rank:
             return [*order[1:], NONE]
@@ -254,7 +254,7 @@ class _Interleaved:
 
     @cached_property
     def next_gradients(self) -> Numbers:
-        """The number whose output's gradient is received after each backward pass, if one is."""
+        """Number whose output gradient is received after each backward pass, or `NONE`."""
         order = self.backward.order.numbers
         if not self.is_last:
             return [*order[1:], NONE]
@@ -265,75 +265,77 @@ class _Interleaved:
         """Whether the rank is the last one."""
         return self.place.pp_rank == self.place.pp - 1
 
-    def _by_variables(self) -> Iterator[HeldSpans]:
-        """Yield what variables hold of passes that are over, unless it lies in a module."""
+    def _by_variables(self) -> Iterator[LiveSpans]:
+        """Yield buffers that variables keep alive after their pass, unless a module has them."""
         gradients, inputs, order = _held_gradients(self), _held_inputs(self), self.backward.order
         numbers = [*gradients]
         starts, sources = [self.after[each] for each in numbers], [*map(self.output, numbers)]
-        yield HeldSpans(starts, [*gradients.values()], sources)
+        yield LiveSpans(starts, [*gradients.values()], sources)
         over = [position + 1 for position in self.backward.positions]
         begins = over.copy()
-        for number in self.lying:
-            begins[order.places[number]] = self.left_module[number]
+        for number in self.held_by_module:
+            begins[order.places[number]] = self.replaced_at[number]
         places = [order.places[number] for number in inputs]
         starts, sources = [begins[each] for each in places], [order.inputs[each] for each in places]
-        yield HeldSpans(starts, [*inputs.values()], sources, 2)
+        yield LiveSpans(starts, [*inputs.values()], sources, 2)
         for place, until in zip(places, inputs.values(), strict=True):
             begins[place] = max(begins[place], until)
         # "input_tensor_grad" until the next backward pass is over, and "send_prev_wait_handle".
         ends = [*over[1:], self.end]
         if self.alternating:
             ends[self.alternating - 1] = self.end
-        yield HeldSpans(begins, ends, order.inputs)
+        yield LiveSpans(begins, ends, order.inputs)
 
 
-def _waiting(rank: _Interleaved) -> Iterator[HeldSpans]:
-    """Yield what waits for its pass, and what a runtime still sends."""
+def _pending_spans(rank: _Interleaved) -> Iterator[LiveSpans]:
+    """Yield buffers that wait for their pass, and those still being sent."""
     forward, backward = rank.forward, rank.backward
     yield _received_spans(forward, rank.next_inputs, forward.order.inputs)
     yield _received_spans(backward, rank.next_gradients, backward.order.outputs)
     running = backward.positions[: rank.alternating]
     if running and not rank.is_last:
-        yield HeldSpans([rank.warmup], running[:1], backward.order.outputs[:1])
+        yield LiveSpans([rank.warmup], running[:1], backward.order.outputs[:1])
     # The output that is being sent is kept until the next forward pass.
-    yield HeldSpans(running, [at + 1 for at in running], forward.order.outputs[rank.warmup :])
+    yield LiveSpans(running, [at + 1 for at in running], forward.order.outputs[rank.warmup :])
 
 
-def _received_spans(passes: _Passes, following: Numbers, sources: Numbers) -> HeldSpans:
-    """Return the spans of what is received for *following* numbers, one after each of *passes*.
+def _received_spans(passes: _Passes, following: Numbers, sources: Numbers) -> LiveSpans:
+    """Return the spans of buffers received for *following* numbers, one after each of *passes*.
 
     Args:
-        passes: In order.
-        following: What is received after each of them.
-        sources: What each of *passes* receives.
+        passes: Passes in order.
+        following: Number received after each of them.
+        sources: Source that each of *passes* receives.
     """
     order, positions, _ = passes
     starts = [position + 1 for position in positions]
     if following[:-1] == order.numbers[1:]:  # each time that of the next pass
-        return HeldSpans(starts[:-1], positions[1:], sources[1:])
+        return LiveSpans(starts[:-1], positions[1:], sources[1:])
     places = [order.places[number] for number in following if number != NONE]
-    return HeldSpans(
+    return LiveSpans(
         [*compress(starts, [number != NONE for number in following])],
         [*map(positions.__getitem__, places)],
         [*map(sources.__getitem__, places)],
     )
 
 
-def _in_modules(rank: _Interleaved) -> Iterator[HeldSpans]:
-    """Yield inputs of passes that are over, with their gradients; first, of the step before."""
+def _module_spans(rank: _Interleaved) -> Iterator[LiveSpans]:
+    """Yield inputs, with their gradients, of passes that are over; first, of the step before."""
     sources = range(1, 2 * rank.vpp, 2)
     begun = rank.forward.place_of[:: rank.num_microbatches]
-    yield HeldSpans([0] * rank.vpp, begun, [*sources], 2)
-    starts, ends = ([each[at] for at in rank.lying] for each in (rank.after, rank.left_module))
-    yield HeldSpans(starts, ends, [rank.output(number) + 1 for number in rank.lying], 2)
+    yield LiveSpans([0] * rank.vpp, begun, [*sources], 2)
+    starts, ends = (
+        [each[at] for at in rank.held_by_module] for each in (rank.after, rank.replaced_at)
+    )
+    yield LiveSpans(starts, ends, [rank.output(number) + 1 for number in rank.held_by_module], 2)
 
 
 def _held_inputs(rank: _Interleaved) -> dict[int, int]:
-    """Return until where variables hold a number's input: "input_tensor", and slots."""
+    """Return the position until which variables hold a number's input: "input_tensor", slots."""
     found: dict[int, int] = {}
     if rank.place.pp_rank == 0:
         received = rank.next_inputs[rank.warmup :]
-        found = _filled(rank, received, rank.forward.positions[rank.warmup :])
+        found = _slot_spans(rank, received, rank.forward.positions[rank.warmup :])
     first = rank.next_inputs[rank.warmup - 1]
     if first != NONE:
         found[first] = rank.end
@@ -341,7 +343,7 @@ def _held_inputs(rank: _Interleaved) -> dict[int, int]:
 
 
 def _held_gradients(rank: _Interleaved) -> dict[int, int]:
-    """Return until where variables hold the gradient of a number's output.
+    """Return the position until which variables hold the gradient of a number's output.
 
     Beside slots that is "recv_next_wait_handle": after the last forward pass each backward pass
     whose gradient was requested before takes it in turn.
@@ -350,7 +352,7 @@ def _held_gradients(rank: _Interleaved) -> dict[int, int]:
     received, running = rank.next_gradients[: rank.alternating], rank.backward.order.numbers
     ended = rank.backward.place_of
     if rank.is_last:
-        found = _filled(rank, received, rank.backward.positions[: rank.alternating])
+        found = _slot_spans(rank, received, rank.backward.positions[: rank.alternating])
         first = len(running) - rank.num_microbatches  # of the last virtual stage
         running = [number for number in running if number < first]
     num_requested = len(received) - received.count(NONE)
@@ -363,14 +365,14 @@ def _held_gradients(rank: _Interleaved) -> dict[int, int]:
     return found
 
 
-def _filled(rank: _Interleaved, received: Numbers, positions: Numbers) -> dict[int, int]:
-    """Return until where an end's slots hold what is *received* after passes at *positions*."""
+def _slot_spans(rank: _Interleaved, received: Numbers, positions: Numbers) -> dict[int, int]:
+    """Return the position until which slots hold what is *received* after passes at *positions*."""
     ends = _slot_ends(positions, received, rank.group - rank.place.pp + 1, rank.end)
     return {number: end for number, end in zip(received, ends, strict=True) if number != NONE}
 
 
 def _received(order: Numbers, step: int, pp: int) -> Numbers:
-    """Return what is received after each pass of *order* at the end of a pipeline of *pp* ranks.
+    """Return the numbers received after each pass of *order* at an end of *pp* ranks.
 
     What returns from the other end comes as soon as that has made it, pp - 1 passes before, for the
     number that is *step* farther (`recv_tensor_from_previous_stage`).
@@ -384,7 +386,7 @@ def _received(order: Numbers, step: int, pp: int) -> Numbers:
 
 
 def _slot_ends(positions: Numbers, received: Numbers, num_slots: int, end: int) -> Numbers:
-    """Return until where slots hold what is *received* after the passes at *positions*.
+    """Return the position until which slots hold what is *received* after passes.
 
     Of ``fwd_recv_buffer`` or ``bwd_recv_buffer`` a pass fills the next slot in turn with what is
     received after it, and then empties that of the next pass; a single slot holds nothing.

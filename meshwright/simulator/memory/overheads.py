@@ -1,4 +1,4 @@
-"""What a device holds beside live tensors: libraries, the allocator, the context, communicators."""
+"""Device memory beside live tensors: library workspaces, allocator, context, communicators."""
 
 from math import prod
 from typing import Generic, NamedTuple, Self
@@ -32,12 +32,12 @@ PARTS = 10_000
 
 
 class Fragmentation(NamedTuple):
-    """What an allocator holds beyond what is allocated, in ten-thousandths.
+    """Bytes that an allocator reserves beyond allocated ones, in ten-thousandths.
 
     Args:
         passing_parts: Of what a step allocates and frees: activations, buffers, workspaces.
-        state_parts: Of what lives from step to step.
-        keeps_gradients: Whether gradients do: they lie in buffers that are allocated once.
+        state_parts: Of states, which live from step to step.
+        keeps_gradients: Whether gradients are such states, in buffers that are allocated once.
     """
 
     passing_parts: int
@@ -46,7 +46,7 @@ class Fragmentation(NamedTuple):
 
     @classmethod
     def of(cls, stack: StackProfile) -> Self:
-        """Return that of a stack's allocator.
+        """Return the fragmentation of a stack's allocator.
 
         Expandable segments unmap what is free before an allocation fails (unmap_block of
         c10/cuda/CUDACachingAllocator.cpp): at the limit nothing is held beyond.
@@ -54,42 +54,44 @@ class Fragmentation(NamedTuple):
         keeps = stack.gradient_as_bucket_view and not stack.is_fully_sharded
         if stack.allocator == Allocator.EXPANDABLE:
             return cls(0, 0, keeps)
+        # A stack without a fraction of its own for states has one for all.
         passing, state = stack.allocator_fraction, stack.allocator_state_fraction
         of_states = passing if state is None else state
         return cls(round(passing * PARTS), round(of_states * PARTS), keeps)
 
     def state_bytes(self, weights_bytes: Size, gradients_bytes: Size) -> Size:
-        """Return what lives from step to step, of weights with optimizer states, and gradients."""
+        """Return the bytes that live from step to step, of weights with states, and gradients."""
         return weights_bytes + gradients_bytes if self.keeps_gradients else weights_bytes
 
     def reserved_parts(self, live_bytes: Size, state_bytes: Size) -> Size:
-        """Return what the allocator holds for *live_bytes*, states among them, in `PARTS`.
+        """Return the bytes reserved for *live_bytes*, states among them, in `PARTS`.
 
         >>> Fragmentation(1000, 400).reserved_parts(1000, 600) / PARTS
         1064.0
         """
         passing, state = self.passing_parts, self.state_parts
+        # All bytes at the rate of passing ones, less the difference for states.
         return live_bytes * (PARTS + passing) - state_bytes * (passing - state)
 
     def least_reserved_parts(self, live_bytes: Size) -> Size:
-        """Return no more than what the allocator holds for *live_bytes*, whatever is states."""
+        """Return a lower bound of the bytes reserved for *live_bytes*, whatever are states."""
         return live_bytes * (PARTS + min(self.passing_parts, self.state_parts))
 
 
 class PeakBytes(NamedTuple, Generic[Size]):
-    """The most that a rank has live, and the most `Fragmentation.reserved_parts` of one."""
+    """Largest live bytes of a rank, and largest `Fragmentation.reserved_parts` of one."""
 
     live_bytes: Size
     reserved_parts: Size
 
 
 class Overheads(NamedTuple):
-    """Bytes of a rank beside those of live tensors.
+    """Bytes of a rank beside its live tensors.
 
     Args:
-        workspace_bytes: What libraries for matrix products work in; the allocator holds it, too.
-        fragmentation: What the allocator holds beyond what is allocated.
-        outside_bytes: What it does not hold: the context and the communicators.
+        workspace_bytes: Workspaces of GEMM libraries, which the allocator reserves, too.
+        fragmentation: Share that the allocator reserves beyond allocated bytes.
+        outside_bytes: Bytes outside of the allocator: CUDA context and NCCL communicators.
     """
 
     workspace_bytes: int
@@ -100,7 +102,7 @@ class Overheads(NamedTuple):
     def of(
         cls, device: Device, stack: StackProfile, model: AnyModel, num_communicators: int = 0
     ) -> Self:
-        """Return those of a rank in so many communicators."""
+        """Return the overheads of a rank in so many communicators."""
         each = device.overheads.communicator_bytes if device.overheads else 0
         outside = stack.context_bytes + num_communicators * each
         return cls(workspace_bytes(device, stack, model), Fragmentation.of(stack), outside)
@@ -109,7 +111,8 @@ class Overheads(NamedTuple):
     def of_plan(
         cls, job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: StackProfile
     ) -> Self:
-        """Return those of a rank of *plan*."""
+        """Return the overheads of a rank of *plan*."""
+        # Tied ends of a pipeline have a communicator for the embedding's gradient.
         is_tied = shares_table(job.model) and table_rank(plan) > 0
         count = num_communicators(Mesh.of(plan), is_tied=is_tied)
         found = cls.of(cluster.device, stack, job.model, count)
@@ -118,11 +121,11 @@ class Overheads(NamedTuple):
 
     @property
     def workspace_parts(self) -> int:
-        """What the allocator holds for the workspaces, in parts of a byte."""
+        """Bytes reserved for the workspaces, in `PARTS`."""
         return self.fragmentation.reserved_parts(self.workspace_bytes, 0)
 
     def reserved_bytes(self, parts: int) -> int:
-        """Return what the allocator holds, given the `Fragmentation.reserved_parts` of tensors.
+        """Return the bytes that the allocator reserves for `Fragmentation.reserved_parts`.
 
         >>> Overheads(20, Fragmentation(500, 500), 500).reserved_bytes(1050 * PARTS)
         1071
@@ -130,7 +133,7 @@ class Overheads(NamedTuple):
         return (parts + self.workspace_parts) // PARTS
 
     def device_bytes(self, parts: int) -> int:
-        """Return what the device shows as used.
+        """Return the bytes that the device shows as used.
 
         >>> Overheads(20, Fragmentation(500, 500), 500).device_bytes(1050 * PARTS)
         1571
@@ -141,50 +144,51 @@ class Overheads(NamedTuple):
 def symmetric_bytes(
     job: TrainingJob, stack: StackProfile, tp: Number, cp: Number, microbatch_size: Number
 ) -> Number:
-    """Return the symmetric memory in which PyTorch's asynchronous tensor parallelism moves tokens.
+    """Return the symmetric memory of PyTorch's asynchronous tensor parallelism.
 
     Two pieces of a product whose sum is scattered; a gather puts one there
     (`_pipelined_produce_and_all2all` and `_pipelined_multi_all_gather_and_consume` of PyTorch 2.13,
     torch/distributed/_symmetric_memory).  It is outside of the allocator.
 
     Args:
-        job: Whose tokens.
-        stack: With what software.
-        tp: Ranks that share a product, or a column of them, as of the others.
-        cp: Ranks that share a sequence.
+        job: Model, sequence length and precision.
+        stack: Software stack.
+        tp: Tensor-parallel degree, or a column of them over layouts, as the others.
+        cp: Context-parallel degree.
         microbatch_size: Sequences of a pass.
     """
     if not stack.tp_in_pieces or stack.megatron_layers or not isinstance(job.model, ModelSpec):
         return 0 * tp
+    # Chunks of a rank's own tokens, which sequence parallelism leaves on it.
     piece = microbatch_size * job.seq_len // cp // tp * job.model.hidden_size
     return 2 * piece * job.precision.num_bytes * (tp > 1)
 
 
 def workspace_bytes(device: Device, stack: StackProfile, model: AnyModel) -> int:
-    """Return what libraries for matrix products work in on *device*.
+    """Return the workspaces of GEMM libraries on *device*.
 
     A buffer for each host thread that multiplies (getCUDABlasWorkspace of PyTorch's
     CublasHandlePool.cpp), with Transformer Engine one more, and where it groups the products of
     experts one for each stream on which it starts them (get_cublas_workspace of its
     pytorch/cpp_extensions/gemm.py).
     """
-    own = device.overheads
-    if own is None:
+    overheads = device.overheads
+    if overheads is None:
         return 0
     is_grouped = model.experts is not None and stack.grouped_experts
     num_streams = NUM_GROUPED_STREAMS if is_grouped else 0
-    engine = own.engine_workspace_bytes if stack.transformer_engine else 0
-    return NUM_PRODUCT_THREADS * own.product_workspace_bytes + engine * (1 + num_streams)
+    engine = overheads.engine_workspace_bytes if stack.transformer_engine else 0
+    return NUM_PRODUCT_THREADS * overheads.product_workspace_bytes + engine * (1 + num_streams)
 
 
 def num_communicators(mesh: Mesh, *, is_tied: bool) -> int:
-    """Return in how many communicators a rank is: each has buffers of its own (NVIDIA/nccl #864).
+    """Return the number of communicators of a rank: each has its own buffers (NVIDIA/nccl #864).
 
-    One along each axis that is split, replicas' over context- and data-parallel ranks; where there
-    are several, one over all ranks (for the norm of the gradients and the loss); and one between
-    both ends of a pipeline that share a table.  Where experts are divided among ranks, each axis of
-    theirs has one more, and all ranks that have all experts between them another.  In the place of
-    all context-parallel ranks' a ring of swaps has that of either group.
+    One for each axis of degree above 1, replicas' over context- and data-parallel ranks; where
+    there are several, one over all ranks (for the gradient norm and the loss); and one between both
+    ends of a pipeline with a tied embedding. With expert parallelism each expert axis has one more,
+    and all ranks that have all experts between them another. Hybrid context parallelism has one for
+    either group in place of one over all context-parallel ranks.
 
     >>> num_communicators(Mesh(tp=8, node_size=8), is_tied=True)
     1
@@ -196,15 +200,17 @@ def num_communicators(mesh: Mesh, *, is_tied: bool) -> int:
     replicas = prod(map(mesh.degree, REPLICATED))
     others = (mesh.degree(axis) for axis in Axis if axis is not Axis.DP)
     num_split = sum(degree > 1 for degree in (*others, replicas))
+    # With one axis its communicator has all ranks already.
     has_world, has_ends = num_split > 1, is_tied and mesh.degree(Axis.PP) > 1
     divides_experts = mesh.degree(ExpertAxis.EP) > 1
     num_experts = divides_experts * sum(mesh.degree(axis) > 1 for axis in ExpertAxis)
+    # Hybrid context parallelism has a group for all-to-alls and one for the ring.
     is_nested = all(mesh.degree(axis) > 1 for axis in ContextAxis)
     return num_split + int(has_world) + int(has_ends) + num_experts + int(is_nested)
 
 
 def usable_bytes(cluster: Cluster, limit_bytes: int | None) -> int:
-    """Return the most that a device may hold: a user's limit, or all that processes can have.
+    """Return the memory limit of a device: a user's, or all that processes can have.
 
     Raises:
         PlanError: If the limit is more than a device has.

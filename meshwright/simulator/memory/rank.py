@@ -1,4 +1,4 @@
-"""Memory of a pipeline rank: what always lives, and what a pass adds."""
+"""Memory of a pipeline rank: model states, and bytes that a pass adds."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -32,7 +32,7 @@ from meshwright.simulator.schedules import Action
 
 
 class Shards(NamedTuple):
-    """Over how many data-parallel ranks each kind of state is split."""
+    """Number of data-parallel ranks over which each kind of state is sharded."""
 
     parameters: int
     gradients: int
@@ -40,7 +40,7 @@ class Shards(NamedTuple):
 
     @classmethod
     def of(cls, dp: int, zero_stage: int, *, reduces_each_microbatch: bool = True) -> "Shards":
-        """Return what a ZeRO stage splits (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+        """Return the shards of a ZeRO stage (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 
         Gradients that are only reduced after the last microbatch are whole until then.
         """
@@ -53,7 +53,7 @@ class Shards(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes a parameter costs: weight, gradient, optimizer states, update, weight as a shard.
+    """Bytes of a parameter: weight, gradient, optimizer states, update, weight as a shard.
 
     ``bucket`` is the gradient once more, in a bucket beside it.
     """
@@ -80,9 +80,10 @@ class StateBytes:
             stack: Software.
             precision: Number format of the training.
             formats: Gradient formats that a plan asks for.
-            moments: The format of Adam's moments that it asks for.
+            moments: Number format of Adam's moments that a plan asks for.
         """
         kept_bytes, _ = gradient_bytes(stack, precision, formats)
+        # Without gradient_as_bucket_view DDP has each gradient twice.
         bucket_bytes = 0 if stack.gradient_as_bucket_view else kept_bytes
         if precision is Precision.FP32:
             # Adam's two moments, in fp32 as the weight is
@@ -104,9 +105,9 @@ NO_BYTES: Any = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class States(Generic[Size]):
-    """Bytes of what a rank has from step to step, or columns of them over many layouts.
+    """Bytes of a rank's model states, or columns of them over many layouts.
 
-    Whatever tells what fills a rank reads the names of its states here.
+    Whatever shows the memory of a rank reads the names of its states here.
     """
 
     parameters_bytes: Size
@@ -115,7 +116,7 @@ class States(Generic[Size]):
 
     @property
     def weights_bytes(self) -> Size:
-        """Bytes of weights, and of what the optimizer keeps of them."""
+        """Bytes of weights, with the optimizer states of them."""
         return self.parameters_bytes + self.optimizer_states_bytes
 
     @property
@@ -125,22 +126,23 @@ class States(Generic[Size]):
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """Each of them by the name of its field."""
+        """Bytes of each state by the name of its field."""
         return {each.name: getattr(self, each.name) for each in fields(States)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStates(States[Size]):
-    """The states of a rank on its device, and what the optimizer needs for a moment."""
+    """States of a rank on its device, and temporary bytes of the optimizer's update."""
 
     update_temporary_bytes: Size = NO_BYTES
 
     @staticmethod
     def of(num_parameters: Bytes, state: StateBytes, shards: Shards) -> "RankStates[Bytes]":
-        """Return those of so many parameters, split over *shards*, filled up to one size.
+        """Return the states of so many parameters, sharded over *shards* padded to equal size.
 
         A whole weight is in the training's format; a shard may be in fp32, its own master copy.
         """
+        # Under ZeRO-3 the fp32 shard may be its own master copy.
         parameter = chosen(shards.parameters == 1, state.parameter, state.sharded_parameter)
         return RankStates.of_share(
             -(-num_parameters // shards.optimizer),
@@ -153,7 +155,7 @@ class RankStates(States[Size]):
     def of_share(
         num_parameters: Bytes, state: StateBytes, parameters_bytes: Bytes, gradients_bytes: Bytes
     ) -> "RankStates[Bytes]":
-        """Return those of a rank whose optimizer updates so many parameters."""
+        """Return the states of a rank whose optimizer updates so many parameters."""
         return RankStates(
             parameters_bytes=parameters_bytes,
             gradients_bytes=gradients_bytes,
@@ -162,41 +164,41 @@ class RankStates(States[Size]):
         )
 
     def changed(self, change: Callable[[str, Any], Any]) -> Self:
-        """Return these with what *change* makes of each one's name and size."""
+        """Return these with *change* applied to each one's name and size."""
         sizes = ((each.name, getattr(self, each.name)) for each in fields(RankStates))
         return replace(self, **{name: change(name, size) for name, size in sizes})
 
     def beside(self, other: "RankStates[Size]") -> Self:
-        """Return these with *other* ones, such as those of weights that are split otherwise."""
+        """Return the sum with *other* states, such as those of weights sharded otherwise."""
         return self.changed(lambda name, size: size + getattr(other, name))
 
     def staying(self, parameters: Bytes, gradients: Bytes, optimizer: Bytes) -> Self:
-        """Return these times 1 where they stay on the device, times 0 where they do not.
+        """Return these times 1 where they stay on the device, times 0 where offloaded.
 
-        What an update needs is where the optimizer's states are.
+        Temporaries of the update are where the optimizer's states are.
         """
         stays = {"parameters_bytes": parameters, "gradients_bytes": gradients}
         return self.changed(lambda name, size: size * stays.get(name, optimizer))
 
 
 class PassPeak(NamedTuple, Generic[Size]):
-    """The fullest instant of a pass: what it needs, and gradients that are not there yet."""
+    """Peak of a pass: its workspace, and gradients that are not allocated yet."""
 
     buffers_bytes: Size
     absent_bytes: Size
 
     @property
     def total_bytes(self) -> Size:
-        """What it adds to what counts as held."""
+        """Bytes added to those that count as held."""
         return self.buffers_bytes - self.absent_bytes
 
 
 # The key of the fullest of some moments, of those alike the first.
-FULLNESS = attrgetter("total_bytes")
+PEAK_BYTES = attrgetter("total_bytes")
 
 
 class PassPeaks(NamedTuple, Generic[Size]):
-    """The fullest instants of the passes of a virtual stage: forward, first and later backward."""
+    """Peaks of the passes of a virtual stage: forward, first and later backward."""
 
     forward: PassPeak[Size]
     first_backward: PassPeak[Size]
@@ -204,13 +206,13 @@ class PassPeaks(NamedTuple, Generic[Size]):
 
 
 class KeptUnits(NamedTuple):
-    """A virtual stage whose gathered units PyTorch's pipeline runtimes keep between its passes.
+    """FSDP units that PyTorch's pipeline runtimes keep gathered between passes.
 
     Args:
         whole: Passes that find all its units gathered.
-        ahead: Passes that find them in the buffers in which they were gathered ahead.
-        ahead_bytes: Those buffers.
-        reduction: What reducing the gradients needs after the last pass, and those that go by it.
+        ahead: Passes that find them in the buffers of a prefetch.
+        ahead_bytes: Buffers of the prefetch.
+        reduction: Workspace of reducing gradients after the last pass, and gradients freed by it.
     """
 
     whole: PassPeaks[Bytes]
@@ -221,7 +223,7 @@ class KeptUnits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VirtualStageMemory:
-    """Bytes of one pass through a virtual stage: kept until backward, and workspaces.
+    """Bytes of one pass through a virtual stage: saved activations and workspaces.
 
     ``sent`` is what it sends in each microbatch; ``buffer_bytes`` live once a rank, from its first
     pass on.
@@ -250,31 +252,32 @@ class VirtualStageMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory(RankStates[int]):
-    """Everything that decides the memory of one pipeline rank, and what it keeps on its host.
+    """Memory of one pipeline rank on its device, and its bytes on the host.
 
-    ``buffers_bytes`` live throughout: of messages, what its blocks share, and stand-ins for
-    gradients; ``holds_sent`` says that messages it has sent live until the step ends.
-    ``pairs_bytes`` are what a forward pass through the first virtual stage and a backward pass
-    through the second add while they run beside each other.  ``held_at`` says of which rank a
-    runtime holds messages as Megatron-Core's does.
+    ``buffers_bytes`` live throughout: p2p buffers, buffers that blocks share, and dummy gradients;
+    ``holds_sent`` says that sent p2p buffers live until the step ends. ``overlapped_bytes`` are
+    added by a forward pass through the first virtual stage and a backward pass through the second
+    while they overlap. ``held_at`` is the position of a rank whose p2p buffers are kept alive as by
+    Megatron-Core.
     """
 
     virtual_stages: tuple[VirtualStageMemory, ...] = ()
     host_bytes: int = 0
     buffers_bytes: int = 0
     holds_sent: bool = False
-    pairs_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    overlapped_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
     held_at: PipelinePlace | None = None
 
     @property
     def sent(self) -> list[SentBytes]:
-        """What each virtual stage sends in a microbatch."""
+        """Bytes that each virtual stage sends in a microbatch."""
         return [stage.sent for stage in self.virtual_stages]
 
     def growth_bytes(self, period: Iterable[Action]) -> int:
-        """Return how much more lives after *period*, which comes again in a long step."""
+        """Return the bytes by which live memory grows over a *period* of a long step."""
         if not self.holds_sent or self.virtual_stages[0].kept_units is None:
             return 0
+        # Each backward pass sends one gradient, and its output is no activation any more.
         done = (each.virtual_stage for each in period if each.phase.direction < 0)
         return sum(sum(self.sent[virtual_stage]) for virtual_stage in done)
 
@@ -301,6 +304,7 @@ def virtual_stage_memory(
     )
     saved = sum(count * blocks[kind].saved for kind, count in stage.passes)
     sent = stage_messages(blocks, stage)
+    # Buffers that blocks share live once, whatever the number of blocks.
     return VirtualStageMemory(
         saved_bytes=saved + kept_output_bytes(shape, sent),
         forward_workspace_bytes=forward,
@@ -311,7 +315,7 @@ def virtual_stage_memory(
 
 
 def with_workspace(stage: VirtualStageMemory, workspace: tuple[int, int]) -> VirtualStageMemory:
-    """Return *stage* with more needed for a moment in its forward and its backward."""
+    """Return *stage* with a larger forward and backward workspace."""
     return replace(
         stage,
         forward_workspace_bytes=stage.forward_workspace_bytes + workspace[0],
@@ -322,7 +326,7 @@ def with_workspace(stage: VirtualStageMemory, workspace: tuple[int, int]) -> Vir
 def sharded_workspace_bytes(
     units: list[int], state: StateBytes, shards: Shards, *, reshards: bool = True
 ) -> tuple[int, int]:
-    """Return what forward and backward hold of parameters and gradients that are kept as shards.
+    """Return the forward and backward workspaces of gathered parameters and gradients.
 
     Gathered parameters of a unit and of the one that follows it (of all units where they are
     kept from forward to backward); in backward also the whole gradient of one unit.
@@ -331,6 +335,7 @@ def sharded_workspace_bytes(
     neighbours = zip(units, [*units[1:], 0], strict=True)
     num_gathered = max(map(sum, neighbours)) if reshards else sum(units)
     gathered = num_gathered * state.gathered_parameter if shards.parameters > 1 else 0
+    # Backward reduces a unit's gradient before it makes the next one's.
     gradient = max(units) * state.gradient if shards.gradients > 1 else 0
     return gathered, gathered + gradient
 
@@ -352,10 +357,11 @@ def rank_memory(
     sizes: dict[str, Any] = {
         each.name: int(getattr(states, each.name)) for each in fields(RankStates)
     }
+    # Passes of a rank share them: the largest virtual stage decides.
     buffers = max((int(each.buffer_bytes) for each in virtual_stages), default=0)
     return RankMemory(**sizes, virtual_stages=virtual_stages, buffers_bytes=buffers)
 
 
 def with_copies(memory: RankMemory, copies_bytes: int) -> RankMemory:
-    """Return *memory* with what layers hold beside their weights, which is never split or moved."""
+    """Return *memory* with copies of weights, which are never sharded or offloaded."""
     return replace(memory, parameters_bytes=memory.parameters_bytes + copies_bytes)

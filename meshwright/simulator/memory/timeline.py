@@ -1,4 +1,4 @@
-"""The live bytes of a pipeline rank, action by action, and their peak."""
+"""Live bytes of a pipeline rank, action by action, and their peak."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -24,7 +24,7 @@ from meshwright.simulator.memory.counts import (
     pass_counts,
     pass_sizes,
 )
-from meshwright.simulator.memory.held_messages import MODULES_HOLD, most_messages
+from meshwright.simulator.memory.held_messages import MODULE_TENSORS, most_messages
 from meshwright.simulator.memory.rank import RankMemory, VirtualStageMemory
 from meshwright.simulator.schedules import Action
 
@@ -36,7 +36,7 @@ RanAction = tuple[Action, int, int]
 
 
 class MemoryEvent(NamedTuple):
-    """A change of a rank's live bytes, as in `_Levels`, and when it happens."""
+    """A change of a rank's live bytes, as in `_Levels`, with its time."""
 
     time_ps: int
     moment: str
@@ -52,7 +52,7 @@ class MemoryEvent(NamedTuple):
 
 
 class _Levels(NamedTuple):
-    """Live bytes beside the static ones, during each action and after it.
+    """Live bytes beyond the static ones, during each action and after it.
 
     *activations* stay, *buffers* are a momentary need; *absent* bytes of gradients that count as
     static are not there.
@@ -64,7 +64,7 @@ class _Levels(NamedTuple):
 
     @classmethod
     def of(cls, memory: RankMemory, actions: Sequence[Action], pairs: range) -> "_Levels":
-        """Return those of a rank."""
+        """Return the levels of a rank."""
         order, stages = _order_of(memory, pairs)
         counts = pass_counts(order, RankPasses.of(actions))
         sizes = np.zeros((3, order.width), object)
@@ -82,8 +82,9 @@ class _Levels(NamedTuple):
             buffers[PassSize.FORWARD :] = [peak.buffers_bytes for peak in needed]
             absent[PassSize.FORWARD :] = [peak.absent_bytes for peak in needed]
         if pairs:
-            each = [memory.pairs_bytes[pair] for pair in pairs_of(len(stages))]
+            each = [memory.overlapped_bytes[pair] for pair in pairs_of(len(stages))]
             sizes[1, len(stages) * NUM_SIZES :] = each
+        # Python integers where 64 bits might overflow.
         most = np.abs(sizes).max() * int(np.abs(counts).sum(axis=1).max())
         levels = counts @ (sizes if most >= MOST_EXACT else sizes.astype(np.int64)).T
         levels[:, 0] += memory.buffers_bytes
@@ -91,11 +92,11 @@ class _Levels(NamedTuple):
 
 
 def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[VirtualStageMemory]]:
-    """Return the order of a rank's passes, and its virtual stages that differ."""
+    """Return the order of a rank's passes, and its different virtual stages."""
     stages = memory.virtual_stages
     # What a pair needs follows from more than the sizes of either.
-    places = {stage: place for place, stage in enumerate(dict.fromkeys(stages))}
-    kinds = range(len(stages)) if pairs else map(places.__getitem__, stages)
+    indices = {stage: place for place, stage in enumerate(dict.fromkeys(stages))}
+    kinds = range(len(stages)) if pairs else map(indices.__getitem__, stages)
     order = RankOrder(
         kinds=tuple(kinds),
         place=memory.held_at,
@@ -109,22 +110,23 @@ def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[Vir
         holds_sent=memory.holds_sent,
         pairs=pairs,
     )
-    return order, stages if pairs else [*places]
+    return order, stages if pairs else [*indices]
 
 
 def dynamic_upper_bound(
     stages: Sequence[Mapping[PassSize, Size]], in_flight: tuple[Size, Size], messages: Size
 ) -> Size:
-    """Return no fewer dynamic bytes than a rank's fullest instant has, whatever the order.
+    """Return an upper bound of a rank's dynamic bytes, in whatever order its passes run.
 
     Args:
         stages: The `pass_sizes` of its virtual stages, none of which keeps units between passes:
             those that are `DYNAMIC`, or `DYNAMIC_WITHOUT_STATES` where passes change no states.
         in_flight: The most of its passes that are in flight, and of those through the last stage.
-        messages: The most messages that it holds.
+        messages: Upper bound of its p2p buffers.
     """
     each, others = ({id(stage): stage for stage in some} for some in (stages, stages[:-1]))
     last = stages[-1][PassSize.SAVED]
+    # The last stage may have few passes in flight: only its surplus counts for those.
     saved = largest(stage[PassSize.SAVED] for stage in (others or each).values())
     kept = in_flight[0] * saved + in_flight[1] * larger(last - saved, 0 * saved)
     needed = largest(
@@ -135,39 +137,41 @@ def dynamic_upper_bound(
     for stage in stages:
         if PassSize.AFTER_FORWARD in stage:
             after = stage[PassSize.AFTER_FORWARD], stage[PassSize.AFTER_BACKWARD]
+            # All stages count, as any may keep its units gathered while another runs.
             gathered = gathered + larger(*after)
     return kept + larger(needed, 0 * saved) + gathered + messages * sent
 
 
 def peak_upper_bound(memory: RankMemory, in_flight: tuple[int, int], larger_by: int) -> int | None:
-    """Return no fewer bytes than a rank's fullest instant has, in whatever order its passes run.
+    """Return an upper bound of a rank's peak, in whatever order its passes run.
 
     Args:
-        memory: The rank's sizes.
+        memory: Sizes of the rank.
         in_flight: The most of its passes that are in flight, and of those through the last stage.
         larger_by: By how many microbatches groups are larger than the pipeline.
 
     Returns:
-        None where gathered units are kept between passes, or passes run beside each other.
+        None where gathered units are kept between passes, or passes overlap.
     """
     stages = memory.virtual_stages
-    if stages[0].kept_units is not None or memory.pairs_bytes:
+    if stages[0].kept_units is not None or memory.overlapped_bytes:
         return None
     messages = 0 if memory.held_at is None else most_messages(len(stages), larger_by)
     sizes = {stage: pass_sizes(stage) for stage in stages}
     named = {stage: {name: each[name] for name in DYNAMIC} for stage, each in sizes.items()}
     dynamic = dynamic_upper_bound([named[stage] for stage in stages], in_flight, messages)
-    held = memory.static_bytes + memory.buffers_bytes
-    return held + max(int(dynamic), memory.update_temporary_bytes)
+    static = memory.static_bytes + memory.buffers_bytes
+    return static + max(int(dynamic), memory.update_temporary_bytes)
 
 
 def update_level(memory: RankMemory) -> tuple[int, int, int]:
-    """Return activations, buffers and absent bytes when the optimizer runs."""
+    """Return activations, buffers and absent bytes during the optimizer's update."""
     reduced = sum(pass_sizes(stage)[PassSize.REDUCED] for stage in memory.virtual_stages)
-    left = 0
+    # Modules keep their last input and its gradient over the step's end.
+    module_inputs = 0
     if memory.held_at is not None:
-        left = sum(MODULES_HOLD * int(each.gradient) for each in memory.sent)
-    return memory.buffers_bytes + left, memory.update_temporary_bytes, int(reduced)
+        module_inputs = sum(MODULE_TENSORS * int(each.gradient) for each in memory.sent)
+    return memory.buffers_bytes + module_inputs, memory.update_temporary_bytes, int(reduced)
 
 
 def memory_timeline(
@@ -179,18 +183,19 @@ def memory_timeline(
         memory: The rank's sizes.
         passes: Each action with its start and end in picoseconds, in order.
         update_ps: When the optimizer starts.
-        pairs: Where among them forward passes are that ran beside the backward pass behind them.
+        pairs: Positions of forward passes that overlapped with the backward pass behind them.
     """
     levels = _Levels.of(memory, [action for action, _, _ in passes], pairs)
     rows = zip(*(column.tolist() for column in levels), strict=True)
     events = []
     for row, level in enumerate(rows):
+        # Even rows are during an action, odd ones after it.
         events.append(_pass_event(passes[row // 2], level, is_over=row % 2 == 1))
     return [*events, _event(update_ps, "optimizer", update_level(memory))]
 
 
 class PeriodGrowth(NamedTuple):
-    """Activations that a rank keeps beside those of its passes, from the action at a place on."""
+    """Activations that a rank keeps beyond those of its passes, from an action on."""
 
     first: int
     size_bytes: int
@@ -208,21 +213,22 @@ def fullest_event(
     *,
     growth: PeriodGrowth = NO_GROWTH,
 ) -> MemoryEvent:
-    """Return the first fullest instant of `memory_timeline`.
+    """Return the first peak of `memory_timeline`.
 
     Args:
         memory: The rank's sizes.
-        actions: What it runs, in order.
+        actions: Its passes, in order.
         ran: Returns the action at a position with its times.
         update_ps: When the optimizer starts.
-        pairs: Where among them forward passes are that ran beside the backward pass behind them.
-        growth: What periods of the order that are left out of *actions* leave.
+        pairs: Positions of forward passes that overlapped with the backward pass behind them.
+        growth: Bytes that periods excluded from *actions* leave alive.
     """
     activations, buffers, absent = _Levels.of(memory, actions, pairs)
     activations[2 * growth.first :] += growth.size_bytes  # two rows of each pass
     row = int((activations + buffers - absent).argmax())
     level = int(activations[row]), int(buffers[row]), int(absent[row])
     event = _pass_event(ran(row // 2), level, is_over=row % 2 == 1)
+    # The update may be the peak: no activations, but its temporaries.
     update = _event(update_ps, "optimizer", update_level(memory))
     return max(event, update, key=attrgetter("dynamic_bytes"))
 

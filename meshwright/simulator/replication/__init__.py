@@ -1,4 +1,4 @@
-"""What data parallelism adds to a step: shards, buckets, reductions, gathers, updates."""
+"""Data parallelism of a step: shards, gradient buckets, reductions, gathers and updates."""
 
 from meshwright.simulator.replication.buckets import (
     bucket_limit,
@@ -13,7 +13,7 @@ from meshwright.simulator.replication.data_parallel import (
     Replication,
     WireBytes,
     blocks_of,
-    held_parameters,
+    parameters_by_group,
     replication_of,
     spread,
     stage_parameters,
@@ -59,12 +59,12 @@ __all__ = [
     "filled_parameters",
     "fills_rows",
     "flat_pass_bytes",
-    "held_parameters",
     "is_tied",
     "keeps_last_layer",
     "narrow_shard_bytes",
     "num_weights",
     "padding",
+    "parameters_by_group",
     "part_gathers",
     "reduced_parts",
     "replication_of",

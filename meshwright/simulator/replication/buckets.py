@@ -1,8 +1,8 @@
 """Gradient buckets, tensor by tensor, and the parts of a stage that complete them in backward.
 
-A backward pass makes the gradients of a stage's tensors in the reverse of the order in which its
-modules hold them.  A bucket takes them one by one and is full once it holds the limit; none is cut.
-PyTorch's DistributedDataParallel does so in bytes (arXiv 2006.15704, section 3.2.3; PyTorch 2.0's
+A backward pass makes the gradients of a stage's tensors in the reverse of module order. A bucket
+takes them one by one and is full once it reaches the limit; no tensor is split. PyTorch's
+DistributedDataParallel counts in bytes (arXiv 2006.15704, section 3.2.3; PyTorch 2.0's
 `compute_bucket_assignment_by_size` over parameters in the order in which gradients arrived, with a
 limit of its own for the first), Megatron-Core in elements (`param_and_grad_buffer.py`, core r0.8).
 """
@@ -35,7 +35,7 @@ USED_BYTES = 4  # an int32 for each tensor
 def bucket_limit(stack: StackProfile, dp: int) -> int:
     """Return the parameters that fill a bucket with *dp* data-parallel ranks.
 
-    Megatron-Core makes them larger with many replicas, so that what each of them sends is not too
+    Megatron-Core makes buckets larger with many replicas, so that each rank's message is not too
     small (distributed_data_parallel.py of core r0.8).
 
     >>> from meshwright.hwprofiles import load_stack
@@ -61,11 +61,11 @@ def gradient_buckets(
     """Return the buckets of *stage* in the order in which backward completes them.
 
     Args:
-        shape: Of its blocks.
-        stage: Whose gradients.
+        shape: Shape of its blocks.
+        stage: Pipeline stage.
         dp: Data-parallel ranks.
-        shards: Each rank keeps a part of the optimizer's states alone.
-        experts: Those of experts that other ranks than those of a replica hold, not the others.
+        shards: Whether optimizer states are sharded.
+        experts: Buckets of experts with a data-parallel group of their own, not of the others.
     """
     usual = stage_bucket_limit(shape, stage, dp)
     # DDP's first bucket is small, so that an all-reduce starts sooner.
@@ -74,27 +74,32 @@ def gradient_buckets(
     num_filled = 0
     last = stage.num_blocks - 1
     blocks = _backward_blocks(shape, stage, experts=experts)
-    arriving = [(place, size) for place, sizes in blocks for size in sizes]
-    apart = _shared_table(shape, stage, len(arriving)) if shards and not experts else None
-    for index, (place, size) in enumerate(arriving):
-        if index == apart and num_filled:
+    arriving = [(block, size) for block, sizes in blocks for size in sizes]
+    shared = (
+        _shared_embedding_index(shape, stage, len(arriving)) if shards and not experts else None
+    )
+    for index, (block, size) in enumerate(arriving):
+        if index == shared and num_filled:
             # A bucket of its own begins and ends with the table: close the one before.
             buckets.append(GradientBucket(num_filled, last))
             num_filled = 0
-        last = place if num_filled == 0 else min(last, place)
+        # A bucket is complete with its last gradient, that of its earliest block.
+        last = block if num_filled == 0 else min(last, block)
         num_filled += size
-        if num_filled >= limit or index == apart:
+        if num_filled >= limit or index == shared:
             buckets.append(GradientBucket(num_filled, last))
             num_filled, limit = 0, usual
+    # What is left over when backward ends is reduced, too.
     return (*buckets, GradientBucket(num_filled, last)) if num_filled else tuple(buckets)
 
 
 def listed_buckets(shape: BlockShape, stage: Stage) -> tuple[GradientBucket, ...]:
-    """Return the buckets of *stage* as its module lists its weights, the last bucket first.
+    """Return the buckets of *stage* in the order of its module's weights, last bucket first.
 
-    DistributedDataParallel makes them so, and keeps them where it searches unused weights: in which
-    order gradients come it then does not learn (`should_rebuild_buckets` of reducer.hpp,
-    `_ddp_init_helper` of torch/nn/parallel/distributed.py, PyTorch 2.13).
+    DistributedDataParallel assigns them so at first, and keeps them with
+    ``find_unused_parameters``: then it does not learn the order in which gradients arrive
+    (`should_rebuild_buckets` of reducer.hpp, `_ddp_init_helper` of
+    torch/nn/parallel/distributed.py, PyTorch 2.13).
     """
     usual = stage_bucket_limit(shape, stage, 1)
     limit = shape.stack.first_gradient_bucket_parameters or usual
@@ -104,9 +109,9 @@ def listed_buckets(shape: BlockShape, stage: Stage) -> tuple[GradientBucket, ...
     )
     buckets: list[GradientBucket] = []
     num_filled = first = 0
-    for place, kind in enumerate(kinds):
+    for block, kind in enumerate(kinds):
         for size in sizes[kind]:
-            first = first if num_filled else place
+            first = first if num_filled else block
             num_filled += size
             if num_filled >= limit:
                 buckets.append(GradientBucket(num_filled, first))
@@ -115,11 +120,11 @@ def listed_buckets(shape: BlockShape, stage: Stage) -> tuple[GradientBucket, ...
     return tuple(reversed(buckets + last))
 
 
-def _shared_table(shape: BlockShape, stage: Stage, num_tensors: int) -> int | None:
-    """Return which of a stage's tensors, as they arrive, is a table that two stages may hold.
+def _shared_embedding_index(shape: BlockShape, stage: Stage, num_tensors: int) -> int | None:
+    """Return the index, in order of arrival, of an embedding that two stages may hold.
 
     With a sharded optimizer it has a bucket of its own, so that both copies are sharded alike
-    (`_does_param_require_new_bucket`, megatron/core/distributed/param_and_grad_buffer.py).  It is
+    (`_does_param_require_new_bucket`, megatron/core/distributed/param_and_grad_buffer.py). It is
     the first weight of the embedding, wherever layers look it up; tied, it is the last of the head.
     """
     model = shape.trained
@@ -133,23 +138,25 @@ def _shared_table(shape: BlockShape, stage: Stage, num_tensors: int) -> int | No
 def _backward_blocks(
     shape: BlockShape, stage: Stage, *, experts: bool = False
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield the places of the blocks of *stage*, last first, and their tensors' sizes, likewise.
+    """Yield the index of each block of *stage*, last first, and its tensors' sizes, likewise.
 
-    A copy of the table that layers look up lies ahead of all, as a GPTModel of Megatron-Core has
-    its embedding; its gradient comes when these are through.
+    The copy of an embedding in another stage lies ahead of all blocks, as a GPTModel of
+    Megatron-Core has it; its gradient arrives after theirs.
     """
     sizes = _arriving_sizes(shape, experts=experts)
-    copied = [shape.copied_parameters] * (copies_table(shape.trained, stage) and not experts)
-    if copied and not stage.has_predictions:
-        sizes = {**sizes, HEAD: [*copied, *sizes[HEAD]]}
-    place = looked_up = stage.num_blocks
+    embedding_copy = [shape.copied_parameters] * (
+        copies_table(shape.trained, stage) and not experts
+    )
+    if embedding_copy and not stage.has_predictions:
+        sizes = {**sizes, HEAD: [*embedding_copy, *sizes[HEAD]]}
+    index = lookup_index = stage.num_blocks
     for kind, count in reversed(stage.blocks):
         for _ in range(count):
-            place -= 1
-            looked_up = place if kind == PREDICTIONS else looked_up
-            yield place, sizes[kind]
-    if copied and stage.has_predictions:
-        yield looked_up, copied
+            index -= 1
+            lookup_index = index if kind == PREDICTIONS else lookup_index
+            yield index, sizes[kind]
+    if embedding_copy and stage.has_predictions:
+        yield lookup_index, embedding_copy
 
 
 def _listed_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
@@ -159,6 +166,7 @@ def _listed_sizes(shape: BlockShape) -> Mapping[BlockKind, list[int]]:
         local = [prod(shape.local_shape(tensor)) for tensor in group]
         widths = separate_widths(shape, name) or (1,)
         whole = sum(widths)
+        # Separate weights share the elements of the fused one by their widths.
         sizes[group[0].block] += [s * width // whole for width in reversed(widths) for s in local]
     return sizes
 
@@ -172,14 +180,15 @@ def _modules(shape: BlockShape) -> list[tuple[str, list[ParameterTensor]]]:
 
 @lru_cache  # of each shape every stage asks, and a search asks for thousands of stages
 def _arriving_sizes(shape: BlockShape, *, experts: bool) -> Mapping[BlockKind, list[int]]:
-    """Return the parameters of each tensor of a block of each kind, last first.
+    """Return the parameters of each tensor of a block of each kind, in order of arrival.
 
-    Where products are separate, so are their weights. PyTorch's own modules give them in the order
-    in which autograd finishes gradients: of each layer its bias first, of a norm its weight. Under
+    Where GEMMs are separate, so are their weights. PyTorch's own modules give them in the order in
+    which autograd finishes gradients: of each layer its bias first, of a norm its weight. Under
     autocast the weight that is cast last, behind the bias, comes first.
     """
     sizes: dict[BlockKind, list[int]] = {kind: [] for kind in shape.parameters}
     modules = _modules(shape)
+    # Transformer Engine's modules register weights in another order than the model's tensors.
     if shape.stack.transformer_engine:
         modules = in_engine_order(modules, itemgetter(0))
     for _, module in reversed(modules):
@@ -198,12 +207,12 @@ def _arriving_sizes(shape: BlockShape, *, experts: bool) -> Mapping[BlockKind, l
 
 
 def module_of(tensor: ParameterTensor) -> str:
-    """Return the name of the module that has a *tensor*."""
+    """Return the name of the module that owns a *tensor*."""
     return tensor.name.partition(".")[0]
 
 
 def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]) -> list[int]:
-    """Return the sizes of separate products' weights and biases in the order of their gradients."""
+    """Return the sizes of separate GEMMs' weights and biases in the order of their gradients."""
     name = module_of(module[0])
     if name.endswith("norm") or (shape.casts_weights and not _has_conv1d(shape)):
         local.reverse()
@@ -215,7 +224,7 @@ def _separate(shape: BlockShape, module: list[ParameterTensor], local: list[int]
 
 
 def _has_conv1d(shape: BlockShape) -> bool:
-    """Return whether linear layers are the Conv1D of transformers' GPT-2, which names a bias first.
+    """Return True if linear layers are the Conv1D of transformers' GPT-2, whose bias comes first.
 
     That is `torch.addmm(bias, x, weight)` (pytorch_utils.py of transformers 5), of which autocast
     casts the last argument first.
@@ -225,7 +234,7 @@ def _has_conv1d(shape: BlockShape) -> bool:
 
 
 def separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
-    """Return the outputs of each of the products that the module *name* is made of, if several."""
+    """Return the outputs of each GEMM into which the module *name* is split, if several."""
     if name == "qkv" and not fuses_qkv(shape):
         return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
     if name == "mlp_in" and shape.model.gated_mlp and not spelling_of(shape).fuses_mlp:
@@ -236,7 +245,7 @@ def separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
 
 
 def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
-    """Return the bytes of the map of used weights of *stages*: an int32 for each tensor."""
+    """Return the bytes of DDP's map of used parameters of *stages*: an int32 for each tensor."""
     tensors = (len(sizes) for stage in stages for _, sizes in _backward_blocks(shape, stage))
     return USED_BYTES * sum(tensors)
 
@@ -244,8 +253,9 @@ def used_map_bytes(shape: BlockShape, stages: Sequence[Stage]) -> int:
 def bucket_parts(
     shape: BlockShape, stage: Stage, dp: int = 1, *, shards: bool = True
 ) -> tuple[StagePart, ...]:
-    """Return *stage* cut where `gradient_buckets` are complete, in model order."""
+    """Return *stage* split where `gradient_buckets` are complete, in model order."""
     of_experts: tuple[GradientBucket, ...] = ()
+    # Experts have buckets of their own, reduced over their own data-parallel group.
     if shape.expert_parameters:
         of_experts = gradient_buckets(shape, stage, dp, shards=shards, experts=True)
     return cut_at(stage, gradient_buckets(shape, stage, dp, shards=shards), of_experts)

@@ -1,4 +1,4 @@
-"""What data parallelism adds to a rank's step: reductions, gathers and the update."""
+"""Data parallelism of a rank's step: gradient reductions, parameter gathers and the update."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -47,14 +47,14 @@ BUCKET_COPY_TRAFFIC_BYTES = 16 - 12
 
 
 class Replication(NamedTuple):
-    """The data-parallel side of a plan: sharding, groups and their collectives.
+    """Data-parallel side of a plan: sharding, groups and their collectives.
 
-    ``keeps_units`` says that gathered parameters stay from a backward pass to the next pass, as
-    between the microbatches of a pipeline, ``finds_unused`` that unused weights are searched,
+    ``keeps_units`` says that parameters stay gathered from a backward pass to the next pass, as
+    between the microbatches of a pipeline, ``finds_unused`` is DDP's ``find_unused_parameters``,
     ``is_unwrapped`` that there are no units: one rank alone is not wrapped in fully_shard,
-    ``is_flat`` that units are those of Megatron-FSDP.
-    ``span`` is that of a set of shards (of a data-parallel group where nothing is sharded),
-    ``replica_span`` that of the ranks that hold the same shard: None where all share one set.
+    ``is_flat`` that units are those of Megatron-FSDP. ``span`` is that of a shard group (of a
+    data-parallel group where nothing is sharded), ``replica_span`` that of an HSDP replicate group,
+    whose ranks hold the same shard: None where all share one shard group.
     """
 
     zero_stage: int
@@ -76,26 +76,27 @@ class Replication(NamedTuple):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether gradients of some weights are reduced."""
+        """Whether gradients of some weights are reduced over several ranks."""
         return self.dp_cp > 1 or (self.experts is not None and self.experts.dp_cp > 1)
 
     @property
     def dp_cp(self) -> int:
-        """Ranks over which gradients are reduced: data- and context-parallel ones."""
+        """Number of ranks over which gradients are reduced: data- times context-parallel ones."""
         return self.span.num_ranks * (self.replica_span.num_ranks if self.replica_span else 1)
 
     @property
     def in_units(self) -> bool:
-        """Whether passes gather parameters, reduce sharded gradients or send them to the host."""
+        """Whether passes gather parameters, reduce sharded gradients or offload them."""
         return self.gathers_units or self.shards.gradients > 1 or self.offload is Offload.OPTIMIZER
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """Whether gradients stay whole, and are summed so, until the last microbatch."""
+        """Whether gradients are accumulated whole, unsharded, until the last microbatch."""
         return self.keeps_units or not self.reduces_each_microbatch
 
     def in_steps_of(self, num_microbatches: int) -> "Replication":
         """Return the replication of steps of so many microbatches: a single one reduces at once."""
+        # Pipeline runtimes keep units and whole gradients whatever the number.
         if num_microbatches > 1 or self.keeps_units:
             return self
         shards = Shards.of(self.span.num_ranks, self.zero_stage)
@@ -103,24 +104,24 @@ class Replication(NamedTuple):
 
     @property
     def gathers_units(self) -> bool:
-        """Whether parameters are gathered unit by unit in every pass: of flat units some alone."""
+        """Whether passes gather parameters unit by unit; of Megatron-FSDP's maybe some alone."""
         holders = [self, *([self.experts] if self.is_flat and self.experts else [])]
         is_split = any(each.shards.parameters > 1 for each in holders)
         return is_split or self.offload is Offload.PARAMETERS
 
     @property
     def has_flat_units(self) -> bool:
-        """Whether these are flat buckets, of which the ends' stay gathered throughout a step."""
+        """Whether units are Megatron-FSDP's, whose embedding and head stay gathered for a step."""
         return self.is_flat and self.gathers_units
 
     @property
     def sums_replicas_last(self) -> bool:
-        """Whether only the last microbatch sums shards of gradients over their replicas."""
+        """Whether the replicate groups' all-reduce waits for the last microbatch."""
         return self.is_flat and self.zero_stage == MAX_STAGE and self.replica_span is not None
 
     @property
     def has_owners(self) -> bool:
-        """Whether a unit's parameters come from their owner, and its gradient goes there."""
+        """Whether an owner broadcasts each parameter, and its gradient is reduced to the owner."""
         return self.gather_op is CollectiveOp.BROADCAST
 
     @classmethod
@@ -136,18 +137,20 @@ class Replication(NamedTuple):
         """Return the replication of a plan; its collectives follow from the placements.
 
         Where owners broadcast sharded parameters (Rajbhandari et al. 2020, arXiv 1910.02054,
-        section 7.2.2), shards are as large, but each is a stretch of the model, not of every unit.
+        section 7.2.2), shards are as large, but each is a contiguous part of the model, not of
+        every unit.
 
         Args:
-            zero_stage: What is sharded.
-            span: Where a set of shards lies; without sharding, a data-parallel group.
-            replica_span: Where the ranks with the same shard lie.
+            zero_stage: ZeRO stage, 0 to 3.
+            span: Span of a shard group; without sharding, of a data-parallel group.
+            replica_span: Span of an HSDP replicate group.
             reduces_each_microbatch: Whether gradients are reduced in each microbatch.
             parameter_gather: How stage 3 gets parameters to the ranks.
         """
         communication = zero_communication(zero_stage)
         reduce_op = communication.gradient.op
         gather_op = communication.parameters and communication.parameters.op
+        # Owners receive the sum of a gradient and broadcast the updated parameter.
         if zero_stage >= 3 and parameter_gather is ParameterGather.BROADCAST:
             reduce_op, gather_op = CollectiveOp.REDUCE, CollectiveOp.BROADCAST
         assert reduce_op is not None
@@ -167,7 +170,7 @@ class Replication(NamedTuple):
 def replication_of(plan: ResolvedPlan, stack: StackProfile, mesh: Mesh) -> Replication:
     """Return the data-parallel side of *plan*.
 
-    Shards lie on neighbouring ranks, replicas of them further apart.
+    A shard group is of neighbouring ranks, its replicas are further apart.
     """
     usual = syncs_by_default(stack, plan.zero_stage, plan.pp)
     replicas = plan.dp_cp // plan.num_shards
@@ -188,6 +191,7 @@ def replication_of(plan: ResolvedPlan, stack: StackProfile, mesh: Mesh) -> Repli
         is_unwrapped=bool(is_unwrapped(stack, plan.dp_cp)),
         is_flat=stack.units is Units.FLAT and plan.pp == 1,
     )
+    # Without expert parallelism experts are reduced with all other weights.
     if plan.ep == 1:
         return found
     # Weights of experts have buffers and optimizers of their own (core/distributed and
@@ -200,13 +204,13 @@ def replication_of(plan: ResolvedPlan, stack: StackProfile, mesh: Mesh) -> Repli
 
 
 class NarrowUnit(NamedTuple):
-    """A unit of which fully_shard gathers the weights of linear layers in 8 bits: a layer.
+    """FSDP unit, a layer, whose linear weights fully_shard gathers in 8 bits.
 
     Args:
-        num_parameters: Of the unit, as it is gathered.
-        num_narrow: Of these, those that are gathered in 8 bits.
-        num_scales: All-reduces of the largest element of a weight before that.
-        scale_bytes: Of each.
+        num_parameters: Parameters of the unit, as it is gathered.
+        num_narrow: Parameters of these that are gathered in 8 bits.
+        num_scales: All-reduces of a weight's largest element before the gather.
+        scale_bytes: Bytes of each such all-reduce.
     """
 
     num_parameters: int
@@ -216,7 +220,7 @@ class NarrowUnit(NamedTuple):
 
 
 class WireBytes(NamedTuple):
-    """Bytes a parameter costs in each collective and in the update, and casts around the wire."""
+    """Bytes of a parameter in each collective and in the update, and casts around them."""
 
     reduce_bytes: int
     gather_bytes: int
@@ -225,8 +229,9 @@ class WireBytes(NamedTuple):
     narrow: NarrowUnit | None = None
 
     def gathered_bytes(self, num_parameters: int) -> int:
-        """Return the bytes in which a unit, or a bucket, of so many parameters is gathered."""
+        """Return the bytes of the all-gather of a unit, or a bucket, of so many parameters."""
         size_bytes = num_parameters * self.gather_bytes
+        # Only layers have 8-bit weights; other units are gathered in one format.
         if self.narrow is None or num_parameters != self.narrow.num_parameters:
             return size_bytes
         return size_bytes - self.narrow.num_narrow * (self.gather_bytes - EIGHT_BIT_BYTES)
@@ -240,6 +245,7 @@ class WireBytes(NamedTuple):
         kept_bytes, reduce_bytes = gradient_bytes(stack, precision, wanted)
         casts = casts_of(stack, precision, wanted)
         copies = 0 if stack.gradient_as_bucket_view else BUCKET_COPY_TRAFFIC_BYTES
+        # fp32 has no master weights to write besides.
         if precision is Precision.FP32:
             return cls(reduce_bytes, 4, FP32_UPDATE_TRAFFIC_BYTES + copies, casts)
         moments = None if plan is None else plan.moment_precision
@@ -252,7 +258,7 @@ class WireBytes(NamedTuple):
 def _update_traffic_bytes(
     stack: StackProfile, precision: Precision, moments: Precision | None
 ) -> int:
-    """Return the memory traffic of an update: the stack's, less what narrower states save.
+    """Return the memory traffic of an update: the stack's, less that of narrower states.
 
     States are read and written; copies to fp32, where they are made, are read and written twice.
     The stack's number is more than its bytes by a share that is fitted, which stays.
@@ -277,7 +283,7 @@ def spread(total: int, num_parts: int) -> list[int]:
 def stage_parameters(shape: BlockShape, stage: Stage) -> int:
     """Return the parameters that one rank holds of *stage*.
 
-    A table that the head has use of, away from the embedding, is a copy.
+    The embedding that a head reads on another stage is a copy.
     """
     total = sum([count * shape.parameters[kind] for kind, count in stage.blocks])
     if copies_table(shape.trained, stage):
@@ -286,7 +292,7 @@ def stage_parameters(shape: BlockShape, stage: Stage) -> int:
 
 
 class BufferCopies(NamedTuple):
-    """Copies of a unit that its rank makes: out of a gather's buffer, into a reduction's."""
+    """Copies of a unit on its rank: out of the all-gather's buffer, into the reduce-scatter's."""
 
     unpack_ps: int
     pack_ps: int
@@ -300,12 +306,12 @@ def unit_buffer_copies(
     *,
     adds_up: bool,
 ) -> BufferCopies:
-    """Return the times of the copies of a unit of *num_parameters*; none where it is gathered flat.
+    """Return the copy times of a unit of *num_parameters*; 0 where it is gathered flat.
 
-    Where shards are those of each parameter, what ranks send is a piece of every one, so that
-    neither buffer holds a parameter in one piece (FSDP2 of PyTorch 2.6, _fsdp_collectives.py:
-    split_with_sizes_copy after the gather; _chunk_cat, which casts, before the reduction).
-    Gradients that *adds_up* over microbatches are kept as they are reduced.
+    With per-parameter sharding a rank's message holds a piece of every parameter, so that neither
+    buffer holds a parameter in one piece (FSDP2 of PyTorch 2.6, _fsdp_collectives.py:
+    split_with_sizes_copy after the all-gather; _chunk_cat, which casts, before the reduce-scatter).
+    Gradients that *adds_up* over microbatches are kept in the format in which they are reduced.
     """
     if not (
         costs.stack.copies_units and replication.gathers_units and replication.span.num_ranks > 1
@@ -313,19 +319,19 @@ def unit_buffer_copies(
         return BufferCopies(0, 0)
     kept_bytes = wire.reduce_bytes if adds_up else wire.gather_bytes
     # Each is read once and written once; into the reduction's buffer with a cast between.
-    out = costs.memory_traffic(2 * wire.gathered_bytes(num_parameters))
-    into = costs.memory_traffic(num_parameters * (kept_bytes + wire.reduce_bytes))
-    return BufferCopies(out.time_ps, into.time_ps)
+    unpack = costs.memory_traffic(2 * wire.gathered_bytes(num_parameters))
+    pack = costs.memory_traffic(num_parameters * (kept_bytes + wire.reduce_bytes))
+    return BufferCopies(unpack.time_ps, pack.time_ps)
 
 
 class HeldParameters(NamedTuple):
-    """Parameters of a rank: what its replicas hold, too, and experts that other ranks hold."""
+    """Parameters of a rank: those that its replicas hold, too, and those of experts."""
 
     of_replicas: int
     of_experts: int = 0
 
     def by_holders(self, replication: Replication) -> list[tuple[int, Replication]]:
-        """Return each with the ranks that hold the same."""
+        """Return each count with the data-parallel group that holds the same parameters."""
         found = [(self.of_replicas, replication)]
         if replication.experts is not None:
             found.append((self.of_experts, replication.experts))
@@ -339,31 +345,32 @@ def update_cost(
     replication: Replication,
     cast_bytes: int = 0,
 ) -> PhaseCost:
-    """Return the time of the optimizer on one rank's share of what it has *held*.
+    """Return the time of the optimizer on one rank's shard of the *held* parameters.
 
     *cast_bytes* is the traffic of casting the rank's weights to fp8 after it, if the stack does.
     """
     # Rounded up: ranks whose shard is full decide when a step ends.
-    share = sum(
+    num_updated = sum(
         -(-count // holders.shards.optimizer) for count, holders in held.by_holders(replication)
     )
-    cost = costs.memory_traffic(share * wire.update_traffic_bytes + cast_bytes)
+    cost = costs.memory_traffic(num_updated * wire.update_traffic_bytes + cast_bytes)
     return PhaseCost.total([(Category.OPTIMIZER, cost)])
 
 
-def held_parameters(shape: BlockShape, stages: Sequence[Stage]) -> HeldParameters:
-    """Return the parameters of a rank that holds *stages*, by who else holds them."""
+def parameters_by_group(shape: BlockShape, stages: Sequence[Stage]) -> HeldParameters:
+    """Return the parameters of a rank that holds *stages*, by data-parallel group."""
     counts, experts = shape.expert_parameters, 0
+    # Empty unless experts have a data-parallel group of their own.
     if counts:
         experts = sum(n * counts.get(kind, 0) for stage in stages for kind, n in stage.blocks)
     return HeldParameters(sum_parameters(shape, stages) - experts, experts)
 
 
 def blocks_of(stages: Sequence[Stage]) -> list[BlockRun]:
-    """Return the layers and ends of a rank that holds *stages*."""
+    """Return the layers, embedding and head of a rank that holds *stages*."""
     return [run for stage in stages for run in stage.blocks]
 
 
 def sum_parameters(shape: BlockShape, stages: Sequence[Stage]) -> int:
-    """Return the parameters of a rank that holds *stages*."""
+    """Return the number of parameters of a rank that holds *stages*."""
     return sum([stage_parameters(shape, stage) for stage in stages])

@@ -1,4 +1,4 @@
-"""What passes hold of Megatron-FSDP's buckets, block by block, and shards of weights in 8 bits."""
+"""Memory of Megatron-FSDP's buckets in each block of a pass, and shards of 8-bit weights."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from meshwright.simulator.blocks import (
     weight_copy_bytes,
 )
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import BlockMemory, PresentBytes, StateBytes
+from meshwright.simulator.memory import BlockMemory, ReloadedBytes, StateBytes
 from meshwright.simulator.model import HEAD, BlockKind, BlockRun, is_expert, is_linear, rank_tensors
 from meshwright.simulator.replication.data_parallel import Replication, blocks_of
 from meshwright.simulator.replication.flat_units import flat_walk
@@ -24,77 +24,86 @@ Blocks = Mapping[BlockKind, BlockMemory[int]]
 def flat_pass_bytes(
     shape: BlockShape, stage: Stage, blocks: Blocks, state: StateBytes, sharing: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return what forward and backward need beside all that a pass keeps.
+    """Return the bytes of forward and backward beyond all saved activations.
 
-    As `pass_workspace_bytes`, with the buckets that live at each block.
+    As `pass_workspace_bytes`, with the buckets that are live at each block.
 
     Args:
-        shape: Of the blocks.
+        shape: Shape of the blocks.
         stage: The whole model.
         blocks: Sizes of a block of each kind.
         state: Bytes of an element.
-        sharing: Ranks that share a bucket, and all that reduce its gradients.
+        sharing: Ranks of a bucket's shard group, and all ranks that reduce its gradients.
     """
     walk = flat_walk(shape, stage, *sharing)
     pool = walk.kept_gradients * state.gradient
     kinds = [kind for kind, count in stage.passes for _ in range(count)]
     nothing = (0,) * len(kinds)
-    present = PresentBytes.of(blocks, stage) or PresentBytes(nothing, nothing)
-    moments = zip(kinds, walk.forward, walk.backward, walk.gradients, *present, strict=True)
-    forward = backward = kept_behind = waiting = 0
-    cached = sum(blocks[kind].cached for kind in kinds)
-    for kind, before, after, gradients, there, back in reversed([*moments]):
+    present = ReloadedBytes.of(blocks, stage) or ReloadedBytes(nothing, nothing)
+    per_block = zip(kinds, walk.forward, walk.backward, walk.gradients, *present, strict=True)
+    forward = backward = saved_behind = tied_gradient = 0
+    cached_casts = sum(blocks[kind].cached for kind in kinds)
+    for (
+        kind,
+        gathered_forward,
+        gathered_backward,
+        gradients,
+        present_forward,
+        present_backward,
+    ) in reversed([*per_block]):
         block = blocks[kind]
-        own = block.forward + there + cached - block.cached - kept_behind
-        forward = max(forward, own + before + pool)
-        made = state.gradient * gradients
-        level = block.backward + made
+        workspace = block.forward + present_forward + cached_casts - block.cached - saved_behind
+        # Reversed, so that activations of the blocks behind are known: forward has not saved them.
+        forward = max(forward, workspace + gathered_forward + pool)
+        gradient_bytes = state.gradient * gradients
+        level = block.backward + gradient_bytes
         if kind == HEAD:
             # The loss is done when the first bucket is made, beside the gradient of the logits.
             logits = shape.num_logits * shape.element_bytes
-            level = max(block.backward, block.arrival + logits + made)
-        level += back + waiting - kept_behind + after
+            level = max(block.backward, block.arrival + logits + gradient_bytes)
+        level += present_backward + tied_gradient - saved_behind + gathered_backward
         backward = max(backward, level)
-        cached -= block.cached
-        kept_behind += block.saved
-        waiting += block.waiting
+        cached_casts -= block.cached
+        saved_behind += block.saved
+        tied_gradient += block.waiting
     return forward, backward
 
 
 def narrow_shard_bytes(
     shape: BlockShape, blocks: Iterable[BlockRun], shards: int, expert_shards: int
 ) -> int:
-    """Return what shards of weights in 8 bits take beyond others, and copies that are not split.
+    """Return the bytes of shards of 8-bit weights beyond other shards, with unsharded copies.
 
-    That is in the place of `weight_copy_bytes`.  A weight has one byte, in MXFP8 two, of which each
-    has scales on every rank: they are found by all (Megatron-FSDP of core 0.16.1 splits the data
-    alone).
+    In place of `weight_copy_bytes`. A weight has one byte, in MXFP8 two, of which each has scales
+    on every rank: all ranks compute them (Megatron-FSDP of core 0.16.1 shards the data alone).
 
     Args:
-        shape: Of the blocks.
-        blocks: All of the model.
-        shards: Ranks that share weights.
-        expert_shards: Ranks that share routed experts.
+        shape: Shape of the blocks.
+        blocks: All blocks of the model.
+        shards: Ranks of a shard group.
+        expert_shards: Ranks of a shard group of routed experts.
     """
     runs, recipe = [*blocks], shape.recipe
     if recipe is None or not recipe.holds_parameters:
         return 0
     scaled, copies = recipe.scaled_elements, 2 if recipe.scaled_elements else 1
-    every, of_head, of_experts = num_linear_weights(shape), 0, 0
+    num_weights, of_head, of_experts = num_linear_weights(shape), 0, 0
     for tensor in rank_tensors(shape.trained, shape.tp, shape.stack.vocabulary_multiple):
         if is_expert(tensor) and is_linear(tensor):
             count = dict(runs).get(tensor.block, 0)
             of_experts += count * prod(shape.local_shape(tensor))
-    of_head = every.pop(HEAD, 0)
-    most = sum(count * every[kind] for kind, count in runs) - of_experts
-    held = (copies - shape.element_bytes) * (-(-most // shards) - (-of_experts // expert_shards))
-    held += recipe.weight_copy_bytes * of_head
-    scales = copies * (most + of_experts + of_head) // scaled if scaled else 0
-    return held + scales - weight_copy_bytes(shape, runs)
+    of_head = num_weights.pop(HEAD, 0)
+    num_dense = sum(count * num_weights[kind] for kind, count in runs) - of_experts
+    shard_bytes = (copies - shape.element_bytes) * (
+        -(-num_dense // shards) - (-of_experts // expert_shards)
+    )
+    shard_bytes += recipe.weight_copy_bytes * of_head
+    scales = copies * (num_dense + of_experts + of_head) // scaled if scaled else 0
+    return shard_bytes + scales - weight_copy_bytes(shape, runs)
 
 
 def updated_cast_bytes(shape: BlockShape, stages: Sequence[Stage], replication: Replication) -> int:
-    """Return the traffic of casting weights to 8 bits after an update: of flat units a shard's."""
+    """Return the traffic of casting weights to 8 bits after an update, of flat units a shard's."""
     whole = step_cast_bytes(shape, blocks_of(stages))
     if not replication.has_flat_units or shape.recipe is None or not shape.recipe.holds_parameters:
         return whole
@@ -102,11 +111,11 @@ def updated_cast_bytes(shape: BlockShape, stages: Sequence[Stage], replication: 
 
 
 def scale_bytes(shape: BlockShape, stages: Sequence[Stage]) -> tuple[int, int]:
-    """Return the bytes of largest values by which ranks find scales together: of most, of experts.
+    """Return the bytes of the all-reduced maxima of 8-bit weights: of most, of experts.
 
-    Of a tensor one number in fp32, in MXFP8 one in bf16 for each scale of both copies, which fill
-    tiles (`cast_master_weights_to_fp8` and `MXFP8Quantizer` of Transformer Engine 2.11, pytorch/
-    tensor/utils.py and mxfp8_tensor.py).
+    One fp32 number for a tensor, in MXFP8 one in bf16 for each scale of both copies, padded to
+    tiles (`cast_master_weights_to_fp8` and `MXFP8Quantizer` of Transformer Engine 2.11,
+    pytorch/tensor/utils.py and mxfp8_tensor.py).
     """
     recipe, found = shape.recipe, [0, 0]
     if recipe is None or not recipe.holds_parameters:
@@ -121,6 +130,7 @@ def scale_bytes(shape: BlockShape, stages: Sequence[Stage]) -> tuple[int, int]:
         each = Precision.FP32.num_bytes
         if recipe.scaled_elements:
             tile_rows, tile_width = SCALE_TILE
+            # One copy along rows, one along columns, each padded to whole tiles.
             num_tiles = sum(
                 -(-outer // tile_rows) * -(-inner // (tile_width * recipe.scaled_elements))
                 for outer, inner in ((rows, width), (width, rows))

@@ -1,4 +1,4 @@
-"""Parts of a stage: whole blocks with what is reduced and gathered for them."""
+"""Parts of a stage: whole blocks with the buckets that are reduced and gathered for them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -27,15 +27,15 @@ class GradientBucket(NamedTuple):
 
 
 class StagePart(NamedTuple):
-    """Whole blocks of a stage that follow each other, with what is reduced and gathered for them.
+    """Consecutive blocks of a stage, with the buckets that are reduced and gathered for them.
 
-    In a backward pass the first block of the part, in model order, completes the ``buckets``; in a
-    forward pass it is the first one to need their parameters.  What ``stays`` is not freed between
-    a forward pass and its backward.  ``expert_buckets`` are of experts that other ranks than those
-    of a replica hold.  What is gathered ``is_once`` stays to the end of a step; ``unused`` are
-    buckets, and such experts', that each microbatch gathers once more, and frees again, in bytes;
-    ``gathers`` is what is gathered otherwise than in the format of the wire, in bytes, too.
-    Backward makes transposes of ``transposed`` bytes of weights.
+    In backward the first block of the part, in model order, completes the ``buckets``; in forward
+    it is the first one to need their parameters. A part that ``stays`` is not resharded between a
+    forward pass and its backward. ``expert_buckets`` are those of experts with a data-parallel
+    group of their own. A part that ``is_once`` gathered stays so to the end of a step; ``unused``
+    are buckets, and such experts', that each microbatch gathers once more, and frees again, in
+    bytes; ``gathers`` are bytes gathered in another format than the wire's. Backward makes
+    transposes of ``transposed`` bytes of weights.
     """
 
     stage: Stage
@@ -48,7 +48,7 @@ class StagePart(NamedTuple):
     transposed: int = 0
 
     def by_holders(self, replication: Replication) -> list[tuple[tuple[int, ...], Replication]]:
-        """Return the buckets with the ranks that hold the same weights."""
+        """Return the buckets with the data-parallel groups that hold the same weights."""
         found = [(self.buckets, replication)]
         if replication.experts is not None:
             found.append((self.expert_buckets, replication.experts))
@@ -56,7 +56,7 @@ class StagePart(NamedTuple):
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """What the times of its exchanges follow from."""
+        """Sizes from which the times of its collectives follow."""
         return self.buckets, self.expert_buckets, self.gathers
 
     @property
@@ -70,10 +70,11 @@ def cut_at(
     buckets: tuple[GradientBucket, ...],
     of_experts: tuple[GradientBucket, ...] = (),
 ) -> tuple[StagePart, ...]:
-    """Return *stage* cut where *buckets*, or those *of_experts*, are complete, in model order."""
+    """Return *stage* split where *buckets*, or those *of_experts*, are complete, in model order."""
     completed, experts = map(_by_place, (buckets, of_experts))
     parts: list[StagePart] = []
     end = stage.num_blocks
+    # Backward order: each part ends where the one behind it begins.
     for first in sorted({*completed, *experts}, reverse=True):
         own, of_others = (tuple(sizes.get(first, ())) for sizes in (completed, experts))
         parts.append(StagePart(stage.part(first, end), own, expert_buckets=of_others))
@@ -97,7 +98,7 @@ def buffer_copies(
     *,
     adds_up: bool,
 ) -> BufferCopies:
-    """Return the times of the copies of a *part*; see `unit_buffer_copies`."""
+    """Return the copy times of a *part*; see `unit_buffer_copies`."""
     copies = [
         unit_buffer_copies(costs, sum(buckets), wire, holders, adds_up=adds_up)
         for buckets, holders in part.by_holders(replication)
@@ -111,9 +112,10 @@ def part_gathers(
     num_microbatches: int,
     refetches: Refetches = NO_REFETCHES,
 ) -> int:
-    """Return how often the parameters of *part* are gathered in a step."""
+    """Return the number of all-gathers of the parameters of *part* in a step."""
     if part.is_once:
         return 1
+    # Without reshard_after_forward backward finds the parameters of its forward pass.
     stays = part.stays or not replication.reshards
     return num_gathers(
         num_microbatches, stays=stays, keeps_units=replication.keeps_units, refetches=refetches

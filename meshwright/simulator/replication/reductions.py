@@ -1,4 +1,4 @@
-"""What is reduced in passes: units, buckets, or stretches of what each rank owns."""
+"""Parts of a stage that are reduced in passes: FSDP units, buckets, or owners' shards."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,14 +20,15 @@ from meshwright.simulator.replication.unit_parts import unit_parts, unit_shards,
 
 
 def wire_bytes(shape: BlockShape, plan: ResolvedPlan) -> WireBytes:
-    """Return the bytes of a parameter on the wire, and of units that are gathered in two formats.
+    """Return the bytes of a parameter in collectives, also of units gathered in two formats.
 
     `convert_to_float8_training` of torchao 0.18 (float8/float8_linear_utils.py) makes linear layers
-    of transformer blocks gather so; weights of one dim are none.
+    of transformer blocks gather in 8 bits; weights of one dim are excluded.
     """
     wire, recipe = WireBytes.of(shape.stack, shape.precision, plan), shape.recipe
     if recipe is None or not recipe.gathers_parameters:
         return wire
+    # One layer stands for all: each is a unit of its own.
     layer = Stage(
         (BlockRun(layer_kinds(shape.trained)[0], 1),), has_embedding=False, has_head=False
     )
@@ -43,7 +44,7 @@ def wire_bytes(shape: BlockShape, plan: ResolvedPlan) -> WireBytes:
 
 
 def unit_matrices(shape: BlockShape, unit: Stage, num_shards: int) -> list[int]:
-    """Return of `unit_shards` those of weights that have rows of more than one element."""
+    """Return those of `unit_shards` that are matrices, with rows of more than one element."""
     weights = unit_weights(shape, unit, of_experts=False)
     return [-(-rows // num_shards) * width for rows, width, _ in weights if width > 1]
 
@@ -53,9 +54,9 @@ def reduced_parts(
 ) -> tuple[StagePart, ...]:
     """Return the parts of *stage* whose gradients are reduced in passes, in model order.
 
-    With sharded parameters each layer is one; sharded gradients, and those that are reduced under
-    the pass, go bucket by bucket, and so they come from the host or go there.  None means that a
-    rank's gradients, if there are other replicas, are reduced as one after the last pass.
+    With sharded parameters each layer is a part; sharded gradients, and those whose reduction
+    overlaps with the pass, go bucket by bucket, and so do offloaded ones. No part means that a
+    rank's gradients are reduced, if at all, as one after the last pass.
     """
     if not replication.has_replicas and replication.offload is Offload.NONE:
         return ()
@@ -65,6 +66,7 @@ def reduced_parts(
         return cut_at(stage, listed_buckets(shape, stage))
     if replication.in_units or shape.stack.overlap_gradient_reduce:
         return bucket_parts(shape, stage, replication.dp_cp, shards=replication.zero_stage > 0)
+    # No overlap: one reduction of the whole stage after each backward pass.
     if replication.reduces_each_microbatch:
         return (StagePart(stage, (stage_parameters(shape, stage),)),)
     return ()
@@ -73,7 +75,7 @@ def reduced_parts(
 def _gathered_parts(
     shape: BlockShape, stage: Stage, replication: Replication
 ) -> tuple[StagePart, ...]:
-    """Return the units of *stage*."""
+    """Return the FSDP units of *stage*."""
     if replication.has_flat_units:
         return flat_parts(shape, stage, replication)
     experts = replication.experts
@@ -83,7 +85,7 @@ def _gathered_parts(
 
 
 def _owned(units: tuple[StagePart, ...], replication: Replication) -> tuple[StagePart, ...]:
-    """Return *units* with a bucket for each rank that owns something of them, where ranks do."""
+    """Return *units* with a bucket for each rank that owns some of their parameters, if any."""
     if not replication.has_owners:
         return units
     counts = owned_parts([sum(unit.buckets) for unit in units], replication.span.num_ranks)
@@ -103,6 +105,7 @@ def owned_parts(counts: Sequence[int], num_owners: int) -> list[list[int]]:
     start = 0
     for count in counts:
         end = start + count
+        # A unit that spans several owners' shards is cut at each border.
         cuts = [start, *range((start // share + 1) * share, end, share), end]
         parts.append([right - left for left, right in pairwise(cuts)])
         start = end

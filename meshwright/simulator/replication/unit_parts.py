@@ -1,7 +1,7 @@
-"""The units of fully_shard, and the weights of which they are made.
+"""FSDP units of fully_shard, and the weights in them.
 
-Ranks share the rows of each weight, its first dim, whole row by whole row: the last ranks may have
-fewer, or none, and all are filled up to as many as the first has (`FSDPParam` of PyTorch 2.13,
+Ranks shard each weight along its first dim, whole row by whole row: the last ranks may have fewer
+rows, or none, and all shards are padded to the first's (`FSDPParam` of PyTorch 2.13,
 torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
 """
 
@@ -25,19 +25,19 @@ from meshwright.simulator.replication.buckets import module_of, separate_widths
 from meshwright.simulator.replication.data_parallel import (
     HeldParameters,
     Replication,
-    held_parameters,
+    parameters_by_group,
     stage_parameters,
 )
 from meshwright.simulator.replication.parts import StagePart
 
 
 class Rows(NamedTuple):
-    """A weight that ranks share row by row.
+    """Weight that is sharded row by row.
 
     Args:
-        number: How many rows.
+        number: Number of rows.
         width: Elements of a row.
-        splits: More ranks than there are rows share the elements of each.
+        splits: Whether more ranks than rows shard the elements of each row.
     """
 
     number: int
@@ -46,27 +46,28 @@ class Rows(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """Number of elements."""
         return self.number * self.width
 
     def padding(self, num_ranks: int) -> int:
-        """Return the elements that fill up the shards of so many ranks to one size.
+        """Return the elements that pad the shards of so many ranks to one size.
 
         >>> [Rows(8, 10).padding(ranks) for ranks in (4, 6, 16)]
         [0, 40, 80]
         """
+        # Cut along its width instead: each row is shared by several ranks without padding.
         if self.splits and num_ranks > self.number:
             return 0
         return -self.number % num_ranks * self.width
 
 
 def padding(weights: Iterable[Rows], num_ranks: int) -> int:
-    """Return the elements that fill up the shards of *weights*."""
+    """Return the elements that pad the shards of *weights*."""
     return sum(each.padding(num_ranks) for each in weights)
 
 
 def filled(weights: Sequence[Rows], num_ranks: int) -> int:
-    """Return the elements of all shards of *weights*, filled up to one size."""
+    """Return the elements of all shards of *weights*, padded to one size."""
     return sum(each.size for each in weights) + padding(weights, num_ranks)
 
 
@@ -74,20 +75,21 @@ def filled(weights: Sequence[Rows], num_ranks: int) -> int:
 def unit_parts(
     shape: BlockShape, stage: Stage, num_shards: int = 1, num_expert_shards: int = 1
 ) -> tuple[StagePart, ...]:
-    """Return the sharded units of *stage* in model order: each layer is one.
+    """Return the FSDP units of *stage* in model order: each layer is one.
 
-    The embedding is part of the first, the head of the last; a tied table belongs to the part
-    with the embedding, or as a copy to the head's.
+    The embedding is part of the first unit, the head of the last; a tied embedding belongs to the
+    unit with the embedding, or as a copy to the head's.
 
     Args:
-        shape: Of its blocks.
-        stage: Whose units.
-        num_shards: Ranks of a set of shards.
-        num_expert_shards: Of a set of shards of experts that other ranks than those of a replica
-            hold.
+        shape: Shape of its blocks.
+        stage: Pipeline stage.
+        num_shards: Ranks of a shard group.
+        num_expert_shards: Ranks of a shard group of experts with a data-parallel group of their
+            own.
     """
     if shape.stack.is_fully_sharded:
         return _units_with_ends(shape, stage, num_shards, num_expert_shards)
+    # The embedding shares the first layer's unit, the head the last one's.
     second = int(stage.has_embedding) + 1
     cuts = [0, *range(second, second + stage.num_layers - 1), stage.num_blocks]
     units = [stage.part(first, end) for first, end in pairwise(cuts)]
@@ -98,10 +100,10 @@ def unit_parts(
 
 
 class EndUnits(NamedTuple):
-    """Weights of a stage's units beside its layers.
+    """Weights of a stage's units other than its layers.
 
     Args:
-        root: What is gathered before all and stays, unit by unit.
+        root: Units that are gathered before all others and stay gathered.
         table: Gathered for the embedding, and again for its backward.
         head: Gathered for the head, and stays.
     """
@@ -112,7 +114,7 @@ class EndUnits(NamedTuple):
 
     @classmethod
     def of(cls, shape: BlockShape, stage: Stage) -> "EndUnits":
-        """Return those of *stage*."""
+        """Return the units of *stage*."""
         ends = stage._replace(layers=())
         weights = tuple(unit_weights(shape, ends))
         if shape.stack.units is Units.ROOT:
@@ -121,6 +123,7 @@ class EndUnits(NamedTuple):
             return cls((), head=weights)
         first = len([*unit_weights(shape, ends._replace(has_head=False))])
         table, others, head = weights[:1], weights[1:first], weights[first:]
+        # One parameter belongs to one unit: both ends are gathered together.
         if is_tied(shape, stage):
             return cls((*_units(others), table + head))
         return cls(_units(others), table, head)
@@ -131,15 +134,16 @@ def _units(weights: tuple[Rows, ...]) -> tuple[tuple[Rows, ...], ...]:
 
 
 def is_tied(shape: BlockShape, stage: Stage) -> bool:
-    """Return whether one weight is the stage's table and its output matrix.
+    """Return True if one weight is the stage's embedding and its output matrix.
 
-    Added to that of the head, which is split over tensor ranks, the table's gradient is split, too.
+    Added to the head's gradient, which is sharded over tensor-parallel ranks, the embedding's is
+    sharded, too.
     """
     return shape.trained.tied_embeddings and stage.has_embedding and stage.has_head
 
 
 def keeps_last_layer(shape: BlockShape, stage: Stage) -> bool:
-    """Return whether the last layer of *stage*, a whole model, stays until its backward pass."""
+    """Return True if the last layer of *stage*, a whole model, stays gathered until backward."""
     is_whole = stage.has_embedding and stage.has_head and stage.num_layers > 0
     return is_whole and shape.stack.keeps_last_layer
 
@@ -149,36 +153,37 @@ def _units_with_ends(
 ) -> tuple[StagePart, ...]:
     """Return each layer as a unit between those of `EndUnits`.
 
-    The root is gathered first and reduced last: it goes with the part before all layers.
+    The root is gathered first and reduced last: it belongs to the part before all layers.
     """
-    nothing = Stage((), has_embedding=False, has_head=False)
+    no_blocks = Stage((), has_embedding=False, has_head=False)
 
     def buckets(weights: Sequence[Rows], num_ranks: int = num_shards) -> tuple[int, ...]:
         return (filled(weights, num_ranks),) if weights else ()
 
     units = EndUnits.of(shape, stage)
-    embedding = nothing._replace(has_embedding=stage.has_embedding)
+    embedding = no_blocks._replace(has_embedding=stage.has_embedding)
     parts: list[StagePart] = []
     if units.root:
         root = tuple(filled(each, num_shards) for each in units.root)
-        parts.append(StagePart(nothing if units.table else embedding, root, stays=True))
+        parts.append(StagePart(no_blocks if units.table else embedding, root, stays=True))
     if units.table:
         parts.append(StagePart(embedding, buckets(units.table)))
-    place = int(stage.has_embedding)
+    block = int(stage.has_embedding)
     for _, count in stage.layers:
         # As they are in the stage: of layers of a kind some may run again, and others not.
-        layers = [stage.part(at, at + 1) for at in range(place, place + count)]
+        layers = [stage.part(at, at + 1) for at in range(block, block + count)]
         own, experts = (
             [*unit_weights(shape, layers[0], of_experts=apart)] for apart in (False, True)
         )
         sizes = buckets(own), buckets(experts, num_expert_shards)
         parts += [StagePart(each, sizes[0], expert_buckets=sizes[1]) for each in layers]
-        place += count
+        block += count
+    # Its backward follows at once, so that to reshard it would be in vain.
     if keeps_last_layer(shape, stage):
         parts[-1] = parts[-1]._replace(stays=True)
     if stage.has_head:
         head = buckets(units.head)
-        parts.append(StagePart(nothing._replace(has_head=True), head, stays=bool(head)))
+        parts.append(StagePart(no_blocks._replace(has_head=True), head, stays=bool(head)))
     return tuple(parts)
 
 
@@ -194,32 +199,35 @@ def unit_shards(
 
     Args:
         shape: Sizes of its blocks.
-        unit: Layers and ends of the model that it holds.
-        num_shards: Over how many ranks rows are split.
-        shard: Which one, without what fills it up: the last ones may have fewer rows.
-        of_experts: Those of experts that other ranks than those of a replica hold, not the others:
+        unit: Layers, embedding and head of the unit.
+        num_shards: Ranks of a shard group.
+        shard: Index of the shard, without padding: the last ones may have fewer rows.
+        of_experts: Weights of experts with a data-parallel group of their own, not the others:
             in a layer they are a unit of their own.
     """
     sizes = []
     for weight in unit_weights(shape, unit, of_experts=of_experts):
         rows, width, _ = weight
-        most = -(-rows // num_shards)
-        num_rows = most if shard is None else min(most, max(0, rows - shard * most))
+        shard_rows = -(-rows // num_shards)
+        # torch.chunk: shards of equal size until rows run out.
+        num_rows = (
+            shard_rows if shard is None else min(shard_rows, max(0, rows - shard * shard_rows))
+        )
         sizes.append(num_rows * width)
     return sizes
 
 
 def num_weights(shape: BlockShape, unit: Stage, *, of_experts: bool = False) -> int:
-    """Return how many weights *unit* has; see `unit_shards`."""
+    """Return the number of weights of *unit*; see `unit_shards`."""
     return sum(count for _, count in _counted_weights(shape, unit, of_experts=of_experts))
 
 
 def filled_parameters(
     shape: BlockShape, stages: Sequence[Stage], replication: Replication
 ) -> HeldParameters:
-    """Return `held_parameters` with their `shard_padding`."""
+    """Return `parameters_by_group` with their `shard_padding`."""
     found = []
-    for count, holders in held_parameters(shape, stages).by_holders(replication):
+    for count, holders in parameters_by_group(shape, stages).by_holders(replication):
         num_ranks, apart = holders.span.num_ranks, holders is not replication
         paddings = (shard_padding(shape, each, num_ranks, of_experts=apart) for each in stages)
         found.append(count + sum(paddings))
@@ -229,7 +237,7 @@ def filled_parameters(
 def shard_padding(
     shape: BlockShape, unit: Stage, num_ranks: int, *, of_experts: bool = False
 ) -> int:
-    """Return what fills up the shards of *unit* as memory counts it; see `unit_shards`."""
+    """Return the padding of the shards of *unit* as memory counts it; see `unit_shards`."""
     if num_ranks == 1 or not fills_rows(shape):
         return 0
     weights = _counted_weights(shape, unit, of_experts=of_experts)
@@ -237,18 +245,18 @@ def shard_padding(
 
 
 def fills_rows(shape: BlockShape) -> bool:
-    """Return whether memory counts what fills up the shards of each weight.
+    """Return True if memory counts the padding of each weight's shards.
 
-    The rows of models without experts are so many that it is next to nothing there.
+    Models without experts have so many rows that their padding is next to nothing.
     """
     has_experts = shape.trained.experts is not None
     return shape.stack.is_fully_sharded and has_experts and not _is_flat(shape)
 
 
 def _is_flat(shape: BlockShape) -> bool:
-    """Return whether FullyShardedDataParallel flattens the units of a model with experts.
+    """Return True if FullyShardedDataParallel (FSDP1) flattens the units of a model with experts.
 
-    Its norm is one number for all of a rank, that of DTensors one for each weight.
+    Its gradient norm is one number for all weights of a rank, DTensor's one for each weight.
     """
     return shape.trained.experts is not None and not shape.stack.norm_by_axis
 
@@ -262,7 +270,7 @@ def unit_weights(shape: BlockShape, unit: Stage, *, of_experts: bool = False) ->
 def _counted_weights(
     shape: BlockShape, unit: Stage, *, of_experts: bool
 ) -> Iterator[tuple[Rows, int]]:
-    """Yield the weights of *unit*, and how many there are of each."""
+    """Yield each different weight of *unit*, with its count."""
     counts: Counter[BlockKind] = Counter()
     for kind, count in unit.blocks:
         counts[kind] += count
@@ -276,7 +284,7 @@ def _counted_weights(
 @lru_cache  # of each shape every stage asks
 def _module_weights(shape: BlockShape, *, of_experts: bool) -> list[tuple[BlockKind, list[Rows]]]:
     """Return the weights of each tensor, with its kind of block."""
-    known: list[tuple[BlockKind, list[Rows]]] = []
+    found: list[tuple[BlockKind, list[Rows]]] = []
     for tensor in rank_tensors(shape.trained, shape.ends_tp, shape.stack.vocabulary_multiple):
         if (bool(shape.expert_parameters) and is_expert(tensor)) is not of_experts:
             continue
@@ -287,8 +295,8 @@ def _module_weights(shape: BlockShape, *, of_experts: bool) -> list[tuple[BlockK
             weights = [Rows(rows * prod(rest), 1)]
         elif is_expert(tensor):
             weights = _expert_weights(shape, tensor, weights[0], of_experts=of_experts)
-        known.append((tensor.block, weights))
-    return known
+        found.append((tensor.block, weights))
+    return found
 
 
 def _expert_weights(
@@ -296,7 +304,7 @@ def _expert_weights(
 ) -> list[Rows]:
     """Return the weights of a *tensor* of experts, each of which is a row of *weight*.
 
-    torchtitan's gate and value are apart.
+    torchtitan's gate and up projections are separate weights.
     """
     is_apart = module_of(tensor) == "experts_in" and not shape.stack.transformers_layers
     parts = 2 if is_apart else 1

@@ -1,4 +1,4 @@
-"""The work of a whole step, rank by rank, from the costs of its parts."""
+"""Work of a whole step, rank by rank, from the costs of its parts."""
 
 from meshwright.simulator.step.activations import (
     activation_host_bytes,

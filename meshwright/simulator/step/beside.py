@@ -1,4 +1,4 @@
-"""What passes of two microbatches beside each other hide of exchanges with ranks of experts."""
+"""Expert all-to-alls that overlapped passes of two microbatches hide from the critical path."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -18,16 +18,16 @@ from meshwright.simulator.ledger import StepSetting
 from meshwright.simulator.model import BlockRun
 
 
-def hidden_exchanges(
+def overlapped_all_to_alls(
     setting: StepSetting, costs: CostModel, stages: Sequence[Stage]
 ) -> Mapping[tuple[int, int], Hidden]:
-    """Return what passes through the virtual *stages* of a rank hide of each other's exchanges.
+    """Return the all-to-all time that overlapped passes of a rank's virtual *stages* hide.
 
-    Of what could be hidden that is the stack's share, as the exchange takes some of what
-    computation needs, and the other way round; each pass has it by what it exchanges.
+    The stack's fraction of the possible overlap, as all-to-all and computation take resources from
+    each other; it is split over both passes by their all-to-all times.
 
     Returns:
-        By the virtual stage of a forward pass and that of the backward pass beside it.
+        Overlapped times by the virtual stages of the forward and of the backward pass.
     """
     overlap = setting.plan.expert_overlap
     if overlap is None:
@@ -35,16 +35,18 @@ def hidden_exchanges(
     delays = overlap is ExpertOverlap.DELAYED_WEIGHTS
     layers = [_layers(setting, costs, stage, delays=delays) for stage in stages]
     numbers = range(len(stages))
-    known: dict[tuple[Stage, Stage], Hidden] = {}
+    by_stages: dict[tuple[Stage, Stage], Hidden] = {}
     for pair in product(numbers, numbers):
         key = stages[pair[0]], stages[pair[1]]
-        if key not in known:
-            known[key] = _shared(layers[pair[0]], layers[pair[1]], costs.stack.ep_overlap_fraction)
-    return {(f, b): known[stages[f], stages[b]] for f, b in product(numbers, numbers)}
+        if key not in by_stages:
+            by_stages[key] = _overlap(
+                layers[pair[0]], layers[pair[1]], costs.stack.ep_overlap_fraction
+            )
+    return {(f, b): by_stages[stages[f], stages[b]] for f, b in product(numbers, numbers)}
 
 
 def exchange_source(costs: CostModel, setting: StepSetting) -> Source:
-    """Return what the times of exchanges rest on that another microbatch may hide."""
+    """Return the source of the all-to-all times that another microbatch may overlap."""
     if setting.plan.expert_overlap is None:
         return Source.DATASHEET  # of no time, so no share of any evidence
     kinds = dict.fromkeys(kind for stage in setting.parts for kind, _ in stage.layers)
@@ -60,9 +62,9 @@ def exchange_source(costs: CostModel, setting: StepSetting) -> Source:
 def _layers(
     setting: StepSetting, costs: CostModel, stage: Stage, *, delays: bool
 ) -> list[LayerNodes]:
-    """Return the layers of a virtual stage, those that predict further tokens, too.
+    """Return the layers of a virtual stage, with those of MTP.
 
-    So Megatron-Core takes these beside others (`TransformerModelChunkSchedulePlan` of
+    Megatron-Core overlaps these, too (`TransformerModelChunkSchedulePlan` of
     megatron/core/models/common/model_chunk_schedule_plan.py, core 0.16).
     """
     runs, model = [*stage.layers], setting.shape.model
@@ -75,15 +77,16 @@ def _layers(
     ]
 
 
-def _shared(
+def _overlap(
     forward: Sequence[LayerNodes], backward: Sequence[LayerNodes], fraction: float
 ) -> Hidden:
-    """Return what two passes hide, shared by what each exchanges."""
-    sent = sum(each.forward_exchange_ps for each in forward)
-    returned = sum(each.backward_exchange_ps for each in backward)
-    if not sent + returned:
+    """Return the overlapped time of two passes, split by their all-to-all times."""
+    forward_ps = sum(each.forward_exchange_ps for each in forward)
+    backward_ps = sum(each.backward_exchange_ps for each in backward)
+    if not forward_ps + backward_ps:
         return Hidden()
-    hidden_ps = int(fraction * hidden_exchange_ps(forward, backward))
-    hidden_ps = min(hidden_ps, hideable_ps(forward, backward))
-    of_forward = hidden_ps * sent // (sent + returned)
-    return Hidden(of_forward, hidden_ps - of_forward)
+    overlapped_ps = int(fraction * hidden_exchange_ps(forward, backward))
+    # No more than each pass has computation to overlap with.
+    overlapped_ps = min(overlapped_ps, hideable_ps(forward, backward))
+    of_forward_ps = overlapped_ps * forward_ps // (forward_ps + backward_ps)
+    return Hidden(of_forward_ps, overlapped_ps - of_forward_ps)

@@ -1,4 +1,4 @@
-"""From a plan to the work of a step: what each rank computes, sends, reduces and keeps."""
+"""A step built from a plan: compute, messages, reductions and memory of each rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from meshwright.simulator.memory import (
     RankStates,
     VirtualStageMemory,
     block_bytes,
-    pair_bytes,
+    overlapped_pass_bytes,
     rank_memory,
     stage_messages,
     stand_in_bytes,
@@ -34,8 +34,8 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.replication import (
     blocks_of,
-    held_parameters,
     narrow_shard_bytes,
+    parameters_by_group,
     shards_of,
 )
 from meshwright.simulator.schedules import Phase, get_schedule
@@ -57,10 +57,10 @@ from meshwright.simulator.units import ParameterBytes, PassBytes, holds_units, u
 PPM = 1_000_000
 
 
-class Evidence(NamedTuple):
-    """What the times of stage messages, of replicas' collectives and of host copies rest on.
+class TimeSources(NamedTuple):
+    """Sources of the times of p2p messages, data-parallel collectives and host copies.
 
-    And of what is hidden of exchanges with ranks of experts.
+    And of the expert all-to-alls that another microbatch overlaps.
     """
 
     messages: Source
@@ -71,16 +71,16 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltStep:
-    """A step ready to simulate, with what its report needs.
+    """A step ready to simulate, with the costs and memory that its report needs.
 
-    ``virtual_stage_costs``, ``update_costs``, ``closing_costs`` (what the ledger has at the end, by
-    its moment), ``memory`` and ``host_shares`` have one entry a pipeline rank; the last is how much
-    of what it waits for on its data-parallel stream is copies from and to the host.
+    ``virtual_stage_costs``, ``update_costs``, ``closing_costs`` (the closing entries of the ledger
+    by moment), ``memory`` and ``host_shares`` have one entry for each pipeline rank; the last is
+    the share of host copies in a rank's waits on its data-parallel stream.
     """
 
     setting: StepSetting
     work: StepWork
-    evidence: Evidence
+    evidence: TimeSources
     virtual_stage_costs: tuple[tuple[Mapping[Phase, PhaseCost], ...], ...]
     update_costs: tuple[PhaseCost, ...]
     closing_costs: tuple[Mapping[Moment, Cost], ...]
@@ -89,12 +89,12 @@ class BuiltStep:
 
 
 def overhead_per_million(stack: StackProfile) -> int:
-    """Return the step overhead of *stack* as the engine counts it, per million."""
+    """Return the step overhead of *stack* in the engine's unit, per million."""
     return round(stack.step_overhead_fraction * PPM)
 
 
 def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltStep:
-    """Return everything a simulation of *plan* needs; *costs* may be shared between plans."""
+    """Return the step of *plan*, ready to simulate; *costs* may be shared between plans."""
     setting = StepSetting.of(job, plan, costs.stack, costs.cluster.devices_per_node)
     host = HostSide(costs, setting.wire, setting.state, setting.replication)
     shape, table = setting.shape, costs.blocks
@@ -103,6 +103,7 @@ def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltS
     blocks = block_bytes(table, shape, others=kinds)
     context = StepContext(setting, costs, blocks, host, late)
     by_rank = tuple(setting.rank_stages(pp_rank) for pp_rank in range(plan.pp))
+    # Equal ranks share one record: sizes depend on the stages alone.
     memory = _memory(context, tuple(dict.fromkeys(by_rank)))
     ranks = price_ranks(context)
     return BuiltStep(
@@ -113,7 +114,7 @@ def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltS
         update_costs=tuple(rank.exchanges.update for rank in ranks),
         closing_costs=tuple(rank.exchanges.closing for rank in ranks),
         memory=tuple(
-            _placed(context, memory[stages], pp_rank) for pp_rank, stages in enumerate(by_rank)
+            _at_rank(context, memory[stages], pp_rank) for pp_rank, stages in enumerate(by_rank)
         ),
         host_shares=tuple(
             rank.exchanges.host_share(setting, pp_rank) for pp_rank, rank in enumerate(ranks)
@@ -121,7 +122,8 @@ def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltS
     )
 
 
-def _evidence(context: StepContext, ranks: Sequence[PricedRank]) -> Evidence:
+def _evidence(context: StepContext, ranks: Sequence[PricedRank]) -> TimeSources:
+    """Return the sources of a step's times; equal ranks have the same."""
     costs, setting = context.costs, context.setting
     crosses = setting.plan.pp > 1 and setting.mesh.crosses_nodes(0, setting.plan.pp - 1)
     size_bytes = stage_messages(context.blocks, setting.stages[0]).output
@@ -129,10 +131,11 @@ def _evidence(context: StepContext, ranks: Sequence[PricedRank]) -> Evidence:
     link = costs.cluster.host_link
     host = Source.DATASHEET if link is None else link.kind  # without a link nothing is copied
     exchanges = exchange_source(costs, setting)
-    return Evidence(message.transfer.source, ranks[0].exchanges.source, host, exchanges)
+    return TimeSources(message.transfer.source, ranks[0].exchanges.source, host, exchanges)
 
 
 def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
+    """Return the engine's input: work of each rank, action lists and options of the runtime."""
     setting, stack = context.setting, context.costs.stack
     plan, replication = setting.plan, setting.replication
     schedule = plan.schedule_of(stack.pipeline_runtime)
@@ -141,13 +144,15 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
         stack.overlap_gradient_reduce or stack.overlap_parameter_gather or replication.gathers_units
     )
     size = plan.pp, setting.num_microbatches, plan.num_virtual_stages
-    beside = plan.expert_overlap is not None
+    overlaps_passes = plan.expert_overlap is not None
     if schedule.warmup is None:  # nothing of it comes again: all of it is run
         check_passes(plan.num_stages, setting.num_microbatches)
     return StepWork(
         ranks=tuple(rank.work for rank in ranks),
         actions=schedule.actions(*size),
-        pairs=tuple(schedule.pairs(rank, *size) for rank in range(plan.pp)) if beside else (),
+        pairs=tuple(schedule.pairs(rank, *size) for rank in range(plan.pp))
+        if overlaps_passes
+        else (),
         num_microbatches=setting.num_microbatches,
         blocking_messages=not stack.overlap_p2p,
         # Both through the node's cards, or both inside it: else they use different links.
@@ -178,10 +183,10 @@ def _memory(
     }
 
 
-def _placed(context: StepContext, memory: RankMemory, pp_rank: int) -> RankMemory:
-    """Return the memory of stages as that of a rank, which decides what a runtime holds."""
+def _at_rank(context: StepContext, memory: RankMemory, pp_rank: int) -> RankMemory:
+    """Return the memory of stages at a pipeline rank, whose position decides its p2p buffers."""
     plan = context.setting.plan
-    # What it holds while passes run beside each other (combined_1f1b.py) was not counted.
+    # Buffers kept alive while passes overlap (combined_1f1b.py) are not modelled.
     if plan.pp == 1 or plan.expert_overlap is not None or not context.costs.stack.holds_messages:
         return memory
     return replace(memory, held_at=PipelinePlace(pp_rank, plan.pp))
@@ -190,14 +195,16 @@ def _placed(context: StepContext, memory: RankMemory, pp_rank: int) -> RankMemor
 def _memory_of_units(
     context: StepContext, stages: tuple[Stage, ...], passes: PassBytes
 ) -> RankMemory:
+    """Return the memory of a rank whose states are FSDP units."""
     shape = context.setting.shape
     microbatches = context.setting.num_microbatches
     parameter = ParameterBytes(context.host.state, context.setting.wire.reduce_bytes)
     replication = context.setting.replication.in_steps_of(microbatches)
     memory = unit_rank_memory(shape, passes, stages, replication, parameter)
+    # Pipeline runtimes hold the batch of all microbatches.
     memory = replace(
         memory,
-        buffers_bytes=microbatches * memory.buffers_bytes + _angle_bytes(shape, stages),
+        buffers_bytes=microbatches * memory.buffers_bytes + _rope_cache_bytes(shape, stages),
         holds_sent=get_schedule(context.setting.plan.schedule).holds_sent,
     )
     memory = _offloaded(context, memory, stages)
@@ -205,12 +212,13 @@ def _memory_of_units(
     return with_copies(memory, beside_weights_bytes(shape, blocks_of(stages)))
 
 
-def _angle_bytes(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
-    """Return the tables of angles that layers of *stages* share."""
+def _rope_cache_bytes(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
+    """Return the RoPE cos/sin caches that layers of *stages* share."""
     return angle_table_bytes(shape) * num_angle_tables(shape.trained, stages)
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
+    """Return the memory of a pass through *stage*, with that of data parallelism."""
     setting, blocks = context.setting, context.blocks
     alone = virtual_stage_memory(setting.shape, stage, blocks)
     parts = setting.parts[stage]
@@ -226,22 +234,23 @@ def _memory_of_stages(
     stages: tuple[Stage, ...],
     virtual_stages: tuple[VirtualStageMemory, ...],
 ) -> RankMemory:
+    """Return the memory of a rank whose states are not FSDP units."""
     shape, replication = context.setting.shape, context.setting.replication
-    held = held_parameters(shape, stages)
+    parameters = parameters_by_group(shape, stages)
     states = (
         RankStates.of(count, context.host.state, holders.shards)
-        for count, holders in held.by_holders(replication)
+        for count, holders in parameters.by_holders(replication)
     )
     memory = rank_memory(reduce(RankStates.beside, states), virtual_stages)
     memory = _offloaded(context, memory, stages)
-    own = blocks_of(stages)
-    beside = stand_in_bytes(shape, own) + _angle_bytes(shape, stages)
-    memory = replace(memory, buffers_bytes=memory.buffers_bytes + beside)
-    memory = with_copies(memory, beside_weights_bytes(shape, own))
+    blocks = blocks_of(stages)
+    shared_buffers = stand_in_bytes(shape, blocks) + _rope_cache_bytes(shape, stages)
+    memory = replace(memory, buffers_bytes=memory.buffers_bytes + shared_buffers)
+    memory = with_copies(memory, beside_weights_bytes(shape, blocks))
     if replication.has_flat_units:
-        memory = with_copies(memory, narrow_shard_bytes(shape, own, *shards_of(replication)))
+        memory = with_copies(memory, narrow_shard_bytes(shape, blocks, *shards_of(replication)))
     if context.setting.plan.expert_overlap is not None:
-        memory = replace(memory, pairs_bytes=_pairs_bytes(context, stages))
+        memory = replace(memory, overlapped_bytes=_pairs_bytes(context, stages))
     if shape.stack.cuda_graphs == CudaGraphs.WHOLE_STEP:
         # The graph's pool is not given back to what the update needs, nor that to the graph.
         buffers = memory.buffers_bytes + memory.update_temporary_bytes
@@ -250,22 +259,22 @@ def _memory_of_stages(
         return memory
     # Reduced as one after the last pass, gradients are cast when activations are gone: the copy
     # takes the place of what the update needs, not of what a pass does.
-    at_end = max(memory.update_temporary_bytes, _sharing(context).cast_bytes(sum(held)))
+    at_end = max(memory.update_temporary_bytes, _sharing(context).cast_bytes(sum(parameters)))
     return replace(memory, update_temporary_bytes=at_end)
 
 
 def _pairs_bytes(context: StepContext, stages: tuple[Stage, ...]) -> dict[tuple[int, int], int]:
-    """Return what passes through the virtual *stages* of a rank add beside each other."""
-    known = {
-        (forward, backward): int(pair_bytes(context.blocks, forward, backward))
+    """Return the bytes that overlapped passes through the virtual *stages* of a rank add."""
+    by_stages = {
+        (forward, backward): int(overlapped_pass_bytes(context.blocks, forward, backward))
         for forward, backward in product({*stages}, repeat=2)
     }
-    numbers = product(range(len(stages)), repeat=2)
-    return {(f, b): known[stages[f], stages[b]] for f, b in numbers}
+    indices = product(range(len(stages)), repeat=2)
+    return {(f, b): by_stages[stages[f], stages[b]] for f, b in indices}
 
 
 def _offloaded(context: StepContext, memory: RankMemory, stages: tuple[Stage, ...]) -> RankMemory:
-    """Return *memory* with what the plan keeps on the host moved there."""
+    """Return *memory* with offloaded states and activations moved to the host."""
     setting, replication = context.setting, context.setting.replication
     count = setting.num_microbatches
     host_bytes = rank_host_bytes(setting.shape, stages, context.host.state, replication, count)

@@ -1,6 +1,6 @@
-"""Exchanges of a rank with its replicas in a step, and its update: times that no pass decides.
+"""Data-parallel communication of a rank in a step, and its update.
 
-The engine runs this between the parts of passes, lower bounds are chains of it: both read it here.
+The engine runs it between the parts of passes, lower bounds are chains of it: both read it here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,9 +38,9 @@ NOTHING = UnitWork(0)
 
 
 class PartExchanges(NamedTuple):
-    """A part of a stage, and what forward and backward passes through it wait for and hand on.
+    """Gathers and reductions of forward and backward passes through a part of a stage.
 
-    What is computed there is left open.  Of its times ``copies`` are from and to the host.
+    Compute times of the part are left open. ``copies`` are the host copies among its times.
     """
 
     part: StagePart
@@ -50,13 +50,13 @@ class PartExchanges(NamedTuple):
 
 
 class StageExchanges(NamedTuple):
-    """Exchanges of replicas in the passes through a virtual stage, parts in model order.
+    """Data-parallel communication in passes through a virtual stage, parts in model order.
 
     Args:
-        gathers: Parts of the first forward pass, where parameters are gathered under it.
-        reductions: Parts of backward passes that reduce gradients under them.
+        gathers: Parts of the first forward pass, where it overlaps with parameter gathers.
+        reductions: Parts of backward passes that overlap with gradient reductions.
         units: Parts of each pass, where parameters or gradients are sharded.
-        source: What the times of its reductions rest on, if it has any.
+        source: Source of the times of its reductions, if it has any.
     """
 
     gathers: tuple[PartExchanges, ...] = ()
@@ -66,13 +66,13 @@ class StageExchanges(NamedTuple):
 
 
 class RankExchanges(NamedTuple):
-    """The exchanges of a rank's virtual stages, and what closes its step.
+    """Data-parallel communication of a rank's virtual stages, and the close of its step.
 
     Args:
-        virtual_stages: In model order.
-        closing: What the ledger has at the end, by its moment.
-        update: The optimizer.
-        copied_back_ps: What updated parameters take from the host beyond the update.
+        virtual_stages: Communication of each, in model order.
+        closing: Cost of the closing entries of the ledger, by moment.
+        update: Cost of the optimizer.
+        copied_back_ps: Time beyond the update of copying parameters back from the host.
     """
 
     virtual_stages: tuple[StageExchanges, ...]
@@ -82,7 +82,7 @@ class RankExchanges(NamedTuple):
 
     @property
     def source(self) -> Source:
-        """Source of the times of gradients' reductions."""
+        """Source of the times of gradient reductions."""
         sources = (each.source for each in self.virtual_stages if each.source is not None)
         return next(sources, self.closing[Moment.PASSES_DONE].source)
 
@@ -92,9 +92,9 @@ class RankExchanges(NamedTuple):
         return self.copied_back_ps + self.closing[Moment.UPDATED].time_ps
 
     def host_share(self, setting: StepSetting, pp_rank: int) -> Fraction:
-        """Return the host's part in all that a rank's data-parallel stream does in a step.
+        """Return the share of host copies in a rank's data-parallel stream over a step.
 
-        What computation waits for on that stream is split by it.
+        Exposed waits for that stream are split by it.
         """
         replication, count = setting.replication, setting.num_microbatches
         if replication.offload is Offload.NONE:
@@ -103,6 +103,7 @@ class RankExchanges(NamedTuple):
         refetches = setting.refetches(pp_rank)
         for stage, each in zip(self.virtual_stages, refetches, strict=True):
             for part, forward, backward, copies in stage.units:
+                # The first reduction has no earlier gradients on the host to add to.
                 gathers, again_ps = 0, (count - 1) * copies.again_ps
                 if replication.gathers_units:
                     gathers = part_gathers(part, replication, count, each)
@@ -119,9 +120,9 @@ def rank_exchanges(
     stages: tuple[Stage, ...],
     known: dict[Stage, StageExchanges],
 ) -> RankExchanges:
-    """Return the exchanges of a rank that holds *stages*; those of *known* ones are not found anew.
+    """Return the communication of a rank that holds *stages*, with that of *known* ones reused.
 
-    Of equal settings, but for their stages, all ranks may share these.
+    All ranks of settings that differ in their stages alone may share *known*.
     """
     costs, shape, replication = side.costs, setting.shape, setting.replication
     for stage in dict.fromkeys(stages):
@@ -139,6 +140,7 @@ def rank_exchanges(
 
 
 def _stage_exchanges(setting: StepSetting, side: HostSide, stage: Stage) -> StageExchanges:
+    """Return the data-parallel communication of passes through *stage*."""
     replication, entries = setting.replication, stage_entries(setting, stage)
     gathers, ahead, reductions, sums = (
         _priced(side.costs, [entry for entry in entries if entry.moment is moment])
@@ -147,14 +149,15 @@ def _stage_exchanges(setting: StepSetting, side: HostSide, stage: Stage) -> Stag
     units: list[PartExchanges] = []
     if replication.in_units:
         none = [0] * len(reductions)
+        # Where parameters are whole, units only reduce.
         gathered = [cost.time_ps for _, cost in gathers] if replication.gathers_units else none
         summed = [cost.time_ps for _, cost in sums] or none
-        known: dict[tuple[object, ...], PartExchanges] = {}
+        unit_by_sizes: dict[tuple[object, ...], PartExchanges] = {}
         for (part, cost), gather_ps, last_ps in zip(reductions, gathered, summed, strict=True):
-            alike = part[1:]  # but for their stages
-            if alike not in known:
-                known[alike] = _unit(setting, side, part, gather_ps, cost.time_ps, last_ps)
-            units.append(known[alike]._replace(part=part))
+            sizes = part[1:]  # but for their stages
+            if sizes not in unit_by_sizes:
+                unit_by_sizes[sizes] = _unit(setting, side, part, gather_ps, cost.time_ps, last_ps)
+            units.append(unit_by_sizes[sizes]._replace(part=part))
     return StageExchanges(
         gathers=tuple(
             PartExchanges(part, UnitWork(0, cost.time_ps), NOTHING)
@@ -170,10 +173,11 @@ def _stage_exchanges(setting: StepSetting, side: HostSide, stage: Stage) -> Stag
 
 
 def _priced(costs: CostModel, entries: Sequence[LedgerEntry]) -> list[tuple[StagePart, Cost]]:
-    """Return the parts of *entries* of one moment with their price; equal parts have one."""
-    alike = {entry.part.sizes: entry.collectives for entry in entries}
-    known = {sizes: price(costs, collectives) for sizes, collectives in alike.items()}
-    return [(entry.part, known[entry.part.sizes]) for entry in entries]
+    """Return the parts of *entries* of one moment with their cost; equal parts share one."""
+    # Layers of one kind have equal sizes: each is priced once.
+    by_sizes = {entry.part.sizes: entry.collectives for entry in entries}
+    cost_by_sizes = {sizes: price(costs, collectives) for sizes, collectives in by_sizes.items()}
+    return [(entry.part, cost_by_sizes[entry.part.sizes]) for entry in entries]
 
 
 def _unit(
@@ -184,16 +188,16 @@ def _unit(
     reduce_ps: int,
     last_ps: int,
 ) -> PartExchanges:
-    """Return a unit with its copies, from the times of its collectives."""
+    """Return the communication of a unit with its copies, from the times of its collectives."""
     replication = setting.replication
     # Only then a pass finds sums of earlier ones, which have the format of the wire already.
     adds_up = not replication.reduces_each_microbatch and setting.num_microbatches > 1
     copies = part_copies(side, part)
-    copied = buffer_copies(side.costs, part, setting.wire, replication, adds_up=adds_up)
+    buffer_times = buffer_copies(side.costs, part, setting.wire, replication, adds_up=adds_up)
     forward = UnitWork(
         0,
         gather_ps + copies.in_ps,
-        unpack_ps=copied.unpack_ps,
+        unpack_ps=buffer_times.unpack_ps,
         stays=part.stays or not replication.reshards,
         is_once=part.is_once,
     )
@@ -204,16 +208,16 @@ def _unit(
         reduce_ps=reduce_ps + copies.out_ps,
         again_ps=copies.again_ps,
         last_ps=last_ps,
-        unpack_ps=copied.unpack_ps + written_ps,
-        pack_ps=copied.pack_ps,
+        unpack_ps=buffer_times.unpack_ps + written_ps,
+        pack_ps=buffer_times.pack_ps,
     )
     return PartExchanges(part, forward, backward, copies)
 
 
 def _with_ahead(units: list[PartExchanges], ahead_ps: int) -> tuple[PartExchanges, ...]:
-    """Return *units* with what is gathered ahead and unused.
+    """Return *units* with the gathers that are done ahead of backward and not used.
 
-    It comes before what a backward pass gathers first: that of the last layer.
+    They delay the first gather of a backward pass: that of the last layer.
     """
     if ahead_ps:
         last = max(place for place, unit in enumerate(units) if not unit.backward.stays)

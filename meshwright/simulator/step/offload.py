@@ -1,9 +1,10 @@
-"""Offloading to the host: what lives there, what crosses the link to it, the update it runs.
+"""Offloading to the host: host memory, copies over its link, and the CPU optimizer.
 
-Two ways.  FSDP with CPU offload keeps shards of parameters, gradients and optimizer states on the
-host: a unit's shard comes to the device before each of its gathers, its reduced gradient goes back
-(PyTorch, CPUOffloadPolicy).  ZeRO-Offload keeps the optimizer's states there: 16-bit gradients go
-out as they are reduced, updated 16-bit parameters come back (Ren et al. 2021, arXiv 2101.06840).
+Two ways. FSDP with CPU offload keeps shards of parameters, gradients and optimizer states on the
+host: a unit's shard is copied to the device before each all-gather, its reduced gradient back
+(PyTorch, CPUOffloadPolicy). ZeRO-Offload keeps the optimizer states there: 16-bit gradients are
+copied out as they are reduced, updated 16-bit parameters come back (Ren et al. 2021, arXiv
+2101.06840).
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from meshwright.simulator.replication import (
     update_cost,
 )
 
-# The ZeRO stages that each way goes with.
+# ZeRO stages that are combined with each way of offloading.
 OFFLOAD_STAGES = {Offload.OPTIMIZER: (1, 2), Offload.PARAMETERS: (3,)}
 # fp32 weight and two moments, which ZeRO-Offload keeps on the host whatever the precision.
 ADAM_STATE_BYTES = 12
@@ -57,9 +58,9 @@ NO_HOST = (
 
 
 class UnitCopies(NamedTuple):
-    """Time on the host's side of a unit: before its gather, after its reduction, and again.
+    """Host times of a unit: before its gather, after its reduction, and to accumulate.
 
-    ``again_ps`` follows a reduction that adds to what earlier microbatches left on the host.
+    ``again_ps`` follows a reduction that is added to earlier microbatches' gradients on the host.
     """
 
     in_ps: int = 0
@@ -68,7 +69,7 @@ class UnitCopies(NamedTuple):
 
 
 class HostSide(NamedTuple):
-    """What the times and bytes of a plan's offloading follow from."""
+    """Cost model, formats and sharding from which times and bytes of offloading follow."""
 
     costs: CostModel
     wire: WireBytes
@@ -79,7 +80,7 @@ class HostSide(NamedTuple):
 def offload_refusal(
     job: TrainingJob, plan: ResolvedPlan, cluster: Cluster, stack: StackProfile
 ) -> str | None:
-    """Return why *plan* cannot offload as it says, or None when it can."""
+    """Return the reason why *plan* cannot offload as it says, or None."""
     offload = plan.offload
     if offload is Offload.NONE:
         return None
@@ -99,19 +100,19 @@ def offload_refusal(
 
 
 def host_refusal(offload: Offload, cluster: Cluster) -> str | None:
-    """Return why hosts of *cluster* keep nothing, or None when they can."""
+    """Return the reason why hosts of *cluster* cannot keep states, or None."""
     if offload is Offload.NONE or cluster.host_link is not None:
         return None
     return NO_HOST.format(f"offload={offload}", cluster.name)
 
 
 def _format_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> str | None:
-    """Return why gradients kept as *plan* says do not go with shards on the host, if so.
+    """Return the reason why *plan*'s gradient format cannot be offloaded, or None.
 
-    There a gradient has the format of its parameter, as PyTorch's Adam wants it.
+    On the host a gradient has the format of its parameter, as PyTorch's Adam expects.
     """
-    own = chosen_formats(stack, job.precision, STACKS_OWN).kept
-    if plan.offload is not Offload.PARAMETERS or plan.gradient_precision in (None, own):
+    default_format = chosen_formats(stack, job.precision, STACKS_OWN).kept
+    if plan.offload is not Offload.PARAMETERS or plan.gradient_precision in (None, default_format):
         return None
     state = StateBytes.of(stack, job.precision, plan.gradient_formats)
     if state.gradient == state.sharded_parameter:
@@ -134,6 +135,7 @@ def copy_cost(costs: CostModel, size_bytes: int) -> Cost:
     link = cluster.host_link
     sharers = min(cluster.devices_per_host_link, costs.world_size)
     rate = link.bandwidth_bytes_per_s * link.busbw_fraction / sharers
+    # Every copy also reads or writes the memory of the host.
     rate = min(rate, _memory_share_bytes_per_s(costs))
     return Cost.from_seconds(link.latency_s + size_bytes / rate, link.kind)
 
@@ -148,6 +150,7 @@ def host_pass_cost(costs: CostModel, size_bytes: int) -> Cost:
 
 
 def _memory_share_bytes_per_s(costs: CostModel) -> float:
+    """Return a device's share of its host's memory bandwidth."""
     cluster = costs.cluster
     assert cluster.host_memory_bandwidth_bytes_per_s is not None
     sharers = min(cluster.devices_per_node, costs.world_size)
@@ -155,7 +158,7 @@ def _memory_share_bytes_per_s(costs: CostModel) -> float:
 
 
 def host_update_cost(costs: CostModel, num_parameters: int, replication: Replication) -> Cost:
-    """Return the time of Adam on the host for a rank's share of *num_parameters*.
+    """Return the time of Adam on the host for a rank's shard of *num_parameters*.
 
     It reads weight, gradient and two moments and writes all but the gradient, in fp32.
     """
@@ -165,7 +168,7 @@ def host_update_cost(costs: CostModel, num_parameters: int, replication: Replica
 
 
 def copy_back_ps(side: HostSide, num_parameters: int) -> int:
-    """Return what copying updated parameters back takes beyond the update that hides it.
+    """Return the exposed time of copying updated parameters back, beyond the update.
 
     Tile by tile: a tile is copied while the next one is updated (arXiv 2101.06840, section 5.1).
     """
@@ -179,11 +182,12 @@ def copy_back_ps(side: HostSide, num_parameters: int) -> int:
         count = min(TILE_PARAMETERS, share - first)
         updated_ps = update_ps * (first + count) // share
         end_ps = max(end_ps, updated_ps) + copy_cost(costs, count * wire.gather_bytes).time_ps
+    # Copies overlap with the update of later tiles: the rest is exposed.
     return max(0, end_ps - update_ps)
 
 
 def unit_copies(side: HostSide, num_parameters: int) -> UnitCopies:
-    """Return what a unit of *num_parameters* costs on the way from and to the host."""
+    """Return the host copy times of a unit of *num_parameters*."""
     costs, _, state, replication = side
     if replication.offload is Offload.NONE:
         return UnitCopies()
@@ -200,13 +204,13 @@ def unit_copies(side: HostSide, num_parameters: int) -> UnitCopies:
 
 
 def part_copies(side: HostSide, part: StagePart) -> UnitCopies:
-    """Return what the buckets of *part* cost on the way from and to the host, one by one."""
+    """Return the host copy times of the buckets of *part*, one after the other."""
     copies = [unit_copies(side, count) for count in part.buckets]
     return UnitCopies(*map(sum, zip(*copies, strict=True)))
 
 
 def owned_share(num_parameters: int, replication: Replication) -> int:
-    """Return the parameters of *num_parameters* whose states a rank keeps on its host."""
+    """Return the number of parameters whose states a rank keeps on its host."""
     return -(-num_parameters // replication.span.num_ranks)
 
 
@@ -217,7 +221,7 @@ def rank_update_cost(
     replication: Replication,
     cast_bytes: int,
 ) -> PhaseCost:
-    """Return the time of the optimizer on one rank's share, wherever it runs.
+    """Return the time of the optimizer on one rank's shard, on device or host.
 
     *cast_bytes* is the traffic of casting the rank's weights on the device after it.
     """
@@ -234,14 +238,15 @@ def rank_host_bytes(
     replication: Replication,
     num_microbatches: int,
 ) -> int:
-    """Return what the host keeps for a rank that holds *stages*.
+    """Return the host bytes of a rank that holds *stages*.
 
-    A host that adds gradients to those of earlier microbatches holds one weight's beside the sum.
-    Gradients that are not reduced before the last microbatch need their place all the same.
+    A host that accumulates gradients holds one weight's arriving gradient beside the sum. Gradients
+    that are reduced after the last microbatch alone need their memory all the same.
     """
     if replication.offload is Offload.NONE:
         return 0
     share = owned_share(sum(filled_parameters(shape, stages, replication)), replication)
+    # ZeRO-Offload keeps fp32 states and the reduced gradient on the host.
     if replication.offload is Offload.OPTIMIZER:
         return share * (ADAM_STATE_BYTES + state.gradient)
     arriving = 0
@@ -254,7 +259,7 @@ def rank_host_bytes(
 
 
 def offloaded_memory(memory: RankMemory, replication: Replication, host_bytes: int) -> RankMemory:
-    """Return *memory* with what the plan keeps on the host moved there, which is *host_bytes*.
+    """Return *memory* with offloaded states moved to the host, as *host_bytes*.
 
     Gradients that are not reduced before the last microbatch stay whole on the device till then.
     """
@@ -267,10 +272,10 @@ def offloaded_memory(memory: RankMemory, replication: Replication, host_bytes: i
 def unit_workspace_bytes(
     state: StateBytes, replication: Replication, units: list[int]
 ) -> tuple[int, int]:
-    """Return what forward and backward hold of states that are elsewhere at other times.
+    """Return the forward and backward workspaces of sharded or offloaded states.
 
-    With parameters on the host a shard is on its way beside those that `sharded_workspace_bytes`
-    counts.  The whole gradient of a unit counts where it leaves after its reduction.
+    With offloaded parameters a shard arrives beside those that `sharded_workspace_bytes` counts.
+    The whole gradient of a unit counts where it is copied out after its reduction.
     """
     offload, shards = replication.offload, replication.shards
     keeps_parameters = offload is Offload.PARAMETERS
@@ -282,7 +287,7 @@ def unit_workspace_bytes(
 
 
 def node_host_bytes(mesh: Mesh, stage_bytes: Sequence[int]) -> int:
-    """Return what the fullest node's host holds, from what each rank of a stage keeps there.
+    """Return the host bytes of the fullest node, from those of a rank of each stage.
 
     >>> node_host_bytes(Mesh(tp=2, dp=3, pp=2, node_size=8), [10, 1])
     62
@@ -300,6 +305,7 @@ def node_host_bytes(mesh: Mesh, stage_bytes: Sequence[int]) -> int:
 
 
 def _held_on_node(first: int, mesh: Mesh, stage_bytes: Sequence[int]) -> int:
+    """Return the host bytes of the node whose first rank is *first*."""
     size, total = mesh.stride(Axis.PP), 0
     last = min(first + mesh.node_size, mesh.world_size)
     while first < last:

@@ -1,4 +1,4 @@
-"""What each rank of a step computes, sends and reduces, from the costs of its parts."""
+"""Work of each rank of a step: compute, messages and reductions, from the costs of its parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from meshwright.simulator.memory import BlockMemory, LateGradients, stage_messag
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.schedules import Phase
 from meshwright.simulator.step.activations import backward_points, copied_bytes, forward_points
-from meshwright.simulator.step.beside import hidden_exchanges
+from meshwright.simulator.step.beside import overlapped_all_to_alls
 from meshwright.simulator.step.exchanges import RankExchanges, StageExchanges, rank_exchanges
 from meshwright.simulator.step.offload import HostSide
 
@@ -29,7 +29,7 @@ NO_MESSAGE = Message()
 
 
 class Hops(NamedTuple):
-    """Whether messages of a rank to the next one, and to the previous one, cross nodes."""
+    """Whether p2p messages of a rank to the next one, and to the previous one, cross nodes."""
 
     forward: bool
     backward: bool
@@ -37,7 +37,7 @@ class Hops(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What every part of one plan's step is built from."""
+    """Setting, costs and memory from which all parts of one plan's step are built."""
 
     setting: StepSetting
     costs: CostModel
@@ -49,14 +49,14 @@ class StepContext:
     _messages: dict[tuple[int, bool], Message] = field(default_factory=dict)
 
     def pass_costs(self, stage: Stage) -> Mapping[Phase, PhaseCost]:
-        """Return the cost of a pass through *stage* by its phase, found once."""
+        """Return the cost of a pass through *stage* by phase, computed once."""
         if stage not in self._passes:
             cost = virtual_stage_cost(self.costs, self.setting.shape, stage)
             self._passes[stage] = phase_costs(cost)
         return self._passes[stage]
 
     def message(self, size_bytes: int, *, crosses_nodes: bool) -> Message:
-        """Return a message of *size_bytes*; none where there is nothing to send."""
+        """Return a p2p message of *size_bytes*, an empty one for 0 bytes."""
         if size_bytes == 0:
             return NO_MESSAGE
         key = size_bytes, crosses_nodes
@@ -68,7 +68,7 @@ class StepContext:
 
 
 class PricedRank(NamedTuple):
-    """A rank's work, and what it has of exchanges with its replicas."""
+    """Work of a rank, and its data-parallel communication."""
 
     work: RankWork
     exchanges: RankExchanges
@@ -88,10 +88,9 @@ def virtual_stage_cost(costs: CostModel, shape: BlockShape, stage: Stage) -> Blo
 def message_between(
     costs: CostModel, shape: BlockShape, size_bytes: int, *, crosses_nodes: bool
 ) -> Message:
-    """Return the message of one microbatch between two stages, gathered by the receivers.
+    """Return the p2p message of one microbatch between two stages, gathered by the receivers.
 
-    Its sizes, where they go ahead, have arrived when it is sent; what a host does meanwhile is not
-    modelled.
+    Its shape, where sent ahead, has arrived when it is sent; host time in between is not modelled.
     """
     span = costs.spans.of_block(Axis.TP, shape)
     calls = message_collectives(shape, size_bytes, span, crosses_nodes=crosses_nodes)
@@ -108,18 +107,20 @@ def message_between(
 
 def price_ranks(context: StepContext) -> tuple[PricedRank, ...]:
     """Return the work of each pipeline rank; equal ranks share one record."""
-    known: dict[tuple[tuple[Stage, ...], Hops], PricedRank] = {}
+    by_stages: dict[tuple[tuple[Stage, ...], Hops], PricedRank] = {}
     ranks = []
     for pp_rank in range(context.setting.plan.pp):
         hops = Hops(_crosses(context, pp_rank, 1), _crosses(context, pp_rank, -1))
+        # Equal stages with equal links cost the same.
         key = (context.setting.rank_stages(pp_rank), hops)
-        if key not in known:
-            known[key] = _priced_rank(context, pp_rank, hops)
-        ranks.append(known[key])
+        if key not in by_stages:
+            by_stages[key] = _priced_rank(context, pp_rank, hops)
+        ranks.append(by_stages[key])
     return tuple(ranks)
 
 
 def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
+    """Return the work of a pipeline rank with its data-parallel communication."""
     setting, stages = context.setting, context.setting.rank_stages(pp_rank)
     exchanges = rank_exchanges(setting, context.host, stages, context.exchanges)
     closing = exchanges.closing
@@ -134,7 +135,7 @@ def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
         shared_embedding_ps=closing[Moment.TIED_TABLE].time_ps,
         optimizer_ps=exchanges.update.time_ps,
         gather_ps=exchanges.updated_ps,
-        hidden=hidden_exchanges(setting, context.costs, stages),
+        hidden=overlapped_all_to_alls(setting, context.costs, stages),
     )
     return PricedRank(work, exchanges)
 
@@ -142,6 +143,8 @@ def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
 def _virtual_stage_work(
     context: StepContext, stage: Stage, exchanges: StageExchanges, hops: Hops
 ) -> dict[Phase, PassWork]:
+    """Return the work of forward and backward passes through *stage*."""
+
     def time_ps(phase: Phase, part: Stage = stage) -> int:
         return context.pass_costs(part)[phase].time_ps
 
@@ -163,7 +166,7 @@ def _virtual_stage_work(
             ),
             copies=forward_copies,
         ),
-        # Last layers first.
+        # Backward runs the last layers first.
         backward: PassWork(
             time_ps(backward),
             context.message(messages.gradient, crosses_nodes=hops.backward),
@@ -184,7 +187,7 @@ def _virtual_stage_work(
 def _copies(
     context: StepContext, stage: Stage
 ) -> tuple[tuple[CopyPoint, ...], tuple[CopyPoint, ...]]:
-    """Return where passes through *stage* copy activations to the host, and have them back."""
+    """Return the offload and reload points of passes through *stage*."""
     if not stage.offload.number:
         return (), ()
     blocks = [context.pass_costs(stage.part(at, at + 1)) for at in range(stage.num_blocks)]
@@ -195,15 +198,15 @@ def _copies(
     first, copied = int(stage.has_embedding), copied_bytes(context.blocks, stage)
     done = stage.num_blocks - 1 - first  # blocks whose backward comes before that of layer 0
     backward = [behind[done - layer] for layer in range(stage.num_layers)]
-    given = context.costs, stage, copied
+    common = context.costs, stage, copied
     return (
-        tuple(forward_points(*given, forward[first:])),
-        tuple(backward_points(*given, backward)),
+        tuple(forward_points(*common, forward[first:])),
+        tuple(backward_points(*common, backward)),
     )
 
 
 def _crosses(context: StepContext, pp_rank: int, step: int) -> bool:
-    """Return whether the next rank (*step* 1), or the previous one (-1), is on another node."""
-    # Round the ranks, as the virtual stages go: the last rank sends to the first one's next stage.
-    target = (pp_rank + step) % context.setting.plan.pp
-    return context.setting.mesh.crosses_nodes(min(pp_rank, target), max(pp_rank, target))
+    """Return True if the next rank (*step* 1), or the previous one (-1), is on another node."""
+    # Modulo pp: with virtual stages the last rank sends to the first one's next stage.
+    neighbour = (pp_rank + step) % context.setting.plan.pp
+    return context.setting.mesh.crosses_nodes(min(pp_rank, neighbour), max(pp_rank, neighbour))

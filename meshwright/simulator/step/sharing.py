@@ -1,4 +1,4 @@
-"""Memory that replicas add to the passes of a rank: gathered shards, casts, late gradients."""
+"""Memory that data parallelism adds to passes: gathered shards, casts, re-allocated gradients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import Size, larger
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
-    FULLNESS,
+    PEAK_BYTES,
     BlockMemory,
     LateGradients,
     PassPeak,
@@ -31,14 +31,14 @@ Blocks = Mapping[BlockKind, BlockMemory[int]]
 
 
 class PassSharing(NamedTuple):
-    """How replicas share states, what a parameter costs, and what it costs on the wire."""
+    """Sharding of a rank's states, and bytes of a parameter in memory and in collectives."""
 
     replication: Replication
     state: StateBytes
     wire: WireBytes
 
     def cast_bytes(self, num_parameters: int) -> int:
-        """Return the buffer of gradients that are reduced at once in another format than theirs."""
+        """Return the buffer of gradients cast to the format of their reduction."""
         casts, replication = self.wire.casts, self.replication
         if casts is None or replication.dp_cp == 1:
             return 0
@@ -53,15 +53,15 @@ class PassSharing(NamedTuple):
         parts: Sequence[StagePart],
         late: LateGradients | None,
     ) -> VirtualStageMemory:
-        """Return *virtual_stage*, which no replicas share, with what they add to it.
+        """Return *virtual_stage*, the memory without data parallelism, with that added.
 
         Args:
-            virtual_stage: The memory of *stage*.
-            shape: Of its blocks.
-            stage: Whose passes.
+            virtual_stage: Memory of *stage*.
+            shape: Shape of its blocks.
+            stage: Stage of the passes.
             blocks: Sizes of a block of each kind.
-            parts: What is reduced in passes.
-            late: Gradients that the first backward pass makes, if it does.
+            parts: Parts that are reduced in passes.
+            late: Gradients that the first backward pass allocates, if it does.
         """
         replication = self.replication
         if replication.has_flat_units:
@@ -73,17 +73,19 @@ class PassSharing(NamedTuple):
             units = [sum(part.buckets) for part in parts]
             workspace = unit_workspace_bytes(self.state, replication, units)
             virtual_stage = with_workspace(virtual_stage, workspace)
+        # The first backward pass allocates gradients on top of all else.
         if late is not None:
             virtual_stage = late.added_to(virtual_stage, stage)
         largest = max((size for part in parts for size in part.all_buckets), default=0)
+        # Buckets are cast one by one: the largest decides.
         if not self.cast_bytes(largest):
             return virtual_stage
         if replication.in_units:
             return with_workspace(virtual_stage, (0, self.cast_bytes(largest)))
-        needed = bucket_cast_peak(blocks, stage, tuple(parts), self.cast_bytes).total_bytes
-        backward = larger(virtual_stage.backward_workspace_bytes, needed)
+        cast_peak = bucket_cast_peak(blocks, stage, tuple(parts), self.cast_bytes).total_bytes
+        backward = larger(virtual_stage.backward_workspace_bytes, cast_peak)
         first = virtual_stage.first_backward
         if first is not None:
             cast = bucket_cast_peak(blocks, stage, tuple(parts), self.cast_bytes, late)
-            first = max(first, PassPeak[Size](*cast), key=FULLNESS)
+            first = max(first, PassPeak[Size](*cast), key=PEAK_BYTES)
         return replace(virtual_stage, backward_workspace_bytes=backward, first_backward=first)

@@ -1,4 +1,4 @@
-"""Ways to train that are no mesh of ranks: one module and one line of the registry each."""
+"""Training strategies without a mesh of ranks: one module and one line of the registry each."""
 
 from collections.abc import Callable
 

@@ -1,11 +1,10 @@
-"""One process and N replicas, as torch.nn.DataParallel: all goes through device 0.
+"""One process with N replicas, as torch.nn.DataParallel: device 0 scatters and gathers all.
 
-In each pass device 0 scatters the token ids and broadcasts every parameter, one copy after
-another through its own link; replicas run forward; device 0 gathers the logits (in the
-precision of the job), computes the loss of the whole batch and scatters the gradient of the
-logits; replicas run backward; device 0 adds up their gradients.  It alone updates.  One
-interpreter launches the kernels of all replicas, whose threads take turns a layer at a time.
-A pass ends when its gradients are added up.
+In each pass device 0 scatters the token ids and broadcasts every parameter, one copy after another
+over its own link; replicas run forward; device 0 gathers the logits (in the job's precision),
+computes the loss of the whole batch and scatters the gradient of the logits; replicas run backward;
+device 0 sums their gradients, and it alone updates. One interpreter launches the kernels of all
+replicas, whose threads take turns a layer at a time. A pass ends when its gradients are summed.
 """
 
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ class LaunchedBlock(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A copy: of what kind, and from which device to which."""
+    """Kind of a copy, and its source and target device."""
 
     kind: TaskKind
     source: int
@@ -74,7 +73,7 @@ class PassTasks(NamedTuple):
 
 @dataclass(frozen=True)
 class Replica:
-    """What a replica computes, keeps and exchanges in a pass."""
+    """Blocks, sizes and costs of one replica."""
 
     case: StrategyCase
 
@@ -85,17 +84,17 @@ class Replica:
 
     @cached_property
     def wire(self) -> WireBytes:
-        """Bytes of a parameter: a gradient has its parameter's type, and crosses in as many."""
+        """Bytes of a parameter: a gradient has its parameter's dtype, also when copied."""
         return WireBytes.of(self.case.costs.stack, self.case.job.precision)
 
     @cached_property
     def num_parameters(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return stage_parameters(self.shape, whole_model(self.case.job.model))
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a broadcast, and of a reduction."""
+        """Bytes of a broadcast, and of a gradient reduction."""
         return self.num_parameters * self.wire.reduce_bytes
 
     @property
@@ -105,12 +104,12 @@ class Replica:
 
     @property
     def num_logits(self) -> int:
-        """Logits of a replica's microbatch."""
+        """Number of logits of a replica's microbatch."""
         return self.shape.num_logits
 
     @property
     def logit_bytes(self) -> int:
-        """Bytes of them as they are gathered."""
+        """Bytes of the logits as they are gathered."""
         return self.num_logits * self.shape.element_bytes
 
     @cached_property
@@ -120,7 +119,7 @@ class Replica:
 
     @cached_property
     def backward_blocks(self) -> tuple[LaunchedBlock, ...]:
-        """Blocks from the head to the embedding; recomputation is in them."""
+        """Blocks from the head to the embedding, with recomputation."""
         return tuple(backward for _, backward in reversed(self._blocks))
 
     @cached_property
@@ -128,6 +127,7 @@ class Replica:
         """Forward and backward of each block in model order."""
         blocks, costs = [], self.case.costs
         for kind, count in whole_model(self.case.job.model).blocks:
+            # The loss is computed on device 0 alone, of the whole batch.
             run = OUTPUT if kind == HEAD else kind
             operators = costs.blocks.operators(self.shape, run)
             cost = costs.block_cost(self.shape, run)
@@ -151,6 +151,7 @@ class Replica:
         """Loss of the whole batch and its gradient, on device 0."""
         blocks, dp = self.case.costs.blocks, self.case.plan.dp
         head, rest = (blocks.operators(self.shape, kind) for kind in (HEAD, OUTPUT))
+        # The loss is the difference of the head with and without it.
         whole = [
             MemoryBound("loss", dp * (_traffic_bytes(one) - _traffic_bytes(other)))
             for one, other in ((head.forward, rest.forward), (head.backward, rest.backward))
@@ -219,6 +220,7 @@ def _add_pass(graph: TaskGraph, replica: Replica, before: tuple[int, ...]) -> Pa
             for index in others
         ]
 
+    # torch.nn.DataParallel scatters inputs before it replicates the module.
     ids = send(TaskKind.SCATTER, replica.input_bytes, before)
     weights = send(TaskKind.BROADCAST, replica.weight_bytes, before)
     launched, forward = _add_chains(
@@ -228,19 +230,20 @@ def _add_pass(graph: TaskGraph, replica: Replica, before: tuple[int, ...]) -> Pa
         before,
         [(*before, ids[index], weights[index]) if index else before for index in devices],
     )
+    # torch.nn.DataParallel gathers outputs to device 0, where the loss is.
     outputs = collect(TaskKind.GATHER, replica.logit_bytes, forward)
     label = TaskLabel("loss of the whole batch", TaskKind.LOSS)
     loss = graph.add(label, replica.loss_cost, (_device(0),), (*outputs, forward[0]))
-    slopes = send(TaskKind.SCATTER, replica.logit_bytes, (loss,))
+    logit_gradients = send(TaskKind.SCATTER, replica.logit_bytes, (loss,))
     _, backward = _add_chains(
         graph,
         replica.backward_blocks,
         TaskKind.BACKWARD,
         launched,
-        [(slopes[index],) if index else (loss,) for index in devices],
+        [(logit_gradients[index],) if index else (loss,) for index in devices],
     )
-    arrived = collect(TaskKind.REDUCTION, replica.weight_bytes, backward)
-    sums = tuple(_add_sum(graph, replica, (task, backward[0])) for task in arrived)
+    gradients = collect(TaskKind.REDUCTION, replica.weight_bytes, backward)
+    sums = tuple(_add_sum(graph, replica, (task, backward[0])) for task in gradients)
     return PassTasks(forward, backward, loss, sums)
 
 
@@ -251,7 +254,7 @@ def _add_copy(
     size_bytes: int,
     after: tuple[int, ...],
 ) -> int:
-    """Add a copy from one device to another: out of the one's link, into the other's."""
+    """Add a copy from one device to another, over both devices' links."""
     kind, source, target = route
     cost = replica.case.costs.message(size_bytes, crosses_nodes=False)
     where = f"to device {target}" if target else f"from device {source}"
@@ -275,6 +278,7 @@ def _add_chains(
         for number, block in enumerate(blocks):
             name = f"{kind} {block.name} {number}, device {index}"
             label = TaskLabel(f"launch of {name}", TaskKind.LAUNCH)
+            # One Python interpreter: all launches share the host, in order of the graph.
             launched = (graph.add(label, block.launch, (HOST,), launched),)
             after = (*launched, *ran)
             ran = (graph.add(TaskLabel(name, kind), block.cost, (_device(index),), after),)
@@ -291,16 +295,16 @@ def _add_sum(graph: TaskGraph, replica: Replica, after: tuple[int, ...]) -> int:
 
 
 def _pass_bytes(
-    replica: Replica, passes: list[PassTasks], index: int, slope_bytes: int
+    replica: Replica, passes: list[PassTasks], index: int, logit_gradient_bytes: int
 ) -> list[TaskBytes]:
-    """Return what passes hold on a device whose part of the logits' gradient takes *slope_bytes*.
+    """Return the bytes of passes on a device whose part of the logits' gradient is *slope_bytes*.
 
-    A replica's gradients are those of copies: beside what the module keeps, on device 0, too.
+    A replica's gradients are those of weight copies: on device 0 they are beside the module's own.
     """
     shape, blocks = replica.shape, replica.case.costs.blocks
     saved = saved_bytes(blocks, shape)
     forward = forward_workspace_bytes(blocks, shape)
-    backward = backward_workspace_bytes(blocks, shape, slope_bytes)
+    backward = backward_workspace_bytes(blocks, shape, logit_gradient_bytes)
     return [
         live
         for each in passes

@@ -1,4 +1,4 @@
-"""A training step as a graph of tasks, and the account of its run: time, memory, evidence."""
+"""A training step as a task graph, and the accounting of its run: time, memory, sources."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class TaskLabel(NamedTuple):
 
 
 class TaskBytes(NamedTuple):
-    """What lives on a device, beyond its states, while a task runs."""
+    """Live bytes of a device, beyond its states, while a task runs."""
 
     task: int
     activations_bytes: int
@@ -47,7 +47,7 @@ class TaskBytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphDevice:
-    """A device: the resource it computes on, those it communicates and waits with, its memory."""
+    """A device: its compute resource, its links and host, and its memory."""
 
     compute: str
     links: tuple[str, ...]
@@ -59,7 +59,7 @@ class GraphDevice:
 
 @dataclass(slots=True)
 class TaskGraph:
-    """The tasks of a step as they are written down, each with what its time is made of."""
+    """Tasks of a step, each with its cost."""
 
     tasks: list[Task] = field(default_factory=list)
     costs: list[PhaseCost] = field(default_factory=list)
@@ -72,11 +72,12 @@ class TaskGraph:
         after: Iterable[int] = (),
         size_bytes: int = 0,
     ) -> int:
-        """Return the position of a new task.
+        """Add a task and return its index.
 
         Raises:
             TooManyTasksError: If there are too many to simulate.
         """
+        # A step of the engine has no folding for graphs: each task is simulated.
         if len(self.tasks) == MAX_TASKS:
             raise TooManyTasksError(
                 f"a step of more than {MAX_TASKS} tasks is too many to simulate; allowed: fewer "
@@ -90,15 +91,15 @@ class TaskGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphRun:
-    """A graph that has run.
+    """A task graph that has run.
 
     Args:
-        graph: What ran.
-        times: When.
-        devices: Devices of the plan in rank order, then servers beside them.
+        graph: Its tasks.
+        times: Times of the tasks.
+        devices: Devices of the plan in rank order, then servers.
         step_ps: Time of one step, without overhead.
-        windows_ps: Until when each device of the plan is looked at, a whole number of steps.
-        end_ps: Until when lanes are shown.
+        windows_ps: End of the observation of each device of the plan, a whole number of steps.
+        end_ps: End of the lanes.
     """
 
     graph: TaskGraph
@@ -110,7 +111,7 @@ class GraphRun:
 
 
 class StrategyCase(NamedTuple):
-    """What was asked for."""
+    """Job, plan, costs and memory limit of a simulation."""
 
     job: TrainingJob
     plan: ResolvedPlan
@@ -129,7 +130,7 @@ def account_graph(
     notes: Sequence[str] = (),
     asynchronous: AsyncRun | None = None,
 ) -> StepResult:
-    """Return the result of a run; *notes* come after the usual warnings."""
+    """Return the result of a run; *notes* follow the usual warnings."""
     job, plan, costs, _ = case
     total = sum(run.graph.costs, PhaseCost())
     fractions = {source: total.source_ps(source) / max(1, total.time_ps) for source in Source}
@@ -152,6 +153,7 @@ def account_graph(
 
 
 def _memory(case: StrategyCase, run: GraphRun) -> MemoryResult:
+    """Return the memory of all devices, without the graph."""
     cluster, stack = case.costs.cluster, case.costs.stack
     return MemoryResult(
         overheads=Overheads.of_plan(case.job, case.plan, cluster, stack),
@@ -162,6 +164,7 @@ def _memory(case: StrategyCase, run: GraphRun) -> MemoryResult:
 
 
 def _device_memories(run: GraphRun) -> Iterator[StageMemory]:
+    """Yield the memory of each device at its peak."""
     for index, device in enumerate(run.devices):
         events = [
             MemoryEvent(run.times[live.task].start_ps, run.graph.tasks[live.task].name, *live[1:])
@@ -178,18 +181,19 @@ def _breakdown(run: GraphRun, step_ps: int) -> dict[Category, int]:
 
     A device computes, or else communicates, or else waits for the host's launches, or is idle.
     """
-    seen = [
+    observed = [
         (device, window_ps)
         for device, window_ps in zip(run.devices, run.windows_ps, strict=False)
         if window_ps
     ]
     parts = dict.fromkeys(Category, 0)
     tasks_by_resource = _tasks_by_resource(run)
-    for device, window_ps in seen:
+    for device, window_ps in observed:
         computing = _spent(run, device, window_ps, tasks_by_resource)
         for category in Category:
             parts[category] += computing[category] * run.step_ps // window_ps
-    parts = {category: time_ps // len(seen) for category, time_ps in parts.items()}
+    parts = {category: time_ps // len(observed) for category, time_ps in parts.items()}
+    # Idle is the rest, so that the categories add up to the step.
     parts[Category.BUBBLE] = run.step_ps - sum(parts.values())
     parts[Category.STEP_OVERHEAD] = step_ps - run.step_ps
     return parts
@@ -207,6 +211,8 @@ def _tasks_by_resource(run: GraphRun) -> dict[str, list[int]]:
 def _spent(
     run: GraphRun, device: GraphDevice, window_ps: int, tasks_by_resource: dict[str, list[int]]
 ) -> dict[Category, int]:
+    """Return the time of a device by category, within its window."""
+
     def intervals(*names: str) -> list[Interval]:
         spans = [run.times[index] for name in names for index in tasks_by_resource.get(name, ())]
         return [(start, min(end, window_ps)) for start, end in spans if start < window_ps]
@@ -218,6 +224,7 @@ def _spent(
     parts = {category: total.category_ps(category) for category in Category}
     computing = intervals(device.compute)
     moving = computing + intervals(*device.links)
+    # Communication counts where it is exposed: compute takes precedence.
     parts[Category.DP_COMM] += covered_ps(moving) - covered_ps(computing)
     parts[Category.HOST] += covered_ps(moving + intervals(device.host)) - covered_ps(moving)
     return parts

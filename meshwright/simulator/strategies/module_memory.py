@@ -1,8 +1,7 @@
-"""What a replica of a module keeps, and holds for a moment, in a pass through all of it.
+"""Memory of a torch.nn.DataParallel replica in a pass: saved activations and workspaces.
 
-Gradients of a replica are those of copies of the weights: they stay until all of them are there
-(PyTorch, torch/nn/parallel/_functions.py: `Broadcast` is one node of the graph, its backward one
-reduction).
+A replica's gradients are those of weight copies: they stay until all of them are computed (PyTorch,
+torch/nn/parallel/_functions.py: `Broadcast` is one node of the graph, its backward one reduction).
 """
 
 from meshwright.simulator.blocks import OUTPUT, BlockShape, BlockTable, Ending
@@ -12,30 +11,31 @@ STAYS = Ending(keeps_gradients=True)
 
 
 def saved_bytes(table: BlockTable, shape: BlockShape) -> int:
-    """Return what backward needs of a replica's blocks, head included; the loss is elsewhere."""
+    """Return the activations saved by a replica's blocks, head included, without the loss."""
     ends = table.memory(shape, EMBEDDING).saved + table.memory(shape, OUTPUT).saved
     layers = shape.trained.layer_runs
     return ends + sum(count * table.memory(shape, kind).saved for kind, count in layers)
 
 
 def forward_workspace_bytes(table: BlockTable, shape: BlockShape) -> int:
-    """Return what forward needs beside what it keeps: in the last layer, or for the logits."""
+    """Return the forward workspace beyond saved activations: in the last layer, or of logits."""
     output = table.memory(shape, OUTPUT)
-    most, kept_behind = output.forward, output.saved
+    most, saved_behind = output.forward, output.saved
     for kind, count in reversed(shape.trained.layer_runs):
         layer = table.memory(shape, kind)
-        most = max(most, layer.forward - kept_behind)
-        kept_behind += count * layer.saved
+        # Layers behind have not saved their activations yet.
+        most = max(most, layer.forward - saved_behind)
+        saved_behind += count * layer.saved
     return most
 
 
 def backward_workspace_bytes(table: BlockTable, shape: BlockShape, slope_bytes: int) -> int:
-    """Return the most that backward holds beside what forward kept, all gradients included.
+    """Return the backward workspace beyond saved activations, all gradients included.
 
     Args:
-        table: What blocks hold.
+        table: Memory of blocks.
         shape: Sizes of the blocks.
-        slope_bytes: The gradient of the logits, as it came.
+        slope_bytes: Gradient of the logits as it arrives.
     """
     output = table.memory(shape, OUTPUT, STAYS._replace(arriving_bytes=slope_bytes))
     embedding = table.memory(shape, EMBEDDING, STAYS)

@@ -1,9 +1,9 @@
-"""Workers that pull parameters from servers and push gradients back, in step or on their own.
+"""Workers that pull parameters from servers and push gradients, synchronous or asynchronous.
 
-A server on a host of its own has one device of the cluster's kind and one network port: a node
-has as many ports as network cards, but no more than devices; neighbours share one where there are
-fewer.  ``all`` spreads the parameters over the workers' own devices, which then also add up and
-update.  Nothing overlaps within a worker: it pulls everything, computes, pushes everything.
+A server on a host of its own has one device of the cluster's kind and one network port: a node has
+as many ports as network cards, but no more than devices; neighbours share one where there are
+fewer. ``all`` spreads the parameters over the workers' own devices, which then also sum gradients
+and update. Nothing overlaps within a worker: it pulls everything, computes, pushes everything.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ ROUNDS = 50  # of each worker in an asynchronous run
 
 
 class Participant(NamedTuple):
-    """A worker or a server: the device it computes on, its node, its network port."""
+    """A worker or a server: its device, its node, its network port."""
 
     device: str
     node: int
@@ -67,7 +67,7 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Participants:
-    """Who takes part; ``shards`` are the parameters of each server."""
+    """Workers and servers; ``shards`` are the parameters of each server."""
 
     case: StrategyCase
     options: ParameterServer
@@ -78,12 +78,12 @@ class Participants:
 
     @property
     def wire(self) -> WireBytes:
-        """Bytes of a parameter; pulls take as many as pushes."""
+        """Bytes of a parameter; pulls and pushes are equally large."""
         return WireBytes.of(self.case.costs.stack, self.case.job.precision)
 
     @property
     def whole_stage(self) -> Stage:
-        """What a worker computes."""
+        """The whole model, which a worker computes."""
         return whole_model(self.case.job.model)
 
 
@@ -116,6 +116,7 @@ def simulate_parameter_server(case: StrategyCase) -> StepResult:
 
 
 def _participants(case: StrategyCase, options: ParameterServer) -> Participants:
+    """Return the workers and servers of a plan, spread over nodes and ports."""
     cluster, num_workers = case.costs.cluster, case.plan.dp
     node_size, num_ports = cluster.devices_per_node, ports_per_node(cluster)
     workers = tuple(
@@ -145,6 +146,7 @@ def _participants(case: StrategyCase, options: ParameterServer) -> Participants:
 
 
 def _notes(participants: Participants) -> list[str]:
+    """Return the warning about servers' hosts beyond the plan's GPUs."""
     if participants.options.servers == "all":
         return []
     count, num_workers = len(participants.servers), len(participants.workers)
@@ -154,8 +156,9 @@ def _notes(participants: Participants) -> list[str]:
 
 
 def _add_synchronous(graph: TaskGraph, participants: Participants) -> list[list[WorkerRound]]:
-    """Add one round of each worker; servers update when all gradients are added up."""
+    """Add one round of each worker; servers update when all gradients are summed."""
     rounds = [WorkerRound() for _ in participants.workers]
+    # In turns, so that workers spread over servers instead of queueing at the first.
     for turn in range(len(participants.servers)):
         for worker, each in enumerate(rounds):
             _add_pull(graph, participants, worker, turn, each, None)
@@ -177,12 +180,12 @@ def _add_synchronous(graph: TaskGraph, participants: Participants) -> list[list[
 
 
 def _add_asynchronous(graph: TaskGraph, participants: Participants) -> list[list[WorkerRound]]:
-    """Add the rounds of each worker; it pulls what its own update has left."""
+    """Add the rounds of each worker; it pulls the result of its own update."""
     rounds: list[list[WorkerRound]] = [[] for _ in participants.workers]
     turns = range(len(participants.servers))
     for _ in range(ROUNDS):
-        for worker, mine in enumerate(rounds):
-            each, before = WorkerRound(), mine[-1] if mine else None
+        for worker, worker_rounds in enumerate(rounds):
+            each, before = WorkerRound(), worker_rounds[-1] if worker_rounds else None
             for turn in turns:
                 _add_pull(graph, participants, worker, turn, each, before)
             _add_passes(graph, participants, worker, each)
@@ -190,14 +193,15 @@ def _add_asynchronous(graph: TaskGraph, participants: Participants) -> list[list
                 _add_push(graph, participants, worker, turn, each)
             for server, pushed in each.pushed.items():
                 each.updates[server] = _add_update(graph, participants, server, (pushed,))
-            mine.append(each)
+            worker_rounds.append(each)
     return rounds
 
 
 def _server_in_turn(participants: Participants, worker: int, turn: int) -> int:
-    """Return whom a worker talks to in its turn: in each one workers spread over servers."""
-    own_last = 1 if participants.options.servers == "all" else 0
-    return (worker + own_last + turn) % len(participants.servers)
+    """Return the server of a worker's turn: in each turn workers spread over servers."""
+    # Where servers are workers, each begins with the next one and its own shard comes last.
+    offset = 1 if participants.options.servers == "all" else 0
+    return (worker + offset + turn) % len(participants.servers)
 
 
 def _add_pull(
@@ -208,7 +212,7 @@ def _add_pull(
     each: WorkerRound,
     before: WorkerRound | None,
 ) -> None:
-    """Add a pull; a worker's own shard is there when its update is."""
+    """Add a pull; a worker's own shard is up to date after its update."""
     server = _server_in_turn(participants, worker, turn)
     after = () if before is None else (before.updates[server],)
     target, source = participants.workers[worker], participants.servers[server]
@@ -223,7 +227,7 @@ def _add_pull(
 def _add_push(
     graph: TaskGraph, participants: Participants, worker: int, turn: int, each: WorkerRound
 ) -> None:
-    """Add a push; a worker sends one after the other, so that none blocks a server it is not at."""
+    """Add a push; a worker pushes to one server at a time, so that no other is blocked."""
     server = _server_in_turn(participants, worker, turn)
     source, target = participants.workers[worker], participants.servers[server]
     if source is target:
@@ -239,7 +243,7 @@ def _add_push(
 def _transfer(
     participants: Participants, source: Participant, target: Participant, size_bytes: int
 ) -> tuple[PhaseCost, tuple[str, str]]:
-    """Return time and links of a transfer: inside a node, or out of one port into another."""
+    """Return time and links of a transfer: inside a node, or from one port to another."""
     costs = participants.case.costs
     if source.node == target.node:
         cost = costs.message(size_bytes, crosses_nodes=False)
@@ -284,6 +288,7 @@ def stretched(cost: PhaseCost, factor: float) -> PhaseCost:
 
     def scaled(parts: tuple[int, ...]) -> tuple[int, ...]:
         new = [part * time_ps // max(1, cost.time_ps) for part in parts]
+        # The largest part takes the rounding: parts add up to the whole.
         new[new.index(max(new))] += time_ps - sum(new)
         return tuple(new)
 
@@ -301,6 +306,7 @@ def _sum_cost(participants: Participants, server: int) -> PhaseCost:
 def _add_update(
     graph: TaskGraph, participants: Participants, server: int, after: tuple[int, ...]
 ) -> int:
+    """Add the optimizer's update of a server's shard."""
     device = participants.servers[server].device
     traffic = participants.shards[server] * participants.wire.update_traffic_bytes
     cost = PhaseCost.total([(Category.OPTIMIZER, participants.case.costs.memory_traffic(traffic))])
@@ -310,25 +316,25 @@ def _add_update(
 
 
 def _largest_tensor(participants: Participants) -> str:
-    """Return the name of the largest tensor that a layer keeps."""
+    """Return the name of the largest activation that a layer saves."""
     table, kinds = participants.case.costs.blocks, participants.whole_stage.layers
     kept = [table.saved_tensors(participants.shape, kind) for kind, _ in kinds]
     return max(chain.from_iterable(kept), key=lambda item: item.size_bytes).name
 
 
 def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Iterator[GraphDevice]:
-    """Yield the workers, then servers on hosts of their own."""
+    """Yield the devices of workers, then of servers on hosts of their own."""
     num_parameters = sum(participants.shards)
     shape, blocks = participants.shape, participants.case.costs.blocks
     sizes = block_bytes(blocks, shape)
     virtual_stage = virtual_stage_memory(shape, participants.whole_stage, sizes)
-    spaces = virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes
-    saved, *needed = map(int, (virtual_stage.saved_bytes, *spaces))
+    workspace_pair = virtual_stage.forward_workspace_bytes, virtual_stage.backward_workspace_bytes
+    saved, *workspaces = map(int, (virtual_stage.saved_bytes, *workspace_pair))
     largest = _largest_tensor(participants)
     state = StateBytes.of(participants.case.costs.stack, participants.case.job.precision)
     for worker, place in enumerate(participants.workers):
         task_bytes = [
-            TaskBytes(task, saved, needed[number % 2])
+            TaskBytes(task, saved, workspaces[number % 2])
             for each in rounds[worker]
             for number, task in enumerate(each.passes)
         ]
@@ -361,14 +367,19 @@ def _devices(participants: Participants, rounds: list[list[WorkerRound]]) -> Ite
 def _server_memory(
     participants: Participants, state: StateBytes, server: int, rounds: list[list[WorkerRound]]
 ) -> tuple[RankMemory, list[TaskBytes]]:
-    """Return a server's shard, and what it holds in an update: one gradient that has arrived."""
+    """Return a server's shard, and its workspace in an update: one arrived gradient."""
     shard = participants.shards[server]
     # The update reads a gradient in fp32; of a sum, what arrived last has been added by then.
-    together = participants.options.asynchronous
-    arrived = shard * (participants.wire.reduce_bytes + state.update_temporary * together)
-    arrived = max(arrived, shard * state.update_temporary)
-    updates = dict.fromkeys(each.updates[server] for mine in rounds for each in mine)
+    is_asynchronous = participants.options.asynchronous
+    arrived_bytes = shard * (
+        participants.wire.reduce_bytes + state.update_temporary * is_asynchronous
+    )
+    arrived_bytes = max(arrived_bytes, shard * state.update_temporary)
+    updates = dict.fromkeys(
+        each.updates[server] for worker_rounds in rounds for each in worker_rounds
+    )
+    # Asynchronous servers apply each gradient as it arrives: no sum is kept.
     gradients = 0 if participants.options.asynchronous else shard * state.gradient
     states = RankStates.of_share(shard, state, shard * state.parameter, gradients)
     memory = rank_memory(states)
-    return memory, [TaskBytes(task, 0, arrived) for task in updates]
+    return memory, [TaskBytes(task, 0, arrived_bytes) for task in updates]

@@ -1,4 +1,4 @@
-"""The memory of states that are gathered unit by unit, as fully_shard does."""
+"""Memory of FSDP units: parameters that fully_shard gathers, and gradients it reduces, by unit."""
 
 from meshwright.simulator.units.bytes import ENDINGS, PassBytes, UnitBytes
 from meshwright.simulator.units.memory import (

@@ -1,4 +1,4 @@
-"""Bytes of what FSDP's units hold, and of what passes through blocks of one shape need.
+"""Bytes of FSDP units, and of passes through blocks of one shape.
 
 Sizes are whole numbers, or columns of them over layouts that are alike in structure.
 """
@@ -17,25 +17,25 @@ from meshwright.simulator.replication import (
     is_tied,
     keeps_last_layer,
 )
-from meshwright.simulator.units.layers import Alike, ByFamily, Kinds, alike, families
+from meshwright.simulator.units.layers import AlikeLayers, ByFamily, Kinds, alike, families
 from meshwright.simulator.units.sharding import Sharding
 from meshwright.simulator.units.weights import LayerWeights, StageWeights, UnitWeights
 
-# Weights' gradients are added to sums at once, or stay, also where the one that arrives lies in a
-# message's buffer.
+# Weight gradients are accumulated at once, or stay, also where the arriving gradient is in a p2p
+# buffer.
 ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, arriving_bytes=0))
 
 
 class LayerBytes(NamedTuple):
-    """What passes through a layer keep and need.
+    """Bytes that passes through a layer save and need.
 
     Args:
-        saved: Kept from forward to backward.
-        work: Workspaces, forward and backward; its weights' gradients stay.
-        sent: Of a backward whose gradient lies in a message's buffer.
-        adding: Of a backward whose weights' gradients are added to sums at once.
-        nested: What lives around its experts, where they are a unit of their own.
-        nested_adding: The same where weights' gradients are added to sums at once.
+        saved: Activations saved from forward to backward.
+        work: Workspaces of forward and backward; weight gradients stay.
+        sent: Workspace of a backward pass whose output gradient is in a p2p buffer.
+        adding: Workspace of a backward pass that accumulates weight gradients at once.
+        nested: Live bytes around its experts, where they are a unit of their own.
+        nested_adding: The same where weight gradients are accumulated at once.
     """
 
     saved: Size
@@ -47,19 +47,19 @@ class LayerBytes(NamedTuple):
 
 
 class PassBytes(NamedTuple):
-    """What passes through blocks of one shape keep and need, whatever the units hold.
+    """Bytes that passes through blocks of one shape save and need, whatever their units.
 
     Args:
         layers: Of a layer as a plan recomputes it, and last of one that is kept where others run
             again, if the plan has such; of each family of layers.
-        saved_embedding: Kept by the embedding.
-        saved_head: Kept by the head.
-        freed_head: Of that, freed when the head's backward is done: not a stage's kept output.
-        message: A gradient of a layer's output.
+        saved_embedding: Saved by the embedding.
+        saved_head: Saved by the head.
+        freed_head: Bytes of that freed after the head's backward: all but a stage's kept output.
+        message: Gradient of a layer's output.
         head: Workspaces of the head.
         table: Workspace of the embedding's backward.
-        products: What the head's product needs forward, and those of its backward, without what
-            the loss keeps: it does not yet, or no more.
+        products: Workspace of the head's forward GEMM, and of its backward GEMMs, without tensors
+            saved by the loss: these do not exist yet, or no more.
     """
 
     layers: ByFamily[tuple[LayerBytes, ...]]
@@ -73,7 +73,7 @@ class PassBytes(NamedTuple):
 
     @classmethod
     def of(cls, table: BlockTable, shape: BlockShape, *, keeps_layers: bool = False) -> "PassBytes":
-        """Return the bytes of *shape*; *keeps_layers* says that not all layers run again."""
+        """Return the bytes of *shape*; *keeps_layers* says that not all layers are recomputed."""
         kinds = families(shape)
         message = table.memory(shape, kinds[0]).sent
         head, embedding = table.memory(shape, HEAD), table.memory(shape, EMBEDDING)
@@ -81,6 +81,7 @@ class PassBytes(NamedTuple):
         # PyTorch's own chain keeps logarithms of probabilities in fp32.
         kept_by_loss = 4 * (shape.stack.loss is LossKernel.EAGER)
         alone = shape.num_logits * (shape.element_bytes - kept_by_loss)
+        # The head's input is all-gathered from sequence-parallel shards.
         inputs = message * (shape.tp if shape.sequence_parallel else 1)
         matrix = shape.local_vocab_size * shape.model.hidden_size
         return cls(
@@ -101,7 +102,7 @@ class PassBytes(NamedTuple):
         )
 
     def messages(self, stage: Stage) -> tuple[Size, Size]:
-        """Return what *stage* sends in a microbatch, forward and backward."""
+        """Return the bytes that *stage* sends in a microbatch, forward and backward."""
         return 0 if stage.has_head else self.message, 0 if stage.has_embedding else self.message
 
 
@@ -119,19 +120,18 @@ def _layer_bytes(table: BlockTable, shape: BlockShape, kind: BlockKind) -> Layer
 
 
 class Unit(NamedTuple):
-    """Bytes of weights that are gathered, and whose gradients are reduced, together.
+    """Bytes of an FSDP unit: weights that are gathered, and gradients reduced, together.
 
     Args:
-        weights: Gathered, with what fills up shards.
+        weights: Gathered weights, with the padding of shards.
         made: Their whole gradients as a backward pass makes them.
-        wire: Gradients as they are reduced, filled up likewise.
-        share: What comes out of their reduction, also in the format in which it is kept.
-        replicas: A reduced share as the all-reduce over replicas had it, which stays until backward
-            is over.
-        kept: What this rank keeps of the gradients.
+        wire: Gradients in the format of the reduce-scatter, padded likewise.
+        share: Output of the reduce-scatter, with its cast to the kept format.
+        replicas: Reduced shard in the format of the HSDP all-reduce, alive until backward is over.
+        kept: Gradients that this rank keeps.
         last: Gradient of the last weight, which the loop that fills the reduction's buffer still
             has (`foreach_reduce` of PyTorch 2.13).
-        divided: Where one rank alone divides gradients, a tensor of their size.
+        divided: Tensor of the gradients' size where one rank alone divides them.
     """
 
     weights: Size = 0
@@ -145,11 +145,12 @@ class Unit(NamedTuple):
 
     @classmethod
     def of(cls, unit: UnitWeights, sharding: Sharding) -> "Unit":
-        """Return the bytes of a unit of parameters."""
+        """Return the bytes of a unit of weights."""
         (size, last, padding, narrow), (state, reduce_bytes) = unit, sharding.parameter
         is_cast = reduce_bytes != state.sharded_parameter
         filled = size + padding
         share = -(-filled // sharding.num_ranks)
+        # Without fully_shard nothing is gathered or reduced: gradients alone count.
         if sharding.is_plain:
             return cls(kept=sharding.kept_bytes(size))
         return cls(
@@ -161,32 +162,33 @@ class Unit(NamedTuple):
             replicas=share * reduce_bytes * several(sharding.num_replicas),
             kept=sharding.kept_bytes(size, padding),
             last=last * state.gathered_parameter * several(sharding.num_ranks),
+            # Over several ranks the reduce-scatter averages.
             divided=size * reduce_bytes * (1 - several(sharding.num_ranks)),
         )
 
     def beside(self, other: "Unit") -> "Unit":
-        """Return the bytes of both units."""
+        """Return the sum of both units' bytes."""
         return Unit(*(one + more for one, more in zip(self, other, strict=True)))
 
     def without(self, other: "Unit") -> "Unit":
-        """Return the bytes of what is left without another, a part of it."""
+        """Return the bytes without another unit, a part of this one."""
         return Unit(*(one - less for one, less in zip(self, other, strict=True)))
 
 
 def _end(units: tuple[UnitWeights, ...], sharding: Sharding) -> Unit:
-    """Return the bytes of the only one of *units*, if there is one."""
+    """Return the bytes of the only one of *units*, zeros if there is none."""
     return Unit.of(units[0], sharding) if units else Unit()
 
 
 class LayerUnit(NamedTuple):
-    """Bytes of a layer's units.
+    """Bytes of a layer's FSDP units.
 
     Args:
-        whole: Of the layer, with its experts.
-        experts: Of that, experts of which other ranks hold others: a unit within the layer's.
-        dense_buffer: In which its weights but those of these experts are gathered.
-        expert_buffer: In which theirs are.
-        ahead: In which what is gathered ahead of it lies.
+        whole: Unit of the layer, with its experts.
+        experts: Experts with a shard group of their own: a unit within the layer's.
+        dense_buffer: All-gather buffer of its other weights.
+        expert_buffer: All-gather buffer of these experts.
+        ahead: All-gather buffers of it when it is prefetched.
     """
 
     whole: Unit
@@ -197,68 +199,69 @@ class LayerUnit(NamedTuple):
 
     @classmethod
     def of(cls, weights: LayerWeights, sharding: Sharding, stack: StackProfile) -> "LayerUnit":
-        """Return the bytes of a layer, all of which *stack* may gather ahead."""
+        """Return the bytes of a layer; *stack* decides if its experts are prefetched, too."""
         experts = Unit.of(weights.experts, sharding.of_experts)
         dense = Unit.of(weights.most, sharding)
         dense_buffer = dense.weights * several(sharding.num_ranks)
         expert_buffer = experts.weights * several(sharding.num_expert_ranks)
+        # Without explicit prefetch a layer's own unit is gathered ahead, its experts are not.
         ahead = dense_buffer + expert_buffer if stack.prefetches_units else dense_buffer
         return cls(dense.beside(experts), experts, dense_buffer, expert_buffer, ahead)
 
     @property
     def dense(self) -> Unit:
-        """What is left without the experts that are a unit of their own."""
+        """Unit without the experts that are a unit of their own."""
         return self.whole.without(self.experts)
 
     @property
     def weights(self) -> Size:
-        """Gathered weights of all of it."""
+        """Gathered weights of the layer, with its experts."""
         return self.whole.weights
 
     @property
     def buffer(self) -> Size:
-        """In which all of it is gathered."""
+        """All-gather buffers of the layer, with its experts."""
         return self.dense_buffer + self.expert_buffer
 
 
-def _kept_experts(layers: ByFamily[LayerUnit], groups: Iterable[Alike]) -> Size:
-    """Return what is kept of the gradients of experts of *groups* of layers."""
+def _kept_experts(layers: ByFamily[LayerUnit], groups: Iterable[AlikeLayers]) -> Size:
+    """Return the kept gradients of experts of *groups* of layers."""
     return sum(each.num_layers * layers[each.family].experts.kept for each in groups)
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of a stage's units.
+    """Bytes of a stage's FSDP units.
 
     Args:
         kinds: A kind of layers of each family.
-        layers: Of a layer.
-        roots: Gathered before all, one after the other, and reduced last.
-        table: Gathered for the embedding and again for its backward, reduced after the roots.
-        head: Gathered for the head, and reduced after its backward.
-        last: Roots and table, as far as they are there: reduced when all layers are.
-        prefetches: Whether a layer that begins has all of the next gathered, not its unit alone.
-        nests: Whether experts of which other ranks hold others are a unit within the layer's.
+        layers: Units of a layer of each family.
+        roots: Units gathered before all others, one after the other, and reduced last.
+        table: Unit gathered for the embedding and again for its backward, reduced after the roots.
+        head: Unit gathered for the head, and reduced after its backward.
+        last: Roots and table, if they exist: reduced after all layers.
+        prefetches: Whether a layer that begins prefetches all of the next, not one unit alone.
+        nests: Whether experts with a shard group of their own are a unit within the layer's.
         has_head: Whether the head is a unit.
         keeps_last: Whether the last layer stays until its backward.
-        gathers: 1 where weights are gathered in buffers before they are copied out, else 0. Alone,
-            a rank copies its shard into the weight (PyTorch's FSDPParamGroup, `wait_for_unshard`).
+        gathers: 1 where weights are gathered in buffers before they are copied out, else 0. One
+            rank copies its shard into the weight (FSDPParamGroup's `wait_for_unshard`).
         cuts_experts: 1 where each of them is cut along its widths, as they are fewer than the ranks
             that share them, else 0.
-        casts_shares: Whether reduced shares are kept in another format; else the first of a step
+        casts_shares: Whether reduced shards are kept in another format; else the first of a step
             are kept as they are.
-        is_copied: Whether gradients are summed in another format than a backward pass makes.
+        is_copied: Whether gradients are accumulated in another format than backward makes.
         end_gradient: Gradients of a pipeline's embedding as a backward pass makes them, beside the
             first copy of the largest in the format in which they are summed.
-        positions: Whole gradient of the position table, which is there before the words'.
+        positions: Whole gradient of the position embedding, made before the word embedding's.
         head_gradient: Whole gradient of the head's weights, where it waits for the roots' others.
-        cut_table: A table's gradient that every tensor rank makes whole, and its own rows, which
-            DTensor copies out of it.
-        gradients: What it keeps of all gradients, which counts as held throughout. What leaves
-            for the host when it is reduced is not kept.
-        surplus: What a table's gradient that every tensor rank makes whole takes beyond its part,
-            where it stays so: between microbatches that do not reduce.
-        shares: A rank's parts of all gradients.
-        shard: What is kept of all gradients once they are reduced.
+        cut_table: An embedding's gradient that every tensor rank makes whole, and its own rows,
+            which DTensor copies out of it.
+        gradients: Kept bytes of all gradients, which count as static. Those offloaded when they are
+            reduced are not kept.
+        surplus: Bytes of an embedding's whole gradient beyond a tensor rank's part, where it stays
+            whole: between microbatches that do not reduce.
+        shares: A rank's shards of all gradients, in elements.
+        shard: Kept bytes of all gradients once they are reduced.
     """
 
     kinds: Kinds
@@ -294,6 +297,7 @@ class UnitBytes(NamedTuple):
         table, head = (_end(units, sharding) for units in (weights.table, weights.head))
         makes_whole = stage.has_embedding and shape.stack.whole_table_gradient
         stays_whole = sharding.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
+        # Until they are reduced, all ranks hold them beside their own rows.
         others = (weights.tp - 1) * weights.matrix * stays_whole  # rows of the other tensor ranks
         one_table: Size = weights.matrix * shape.element_bytes
         # Positions follow the table: their first copy in the other format is made later.
@@ -325,7 +329,7 @@ class UnitBytes(NamedTuple):
             head_gradient=one_table * (stage.has_head and not has_head),
             cut_table=one_table * (weights.tp + 1) * several(weights.tp) * makes_whole,
             gradients=kept + _kept_experts(layers, alike(stage, kinds)),
-            surplus=others * reduce_bytes,  # it stays whole
+            surplus=others * reduce_bytes,  # it stays unsharded
             shares=sharding.shares(*weights.filled),
             shard=sharding.shard_bytes(*weights.filled),
         )

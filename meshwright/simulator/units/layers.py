@@ -1,4 +1,4 @@
-"""Which layers of a stage are alike: with an MLP or with experts, with or without positions."""
+"""Families of layers that are alike in memory: MLP or experts, with or without positions."""
 
 from collections import Counter
 from functools import lru_cache
@@ -17,16 +17,16 @@ from meshwright.simulator.model import (
 Value = TypeVar("Value")
 Kinds = tuple[BlockKind, ...]
 ByFamily = tuple[Value, ...]
-"""Of layers of each family: of a kind each of those that `families` has, in their order."""
+"""One value for each family of layers, in the order of `families`."""
 
 
-class Alike(NamedTuple):
-    """Layers that are alike.
+class AlikeLayers(NamedTuple):
+    """Layers of one family that are alike in memory.
 
     Args:
-        family: Of theirs.
-        is_kept: They do not run again where others do.
-        num_layers: How many.
+        family: Index of their family.
+        is_kept: Whether they are excluded from recomputation.
+        num_layers: Number of them.
     """
 
     family: int
@@ -35,10 +35,10 @@ class Alike(NamedTuple):
 
 
 def families(shape: BlockShape) -> Kinds:
-    """Return a kind of layers of each family.
+    """Return one kind of layers for each family.
 
-    Those with experts and those without are two. A window alone changes neither parameters nor
-    bytes; that layers with one have positions and others none changes bytes.
+    Layers with experts and those without are two families. A window alone changes neither
+    parameters nor bytes; where layers with one have positions and others have none, bytes differ.
     """
     model = shape.trained
     differs = isinstance(model, ModelSpec) and model.differs_by_window
@@ -51,39 +51,43 @@ def families(shape: BlockShape) -> Kinds:
 
 @lru_cache(maxsize=4096)
 def by_place(stage: Stage, kinds: Kinds) -> tuple[int, ...]:
-    """Return the family of each layer of *stage*, of those with a kind in *kinds* each."""
+    """Return the family of each layer of *stage*, given one kind of each family."""
 
     def family(kind: BlockKind) -> int:
         if kind in kinds:
             return kinds.index(kind)
-        have = [each in EXPERT_LAYERS for each in kinds]
-        return have.index(kind in EXPERT_LAYERS)
+        has_experts = [each in EXPERT_LAYERS for each in kinds]
+        return has_experts.index(kind in EXPERT_LAYERS)
 
     return tuple(family(kind) for kind, count in stage.layers for _ in range(count))
 
 
 @lru_cache(maxsize=65536)
-def alike(stage: Stage, kinds: Kinds, first: int = 0, end: int | None = None) -> tuple[Alike, ...]:
-    """Return the layers of *stage* from the place *first* to *end* by what they are."""
+def alike(
+    stage: Stage, kinds: Kinds, first: int = 0, end: int | None = None
+) -> tuple[AlikeLayers, ...]:
+    """Return the layers of *stage* from index *first* to *end*, grouped by likeness."""
     family, keeps = by_place(stage, kinds), stage.checkpoints.keeps
+    # Asked once: `keeps` of a plan without such layers is false for each.
     can_keep = stage.checkpoints.keeps_layers
-    places = range(first, len(family) if end is None else end)
-    found = Counter((family[place], can_keep and keeps(place)) for place in places)
-    return tuple(Alike(*what, count) for what, count in found.items())
+    indices = range(first, len(family) if end is None else end)
+    counts = Counter((family[place], can_keep and keeps(place)) for place in indices)
+    return tuple(AlikeLayers(*what, count) for what, count in counts.items())
 
 
 @lru_cache(maxsize=4096)
 def extreme_places(stage: Stage, kinds: Kinds) -> tuple[int, ...]:
-    """Return the places of layers of which one may be fullest, the last one first.
+    """Return the indices of layers whose passes may be the peak, the last one first.
 
-    Of layers that are all alike each differs by as much from the one before, from the second to the
-    last but one; so it is between layers of another family.
+    Among equal layers memory changes by the same amount from each to the next, from the second to
+    the last but one: the extremes are near the ends of each run of a family.
     """
     family = by_place(stage, kinds)
     if stage.checkpoints.keeps_layers:
         return tuple(reversed(range(len(family))))
     ends = {0, len(family)} | {
-        place for place in range(1, len(family)) if family[place - 1] != family[place]
+        index for index in range(1, len(family)) if family[index - 1] != family[index]
     }
-    near = {place for end in ends for place in range(end - 2, end + 2)}
-    return tuple(sorted(near.intersection(range(len(family))), reverse=True))
+    # Two on either side: the outermost layers have neighbours of another kind.
+    candidates = {index for end in ends for index in range(end - 2, end + 2)}
+    return tuple(sorted(candidates.intersection(range(len(family))), reverse=True))

@@ -1,4 +1,4 @@
-"""Over how many ranks units are divided, and what becomes of them between their uses."""
+"""Sharding of FSDP units: shard groups, formats, and lifetimes of weights and gradients."""
 
 from typing import NamedTuple
 
@@ -9,26 +9,26 @@ from meshwright.simulator.replication import Replication
 
 
 class ParameterBytes(NamedTuple):
-    """Bytes a parameter costs: its states, and on the wire of a reduction."""
+    """Bytes of a parameter: its states, and its gradient in a reduction."""
 
     state: StateBytes
     reduce_bytes: int
 
 
 class Sharding(NamedTuple):
-    """How units are sharded, in which formats, and until when they and their gradients stay.
+    """Shard groups and formats of units, and lifetimes of them and their gradients.
 
     Args:
-        num_ranks: Of a set of shards.
-        num_replicas: Ranks with the same shard.
-        divides_experts: Ranks hold different experts, which are units of their own.
-        num_expert_ranks: Of a set of shards of these; else 1.
-        reshards: Units are freed after a forward pass.
-        keeps_units: They stay from a backward pass to the next, as in a pipeline.
-        sums: Gradients stay whole, outside a pipeline, and are summed so until the last microbatch.
-        on_host: Shards are, and their gradients once they are reduced.
-        is_plain: There are no units: weights and gradients are as a pass reads and makes them.
-        parameter: Bytes of one.
+        num_ranks: Ranks of a shard group.
+        num_replicas: Ranks of an HSDP replicate group.
+        divides_experts: Whether experts are units of their own, sharded over another group.
+        num_expert_ranks: Ranks of a shard group of these experts; else 1.
+        reshards: Whether units are freed after a forward pass (`reshard_after_forward`).
+        keeps_units: Whether they stay gathered from a backward pass on, as in a pipeline.
+        sums: Whether gradients are accumulated whole until the last microbatch, without a pipeline.
+        on_host: Whether shards, and reduced gradients, are offloaded.
+        is_plain: Whether there are no units: weights and gradients are those that a pass uses.
+        parameter: Bytes of a parameter.
     """
 
     num_ranks: Size
@@ -44,12 +44,14 @@ class Sharding(NamedTuple):
 
     @classmethod
     def of(cls, replication: Replication, parameter: ParameterBytes) -> "Sharding":
-        """Return that of *replication*."""
+        """Return the sharding of *replication*."""
         keeps_units, replicas = replication.keeps_units, replication.replica_span
         on_host = replication.offload is Offload.PARAMETERS
         casts = parameter.state.gathered_parameter != parameter.state.sharded_parameter
+        # Even one rank alone has units where weights are cast for its passes.
         is_plain = replication.is_unwrapped and not casts
         if is_plain:
+            # Nothing is reduced, so that no gradient is cast.
             parameter = parameter._replace(reduce_bytes=parameter.state.gradient)
         experts = replication.experts
         return cls(
@@ -66,12 +68,12 @@ class Sharding(NamedTuple):
         )
 
     def with_ranks(self, shards: Size, replicas: Size, of_experts: Size) -> "Sharding":
-        """Return the same over so many ranks."""
+        """Return the same sharding over so many ranks."""
         return self._replace(num_ranks=shards, num_replicas=replicas, num_expert_ranks=of_experts)
 
     @property
     def of_experts(self) -> "Sharding":
-        """That of experts, where other ranks hold the others."""
+        """Sharding of experts that have a shard group of their own."""
         return self._replace(num_ranks=self.num_expert_ranks)
 
     @property
@@ -80,14 +82,14 @@ class Sharding(NamedTuple):
         return self.keeps_units | self.sums | self.is_plain
 
     def shares(self, num_parameters: Size, num_experts: Size) -> Size:
-        """Return a rank's share of parameters, and of those of experts; filled up to one size."""
+        """Return a rank's shard of parameters, with that of experts; padded to equal size."""
         return -(-num_parameters // self.num_ranks) - (-num_experts // self.num_expert_ranks)
 
     def kept_bytes(self, num_parameters: Size, padding: Size = 0) -> Size:
-        """Return what is kept of gradients; *padding* fills up shards.
+        """Return the kept bytes of gradients; *padding* fills up shards.
 
-        Those that stay whole are in the wire's format, what leaves for the host when it is reduced
-        is not kept.
+        Whole gradients are in the format of the reduction; offloaded ones are not kept once they
+        are reduced.
         """
         whole, (state, reduce_bytes) = self.keeps_whole_gradients, self.parameter
         shards = chosen(whole, 1, self.num_ranks)
@@ -96,11 +98,11 @@ class Sharding(NamedTuple):
         return share * chosen(whole, reduce_bytes, state.gradient) * stays
 
     def cast_bytes(self, gathered: Size) -> Size:
-        """Return the copy of a rank's part of what is *gathered* as passes read it, if another."""
+        """Return the cast of a rank's shard of *gathered* weights, 0 if formats are equal."""
         state = self.parameter.state
         return (state.gathered_parameter != state.sharded_parameter) * gathered // self.num_ranks
 
     def shard_bytes(self, num_parameters: Size, num_experts: Size) -> Size:
-        """Return what a rank keeps of reduced gradients on its device; see `shares`."""
+        """Return the reduced gradients that a rank keeps on its device; see `shares`."""
         kept = 0 if self.on_host else self.parameter.state.sharded_parameter
         return self.shares(num_parameters, num_experts) * kept

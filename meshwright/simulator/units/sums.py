@@ -1,7 +1,7 @@
-"""Gradients of FSDP's units that stay whole, and are summed so, until the last microbatch.
+"""Memory of FSDP gradients that are accumulated whole until the last microbatch.
 
-Their sums have the format of the wire (`FSDPParam` of PyTorch 2.13,
-`to_accumulated_grad_if_needed`).  The last backward pass reduces them unit by unit, the root last.
+Accumulated gradients have the format of the reduction (`FSDPParam` of PyTorch 2.13,
+`to_accumulated_grad_if_needed`). The last backward pass reduces them unit by unit, the root last.
 """
 
 from collections.abc import Iterator
@@ -21,22 +21,22 @@ from meshwright.simulator.units.weights import StageWeights
 
 
 class SumBytes(NamedTuple):
-    """Bytes of a stage's gradients and of their sums.
+    """Bytes of a stage's gradients and of their accumulated sums.
 
     Args:
         apart: Whether sums have another format than the gradients of a pass.
         scale: Bytes of a sum for each of a gradient as a pass makes it.
-        layer_shards: What this rank keeps of a layer's gradients once they are reduced.
-        expert_shards: Of that, of experts that are a unit of their own.
+        layer_shards: Bytes that this rank keeps of a layer's gradients once they are reduced.
+        expert_shards: Bytes of these that belong to experts with a unit of their own.
         head_shard: The same of the head's unit.
-        shard: What it keeps of all gradients then.
+        shard: Bytes that it keeps of all gradients then.
         copying: The last units' gradients and their first copies as sums, at most, while they are
             copied one by one.
         positions: Gradient of a table of positions, as a pass makes it.
-        cut_table: A tied table's gradient that every tensor rank makes whole, and its own rows,
+        cut_table: A tied embedding's gradient that every tensor rank makes whole, and its own rows,
             which are copied out of it to be added to the head's where nothing is wrapped.
-        waits: What of the output matrix's gradient is not added to a sum before the embedding's
-            is there.
+        waits: Part of the output matrix's gradient that is accumulated together with the
+            embedding's alone.
     """
 
     apart: bool
@@ -79,7 +79,7 @@ class SumBytes(NamedTuple):
 
 
 def _copying(shape: BlockShape, stage_pass: StagePass, matrix: Size) -> Size:
-    """Return the last units' gradients and their first copies, at most."""
+    """Return the most bytes of the last units' gradients with their first copies."""
     units, (state, wire_bytes) = stage_pass.units, stage_pass.sharding.parameter
     made_bytes = state.gathered_parameter
     surplus = units.surplus // wire_bytes
@@ -99,7 +99,7 @@ def _copying(shape: BlockShape, stage_pass: StagePass, matrix: Size) -> Size:
 
 
 class SummingPeaks(NamedTuple):
-    """The fullest instants of passes that keep sums, and what the last one reduces them by."""
+    """Peaks of passes that accumulate whole gradients; the last pass reduces them."""
 
     first: PassPeak[Size]
     later: PassPeak[Size]
@@ -107,13 +107,14 @@ class SummingPeaks(NamedTuple):
 
     @classmethod
     def of(cls, stage_pass: StagePass, sums: SumBytes) -> "SummingPeaks":
-        """Return those of a whole model."""
+        """Return the peaks of a whole model."""
+        # First, later, and last: with one microbatch nothing is accumulated.
         kinds = ((True, False), (False, False), (False, True))
-        return cls(*(_SummingPass(stage_pass, sums, *kind).fullest_moment() for kind in kinds))
+        return cls(*(_SummingPass(stage_pass, sums, *kind).peak() for kind in kinds))
 
 
 class _SummingPass(NamedTuple):
-    """A backward pass: whether it makes the step's first gradients, and reduces the sums."""
+    """A backward pass that may allocate the step's gradients, or reduce them."""
 
     stage_pass: StagePass
     sums: SumBytes
@@ -122,65 +123,68 @@ class _SummingPass(NamedTuple):
 
     @property
     def adds(self) -> bool:
-        """Whether it adds each gradient to a sum at once."""
+        """Whether it accumulates each gradient at once."""
         return not (self.is_first or self.sums.apart)
 
-    def fullest_moment(self) -> PassPeak[Size]:
-        """Return its fullest moment, beside all that the forward pass kept."""
-        return fullest((*self._head_moments(), *self._layer_moments(), *self._root_moments()))
+    def peak(self) -> PassPeak[Size]:
+        """Return its peak, beyond all that the forward pass saved."""
+        return fullest((*self._head_peaks(), *self._layer_peaks(), *self._root_peaks()))
 
     def _absent(self, first: int) -> Size:
-        """Return the sums that are not there, or no more, when head and layers have run.
+        """Return the gradients not allocated yet, or freed, when head and layers have run.
 
-        These are those from the place *first* on.
+        Layers from the index *first* on have run.
         """
         units, sums, stage = self.stage_pass.units, self.sums, self.stage_pass.stage
         if self.is_first:
             return self._late - units.head.kept - self.stage_pass.held.total(kept_of, first)
+        # A pass in between finds all gradients, and frees none.
         if not self.is_last:
             return 0
         # Once a unit is reduced its whole sum has gone, but for this rank's shard.
-        gone: Size = units.head.kept - sums.head_shard
+        freed: Size = units.head.kept - sums.head_shard
         for family, _, count in alike(stage, units.kinds, first):
-            gone = gone + count * (units.layers[family].whole.kept - sums.layer_shards[family])
-        return gone
+            freed = freed + count * (units.layers[family].whole.kept - sums.layer_shards[family])
+        return freed
 
     @property
     def _late(self) -> Size:
-        """Sums that are not there when the pass begins."""
+        """Gradients that are not allocated when the pass begins."""
         return self.stage_pass.late_bytes if self.is_first else 0
 
-    def _head_moments(self) -> Iterator[PassPeak[Size]]:
+    def _head_peaks(self) -> Iterator[PassPeak[Size]]:
+        """Yield the peaks of the head: its workspace, gradients, and their reduction."""
         passes, stage, _, units = self.stage_pass
         head, stay = units.head, self.stage_pass.stays(whole=False)
         yield PassPeak(0, self._late)
         if not stage.has_head:
             return
         yield PassPeak(passes.head[1] + units.root + head.weights + stay, self._late)
-        here = units.root + self.stage_pass.stays(
+        live = units.root + self.stage_pass.stays(
             whole=False, otherwise=self.stage_pass.held.ahead_of_last
         )
-        yield PassPeak(here + head.weights + passes.products[1], self._late)
-        here = here + passes.message - self.stage_pass.freed_head
+        yield PassPeak(live + head.weights + passes.products[1], self._late)
+        live = live + passes.message - self.stage_pass.freed_head
         if self.is_last:
             last = head.last * self.sums.scale
-            yield PassPeak(here + head.wire, 0)
-            yield PassPeak(here + head.wire + last + head.share, head.kept)
+            yield PassPeak(live + head.wire, 0)
+            yield PassPeak(live + head.wire + last + head.share, head.kept)
         elif self.is_first and self.sums.apart:
-            yield PassPeak(here + head.weights, self._absent(stage.num_layers))
+            yield PassPeak(live + head.weights, self._absent(stage.num_layers))
 
-    def _layer_moments(self) -> Iterator[PassPeak[Size]]:
+    def _layer_peaks(self) -> Iterator[PassPeak[Size]]:
+        """Yield the peaks of layers that may be the largest."""
         _, stage, _, units = self.stage_pass
-        others = units.root + (self.sums.waits if self.adds else units.head_gradient)
-        others = others - self.stage_pass.freed_head
+        shared = units.root + (self.sums.waits if self.adds else units.head_gradient)
+        shared = shared - self.stage_pass.freed_head
         for place in self.stage_pass.held.extreme_places:
-            here = others - self.stage_pass.saved_layers(place + 1)
-            here = here + self._replicas(stage.num_layers - 1 - place)
+            live = shared - self.stage_pass.saved_layers(place + 1)
+            live = live + self._replicas(stage.num_layers - 1 - place)
             for each in self._in_layer(place):
-                yield PassPeak(here + each, self._absent(place + 1))
+                yield PassPeak(live + each, self._absent(place + 1))
 
     def _in_layer(self, place: int) -> Iterator[Size]:
-        """Yield what lives in the backward of the layer at a *place*, beside all sums of it."""
+        """Yield the live bytes of a layer's backward, beside all its accumulated gradients."""
         passes, stage, sharding, units = self.stage_pass
         held, done = self.stage_pass.held, stage.num_layers - 1 - place
         if held.is_nested(place):
@@ -189,15 +193,16 @@ class _SummingPass(NamedTuple):
         unit, layer, left = held.at(place), self.stage_pass.layer(place), self._left(place)
         work = layer.adding if self.adds else layer.work[1]
         behind = held.on_the_way(place)
-        here: Size = work + unit.weights + held.stay(place) + behind
+        live: Size = work + unit.weights + held.stay(place) + behind
         if self.stage_pass.sends_output and not done:
-            here = here - layer.work[1] + layer.sent
+            # A received gradient is in a p2p buffer, which counts there.
+            live = live - layer.work[1] + layer.sent
         if sharding.reshards and (done or not units.keeps_last):
             # Before the layer runs: its gathered buffer, and the weights copied out of it; then
             # these and the next one's buffer, beside shards that are cast to be copied into it.
             behind = larger(unit.buffer, behind + sharding.cast_bytes(behind))
-            here = larger(here, passes.message + unit.weights + behind)
-        yield here + left
+            live = larger(live, passes.message + unit.weights + behind)
+        yield live + left
         if self.is_last:
             yield self._reduced(place, unit.whole)
 
@@ -220,40 +225,42 @@ class _SummingPass(NamedTuple):
         yield self._reduced(place, layer.dense) + shard - layer.experts.kept
 
     def _replicas(self, done: int) -> Size:
-        """Return what reductions over replicas have left when *done* layers have run."""
+        """Return the outputs of HSDP all-reduces when *done* layers have run."""
         return self.stage_pass.held.replica_bytes(done, first=True) if self.is_last else 0
 
     def _left(self, place: int) -> Size:
+        """Return the input of the last reduce-scatter before a layer, if this pass reduces."""
         return self.stage_pass.held.left(place) if self.is_last else 0
 
     def _reduced(self, place: int, unit: Unit) -> Size:
-        """Return what lives as a *unit* of the layer at a *place* is reduced, its weights freed."""
+        """Return the live bytes as a *unit* of a layer is reduced, its weights freed."""
         passes = self.stage_pass.passes
         held, layer = self.stage_pass.held, self.stage_pass.layer(place)
-        here = passes.message - layer.saved
-        here = here + held.stay(place) + held.on_the_way(place)
-        return here + unit.wire + larger(0, unit.share - unit.kept)
+        live = passes.message - layer.saved
+        live = live + held.stay(place) + held.on_the_way(place)
+        return live + unit.wire + larger(0, unit.share - unit.kept)
 
-    def _root_moments(self) -> Iterator[PassPeak[Size]]:
-        """Yield the fullest moments after the layers: the table's gradient, then the last units'.
+    def _root_peaks(self) -> Iterator[PassPeak[Size]]:
+        """Yield the peaks after the layers: the embedding's gradient, then the last units'.
 
-        A reduction holds all sums and the buffer of the wire; then that and its share, while the
-        loop that filled it (`foreach_reduce` of PyTorch 2.13) still has the last gradient.
+        A reduction holds all accumulated gradients and the reduce-scatter's buffer; then that and
+        its output, while the loop that filled it (`foreach_reduce` of PyTorch 2.13) still
+        references the last gradient.
         """
         passes, stage, _, units = self.stage_pass
         sums, absent = self.sums, self._absent(0)
         freed: Size = self.stage_pass.saved_layers() + self.stage_pass.freed_head
         freed = freed - self._replicas(stage.num_layers)
-        made: Size = sums.waits if self.adds else units.head_gradient + sums.positions
+        gradients: Size = sums.waits if self.adds else units.head_gradient + sums.positions
         wire = self.stage_pass.held.wire(0) if self.is_last else 0
         weights: Size = units.root + units.table.weights
         table = larger(passes.table * stage.has_embedding, sums.cut_table)
-        yield PassPeak(table + made + wire + weights - freed, absent)
+        yield PassPeak(table + gradients + wire + weights - freed, absent)
         for unit in units.last if self.is_last else ():
             weights = weights - unit.weights
-            here = weights + unit.wire - freed
-            yield PassPeak(here, absent)
+            live = weights + unit.wire - freed
+            yield PassPeak(live, absent)
             absent = absent + unit.kept + (units.surplus if unit is units.last[-1] else 0)
-            yield PassPeak(here + unit.last * sums.scale + unit.share, absent)
+            yield PassPeak(live + unit.last * sums.scale + unit.share, absent)
         if self.is_first and sums.apart:
             yield PassPeak(sums.copying - freed, absent)

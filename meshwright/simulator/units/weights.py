@@ -1,4 +1,4 @@
-"""Parameters of a stage on one rank, unit by unit."""
+"""Parameters of a stage on one rank, by FSDP unit."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from meshwright.simulator.units.layers import ByFamily, alike, families
 class UnitWeights(NamedTuple):
     """Parameters of a unit, of the last of its weights, and of those gathered in 8 bits.
 
-    What fills up its shards is beside them.
+    ``padding`` of its shards is not in ``size``.
     """
 
     size: Size
@@ -33,11 +33,11 @@ class UnitWeights(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Parameters that fill up the shards of a rank.
+    """Parameters that pad the shards of a rank.
 
     Args:
-        most: Of all but experts of which other ranks hold others.
-        experts: Of those.
+        most: Padding of all but experts with a shard group of their own.
+        experts: Padding of those.
     """
 
     most: Size
@@ -48,8 +48,8 @@ class LayerWeights(NamedTuple):
     """Parameters of a layer on one rank.
 
     Args:
-        most: All but experts of which other ranks hold others.
-        experts: Those, a unit of their own.
+        most: Unit of all but experts with a shard group of their own.
+        experts: Unit of those.
     """
 
     most: UnitWeights
@@ -57,7 +57,7 @@ class LayerWeights(NamedTuple):
 
     @classmethod
     def of(cls, shape: BlockShape, kind: BlockKind, num_ranks: tuple[int, int]) -> "LayerWeights":
-        """Return those of a layer of a *kind*, of which so many ranks have shards of either."""
+        """Return the parameters of a layer of a *kind*, with the ranks of both shard groups."""
         experts = shape.expert_parameters.get(kind, 0)
         layer = Stage((BlockRun(kind, 1),), has_embedding=False, has_head=False)
         paddings = _paddings(shape, layer, num_ranks)
@@ -73,18 +73,18 @@ class StageWeights(NamedTuple):
     """Parameters of a stage on one rank; which units there are is structure.
 
     Args:
-        total: Of the stage, but for experts of which other ranks hold others.
-        experts: Those of all its layers.
-        padding: What fills up shards.
-        layers: Of a layer.
+        total: Parameters of the stage but for experts with a shard group of their own.
+        experts: Parameters of those in all its layers.
+        padding: Padding of the shards.
+        layers: Parameters of a layer of each family.
         cuts_experts: 1 where each of them is cut along its widths, as they are fewer than the ranks
             that share them, else 0.
-        matrix: Of the table, or of the output matrix.
-        positions: Of the embedding beside its table.
-        tp: Ranks that share a table.
-        roots: Units that are gathered before all; they stay.
-        table: The unit of the table, if it is one.
-        head: The unit of the head, if it is one.
+        matrix: Parameters of the word embedding, or of the output matrix.
+        positions: Parameters of the position embedding.
+        tp: Tensor-parallel ranks that shard the embedding.
+        roots: Units that are gathered before all others and stay gathered.
+        table: Unit of the embedding, if it is one.
+        head: Unit of the head, if it is one.
     """
 
     total: Size
@@ -103,7 +103,7 @@ class StageWeights(NamedTuple):
     def of(
         cls, shape: BlockShape, stage: Stage, num_ranks: int = 1, num_expert_ranks: int = 1
     ) -> "StageWeights":
-        """Return the parameters of *stage*, of which so many ranks have shards."""
+        """Return the parameters of *stage* with shard groups of so many ranks."""
         ranks = num_ranks, num_expert_ranks
         ends, matrix = EndUnits.of(shape, stage), shape.local_vocab_size * shape.model.hidden_size
         last = matrix
@@ -117,6 +117,7 @@ class StageWeights(NamedTuple):
             filling = padding(rows, num_ranks) if fills_rows(shape) else 0
             return UnitWeights(_size(rows), last, filling)
 
+        # One layer of each family stands for all of them.
         kinds = families(shape)
         layers = tuple(LayerWeights.of(shape, kind, ranks) for kind in kinds)
         experts = sum(
@@ -143,12 +144,12 @@ class StageWeights(NamedTuple):
 
     @property
     def filled(self) -> tuple[Size, Size]:
-        """Parameters with what fills up shards: all but such experts, and those."""
+        """Parameters with padding: of all but such experts, and of those."""
         return self.total + self.padding.most, self.experts + self.padding.experts
 
 
 def _last_experts(shape: BlockShape, num_parameters: int) -> int:
-    """Return how many of the parameters of a layer's experts are in the last tensor of them.
+    """Return the parameters of a layer's experts that are in their last tensor.
 
     That is the second matrix of all experts, or its biases; the parts of the first are as large.
     """
@@ -156,24 +157,25 @@ def _last_experts(shape: BlockShape, num_parameters: int) -> int:
         return 0
     experts = shape.model.experts
     assert experts is not None
+    # With biases the last tensor is that of the second matrix's.
     if experts.bias:
         return num_own_experts(shape) * shape.model.hidden_size
     return num_parameters // (experts.num_parts + 1)
 
 
 def num_own_experts(shape: BlockShape) -> int:
-    """Return how many routed experts of a layer a rank has."""
+    """Return the number of routed experts of a layer on a rank."""
     experts = shape.trained.experts
     return 0 if experts is None else experts.num_experts // shape.ep
 
 
 def _size(rows: tuple[Rows, ...]) -> int:
-    """Return the parameters of weights of *rows*."""
+    """Return the number of elements of *rows*."""
     return sum(each.size for each in rows)
 
 
 def _paddings(shape: BlockShape, unit: Stage, num_ranks: tuple[int, int]) -> Padding:
-    """Return what fills up shards of *unit*, of which so many ranks have shards of either."""
+    """Return the padding of the shards of *unit*, with the ranks of both shard groups."""
     return Padding(
         shard_padding(shape, unit, num_ranks[0]),
         shard_padding(shape, unit, num_ranks[1], of_experts=True),
