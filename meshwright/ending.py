@@ -1,4 +1,4 @@
-"""How a process of the command begins and ends: its streams, its signals, its last line.
+"""Start and end of a command's process: its streams, its signals and its exit status.
 
 Status 0 is success, 1 that a plan disagrees or nothing fits, 2 a user's mistake, 70 a fault of
 ours (EX_SOFTWARE of sysexits.h), and 128 plus its number a signal. Imports are local: most
@@ -40,6 +40,7 @@ def begin() -> bool:
         Whether there is a standard output.
     """
     has_output = sys.stdout is not None
+    # In order, so that each file opened below takes the descriptor that is missing.
     for number in range(3):
         try:
             os.fstat(number)
@@ -97,6 +98,7 @@ def refused(error: OSError) -> int:
     if isinstance(error, BrokenPipeError):
         import signal
 
+        # As a shell reports a process that SIGPIPE ended; nobody is left to read a message.
         return 128 + signal.SIGPIPE
     where = f": {error.filename}" if error.filename else ""
     return complain(f"{error.strerror or error}{where}", USER_MISTAKE)
@@ -117,6 +119,7 @@ def fault(error: Exception, words: "Sequence[str]") -> int:
     import traceback
     from contextlib import suppress
 
+    # As ASCII: an argument may hold bytes that no encoding can write.
     text = f"meshwright {' '.join(map(ascii, words))}\n{''.join(traceback.format_exception(error))}"
     kept = "its traceback could not be kept"
     with suppress(OSError):
@@ -136,6 +139,7 @@ def complain(message: str, status: int) -> int:
 
     line = " ".join(message.split())
     encoding = sys.stderr.encoding or "utf-8"
+    # Control characters of a message must not reach the terminal.
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
     said = f"error: {text}"
     if sys.stderr.isatty():

@@ -30,7 +30,7 @@ MILLI = 1e-3
 
 
 def comparison_document(comparison: Comparison) -> dict[str, Json]:
-    """Return the document of a comparison: each step, and what it differs by from the first."""
+    """Return the document of a comparison: each step, and its differences to the first."""
     first, *others = comparison.steps
     return {
         "names": list(comparison.names),
@@ -47,10 +47,10 @@ def comparison_document(comparison: Comparison) -> dict[str, Json]:
             {
                 "name": name,
                 "step_time_s": (other.step_ps - first.step_ps) / PS_PER_S,
-                "time_terms_s": _seconds(_less(time_terms(other), time_terms(first))),
+                "time_terms_s": _seconds(_difference(time_terms(other), time_terms(first))),
                 "device_bytes": other.memory.device_bytes - first.memory.device_bytes,
                 "memory_terms_bytes": cast(
-                    "dict[str, Json]", _less(memory_terms(other), memory_terms(first))
+                    "dict[str, Json]", _difference(memory_terms(other), memory_terms(first))
                 ),
             }
             for name, other in zip(comparison.names[1:], others, strict=True)
@@ -61,6 +61,7 @@ def comparison_document(comparison: Comparison) -> dict[str, Json]:
 def comparison_report(comparison: Comparison) -> RenderableType:
     """Return the report of a comparison: the layouts, where the time goes, and the memory."""
     steps, names = comparison.steps, comparison.names
+    # One unit for all steps, so that columns compare.
     longest_s = max(step.step_time_s for step in steps)
     unit, scale = ("s", 1.0) if longest_s >= 1 else ("ms", MILLI)
     first = Column(head="", cells=names, is_word=True, is_first=True)
@@ -69,7 +70,7 @@ def comparison_report(comparison: Comparison) -> RenderableType:
     sizes |= {"device": tuple(step.memory.device_bytes for step in steps)}
     return Group(
         ColumnTable(
-            [first, *_setting_columns(comparison), *_layout_columns(steps), *_results(steps)]
+            [first, *_setting_columns(comparison), *_layout_columns(steps), *_result_columns(steps)]
         ),
         Text(),
         terms_table(f"time, {unit}", names, times, PS_PER_S * scale),
@@ -82,7 +83,7 @@ def comparison_report(comparison: Comparison) -> RenderableType:
 def terms_table(
     title: str, names: Sequence[str], rows: dict[str, tuple[int, ...]], scale: float
 ) -> ColumnTable:
-    """Return a row a term with a column a step, and one more for what it differs by from the first.
+    """Return a table with a row a term, a column a step, and one for each difference to the first.
 
     Args:
         title: What the terms are of, and their unit.
@@ -103,7 +104,7 @@ def terms_table(
 
 
 def _setting_columns(comparison: Comparison) -> Iterator[Column]:
-    """Yield what is trained, on what and with what, where steps differ in it but by their names."""
+    """Yield columns of job, cluster and stack where steps differ and their names do not say it."""
     steps = comparison.steps
     facts = {
         "model": [step.job.model.name for step in steps],
@@ -133,7 +134,7 @@ def _value_text(step: StepResult, field: PlanField) -> str:
     return "-" if value in {None, ()} else value_text(value)
 
 
-def _results(steps: Sequence[StepResult]) -> list[Column]:
+def _result_columns(steps: Sequence[StepResult]) -> list[Column]:
     samples = dict.fromkeys(step.job.model.sample for step in steps)
     columns = step_columns(steps, f"{'|'.join(samples)}/s/GPU")
     fits = ["yes" if step.memory.fits else "NO" for step in steps]
@@ -142,7 +143,7 @@ def _results(steps: Sequence[StepResult]) -> list[Column]:
     return columns
 
 
-def _less(terms: Terms, others: Terms) -> dict[str, int]:
+def _difference(terms: Terms, others: Terms) -> dict[str, int]:
     return {name: terms[name] - others[name] for name in terms}
 
 

@@ -10,7 +10,7 @@ MORE = 1.1
 
 
 class Resource(StrEnum):
-    """What a step is limited by."""
+    """Resources that limit a step."""
 
     MATRIX_RATE = "matrix rate"
     MEMORY_BANDWIDTH = "memory bandwidth"
@@ -39,6 +39,7 @@ def resource_changes(
 
 
 def _matrix_rate(job: TrainingJob, cluster: Cluster, _stack: StackProfile) -> Facts:
+    # Of a step in 8 bits some products run in the storage format: both rates grow.
     for precision in dict.fromkeys((job.precision, job.precision.storage)):
         rate = cluster.device.peak_flops_per_s[precision] * MORE
         yield f"device.peak.{precision}", f"{rate!r} FLOP/s"
@@ -52,6 +53,7 @@ def _memory_bandwidth(_job: TrainingJob, cluster: Cluster, _stack: StackProfile)
 def _memory_capacity(_job: TrainingJob, cluster: Cluster, _stack: StackProfile) -> Facts:
     device = cluster.device
     yield "device.memory_capacity", f"{int(device.memory_capacity_bytes * MORE)} B"
+    # Where a cluster says what processes may use, that is what plans are checked against.
     if device.overheads is not None:
         yield "device.overheads.usable", f"{int(device.usable_bytes * MORE)} B"
 
@@ -59,6 +61,7 @@ def _memory_capacity(_job: TrainingJob, cluster: Cluster, _stack: StackProfile) 
 def _link(key: str, link: Link) -> Facts:
     """Yield the bandwidth of a link, and what collectives are measured to reach on it."""
     yield f"{key}.bandwidth", f"{link.bandwidth_bytes_per_s * MORE!r} B/s per direction"
+    # Measured bus bandwidths go before the link's own: both grow.
     for number, each in enumerate(link.collectives, 1):
         yield f"{key}.collectives.{number}.busbw", f"{each.busbw_bytes_per_s * MORE!r} B/s"
 
@@ -78,6 +81,7 @@ def _host(_job: TrainingJob, cluster: Cluster, stack: StackProfile) -> Facts:
     }
     for name, time_s in times.items():
         if time_s:
+            # A faster host takes less time.
             yield f"fitted.{name}", f"{time_s / MORE!r} s"
     if cluster.host_link is not None:
         yield from _link("host_link", cluster.host_link)

@@ -28,7 +28,7 @@ MOST_WHOLE = 1_000_000
 
 
 def _write_batches(roles: Roles, facts: Facts) -> Keys:
-    """Return the three batch sizes, of which two tell the third and the ranks."""
+    """Return the three batch sizes, of which two and the ranks give the third."""
     return {
         roles["batch"]: facts.number("global_batch_size"),
         roles["micro"]: facts.number("microbatch_size"),
@@ -42,6 +42,7 @@ def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     if len(given) < len(NAMES):
         steps = None if said.get("steps") == AUTO else given.get("steps", 1)
         return _completed(roles, given, steps, facts, words)
+    # With all three given, the data-parallel ranks are what is left of the batch.
     batch, size = given["batch"], given["micro"]
     rank = size * given["steps"]
     if batch % rank:
@@ -54,7 +55,7 @@ def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
 def _completed(
     roles: Roles, given: Mapping[str, int], steps: int | None, facts: Facts, words: FileWords
 ) -> Keys:
-    """Return what a file leaves open, as _set_batch_related_parameters of DeepSpeed fills it in.
+    """Return batch sizes completed as _set_batch_related_parameters of DeepSpeed does.
 
     What options say counts as said by the file, where transformers would fill it in; there *steps*
     are None.
@@ -99,33 +100,37 @@ def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
 
 
 def _read_stage(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the stage; of stage 3 what it gathers has to be as it is planned, a layer ahead.
+    """Return the ZeRO stage; with stage 3 parameters have to be prefetched a layer ahead.
 
     DeepSpeed takes ``auto`` for nothing, of which Accelerate has made a 2 where it reads the file.
     """
-    stage, ahead, whole, old = (roles[name] for name in ("stage", "ahead", "whole", "old"))
-    said = keys.get(stage)
-    if old in keys:
-        if type(keys[old]) is not bool:
-            raise words.unknown(old, keys[old], (True, False))
-        said = 1 if keys[old] else 0
-    if said == AUTO:
+    stage, prefetch, persistent, legacy = (
+        roles[name] for name in ("stage", "ahead", "whole", "old")
+    )
+    value = keys.get(stage)
+    if legacy in keys:
+        if type(keys[legacy]) is not bool:
+            raise words.unknown(legacy, keys[legacy], (True, False))
+        # Old files switch ZeRO on with a boolean, which is stage 1.
+        value = 1 if keys[legacy] else 0
+    if value == AUTO:
         if facts.get("zero_stage") is None:
             raise MissingError("zero_stage", f"{stage} is auto: 0 to DeepSpeed, 2 to Accelerate")
-        said = facts.get("zero_stage")
-    said = 0 if said is None else said
-    if type(said) is not int or said not in STAGES:
-        raise words.unknown(stage, said, STAGES)
-    if said == max(STAGES):
-        if not _is_between(keys.get(ahead, AUTO), 1, None):
-            raise words.unknown(ahead, keys[ahead], ("more than 0",))
-        if not _is_between(keys.get(whole, AUTO), 0, MOST_WHOLE):
-            raise words.unknown(whole, keys[whole], (f"up to {MOST_WHOLE}",))
-    return {"zero_stage": value_of("zero_stage", said)}
+        value = facts.get("zero_stage")
+    value = 0 if value is None else value
+    if type(value) is not int or value not in STAGES:
+        raise words.unknown(stage, value, STAGES)
+    # The other stages gather no parameters.
+    if value == max(STAGES):
+        if not _is_between(keys.get(prefetch, AUTO), 1, None):
+            raise words.unknown(prefetch, keys[prefetch], ("more than 0",))
+        if not _is_between(keys.get(persistent, AUTO), 0, MOST_WHOLE):
+            raise words.unknown(persistent, keys[persistent], (f"up to {MOST_WHOLE}",))
+    return {"zero_stage": value_of("zero_stage", value)}
 
 
 def _is_between(value: object, least: int, most: int | None) -> bool:
-    """Return whether a number, or what is filled in, lies between others."""
+    """Return True for a number within bounds, or a value that is filled in later."""
     if value in (None, AUTO):
         return True
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -134,26 +139,28 @@ def _is_between(value: object, least: int, most: int | None) -> bool:
 
 
 def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return what is on the host: of old files by switches, of others by sections."""
+    """Return the offload to the host: old files have switches, others sections."""
     found = []
     for part in ("optimizer", "parameters"):
-        device, pinned, old = (roles[f"{part}{end}"] for end in ("", "_pinned", "_old"))
+        device, pinned, legacy = (roles[f"{part}{end}"] for end in ("", "_pinned", "_old"))
         said = keys.get(device)
         if said not in (None, "none", "cpu", AUTO):
             raise words.unknown(device, said, ("none", "cpu"))
-        if said == "cpu" or keys.get(old) is True:
+        if said == "cpu" or keys.get(legacy) is True:
+            # Only pinned memory is copied while the device computes.
             if keys.get(pinned, True) not in (True, AUTO):
                 raise words.unknown(pinned, keys[pinned], (True,))
             found.append(part)
-        elif keys.get(old) not in (None, False):
-            raise words.unknown(old, keys[old], (True, False))
+        elif keys.get(legacy) not in (None, False):
+            raise words.unknown(legacy, keys[legacy], (True, False))
+    # No plan offloads parameters without the optimizer states.
     if found == ["parameters"]:
         raise words.unknown(roles["optimizer"], "none", (f"cpu beside {roles['parameters']}=cpu",))
     return {"offload": value_of("offload", found[-1] if found else "none")}
 
 
 def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the parameters of a bucket; transformers and Accelerate take hidden_size squared."""
+    """Return the bucket size in parameters; transformers' ``auto`` is hidden_size squared."""
     said = keys.get(roles["size"])
     if said == AUTO:
         return {} if facts.model is None else {STACK_BUCKET: facts.model.hidden_size**2}
@@ -164,7 +171,7 @@ def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
 
 
 def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return whether gradients are reduced beside the backward pass: of stage 3 unless told."""
+    """Return the overlap of gradient reduction with backward: stage 3 has it unless told."""
     said = keys.get(roles["overlap"])
     if said in (None, AUTO):
         said = facts.get("zero_stage") == max(STAGES)

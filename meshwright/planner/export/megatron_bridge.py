@@ -11,8 +11,8 @@ from meshwright.hwprofiles import Precision, ProfileError
 from meshwright.planner.export import megatron_core
 from meshwright.planner.export.bridge_overrides import (
     bridge_recipe,
+    keys_by_section,
     read_overrides,
-    said_of_section,
 )
 from meshwright.planner.export.megatron_core import CODECS
 from meshwright.planner.export.recipes import Recipe
@@ -46,8 +46,8 @@ def _command(export: Export) -> tuple[str, ...]:
     keys = dict(export.keys)
     recipe = str(keys.pop("recipe"))
     start = f"scripts/training/run_recipe.py --recipe {recipe} --mode pretrain --dataset mock"
-    said = said_of_section(bridge_recipe(recipe), keys)
-    return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in said.items()))
+    overrides = keys_by_section(bridge_recipe(recipe), keys)
+    return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in overrides.items()))
 
 
 def _hydra(value: object) -> str:
@@ -88,7 +88,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
 
 
 def _resized(model: ModelSpec, sizes: Mapping[str, int], name: str) -> ModelSpec:
-    """Return a model of other sizes, by another name where they are others."""
+    """Return a model with other sizes, and another name if any of them differs."""
     if all(getattr(model, key) == value for key, value in sizes.items()):
         return model
     name = name.rpartition("/")[2].lower()
@@ -110,7 +110,7 @@ def _write_stages(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return stages; embedding and loss may each count as one of the layers shared out evenly."""
+    """Return stages; embedding and loss may each count as a layer of the even split."""
     found = dict(CODECS["layout of Megatron"].read(roles, keys, facts, words))  # type: ignore[misc]
     first, last = (keys.get(roles[each]) is True for each in ("embedding", "loss"))
     if not (first or last):
@@ -124,6 +124,7 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     if rest:
         raise words.unknown(roles["embedding"], first, (f"layers and ends in {count} alike",))
     stages = [each] * count
+    # Both ends take the place of a layer.
     stages[0] -= first
     stages[-1] -= last
     return found | {"stages": tuple(stages)}
@@ -131,12 +132,13 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
 
 def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
     stored = cast("Precision | None", facts.get("storage"))
+    # Gradients of fp16 are kept in fp16 unless told, those of bf16 in fp32.
     is_half = keys.get(roles["fp32"], stored is not Precision.FP16) is False
     return {"gradient_precision": stored if is_half and stored is not None else Precision.FP32}
 
 
 def _overlap(fact: str) -> Codec:
-    """Return how collectives of replicas are told to run beside computation.
+    """Return the codec of overlapping data-parallel collectives with computation.
 
     Where comm_overlap decides it they do with several data-parallel ranks, of which those of
     context parallelism are none (_get_optimizer_overlap_cfgs of comm_overlap.py).
@@ -153,13 +155,14 @@ def _overlap(fact: str) -> Codec:
 
 
 def _write_bucket(roles: Roles, facts: Facts) -> Keys:
-    each = cast("int", facts.get(f"stack.{PER_REPLICA}"))
+    per_replica = cast("int", facts.get(f"stack.{PER_REPLICA}"))
+    # Gradients are reduced over data-parallel and context-parallel ranks.
     ranks = facts.number("dp") * facts.number("cp")
-    return {roles["size"]: max(cast("int", facts.get(f"stack.{BUCKET}")), each * ranks)}
+    return {roles["size"]: max(cast("int", facts.get(f"stack.{BUCKET}")), per_replica * ranks)}
 
 
 def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the parameters of a bucket, unless they are as many as without a word.
+    """Return the bucket size in parameters, unless it is the default.
 
     That is distributed_data_parallel.py of megatron/core/distributed.
     """
@@ -167,8 +170,8 @@ def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
         return {}
     ranks = facts.world_size // (facts.number("tp") * facts.number("pp"))
     size = words.whole(keys, roles["size"], 1)
-    usual = max(USUAL_BUCKET, USUAL_PER_REPLICA * ranks)
-    return {} if size == usual else {f"stack.{BUCKET}": size, f"stack.{PER_REPLICA}": 0}
+    default_size = max(USUAL_BUCKET, USUAL_PER_REPLICA * ranks)
+    return {} if size == default_size else {f"stack.{BUCKET}": size, f"stack.{PER_REPLICA}": 0}
 
 
 def _write_moments(roles: Roles, facts: Facts) -> Keys:

@@ -45,7 +45,7 @@ MODES: Mapping[str, Recompute] = {
 
 
 def _write_replicas(roles: Roles, facts: Facts) -> Keys:
-    """Return the data-parallel ranks, in groups that share a set of shards."""
+    """Return the data-parallel degrees: replicate groups, and the shards of each."""
     shards = facts.number("dp_shard")
     return {roles["replicate"]: facts.number("dp") // shards, roles["shard"]: shards}
 
@@ -55,6 +55,7 @@ def _read_replicas(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
     replicas = words.whole(keys, roles["replicate"], 1)
     shards = words.whole(keys, shard, -1, least=-1)
     others = facts.number("tp") * facts.number("pp") * facts.number("cp")
+    # -1 stands for all ranks that are left.
     if shards == -1:
         if facts.get("world_size") is None:
             raise MissingError("world_size", f"{shard} is what it leaves")
@@ -64,29 +65,29 @@ def _read_replicas(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
 
 
 def _write_batches(roles: Roles, facts: Facts) -> Keys:
-    """Return the batches: a pipeline takes all microbatches of a rank in one call."""
-    batch, local, own = (roles[name] for name in ("batch", "local", "own"))
+    """Return the batch sizes: a pipeline takes all microbatches of a rank in one call."""
+    batch, local, micro = (roles[name] for name in ("batch", "local", "own"))
     size = facts.number("microbatch_size")
     found: Keys = {batch: facts.number("global_batch_size")}
     if facts.number("pp") == 1:
         return {**found, local: size}
-    return {**found, local: size * facts.num_microbatches, own: size}
+    return {**found, local: size * facts.num_microbatches, micro: size}
 
 
 def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     local = words.whole(keys, roles["local"], 8)
-    once = local * facts.number("dp")
+    pass_size = local * facts.number("dp")
     batch = words.whole(keys, roles["batch"], -1, least=-1)
-    batch = once if batch < 0 else batch
+    batch = pass_size if batch < 0 else batch
     if facts.number("pp") == 1:
         return {"global_batch_size": batch, "microbatch_size": local}
-    if batch != once:
+    if batch != pass_size:
         raise words.unknown(roles["local"], local, (batch // facts.number("dp"),))
     return {"global_batch_size": batch, "microbatch_size": keys.get(roles["own"], 1)}
 
 
 def _write_stages(head: str, roles: Roles, facts: Facts) -> Keys:
-    """Return the layers of each stage: its modules by name, a model's last one being its *head*."""
+    """Return the modules of each stage by name, the last with the model's *head*."""
     if facts.number("pp") == 1:
         return {}
     layers = iter(range(sum(stages := cast("tuple[int, ...]", facts.get("stages")))))
@@ -104,8 +105,9 @@ def _read_stages(head: str, roles: Roles, keys: Keys, facts: Facts, words: FileW
         return _even_stages(roles["size"], keys, facts, words)
     parts = words.lists(keys, key)
     stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
-    again = _write_stages(head, roles, Facts({"pp": pp, "stages": stages}))
-    if again != {key: parts} or len(parts) % pp:
+    # Written again as a plan has them, so that any other order of modules is refused.
+    rewritten = _write_stages(head, roles, Facts({"pp": pp, "stages": stages}))
+    if rewritten != {key: parts} or len(parts) % pp:
         raise PlanError(
             f"{key} of torchtitan is in no plan; allowed: the modules in their order, "
             f"stages a multiple of {pp}"
@@ -114,7 +116,7 @@ def _read_stages(head: str, roles: Roles, keys: Keys, facts: Facts, words: FileW
 
 
 def _even_stages(key: str, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return stages as pipeline_llm makes them: two on a rank that interleaves, or of a size.
+    """Return stages as pipeline_llm makes them: two on a rank that interleaves, or by a size.
 
     Ends count as a layer each.
     """
@@ -133,18 +135,19 @@ def _even_stages(key: str, keys: Keys, facts: Facts, words: FileWords) -> Keys:
 
 
 def _write_reshard(roles: Roles, facts: Facts) -> Keys:
-    frees = facts.get("reshard_after_forward")
-    if frees == (facts.number("pp") == 1):
+    reshards = facts.get("reshard_after_forward")
+    # By default FSDP reshards after forward, but not within a pipeline.
+    if reshards == (facts.number("pp") == 1):
         return {}
-    return {roles["policy"]: "always" if frees else "never"}
+    return {roles["policy"]: "always" if reshards else "never"}
 
 
 def _read_reshard(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     choices = {"default": facts.number("pp") == 1, "always": True, "never": False}
-    theirs = str(keys.get(roles["policy"], "default"))
-    if theirs not in choices:
-        raise words.unknown(roles["policy"], theirs, choices)
-    return {"reshard_after_forward": choices[theirs]}
+    policy = str(keys.get(roles["policy"], "default"))
+    if policy not in choices:
+        raise words.unknown(roles["policy"], policy, choices)
+    return {"reshard_after_forward": choices[policy]}
 
 
 def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
@@ -157,20 +160,20 @@ def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
         return {"precision": FORMATS[param]}
     if converters not in FLOAT8:
         raise words.unknown(roles["converters"], list(converters), ([], list(FLOAT8[0])))
-    held: Mapping[str, tuple[object, ...]] = {
+    allowed_values: Mapping[str, tuple[object, ...]] = {
         "param": ("bfloat16",),
         "filtered": (["output"],),
         "recipe": (None, "tensorwise"),
         "emulates": (False,),
     }
-    usual: Keys = {roles["param"]: "bfloat16", roles["filtered"]: []}
-    for role, allowed in held.items():
-        words.held({**usual, **keys}, roles[role], allowed)
+    defaults: Keys = {roles["param"]: "bfloat16", roles["filtered"]: []}
+    for role, allowed in allowed_values.items():
+        words.held({**defaults, **keys}, roles[role], allowed)
     return {"precision": Precision.FP8}
 
 
 def _read_compiled(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
-    """Return the kernels of layers; a loss that is compiled is in no plan."""
+    """Return the kernels of layers; a compiled loss is in no plan."""
     components = words.names(keys, COMPILED, ("model", "loss"))
     switch = keys.get("compile.enable", False)
     if type(switch) is not bool:
@@ -187,8 +190,8 @@ def _write_checkpoints(roles: Roles, facts: Facts) -> Keys:
     number = facts.get("recompute_layers")
     if number is not None:
         return {mode: SELECTIVE, option: str(number)}
-    said = next(each for each, ours in MODES.items() if ours is facts.get("recompute"))
-    return {mode: said, **({option: OPERATORS} if said == SELECTIVE else {})}
+    mode_name = next(each for each, ours in MODES.items() if ours is facts.get("recompute"))
+    return {mode: mode_name, **({option: OPERATORS} if mode_name == SELECTIVE else {})}
 
 
 def _read_checkpoints(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:

@@ -1,4 +1,4 @@
-"""transformers' Trainer, LLaMA-Factory and axolotl: what their tables cannot say.
+"""Codecs of transformers' Trainer, LLaMA-Factory and axolotl.
 
 Rules are those of transformers 5.23 (training_args.py, trainer.py, integrations/deepspeed.py),
 LLaMA-Factory 0.9.6.dev0 and axolotl 0.18.
@@ -45,7 +45,7 @@ HUB_TABLE = FileKind(title="table of models", most_bytes=1_000_000)
 
 
 def model_of(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
-    """Return the model that a path of a configuration, or a name on the hub, stands for."""
+    """Return the model of a path in a configuration, or of a name on the hub."""
     paths = listed(roles, "path")
     value = next((keys[key] for key in paths if keys.get(key) is not None), None)
     if isinstance(value, str) and Path(value).name == CONFIG:
@@ -72,6 +72,7 @@ def batches(dialect: Dialect) -> Codec:
         size = _count(roles, keys, words, "micro", dialect.microbatch_size)
         steps = _count(roles, keys, words, "steps", 1)
         total = roles.get("total", "")
+        # A total batch gives the accumulation steps that nobody sets.
         if keys.get(total) is not None and keys.get(roles["steps"]) is None:
             steps = words.whole(keys, total, size) // size
         dp = facts.world_size // facts.number("tp")
@@ -104,22 +105,23 @@ def checkpoints(dialect: Dialect) -> Codec:
         if is_on and by_fsdp:
             asked = off or ", ".join(said)
             raise PlanError(f"{fsdp} of {words.framework} does not go with {asked}")
-        older = listed(roles, "reentrant")
-        is_older = any(
+        reentrant_keys = listed(roles, "reentrant")
+        uses_reentrant = any(
             switch(words, keys, key, usual=dialect.is_reentrant)
-            for key in older
+            for key in reentrant_keys
             if key in keys or dialect.is_reentrant
         )
-        if is_on and is_older and "fsdp" in roles:
-            raise words.unknown(older[0], value=True, allowed=("false with FSDP",))
+        if is_on and uses_reentrant and "fsdp" in roles:
+            raise words.unknown(reentrant_keys[0], value=True, allowed=("false with FSDP",))
         found: Keys = {"recompute": "full" if is_on or by_fsdp else "none"}
-        return {**found, "stack.recompute_stops_early": not (is_on and is_older)}
+        # Non-reentrant recomputation ends with the last tensor that backward needs.
+        return {**found, "stack.recompute_stops_early": not (is_on and uses_reentrant)}
 
     return Codec(read=read)
 
 
 def _unused(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return whether DDP searches unused weights: without recomputation it does."""
+    """Return DDP's search for unused parameters: without recomputation it is on."""
     usual = facts.get("recompute") != "full"
     key = roles["switch"]
     if keys.get(key) is None:
@@ -132,7 +134,7 @@ SHARDING = {"full_shard": True, "shard_grad_op": False}
 
 
 def shards(dialect: Dialect) -> Codec:
-    """Return the codec of FSDP: what is gathered again, and what the host keeps."""
+    """Return the codec of FSDP: reshard after forward, and CPU offload."""
 
     def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
         version = fsdp_version(dialect, roles, keys, words)
@@ -151,15 +153,15 @@ def shards(dialect: Dialect) -> Codec:
         if version == 1 and spelled(keys.get(ahead)).upper() not in GATHERS_AHEAD:
             allowed = f"{GATHERS_AHEAD[0]} with FSDP 1, which else gathers nothing ahead"
             raise words.unknown(ahead, keys.get(ahead), (allowed,))
-        gathers = _gathers(version, roles["reshard"], keys, words)
-        if gathers is None:
-            gathers = named[0] if named else True
+        reshards = _reshards(version, roles["reshard"], keys, words)
+        if reshards is None:
+            reshards = named[0] if named else True
         offloads = "offload" in options or switch(
             words, keys, roles.get("offload", ""), usual=False
         )
         return {
             "zero_stage": 3,
-            "reshard_after_forward": gathers,
+            "reshard_after_forward": reshards,
             "offload": "parameters" if offloads else "none",
         }
 
@@ -177,7 +179,7 @@ def _fsdp_options(key: str, keys: Keys, words: FileWords) -> list[str]:
     return said.replace(",", " ").split()
 
 
-def _gathers(version: int, key: str, keys: Keys, words: FileWords) -> bool | None:
+def _reshards(version: int, key: str, keys: Keys, words: FileWords) -> bool | None:
     said = keys.get(key)
     if said is None:
         return None
@@ -227,7 +229,7 @@ LLAMA_FACTORY_ATTENTION = {"auto": "", "disabled": "unfused", "sdpa": "flash", "
 
 
 def _mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the ranks that share shards: all, or as many as both sizes together say."""
+    """Return the data-parallel ranks and the shards among them: all of them unless told."""
     dp = facts.world_size
     replicas, size = (_count(roles, keys, words, name, 1) for name in ("replicas", "shards"))
     if replicas * size == 1:

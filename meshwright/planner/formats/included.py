@@ -1,4 +1,4 @@
-"""Files, and texts of JSON, that a configuration of Hugging Face's trainers names."""
+"""Files and JSON texts that configurations of Hugging Face's trainers name."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def with_included(keys: Keys, folder: Path) -> Keys:
     Raises:
         PlanError: If a file is not there, or holds no JSON object.
     """
-    found: Keys = {}
+    included: Keys = {}
     for key, value in keys.items():
         name = key.replace("-", "_")
         section, _, inner = key.partition(".")
@@ -41,13 +41,14 @@ def with_included(keys: Keys, folder: Path) -> Keys:
         if inner and section.replace("-", "_") in (DEEPSPEED, FSDP):
             if value is None:
                 continue
-            found.setdefault(section, MARK)
-        found[_without_prefix(key)] = value
+            # Its keys stand in the configuration itself: there is no file to read.
+            included.setdefault(section, MARK)
+        included[_without_prefix(key)] = value
         if name in DICTIONARIES and value not in (None, {}):
-            found |= _dictionary(key, value, folder)
+            included |= _dictionary(key, value, folder)
         elif name in MODELS and isinstance(value, str):
-            found[key] = _model(value, folder)
-    return found
+            included[key] = _model(value, folder)
+    return included
 
 
 def _without_prefix(key: str) -> str:

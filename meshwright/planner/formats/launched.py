@@ -1,4 +1,4 @@
-"""What Accelerate's launcher tells the trainer that it starts: a configuration of its own."""
+"""Accelerate's configuration as keys of the trainer that it launches."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -48,14 +48,15 @@ class Spelling(NamedTuple):
 
 
 def with_accelerate(spelling: Spelling) -> Callable[[Keys, Keys], Keys]:
-    """Return what adds to a trainer's keys those that Accelerate's configuration says.
+    """Return a function that adds Accelerate's configuration to the keys of a trainer.
 
     It raises PlanError for what no plan says of a trainer.
     """
 
     def added(keys: Keys, configuration: Keys) -> Keys:
-        said = _checked(configuration)
-        found = {**_mixed(said, keys), **keys} if spelling.is_mixed else dict(keys)
+        said = _plan_keys(configuration)
+        # Keys of the trainer override the launcher's precision.
+        found = {**_mixed_precision(said, keys), **keys} if spelling.is_mixed else dict(keys)
         if said.get(TYPE) == "DEEPSPEED":
             found |= _deepspeed(said, keys)
         if said.get(TYPE) == "FSDP":
@@ -65,15 +66,15 @@ def with_accelerate(spelling: Spelling) -> Callable[[Keys, Keys], Keys]:
     return added
 
 
-def _checked(configuration: Keys) -> Keys:
-    """Return what a configuration says of a plan, by the present names of its keys."""
+def _plan_keys(configuration: Keys) -> Keys:
+    """Return the keys of a configuration that concern a plan, by their present names."""
     options, said = load_options(CONFIGURATION), dict[str, object]()
     for key, value in configuration.items():
         option = known_option(key, options)
         if option is None:
             known = suggestion(key, options)
             raise PlanError(f"{shown(key)} of accelerate is unknown, and may change it; {known}")
-        if value not in (None, {}, []) and _says(option, value):
+        if value not in (None, {}, []) and _concerns_plan(option, value):
             said[option.key] = value
     for key, value in said.items():
         is_known = key in READ or key == DEEPSPEED_FILE or key.startswith(FSDP)
@@ -86,8 +87,8 @@ def _checked(configuration: Keys) -> Keys:
     return said
 
 
-def _says(option: Option, value: object) -> bool:
-    """Return whether a key says something of a plan; raises PlanError if no plan says it."""
+def _concerns_plan(option: Option, value: object) -> bool:
+    """Return True if a key concerns a plan; raises PlanError if no plan says it."""
     if option.effect is not Effect.HELD or option.key == DEEPSPEED_FILE:
         return option.effect is not Effect.NONE
     if spelled(value) not in option.allowed and not (value is False and not option.allowed):
@@ -98,7 +99,7 @@ def _says(option: Option, value: object) -> bool:
     return False
 
 
-def _mixed(said: Keys, keys: Keys) -> Keys:
+def _mixed_precision(said: Keys, keys: Keys) -> Keys:
     """Return the format of mixed precision where the trainer says none."""
     word = spelled(said.get(MIXED, "no"))
     is_said = any(keys.get(each) not in (None, False) for each in ("bf16", "fp16"))
@@ -121,13 +122,14 @@ def _fsdp(said: Keys, keys: Keys, spelling: Spelling) -> Keys:
     if keys.get(spelling.fsdp) or any(key.startswith(f"{section}.") for key in keys):
         raise PlanError(f"accelerate and {spelling.fsdp} both say FSDP; allowed: one of them")
     version = spelled(said.get(f"{FSDP}version", 1))
-    gathers = said.get(f"{FSDP}reshard_after_forward")
+    reshards = said.get(f"{FSDP}reshard_after_forward")
     if version == "1":
-        gathers = said.get(f"{FSDP}sharding_strategy", gathers)
-        gathers = {"1": "full_shard", "2": "shard_grad_op"}.get(spelled(gathers), gathers)
+        # FSDP 1 has a sharding strategy instead, by name or by number.
+        reshards = said.get(f"{FSDP}sharding_strategy", reshards)
+        reshards = {"1": "full_shard", "2": "shard_grad_op"}.get(spelled(reshards), reshards)
     found: Keys = {spelling.fsdp: spelling.words, f"{section}.version": version}
-    if gathers is not None:
-        found[f"{section}.reshard_after_forward"] = spelled(gathers)
+    if reshards is not None:
+        found[f"{section}.reshard_after_forward"] = spelled(reshards)
     ahead = said.get(f"{FSDP}backward_prefetch")
     if ahead is not None:
         found[f"{section}.backward_prefetch"] = ahead

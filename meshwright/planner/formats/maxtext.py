@@ -1,4 +1,4 @@
-"""MaxText: what of its YAML no table says.
+"""Codecs of MaxText: what no table says of its YAML.
 
 Defaults are those of src/maxtext/configs/base.yml, rules those of create_device_mesh and of
 MaxTextConfig, commit e591f30c.
@@ -56,7 +56,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     }.items():
         words.held(keys, key, values)
     sizes = {ours: words.whole(keys, key, usual) for ours, (key, usual) in SIZES.items()}
-    found: dict[str, object] = {
+    model_facts: dict[str, object] = {
         **sizes,
         "name": "maxtext-llama",
         "seq_len": facts.get("seq_len") or words.whole(keys, "max_target_length", 2048),
@@ -71,7 +71,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
         "fused_qkv": keys.get("fused_qkv", False),
         "source": "a configuration of MaxText",
     }
-    return {"model": parse_model(found, origin="model of maxtext")}
+    return {"model": parse_model(model_facts, origin="model of maxtext")}
 
 
 NAMED = tuple(
@@ -80,16 +80,17 @@ NAMED = tuple(
 
 
 class _Axes(NamedTuple):
-    """Degrees of the axes, and whether those of data and fsdp are open between them."""
+    """Degrees of the axes; ``is_open`` where nobody says how data and fsdp share their ranks."""
 
     degrees: dict[str, int]
     is_open: bool = False
 
 
 def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the degrees of all axes; of ours, data, fsdp and expert are one."""
+    """Return the degrees of all axes; data, fsdp and expert are one axis here."""
     degrees, is_open = _axes(roles, keys, facts, words)
     tensor, both = degrees["tensor"], degrees["tensor_sequence"]
+    # Both split tensors; tensor_sequence splits activations along the sequence, too.
     if tensor > 1 and both > 1:
         raise words.unknown(roles["ici_tensor_sequence"], both, (f"1 beside tensor={tensor}",))
     found: Keys = {
@@ -111,29 +112,29 @@ def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys
 def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> _Axes:
     """Return the degree of each axis; of data and fsdp, where both are free, the product alone."""
     usual = {"ici_fsdp": FREE, "dcn_data": FREE}
-    told = {
+    given = {
         (place, axis): words.whole(
             keys, roles[f"{place}_{axis}"], usual.get(f"{place}_{axis}", 1), least=FREE
         )
         for place in ("ici", "dcn")
         for axis in AXES
     }
-    if 0 in told.values():
+    if 0 in given.values():
         raise PlanError("a degree of an axis of maxtext is 0; allowed: -1, or 1 and more")
-    known = {
-        place: prod(each for at, each in told.items() if at[0] == place and each > 0)
+    products = {
+        place: prod(each for at, each in given.items() if at[0] == place and each > 0)
         for place in ("ici", "dcn")
     }
-    degrees = {axis: max(told["ici", axis], 1) * max(told["dcn", axis], 1) for axis in AXES}
-    free = {place: axis for (place, axis), each in told.items() if each == FREE}
-    if sum(each == FREE for each in told.values()) > len(free):
+    degrees = {axis: max(given["ici", axis], 1) * max(given["dcn", axis], 1) for axis in AXES}
+    free = {place: axis for (place, axis), each in given.items() if each == FREE}
+    if sum(each == FREE for each in given.values()) > len(free):
         raise PlanError("two axes of maxtext within slices, or between them, are -1; allowed: one")
     if not free:
         return _Axes(degrees)
-    ranks, both = facts.world_size, known["ici"] * known["dcn"]
+    ranks, both = facts.world_size, products["ici"] * products["dcn"]
     slices = words.whole(keys, roles["slices"], FREE, least=FREE)
     if slices > 0 and "dcn" in free:
-        degrees[free.pop("dcn")] *= _share(slices, known["dcn"], "num_slices")
+        degrees[free.pop("dcn")] *= _share(slices, products["dcn"], "num_slices")
         both = prod(degrees.values())
     if len({*free.values()}) == 1:
         degrees[next(iter(free.values()))] *= _share(ranks, both, "--gpus")
@@ -155,9 +156,9 @@ def _open(degrees: dict[str, int], free: Mapping[str, str], facts: Facts, rest: 
     if not isinstance(shards, int):
         degrees["data"] *= rest
         return _Axes(degrees, is_open=True)
-    own = _share(shards, degrees["fsdp"] * degrees["expert"], "--dp-shard")
-    degrees["fsdp"] *= own
-    degrees["data"] *= _share(rest, own, "--gpus")
+    shard_share = _share(shards, degrees["fsdp"] * degrees["expert"], "--dp-shard")
+    degrees["fsdp"] *= shard_share
+    degrees["data"] *= _share(rest, shard_share, "--gpus")
     return _Axes(degrees)
 
 
@@ -168,12 +169,13 @@ def _share(whole: int, part: int, name: str) -> int:
 
 
 def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the batch of all devices, and what a data-parallel rank has in a microbatch."""
+    """Return the global batch, and the microbatch of a data-parallel rank."""
     key, pp = roles["device"], facts.number("pp")
     device, steps = keys.get(key, 12.0), words.whole(keys, roles["steps"], 1)
     if type(device) not in {int, float}:
         raise words.unknown(key, device, ("a number",))
     count = words.whole(keys, roles["microbatches"], FREE, least=FREE)
+    # Without a number MaxText runs as many microbatches as there are stages.
     count = 1 if pp == 1 else pp if count < 0 else count
     if steps > 1 and pp > 1:
         raise words.unknown(roles["steps"], steps, (f"1 with {pp} stages",))
@@ -185,7 +187,7 @@ def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
 
 
 def _read_pipeline(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the order of a pipeline in which each rank has one stage: all forward, all back."""
+    """Return the schedule of a pipeline with one stage a rank: GPipe."""
     pp, named = facts.number("pp"), facts.get("model")
     model = facts.model or named
     if pp == 1 or not isinstance(model, ModelSpec):

@@ -1,4 +1,4 @@
-"""Number formats of Hugging Face's trainers: of mixed precision, and of the weights beside it."""
+"""Number formats of Hugging Face's trainers: mixed precision, and stored weights."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,7 +14,7 @@ IN_16_BITS: Mapping[str, object] = {"stack.parameter_precision": Precision.BF16}
 
 
 class Dialect(NamedTuple):
-    """What a trainer does where its configuration says nothing.
+    """Defaults of a trainer.
 
     Args:
         microbatch_size: Sequences of a rank's pass.
@@ -40,7 +40,7 @@ AXOLOTL = Dialect(microbatch_size=1, bf16=AUTO, fsdp_version=1)
 
 
 def switch(words: FileWords, keys: Keys, key: str, *, usual: bool) -> bool:
-    """Return whether a switch is on; of a command its value may be a word.
+    """Return the value of a switch; on a command line it is a word.
 
     Raises:
         PlanError: If it is neither on nor off.
@@ -77,6 +77,7 @@ def mixed_format(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -
     bf16, fp16 = roles["bf16"], roles["fp16"]
     is_auto = keys.get(bf16, dialect.bf16) == AUTO
     is_half = switch(words, keys, fp16, usual=False)
+    # auto is bf16 unless fp16 is asked for.
     is_bf16 = not is_half if is_auto else switch(words, keys, bf16, usual=False)
     if is_half and is_bf16:
         raise PlanError(f"{bf16} and {fp16} of {words.framework} are both on; allowed: one of them")
@@ -84,7 +85,7 @@ def mixed_format(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -
 
 
 def plain_precision(dialect: Dialect) -> Codec:
-    """Return the codec of DDP's formats: its weights are as a script loads them."""
+    """Return the codec of DDP's formats: weights are as the script loads them."""
 
     def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         mixed, weights = mixed_format(dialect, roles, keys, words), _loaded(roles, keys, words)
@@ -134,6 +135,7 @@ def _unmixed(weights: Precision | None, facts: Facts, roles: Roles) -> Keys:
 def _ddp_formats(mixed: Precision, weights: Precision, words: FileWords) -> Keys:
     if weights is Precision.FP32:
         return {"precision": mixed, "gradient_precision": weights}
+    # PyTorch's GradScaler refuses to unscale fp16 gradients of fp16 weights.
     if weights is not Precision.BF16 or mixed is not Precision.BF16:
         raise PlanError(f"weights in {weights} of {words.framework} do not train in {mixed}")
     return {"precision": mixed, "gradient_precision": weights, **IN_16_BITS}
@@ -150,7 +152,7 @@ def master_precision(dialect: Dialect) -> Codec:
 
 
 def axolotl_ddp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return the formats of axolotl's DDP: it loads weights in the format of the products.
+    """Return the formats of axolotl's DDP: weights are loaded in the format of matrix products.
 
     Norms and embeddings become fp32 ones unless FlashAttention is asked for (loaders/model.py).
     """
