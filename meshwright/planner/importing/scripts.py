@@ -1,4 +1,4 @@
-"""Launch scripts: the framework that a command starts, and what its words and files say.
+"""Launch scripts: the framework that a command starts, and the keys of its words and files.
 
 Options of launchers are read, known or refused as those of frameworks are; Accelerate's say a
 layout themselves, beside the configuration that it names.
@@ -73,7 +73,7 @@ def read_source(
     defines: Mapping[str, str],
     program: str | None = None,
 ) -> Source:
-    """Return what a file says, and of which release an export says that it is.
+    """Return the source of a file, with the release that an export names.
 
     Args:
         path: Of the file; None where its *text* is an expanded command.
@@ -85,8 +85,8 @@ def read_source(
     Raises:
         PlanError: If it cannot be read, or is of no framework.
     """
-    found = _read_source(path, text, framework, defines, program)
-    return replace(found, release=told_release(text))
+    source = _read_source(path, text, framework, defines, program)
+    return replace(source, release=told_release(text))
 
 
 def _read_source(
@@ -121,24 +121,28 @@ def _check_program(launch: Launch) -> None:
 
 
 def _of_launch(launch: Launch, framework: Framework, folder: Path) -> Source:
-    """Return what a command says, the files that it names and its launchers."""
-    said, files = _said(launch, framework, folder)
-    told, sizes, beside = said.keys, _sizes(launch), ""
+    """Return the source that a command is: its options, the files that it names, its launchers."""
+    parsed, files = _said(launch, framework, folder)
+    launch_keys, sizes, beside = parsed.keys, _sizes(launch), ""
+    # Of a user's own script the launcher's configuration is all that says a layout.
     if framework.name == ACCELERATE:
         beside = ACCELERATE
     elif framework.program.launched is not None and ACCELERATE in launch.launcher_words:
         beside, configuration = ACCELERATE, _accelerate(launch, folder)[0].keys
-        told = framework.program.launched(told, configuration)
+        launch_keys = framework.program.launched(launch_keys, configuration)
         ranks = configuration.get("num_processes")
         if isinstance(ranks, int) and ranks > 0:
+            # A count on the command line goes before that of the configuration.
             sizes.setdefault("world_size", ranks)
     launchers = _launchers(launch)
     environment = {name: word.line for name, word in launch.environment.items()}
-    seen = _variables(launch, framework)
-    keys, lines = completed(framework, {**told, **seen}, {**said.lines, **environment}, folder)
+    variables = _variables(launch, framework)
+    keys, lines = completed(
+        framework, {**launch_keys, **variables}, {**parsed.lines, **environment}, folder
+    )
     stray = [
         f"line {each.line}: {each.unknown or f'{shown(each.text)} belongs to no option'}"
-        for each in said.words
+        for each in parsed.words
     ]
     return Source(
         framework=framework,
@@ -147,19 +151,19 @@ def _of_launch(launch: Launch, framework: Framework, folder: Path) -> Source:
         files=files,
         launched=sizes,
         launcher=tuple(_counts(launchers)),
-        refusals=[*_mistakes(launch, launchers, beside), *said.refusals, *stray],
+        refusals=[*_mistakes(launch, launchers, beside), *parsed.refusals, *stray],
     )
 
 
 def _sizes(launch: Launch) -> dict[str, int]:
-    """Return how many ranks and nodes a launch tells of; a plain python is one rank."""
+    """Return the numbers of ranks and nodes of a launch; a plain python is one rank."""
     is_alone = launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}
-    told = {
+    counts = {
         "world_size": 1 if is_alone else launch.world_size,
         "num_nodes": launch.nodes,
         "ranks_per_node": launch.ranks_per_node if launch.nodes is None else None,
     }
-    return {name: number for name, number in told.items() if number is not None}
+    return {name: number for name, number in counts.items() if number is not None}
 
 
 def _started(launch: Launch, folder: Path) -> Framework:
@@ -207,7 +211,7 @@ def _started(launch: Launch, folder: Path) -> Framework:
 
 
 def _said(launch: Launch, framework: Framework, folder: Path) -> tuple[Options, dict[str, str]]:
-    """Return what the words of a launch say, and the files of keys that stand elsewhere."""
+    """Return the options of a launch, and the files of keys that stand elsewhere."""
     profile, read = framework.profile, framework.program.read_words
     if framework.name == ACCELERATE:
         return _accelerate(launch, folder)
@@ -222,27 +226,28 @@ def _said(launch: Launch, framework: Framework, folder: Path) -> tuple[Options, 
 def _named(
     launch: Launch, framework: Framework, files: list[Word], folder: Path
 ) -> tuple[Options, dict[str, str]]:
-    """Return the configuration that a launch names, with what its command overrides."""
+    """Return the keys of the configuration that a launch names, with its command's overrides."""
     kind, program = str(framework.profile.format), launch.program
     if not files:
         raise PlanError(f"line {program.line}: {program.text} names no {kind.upper()} file")
     path = _found_file(files[0], folder)
     document = READERS[kind](FRAMEWORK_FILE.read_text(path))
-    place = launch.arguments.index(files[0])
-    names_it = place > 0 and NAMING.fullmatch(launch.arguments[place - 1].text) is not None
-    others = [*launch.arguments[: place - names_it], *launch.arguments[place + 1 :]]
-    said = read_options(others, all_options(framework.profile))
+    index = launch.arguments.index(files[0])
+    # `--config FILE` takes the option out of the command with its file.
+    names_it = index > 0 and NAMING.fullmatch(launch.arguments[index - 1].text) is not None
+    others = [*launch.arguments[: index - names_it], *launch.arguments[index + 1 :]]
+    parsed = read_options(others, all_options(framework.profile))
     stray = []
-    for word in said.words:
+    for word in parsed.words:
         match = OVERRIDE.fullmatch(word.text)
         if match and not word.unknown:
-            said.keys[match["key"]] = read_yaml(f"a: {match['value']}").keys["a"]
-            said.lines[match["key"]] = word.line
+            parsed.keys[match["key"]] = read_yaml(f"a: {match['value']}").keys["a"]
+            parsed.lines[match["key"]] = word.line
         elif word.text not in SUBCOMMANDS:
             stray.append(word)
-    files_of = {key: path.name for key in document.keys if key not in said.keys}
-    keys, lines = {**document.keys, **said.keys}, {**document.lines, **said.lines}
-    refusals = [*(f"{path.name} {each}" for each in dotted_names(document)), *said.refusals]
+    files_of = {key: path.name for key in document.keys if key not in parsed.keys}
+    keys, lines = {**document.keys, **parsed.keys}, {**document.lines, **parsed.lines}
+    refusals = [*(f"{path.name} {each}" for each in dotted_names(document)), *parsed.refusals]
     return Options(keys, lines, stray, refusals), files_of
 
 
@@ -255,6 +260,7 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
     if word.unknown:
         raise PlanError(f"line {word.line}: {word.unknown}")
     name = word.text.partition("=")[2] or word.text
+    # An absolute path is of the machine that the script was written for.
     found = None if Path(name).is_absolute() else named_file(name, folder)
     if found is None:
         raise PlanError(f"line {word.line}: {shown(name)} is not there; it says the layout")
@@ -262,7 +268,7 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
 
 
 def _variables(launch: Launch, framework: Framework) -> dict[str, object]:
-    """Return the variables of the environment of which a plan depends, or may depend."""
+    """Return the variables of the environment that a plan may depend on."""
     known = all_options(framework.profile)
     starts = tuple(each for each in ENGINES if any(key.startswith(each) for key in known))
     return {
@@ -278,12 +284,12 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
     Of the options of a user's own script those alone are known that change nothing.
     """
     words = launch.launcher_words.get(ACCELERATE, ())
-    said = read_options(words, load_options(LAUNCHERS[ACCELERATE]))
+    parsed = read_options(words, load_options(LAUNCHERS[ACCELERATE]))
     keys: dict[str, object] = {}
     lines: dict[str, int] = {}
     files: dict[str, str] = {}
     refusals: list[str] = []
-    name = said.keys.get("config-file")
+    name = parsed.keys.get("config-file")
     for word in words:
         if (name is not None and word.text.partition("=")[2] == name) or word.text == name:
             path = _found_file(word, folder)
@@ -292,24 +298,25 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
             files = dict.fromkeys(keys, path.name)
             refusals = [f"{path.name} {each}" for each in dotted_names(document)]
     known = all_options(FORMATS[ACCELERATE].profile)
-    for key, value in said.keys.items():
+    for key, value in parsed.keys.items():
         names = (f"{section}{key.replace('-', '_')}" for section in SECTIONS)
-        theirs = next((each for each in names if each in known), None)
-        if theirs is not None:
-            keys[theirs], lines[theirs] = value, said.lines[key]
-            files.pop(theirs, None)
-    told = [kind for key, kind in STRATEGIES.items() if key in said.keys]
-    if told or TYPE not in keys:
+        known_key = next((each for each in names if each in known), None)
+        if known_key is not None:
+            keys[known_key], lines[known_key] = value, parsed.lines[key]
+            # Options of the command override the file that it names.
+            files.pop(known_key, None)
+    strategies = [kind for key, kind in STRATEGIES.items() if key in parsed.keys]
+    if strategies or TYPE not in keys:
         # Without a word it starts several processes as with --multi_gpu (launch.py).
-        keys[TYPE] = told[0] if told else "MULTI_GPU"
+        keys[TYPE] = strategies[0] if strategies else "MULTI_GPU"
     known = all_options(FORMATS[TRAINER].profile)
-    own = read_options(launch.arguments, known)
-    refusals += [*own.refusals, *_of_own_script(launch, own, known)]
-    return Options(keys, lines, own.words, refusals), files
+    user_options = read_options(launch.arguments, known)
+    refusals += [*user_options.refusals, *_of_own_script(launch, user_options, known)]
+    return Options(keys, lines, user_options.words, refusals), files
 
 
-def _of_own_script(launch: Launch, said: Options, known: Mapping[str, Option]) -> Iterator[str]:
-    for key, line in said.lines.items():
+def _of_own_script(launch: Launch, parsed: Options, known: Mapping[str, Option]) -> Iterator[str]:
+    for key, line in parsed.lines.items():
         option = known.get(key)
         if option is None or option.effect is not Effect.NONE:
             yield f"line {line}: --{key} of {launch.program.text} may change the plan"
@@ -326,12 +333,12 @@ def _launchers(launch: Launch) -> dict[str, Options]:
 
 
 def _counts(launchers: Mapping[str, Options]) -> Iterator[tuple[int, str]]:
-    """Yield line and words of the launchers' options that say how many ranks there are."""
-    for name, said in launchers.items():
+    """Yield line and text of the launchers' options that count ranks."""
+    for name, parsed in launchers.items():
         known = load_options(LAUNCHERS[name])
-        for key, value in said.keys.items():
+        for key, value in parsed.keys.items():
             if key in known and known[key].effect is Effect.READ:
-                yield said.lines[key], f"{key}={value}"
+                yield parsed.lines[key], f"{key}={value}"
 
 
 def _mistakes(launch: Launch, launchers: Mapping[str, Options], beside: str) -> Iterator[str]:
@@ -343,18 +350,18 @@ def _mistakes(launch: Launch, launchers: Mapping[str, Options], beside: str) -> 
         beside: The launcher whose options are read as a configuration.
     """
     yield from launch.unknown
-    for name, said in launchers.items():
+    for name, parsed in launchers.items():
         known = load_options(LAUNCHERS[name])
-        yield from said.refusals
+        yield from parsed.refusals
         dashed = {f"--{key}": each for key, each in known.items()}
-        for key, value in said.keys.items():
+        for key, value in parsed.keys.items():
             text = mistake(name, f"--{key}", value, dashed, ())
             if name != beside and _is_layout(name, known.get(key)):
                 text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
             if name in SLURM:
                 text = text or _other_count(launch, key, value)
             if text:
-                yield f"line {said.lines[key]}: {text}"
+                yield f"line {parsed.lines[key]}: {text}"
 
 
 def _separated(words: Iterable[Word], known: Mapping[str, Option]) -> Iterator[Word]:
@@ -370,16 +377,16 @@ def _separated(words: Iterable[Word], known: Mapping[str, Option]) -> Iterator[W
 
 
 def _other_count(launch: Launch, key: str, value: object) -> str:
-    """Return how an option of Slurm says other counts than the launcher below it does."""
+    """Return the mismatch of an option of Slurm with the counts of the launcher below it."""
     gpus = launch.ranks_per_node
     counts = {"nodes": launch.nodes, "gpus-per-node": gpus, "gres": gpus}
-    own, said = counts.get(key), re.search(r"(?:^|:)([0-9]+)$", str(value))
-    if own is None or (said and int(said[1]) == own):
+    launched, stated = counts.get(key), re.search(r"(?:^|:)([0-9]+)$", str(value))
+    if launched is None or (stated and int(stated[1]) == launched):
         return ""
-    return f"--{key} {value} does not go with {own}, which the launcher starts"
+    return f"--{key} {value} does not go with {launched}, which the launcher starts"
 
 
 def _is_layout(launcher: str, option: Option | None) -> bool:
-    """Return whether an option of a launcher says more than how many ranks there are."""
+    """Return True if an option of a launcher says more than the number of ranks."""
     is_read = option is not None and option.effect is Effect.READ and option.key not in RANKS
     return launcher == ACCELERATE and is_read

@@ -1,4 +1,4 @@
-"""What a file is: which framework's, and what it says by which keys."""
+"""Sources of a configuration: its framework, its keys and their lines."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -65,23 +65,25 @@ class Source:
         Raises:
             PlanError: If it does not have one.
         """
-        left = dict(self.keys)
+        remaining = dict(self.keys)
         for key in keys:
             names = (key, key.replace("_", "-"), key.replace("-", "_"))
-            name = next((each for each in names if each in left), None)
+            name = next((each for each in names if each in remaining), None)
             if name is None:
-                raise PlanError(f"--without {shown(key)} is not in it; {suggestion(key, left)}")
-            del left[name]
-        return replace(self, keys=left)
+                raise PlanError(
+                    f"--without {shown(key)} is not in it; {suggestion(key, remaining)}"
+                )
+            del remaining[name]
+        return replace(self, keys=remaining)
 
     def place(self, key: str) -> str:
-        """Return where a key stands; nothing where that is nowhere."""
+        """Return the file and the line of a key; empty where it has none."""
         line = self.lines.get(key)
         return "" if line is None else f"{self.files.get(key, '')} line {line}".lstrip()
 
 
 def kind_of(path: Path | None, text: str, framework: Framework | None) -> str:
-    """Return what a text is: of a configuration, or a script."""
+    """Return the kind of a text: the format of a configuration, or a script."""
     suffix = "" if path is None else path.suffix.lower()
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]
@@ -93,15 +95,17 @@ def kind_of(path: Path | None, text: str, framework: Framework | None) -> str:
     if first.startswith("{"):
         return "json"
     if framework is not None and framework.profile.format in READERS:
+        # A text that names a program of the framework starts it.
         starts = any(each in text for each in framework.profile.programs)
         return SCRIPT if starts else framework.profile.format
+    # TOML begins with a section, YAML with a key.
     if re.fullmatch(r"\[[\w.-]+\]", first):
         return "toml"
     return "yaml" if re.fullmatch(r"[\w.-]+:( .*)?", first) else SCRIPT
 
 
 def of_document(text: str, kind: str, framework: Framework | None, folder: Path) -> Source:
-    """Return what the text of a configuration says.
+    """Return the source that the text of a configuration is.
 
     Args:
         text: Of it.
@@ -134,21 +138,22 @@ def dotted_names(document: Document) -> list[str]:
 def completed(
     framework: Framework, keys: Mapping[str, object], lines: Mapping[str, int], folder: Path
 ) -> tuple[dict[str, object], dict[str, int]]:
-    """Return values and lines by today's names, with those of the files that keys name.
+    """Return values and lines by the names of today, with those of files that keys name.
 
     These have the line that names their file.
 
     Raises:
         PlanError: If a file is not there, or a key stands there by its old and its new name.
     """
-    found, placed = dict(keys), dict(lines)
+    values, placed = dict(keys), dict(lines)
+    # Before files are read: a reference may name one.
     if framework.profile.has_references:
-        found = resolved(found)
+        values = resolved(values)
     if framework.program.included is not None:
-        found = framework.program.included(found, folder)
-        sections = {key: key.partition(".")[0] for key in found if key not in placed}
+        values = framework.program.included(values, folder)
+        sections = {key: key.partition(".")[0] for key in values if key not in placed}
         placed |= {key: lines[name] for key, name in sections.items() if name in lines}
-    return by_present_names(found, placed, all_options(framework.profile))
+    return by_present_names(values, placed, all_options(framework.profile))
 
 
 def by_present_names(
@@ -160,7 +165,7 @@ def by_present_names(
         PlanError: If a key stands there by its old and its new name.
     """
     named = {key: known_option(key, options) for key in (*keys, *lines)}
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     spelt: dict[str, str] = {}
     for key, value in keys.items():
         option = named[key]
@@ -168,11 +173,11 @@ def by_present_names(
         if (other := spelt.setdefault(name, key)) != key:
             line = f"line {lines.get(key, 0)}"
             raise PlanError(f"{line}: {key} and {other} are one key; allowed: one of them")
-        found[name] = value if option is None else converted(option, value)
+        values[name] = value if option is None else converted(option, value)
     placed = {
         key if (option := named[key]) is None else option.key: line for key, line in lines.items()
     }
-    return found, placed
+    return values, placed
 
 
 def _of_format(kind: str) -> list[str]:
@@ -180,7 +185,7 @@ def _of_format(kind: str) -> list[str]:
 
 
 def recognised(document: Document, kind: str, among: Collection[str] = ()) -> Framework:
-    """Return the framework most of whose keys a document has.
+    """Return the framework that has most of a document's keys.
 
     Args:
         document: The document.
@@ -211,7 +216,7 @@ def _keys_of(profile: FrameworkProfile) -> set[str]:
 
 
 def all_options(profile: FrameworkProfile) -> Mapping[str, Option]:
-    """Return the options of all tables of a framework; of a key that several have the first."""
+    """Return the options of all tables of a framework; the first one of a key in several."""
     found: dict[str, Option] = {}
     for table in profile.tables.values():
         found |= {key: each for key, each in options_of(table).items() if key not in found}
@@ -237,19 +242,19 @@ def meanings(profile: FrameworkProfile) -> Iterator[tuple[str, str]]:
         options |= options_of(table)
         for name, entry in table.fields.items():
             for key in entry.all_keys:
-                read.setdefault(key, []).append(_read(name, entry))
+                read.setdefault(key, []).append(_field_text(name, entry))
     for key in sorted({*read, *options}):
-        said = ", ".join(dict.fromkeys(read[key])) if key in read else _unread(options[key])
+        said = ", ".join(dict.fromkeys(read[key])) if key in read else _effect_text(options[key])
         yield key, said
 
 
-def _read(name: str, entry: FieldEntry) -> str:
-    """Return what an entry reads, and what it takes where it finds nothing."""
+def _field_text(name: str, entry: FieldEntry) -> str:
+    """Return the field of an entry, with its default in brackets."""
     plain = entry.absent is not None and not isinstance(entry.absent, dict)
     return f"{name} [{spelled(entry.absent)}]" if plain else name
 
 
-def _unread(option: Option) -> str:
+def _effect_text(option: Option) -> str:
     allowed = ", ".join(option.allowed)
     return {
         Effect.NONE: "no effect on time or memory",

@@ -1,4 +1,4 @@
-"""Who holds what of a product of matrices: one panel a signature, one colour a device."""
+"""Picture of the placements of a matrix product: one panel a signature, one colour a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class PlacementPanel:
 
 
 def plot_matmul_split(study: MatmulStudy) -> Figure:
-    """Return a picture of which device holds what, a panel for each way to place the matrices."""
+    """Return a picture of who holds what, a panel for each way to place the matrices."""
     panels = panels_of(study)
     scale = _Scale(study, panels)
     num_columns = 1 if scale.width_cells > MOST_CELLS_OF_HALF else 2
@@ -94,7 +94,7 @@ def plot_matmul_split(study: MatmulStudy) -> Figure:
 
 
 def panels_of(study: MatmulStudy) -> tuple[PlacementPanel, ...]:
-    """Return what is drawn: signatures of a single product; chains and pipeline of several."""
+    """Return the panels: signatures of a single product; chains and pipeline of several."""
     if len(study.products) == 1:
         return tuple(_row_panel(study, row) for row in study.rows)
     chains = [_chain_panel(study, chain) for chain in study.chains]
@@ -183,18 +183,19 @@ class _Scale:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a cell is an element."""
+        """True if a cell is an element."""
         return self._largest <= MAX_CELLS
 
     def __call__(self, size: int) -> float:
-        """Return a side's length in cells."""
+        """Return the length of a side in cells."""
         if self.is_exact:
             return size
+        # By the root of sizes, so that 8 and 8192 fit one picture.
         return max(SMALLEST, LARGEST * sqrt(size / self._largest))
 
 
 class _Devices(NamedTuple):
-    """How many devices there are, and the least side in cells of a slice that gets a number."""
+    """Number of devices, and the least side in cells of a slice that gets a number."""
 
     num: int
     least_cells: float
@@ -244,6 +245,7 @@ def _draw_matrix(
                 _write_number(axes, part, device)
     else:
         is_partial = isinstance(drawn.placement, Partial)
+        # From behind: the card of the first device lies on top.
         for device in reversed(range(min(devices.num, MAX_CARDS))):
             shift = CARD_SHIFT * device
             card = _Box(box.x + shift, box.y - shift, box.width, box.height)
@@ -327,7 +329,7 @@ def _write_words(axes: Axes, panel: PlacementPanel) -> None:
 
 
 def _write_head(figure: Figure, study: MatmulStudy, total_inches: float) -> None:
-    """Write what is multiplied and where, how to read it, and whose colour is whose."""
+    """Write the headline, the key to placements, and the legend of devices."""
     matrices = " x ".join(shape_text(shape) for shape in study.shapes)
     devices = f"{study.num_devices} device{'s' * (study.num_devices > 1)}"
     place = f"on {devices} of {study.cluster.name}, {study.precision}"

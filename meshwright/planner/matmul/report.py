@@ -195,7 +195,7 @@ def _facts(study: MatmulStudy) -> Iterator[tuple[str, str]]:
     device = cluster.device
     source = single_line(device.gemm.source)
     yield "compute", f"{device.gemm.kind}, without kernel launch: {source}"
-    kinds = _kinds(study)
+    kinds = _comm_sources(study)
     if kinds:
         yield "comm", ", ".join(f"{name} {kind}" for name, kind in kinds.items())
     for link in (cluster.intra_node, cluster.inter_node):
@@ -213,7 +213,7 @@ def _boxing_meaning(study: MatmulStudy) -> str:
     return "what changes placements between the products and makes the result replicated"
 
 
-def _kinds(study: MatmulStudy) -> dict[str, Source]:
+def _comm_sources(study: MatmulStudy) -> dict[str, Source]:
     """Return the evidence behind each kind of communication that the tables show."""
     boxings = [row.boxing for row in study.rows if isinstance(row, ProductRow)]
     boxings += [boxing for chain in study.chains for boxing in chain.boxings]
@@ -225,7 +225,7 @@ def _kinds(study: MatmulStudy) -> dict[str, Source]:
 
 
 def _source_ps(study: MatmulStudy, source: Source) -> int:
-    """Return the part of the fastest time that rests on *source*."""
+    """Return the picoseconds of the fastest chain whose costs are of *source*."""
     steps = [step for each in study.best.boxings for step in each.steps]
     costs = [cost for step in study.best.steps for cost in step.run.costs]
     costs += [step.cost for step in steps]

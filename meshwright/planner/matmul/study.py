@@ -112,12 +112,13 @@ class Pipeline:
     @property
     def period_ps(self) -> int:
         """Time between results when inputs follow each other: the slowest device or wire."""
+        # Messages overlap with computation in a stream: the slowest resource sets the pace.
         return max(*self.stage_ps, *(each.transfer.time_ps for each in self.messages))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulStudy:
-    """What ``meshwright matmul`` shows.
+    """Result of ``meshwright matmul``.
 
     Args:
         shapes: The matrices in order.
@@ -286,7 +287,7 @@ def _product_row(
 
 
 def _refusal_reason(product: PlacedOperator, signature: Signature, num_devices: int) -> str | None:
-    """Return which dim does not divide, in a few words for a table."""
+    """Return the dim that does not divide, in a few words for a table."""
     placements = (*signature.inputs, signature.out)
     for name, shape, placement in zip(
         "ABC", (*product.inputs, product.out), placements, strict=True
@@ -306,6 +307,7 @@ def _pipeline(
         return None
     alone = DeviceMesh((1,), mesh.cluster)
     runs = [_whole_run(each, alone, precision) for each in products]
+    # All cuts are tried: there are few products.
     splits = ((0, *cuts, len(runs)) for cuts in combinations(range(1, len(runs)), num_stages - 1))
     candidates = (
         tuple(tuple(runs[first:end]) for first, end in pairwise(bounds)) for bounds in splits
@@ -332,6 +334,7 @@ def _message(shape: Shape, sender: int, cluster: Cluster, precision: Precision) 
     cost = p2p_cost(
         size_bytes,
         cluster,
+        # Devices are numbered node by node.
         crosses_nodes=(sender + 1) % cluster.devices_per_node == 0,
         network_fraction=cluster.inter_node.busbw_fraction,
     )

@@ -1,4 +1,4 @@
-"""Locks of a process: claims on folders to write, and scratch that nobody takes from it.
+"""Locks of a process: claims on output folders, and scratch folders.
 
 Imports are local: most commands write no folder.
 """
@@ -27,10 +27,12 @@ def claim(path: Path, folder: Path) -> None:
     """
     import hashlib
 
+    # Resolved, so that all spellings of a folder share one lock.
     real = os.path.realpath(path)
     mark = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
     lock = Path(os.path.realpath(folder)) / f".meshwright-{mark}.lock"
     while lock not in _claims:
+        # O_NOFOLLOW: a link that others left at this name is not followed.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(lock, flags, 0o666)
         if _lock(descriptor) is False:
@@ -47,9 +49,10 @@ def claim(path: Path, folder: Path) -> None:
 
 
 def release_claims() -> None:
-    """Let others write again."""
+    """Release all claims of this process."""
     while _claims:
         lock, descriptor = _claims.popitem()
+        # Removed before it is unlocked, so that whoever waits for it sees that it is gone.
         lock.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -113,7 +116,7 @@ def _scratch_prefix() -> str:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Return whether an open file is now locked for us; None where there are no such locks."""
+    """Lock an open file: True if it is locked now, None where there are no such locks."""
     try:
         import fcntl  # not on every system
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""The options of the command line, as records.
+"""Options of the command line as records.
 
 A command takes records (`JobOptions`, `LayoutOptions`, ...); `words.as_command` turns
 each of their fields into an option.  Fields are None where an option was not given.
@@ -26,7 +26,7 @@ PREDICTING = "N", "Layers that predict a further token each [the model's]."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What is trained, on what, with what software."""
+    """Job, hardware and software of a command."""
 
     model: str | None = argument(None, "MODEL", "Built-in name, config.json or model TOML.")
     cluster: str | None = option(None, "NAME|FILE", "Built-in name or cluster TOML.")
@@ -47,7 +47,7 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordOptions:
-    """Plans, or one model, to set beside each other."""
+    """Plans, or one model, to compare."""
 
     words: list[str] | None = argument(
         None, "PLAN...|MODEL", "Several plan.json, or a model as in search."
@@ -56,7 +56,7 @@ class WordOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingOptions:
-    """What a search makes as large as fits, and how many plans it reports."""
+    """Quantity to make as large as fits, and the number of plans to report."""
 
     max: Quantity | None = option(None, *GROWING)
     top: int = option(10, "N", "Plans to report.")
@@ -73,14 +73,14 @@ class MoneyOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonOptions:
-    """Where the document goes."""
+    """Destination of the JSON document."""
 
     json: str | None = option(None, "FILE|-", "Write the result as JSON; - for standard output.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions(JsonOptions):
-    """Where results go besides the terminal."""
+    """Destinations of results besides the terminal."""
 
     out: str | None = option(None, "DIR", "Write plan, result, CSV and PNG files.")
     force: bool = flag("--force", "Write into a folder in use.")
@@ -95,7 +95,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileOptions(PlanOptions):
-    """The plan file that a simulation starts from, what it makes as large as fits, its trace."""
+    """Plan file, quantity to make as large as fits, and trace of a simulation."""
 
     max: Quantity | None = option(None, *GROWING)
     trace: str | None = option(None, "FILE", "Write a trace for Perfetto.")
@@ -103,7 +103,7 @@ class FileOptions(PlanOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions:
-    """What a sweep varies, what is done in each cell, and where."""
+    """Variations of a sweep, the work of a cell, and its workers."""
 
     vary: list[str] | None = option(None, "NAME=A,B", "Values of an option or a fact; repeatable.")
     weak: bool = flag("--weak", "Grow the batch with --vary gpus=..., from the first.")
@@ -115,14 +115,14 @@ class SweepOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NameOptions:
-    """One thing of a list, or all of it."""
+    """One entry of a list, or all."""
 
     name: str | None = argument(None, "NAME", "Show all about one.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """One profile of a list as people read it or as a file, or all of it."""
+    """One profile of a list, as text or as a file, or all."""
 
     name: str | None = argument(None, "NAME", "Show all about one.")
     toml: bool = flag("--toml", "As a file, whose keys --set can change.")
@@ -154,7 +154,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportOptions:
-    """A framework's configuration, and what it does not say."""
+    """Configuration of a framework, and values that it does not say."""
 
     file: str | None = argument(
         None, "FILE|-", "A configuration or a launch script; - reads an expanded command."
@@ -204,6 +204,7 @@ def check_count(name: str, value: object) -> None:
         "seq_len": 10**8,
         "prediction_layers": MAX_PREDICTION_LAYERS,
     }
+    # A model may have no MTP layer.
     least, limit = int(name != "prediction_layers"), most.get(name, MAX_COUNT)
     if not least <= value <= limit:
         raise PlanError(f"{option_name(name)} {value} is out of range; allowed {least} to {limit}")

@@ -1,4 +1,4 @@
-"""Options of commands: how they are declared, how words are read as their values.
+"""Options of commands: their declaration, and the reading of their values.
 
 What is not plainly right is left to typer (`meshwright.command_line`), which is imported for that
 alone: it helps, completes, and says what is wrong with words.
@@ -66,12 +66,12 @@ class Option(NamedTuple):
 
     @property
     def spellings(self) -> list[str]:
-        """How it is written; second what takes a switch back."""
+        """Its spellings; the second one of a switch turns it off."""
         return (self.flags or option_name(self.name)).split("/")
 
 
 class OptionGroup(NamedTuple):
-    """Options that a command takes together, and what it takes them as."""
+    """Options that a command takes together, and the record that they build."""
 
     options: tuple[Option, ...]
     build: Callable[[Given], object]
@@ -112,7 +112,7 @@ def argument(default: T, metavar: str, text: str) -> T:
 
 
 class Command(NamedTuple):
-    """A command: what it does with what its groups of options build.
+    """Command: a function, and the groups of options that build its arguments.
 
     Args:
         run: Takes what each group builds, in order; returns the exit status.
@@ -130,7 +130,7 @@ class Command(NamedTuple):
         return [each for group in self.groups for each in group.options]
 
     def typed(self, words: Sequence[str]) -> dict[str, object] | None:
-        """Return the texts and switches typed, by option; None where it is for typer to say more.
+        """Return the texts and switches typed, by option; None where typer has to say more.
 
         Raises:
             PlanError: If an option that is not a list is given more than once.
@@ -140,10 +140,11 @@ class Command(NamedTuple):
         }
         texts: dict[str, Any] = {}
         loose: list[str] = []
-        is_plain = _is_text(words)
+        is_plain = _is_unicode(words)
         rest = iter(words)
         for word in rest:
             name, sign, value = word.partition("=")
+            # All from here on belongs to another program, or is no option.
             if word == "--" or (self.ends_in_words and not word.startswith("-")):
                 loose += [*rest] if word == "--" else [word, *rest]
             elif word == "-" or not word.startswith("-"):
@@ -152,11 +153,11 @@ class Command(NamedTuple):
                 is_plain = False
             elif found[name].kind is bool:
                 is_plain = is_plain and not sign
-                _give(texts, found[name], value=name == found[name].spellings[0])
+                _set_value(texts, found[name], value=name == found[name].spellings[0])
             else:
                 text = value if sign else next(rest, None)
                 is_plain = is_plain and text is not None
-                _give(texts, found[name], value=text)
+                _set_value(texts, found[name], value=text)
         for each in self.options:
             if each.is_argument and loose:
                 count = len(loose) if each.kind is list else 1
@@ -188,7 +189,7 @@ def as_command(
 
 
 def _kind(hint: object) -> type:
-    """Return ``int`` of ``int | None``, ``list`` of one of texts."""
+    """Return the type of an annotation: ``int`` of ``int | None``, ``list`` of one of texts."""
     kinds = [hint]
     if get_origin(hint) in (Union, UnionType):
         kinds = [each for each in get_args(hint) if each is not NoneType]
@@ -258,8 +259,8 @@ def _number(text: str, *, is_whole: bool) -> float | None:
     )
 
 
-def _is_text(words: Sequence[str]) -> bool:
-    """Return whether all is text, and nothing of another encoding that Python keeps as it is."""
+def _is_unicode(words: Sequence[str]) -> bool:
+    """Return True if all is text, without bytes of another encoding (surrogate escapes)."""
     try:
         "".join(words).encode()
     except UnicodeEncodeError:
@@ -267,7 +268,7 @@ def _is_text(words: Sequence[str]) -> bool:
     return True
 
 
-def _give(typed: dict[str, Any], option: Option, *, value: object) -> None:
+def _set_value(typed: dict[str, Any], option: Option, *, value: object) -> None:
     if option.kind is list:
         typed.setdefault(option.key, []).append(value)
     elif option.key in typed:

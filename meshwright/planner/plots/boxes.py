@@ -1,4 +1,4 @@
-"""What the pipeline timeline of a step is made of: boxes of a colour, in lanes of ranks."""
+"""Boxes of the pipeline timeline of a step: their colours, and their lanes of ranks."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -38,7 +38,7 @@ PALEST_FRACTION = 0.62  # of the way to white: the last of many virtual stages
 
 
 class Box(NamedTuple):
-    """A stretch of a rank's row; ``number`` is its microbatch, -1 for none."""
+    """Stretch of a rank's row; ``number`` is its microbatch, -1 for none."""
 
     rank: int
     start_s: float
@@ -63,7 +63,7 @@ class ColouredBoxes(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether they stand beside computation."""
+        """True if they are drawn in the lane of collectives, below computation."""
         return self.name in COLLECTIVE_COLOURS
 
 
@@ -137,7 +137,7 @@ def _paler(colour: str, fraction: float) -> str:
 def column_shares(
     boxes: tuple[Box, ...], window: Window, pp: int, num_columns: int
 ) -> NDArray[np.float64]:
-    """Return for each rank and column of time which share of it *boxes* fill.
+    """Return the share of each column of time that *boxes* fill, by rank.
 
     Args:
         boxes: Of one rank in order of time and disjoint.
@@ -156,6 +156,7 @@ def column_shares(
         if times_s.size:
             ends_s = np.cumsum(times_s[:, 1] - times_s[:, 0])
             busy_s = np.stack((ends_s - (times_s[:, 1] - times_s[:, 0]), ends_s), axis=1)
+            # Busy time before each edge of a column, from a piecewise-linear running sum.
             until_s = np.interp(edges_s, times_s.ravel(), busy_s.ravel())
             shares[rank] = np.diff(until_s) / np.diff(edges_s)
     return shares

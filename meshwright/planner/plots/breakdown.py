@@ -1,4 +1,4 @@
-"""Where the time of a step goes: one stacked bar a step."""
+"""Breakdown of the time of steps: one stacked bar a step."""
 
 from collections.abc import Sequence
 
@@ -108,6 +108,7 @@ def _draw_part(
     for text in axes.bar_label(
         bars, texts, label_type="center", fontsize=canvas.TEXT_POINTS, color=colour
     ):
+        # A hatch would run through the number.
         if hatch:
             text.set_bbox({"facecolor": face, "edgecolor": "none", "pad": 1.2})
 
@@ -147,7 +148,7 @@ def _finish(axes: Axes, steps: tuple[StepResult, ...], names: Sequence[str]) -> 
 
 
 def _name_bars(steps: tuple[StepResult, ...], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what all steps have in common, a line each, and what each bar is called."""
+    """Return the lines that all steps share, and the label of each bar."""
     tasks = [canvas.describe_task(step.job, step.cluster, step.plan.world_size) for step in steps]
     stacks = [step.stack.name for step in steps]
     options = [canvas.describe_options(step.plan) for step in steps]

@@ -86,7 +86,7 @@ def _mark_worst(axes: Axes, step: StepResult, worst_gib: float, top_gib: float) 
     axes.annotate(
         f"fullest: {what} {worst.stage}, {worst.peak_bytes / GIBI:.1f} GiB of live tensors, "
         f"{worst_gib:.1f} GiB on the device,\n"
-        f"{_moment(step, worst)}",
+        f"{_peak_text(step, worst)}",
         (worst.stage, worst_gib),
         xytext=(worst.stage, 1.17 * top_gib),
         fontsize=canvas.TEXT_POINTS,
@@ -102,8 +102,8 @@ def _mark_worst(axes: Axes, step: StepResult, worst_gib: float, top_gib: float) 
     )
 
 
-def _moment(step: StepResult, stage: StageMemory) -> str:
-    """Return the fullest instant in words."""
+def _peak_text(step: StepResult, stage: StageMemory) -> str:
+    """Return the instant of the peak in words."""
     when = f"{stage.peak_time_ps / PS_PER_S:.4g} s into the step"
     for action in () if step.work is None else step.work.actions[stage.stage]:
         if str(action) == stage.peak_moment:
@@ -117,6 +117,7 @@ def _finish(axes: Axes, step: StepResult, top_gib: float) -> None:
     what, short = ("device", "device") if step.lanes else ("pipeline rank", "rank")
     label = f"Memory at the {short}'s fullest instant (GiB)"
     canvas.style_axes(axes, what.capitalize(), label)
+    # A few bars alone would be as wide as the picture.
     margin = 1.5 if len(stages) <= 4 else 0.0
     axes.set_xlim(-0.6 - margin, len(stages) - 0.4 + margin)
     axes.set_ylim(0, 1.26 * top_gib)

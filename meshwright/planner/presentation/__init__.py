@@ -1,4 +1,4 @@
-"""How results tell themselves in Python: the documents, tables and pictures of the commands."""
+"""Presentation of results in Python: the documents, tables and pictures of the commands."""
 
 from meshwright.planner.presentation.presenters import known_kind, presenter_of
 

@@ -1,4 +1,4 @@
-"""What steps, searches and comparisons show of themselves in Python: what their commands write."""
+"""Presenters of steps, searches and comparisons in Python: what their commands write."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _pictures_of_steps() -> "Mapping[str, Callable[[StepResult], Figure]]":
-    """Return the pictures that there are of a step, by name."""
+    """Return the pictures of a step, by name."""
     # matplotlib is slow to import
     from meshwright.planner.plots import plot_breakdown, plot_stage_memory, plot_timeline  # noqa: PLC0415
 
@@ -66,7 +66,7 @@ def _picture_of_comparison(comparison: Comparison, kind: str | None) -> "Figure"
 
 
 def presenter_of(result: object) -> Presenter:
-    """Return what shows *result*: a step, a search or a comparison, as its command does."""
+    """Return the presenter of a step, a search or a comparison, as its command shows it."""
     if isinstance(result, SearchResult):
         return Presenter(
             document=partial(search_document, result),

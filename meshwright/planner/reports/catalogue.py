@@ -1,4 +1,4 @@
-"""What is built in, as text: models, clusters, stacks and schedules, with their sources."""
+"""Built-in models, clusters, stacks and schedules as text, with their sources."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -33,7 +33,7 @@ from meshwright.simulator import (
 )
 
 Facts = Iterator[tuple[str, str]]
-# What says which stack it is, and what is told of it in words.
+# Fields that identify a stack, and those that are listed in words.
 IDENTITY = ("name", "release", "alike", "title", "date", "source")
 TOLD = ("switches", "ruled_by", "rules", "refused")
 
@@ -95,7 +95,7 @@ def _cluster_lines() -> Facts:
 
 
 def _framework_lines() -> Facts:
-    """Yield what each framework is, and which release its name alone means."""
+    """Yield the title of each framework, and the release that its name alone means."""
     for framework in stack_frameworks():
         newest = load_stack(framework)
         yield framework, f"{newest.title} (newest: {newest.name.partition('@')[2]})"
@@ -105,8 +105,8 @@ def _release_lines() -> Facts:
     for framework in stack_frameworks():
         for name in reversed(list_releases(framework)):
             stack = load_stack(name)
-            held = f"; also {', '.join(stack.alike)}" if stack.alike else ""
-            yield name, f"{stack.date}{held}"
+            aliases = f"; also {', '.join(stack.alike)}" if stack.alike else ""
+            yield name, f"{stack.date}{aliases}"
 
 
 def _switch_lines() -> Facts:
@@ -145,7 +145,7 @@ def _schedule_facts(schedule: Schedule) -> Facts:
 
 
 def _stack_facts(stack: StackProfile) -> Facts:
-    """Yield what a stack is, what a user may choose, what it refuses, and its other facts."""
+    """Yield identity, switches, refusals and other facts of a stack."""
     yield from _record_facts(stack, fields=IDENTITY)
     yield from _headed("switches", stack.switches)
     yield from _headed("not offered", (f"{each}: {stack.rule(each)}" for each in stack.rules))

@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: what all rows share moves to the heading, the rest stacks."""
+"""Tables that fit a terminal: values that all rows share move to the heading, the rest stacks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Column(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether several rows have the same."""
+        """True if several rows have the same."""
         return self.is_layout and len(self.cells) > 1 and len(set(self.cells)) == 1
 
     def text(self, cell: str) -> str:

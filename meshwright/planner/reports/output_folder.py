@@ -1,4 +1,4 @@
-"""Write results whole or not at all: one file, or a folder of files."""
+"""Output files and folders, written whole or not at all."""
 
 import os
 from collections.abc import Iterator
@@ -77,7 +77,7 @@ def check_folder(text: str, *, force: bool) -> Path:
 
 
 def _look_at(path: Path) -> None:
-    """Raise OSError where *path* leads nowhere, such as links that lead to each other."""
+    """Raise OSError where *path* leads nowhere, as a loop of links does."""
     with suppress(FileNotFoundError, NotADirectoryError):
         path.stat()
 
@@ -140,6 +140,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     with _refusals_named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(path) as scratch:
+        # Renamed at the end, so that nobody finds a folder half written.
         written = scratch / "files"
         written.mkdir(mode=FOLDER_MODE)
         yield written

@@ -86,7 +86,7 @@ def step_report(
 
 
 def headline(job: TrainingJob, place: str, stack: str) -> str:
-    """Return what is trained, on what and with what, in one line."""
+    """Return model, cluster and stack in one line."""
     size = format_count(count_parameters(job.model))
     return f"{job.model.name} ({size} parameters) on {place}, stack {stack}"
 
@@ -145,7 +145,7 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def change_facts(changes: Sequence[Change]) -> list[tuple[str, str]]:
-    """Return what makes a plan fit, a line each."""
+    """Return the changes that make a plan fit, a line each."""
     lines = [str(each) for each in changes] or ["none of the changes that were tried"]
     return [("fits with" if number == 0 else "or", line) for number, line in enumerate(lines)]
 
@@ -173,12 +173,12 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
     ]
     facts += changed_lines(result.cluster, result.stack)
     if plan.dp_shard is not None:
-        sets = plan.dp // plan.dp_shard
-        shards = f"{counted(sets, 'replica')} of {counted(plan.dp_shard, 'shard')}"
+        replicas = plan.dp // plan.dp_shard
+        shards = f"{counted(replicas, 'replica')} of {counted(plan.dp_shard, 'shard')}"
         facts.append(("shards", f"{shards} (dp_shard)"))
     if plan.reshard_after_forward is not None:
-        frees = plan.reshard_after_forward
-        what = "freed after forward" if frees else "kept from forward to backward"
+        reshards = plan.reshard_after_forward
+        what = "freed after forward" if reshards else "kept from forward to backward"
         facts.append(("gathered", f"parameters are {what}"))
     facts.extend(_gradient_facts(plan))
     if plan.offload is not Offload.NONE:
@@ -194,7 +194,7 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
 
 
 def _gradient_facts(plan: ResolvedPlan) -> list[tuple[str, str]]:
-    """Return what the plan says about gradients beside the stack's habits."""
+    """Return the gradient fields that differ from the stack's defaults."""
     words = []
     if plan.gradient_precision is not None:
         words.append(f"kept in {plan.gradient_precision}")
@@ -233,7 +233,7 @@ def value_text(value: object) -> str:
 
 
 def switches_text(plan: ResolvedPlan, job: TrainingJob) -> str:
-    """Return the switches of a plan, and what else of it is not as usual and has no line."""
+    """Return the switches of a plan, and other fields without a line that are not defaults."""
     shown = (
         each
         for each in PLAN_FIELDS.values()

@@ -101,6 +101,7 @@ def _shift(call: Call) -> Status:
     if MARKS.search(text):
         return text[0]
     number = int(text) if text.isdecimal() else 1
+    # bash fails, and leaves the arguments as they are.
     if number > len(state.arguments):
         return False
     state.arguments = state.arguments[number:]
@@ -141,6 +142,7 @@ def _read(call: Call) -> Status:
     """Set the variables of ``read``: those of a here-string that is known, or to what is not."""
     shell, where = call.shell, call.shell.unknowns.where(call.place)
     name, flags = call.words[0].text.characters, [each.characters for each in call.arguments]
+    # Without -v printf sets no variable.
     if name == "printf" and flags[:1] != ["-v"]:
         return True
     names = [each for each in flags if NAME.fullmatch(each)]
@@ -207,7 +209,7 @@ def _echo(call: Call) -> Text | None:
 
 
 def _path_part(call: Call) -> Text | None:
-    """Return what ``dirname`` or ``basename`` prints."""
+    """Return the output of ``dirname`` or ``basename``."""
     if not 1 <= len(call.arguments) <= 2:
         return None
     path, *ending = [each.characters for each in call.arguments]
@@ -251,6 +253,7 @@ PRINTING: Mapping[str, Callable[[Call], Text | None]] = {
     "seq": _seq,
 }
 BUILTINS: Mapping[str, Callable[[Call], Status]] = {
+    # None of these changes the words of a command.
     **dict.fromkeys((":", "true", "trap", "wait", "umask", "ulimit", "shopt", "alias"), _succeed),
     **dict.fromkeys(("return", "break", "continue"), _leave),
     **dict.fromkeys(("cd", "pushd", "popd"), _cd),

@@ -46,7 +46,7 @@ STATEMENTS = frozenset(
 
 @dataclass(slots=True)
 class Redirections:
-    """What redirections make of a command."""
+    """Redirections of a command: its input, and whether its output is seen."""
 
     text: Text | None = None  # what it reads, where that stands in the script
     is_quiet: bool = False  # what it prints goes elsewhere
@@ -144,6 +144,7 @@ def _run_words(
     """Run a command with the variables that are assigned before it."""
     before, exported, output = dict(shell.state.variables), shell.state.exported, shell.output
     names = [assign(shell, each) for each in prefix]
+    # `A=1 python x` exports A to this command alone.
     shell.state.exported |= {*names}
     shell.output = [] if given.is_quiet and output is not None else output
     try:
@@ -235,6 +236,7 @@ def _run_script(call: Call, arguments: list[Text], launcher: tuple[Word, ...]) -
         script = _read_beside(shell, name)
     if script is None:
         return False
+    # A new shell sees exported variables alone.
     exported = {each: value for each, value in outer.variables.items() if each in outer.exported}
     shell.state = State(exported, outer.exported, name=name, folder=outer.folder)
     shell.state.arguments, shell.state.knows_arguments = tuple(arguments), True

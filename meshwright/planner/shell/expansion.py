@@ -81,6 +81,7 @@ def parse(source: Text, unknowns: Unknowns) -> "Node":
     if len(source.characters) > MOST_BYTES:
         raise unknowns.refusal(source.place, f"a script has at most {MOST_BYTES:,} characters")
     parser = Parser(Language(tree_sitter_bash.language()))
+    # One byte a character, so that offsets in the tree are those in the text.
     data = bytes(re.sub(r"[^\0-\x7f]", ".", source.characters), "ascii")
     root = parser.parse(data).root_node
     if root.has_error:
@@ -169,7 +170,7 @@ def _literal(shell: Interpreter, text: Text, mode: str) -> list[Fragment]:
 
 
 def _begin(shell: Interpreter, node: "Node") -> int:
-    """Return where an expansion starts: the grammar counts spaces before it as part of it."""
+    """Return the start of an expansion: the grammar counts spaces before it as part of it."""
     if node.children and not node.children[0].is_named:
         return node.children[0].end_byte - len(node.children[0].type)
     return node.end_byte - len(shell.text(node).lstrip())
@@ -206,7 +207,7 @@ def _quoted(shell: Interpreter, node: "Node") -> list[Fragment]:
 
 
 def _expansion(shell: Interpreter, node: "Node", kind: Kind) -> list[Fragment]:
-    """Return what ``${...}`` stands for; ``${!X}``, ``${X:1:2}``, ``${X/a/b}`` are not read."""
+    """Return the value of ``${...}``; ``${!X}``, ``${X:1:2}``, ``${X/a/b}`` are not read."""
     start, stop = _begin(shell, node) + 2, node.end_byte - 1
     place, characters = shell.place_at(start), shell.frame.source.characters
     inner = characters[start:stop]
@@ -287,12 +288,13 @@ def single(shell: Interpreter, node: "Node") -> Field:
 
 
 def substitution(shell: Interpreter, node: "Node") -> Text:
-    """Return what commands print, where they are such as ``echo`` and ``dirname``."""
+    """Return the output of commands, where they are such as ``echo`` and ``dirname``."""
     place, text = shell.place(node), shell.text(node).lstrip()
     not_run = shell.unread(place, text, "is not executed here")
     if text.startswith("`") and "\\" in text:
         return not_run  # within back quotes a backslash has another meaning
     outer_state, outer_output, outer_commands = shell.state, shell.output, shell.commands
+    # A substitution is a subshell: its changes to variables are lost.
     shell.state, shell.output, shell.commands = shell.state.copy(), [], []
     is_known = text.startswith(("`", "$("))
     try:

@@ -72,7 +72,7 @@ class Variable:
     is_array: bool = False
 
     def same(self, other: "Variable | None") -> bool:
-        """Return whether another has the same characters, wherever they were written."""
+        """Return True if another has the same characters, wherever they were written."""
         return (
             other is not None
             and self.is_array == other.is_array
@@ -91,7 +91,7 @@ class Function:
 
 @dataclass(slots=True)
 class State:
-    """What a shell holds."""
+    """State of a shell: variables, functions, arguments and working folder."""
 
     variables: dict[str, Variable] = field(default_factory=dict)  # no others are set
     exported: frozenset[str] = frozenset()  # names of variables that commands see
@@ -147,11 +147,11 @@ class Interpreter:
     used: set[str] = field(default_factory=set)  # names among *defines* that were asked for
 
     def place(self, node: "Node") -> int:
-        """Return where a part of the text was written."""
+        """Return the place at which a part of the text was written."""
         return self.place_at(node.start_byte)
 
     def place_at(self, start: int) -> int:
-        """Return where a character of the text was written."""
+        """Return the place at which a character of the text was written."""
         places = self.frame.source.places
         return places[min(start, len(places) - 1)] if places else 0
 
@@ -188,6 +188,7 @@ class Interpreter:
             regex = re.compile(CUTS[cut].format(regex_of(pattern, star)), re.DOTALL)
         except (PlanError, re.error) as error:
             raise self.refusal(place, f"a pattern is not read: {error}") from None
+        # Each `.*` multiplies the backtracking by the length of the text.
         self.spend(place, steps=1 + len(characters) ** (regex.pattern.count(".*") + 1) // 10_000)
         return regex.fullmatch(characters)
 
@@ -209,7 +210,7 @@ class Interpreter:
         self.state = merged(states, cause, self.unknowns, self.told)
 
     def told(self, name: str) -> Text | None:
-        """Return what the user says of a variable, None where nothing."""
+        """Return the user's value of a variable, None where there is none."""
         if name not in self.defines:
             return None
         self.used.add(name)
@@ -217,6 +218,7 @@ class Interpreter:
 
     def unset(self, name: str, place: int) -> Text:
         """Return the text of a variable that nothing sets."""
+        # In a job Slurm sets its variables where the script runs.
         is_unset = name not in SET_EVERYWHERE and not (
             name.startswith("SLURM_") and "SLURM_JOB_ID" in self.state.variables
         )
@@ -230,7 +232,7 @@ class Interpreter:
         return self.mark(place, unknown)
 
     def assign(self, name: str, text: Text, place: int) -> None:
-        """Set a variable; what the user says stands where *text* is unknown."""
+        """Set a variable; the user's value takes the place of an unknown one."""
         named = self._named(name, text, place)
         before = self.state.variables.get(name)
         rest = before.texts[1:] if before is not None and before.is_array else ()

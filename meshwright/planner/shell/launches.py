@@ -1,4 +1,4 @@
-"""The command of a script that starts training, its launcher and its layout."""
+"""Command of a script that starts training, with its launcher and its layout."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -133,7 +133,7 @@ def _refusal(problem: str) -> PlanError:
 
 
 def _is_unknown(word: Word) -> bool:
-    """Return whether the name of a program is not known; its folder may be unknown."""
+    """Return True if the name of a program is not known; its folder may be unknown."""
     return bool(word.unknown) and "$" in word.text.rpartition("/")[2]
 
 
@@ -154,13 +154,14 @@ def _best(found: Sequence[Launch], program: str | None) -> list[Launch]:
         ]
     trains = [each for each in found if TRAINING.search(each.program.text)]
     kept = [each for each in found if not TOOLS.search(each.program.text)] or trains
+    # Beside a launcher's program a plain python prepares something.
     kept = [each for each in kept if each.launcher != "python"] or kept
     named = [each for each in kept if each in trains or each.program.text in PROGRAMS]
     return named or kept
 
 
 def _nothing(commands: Sequence[Command], found: Sequence[Launch], program: str | None) -> str:
-    """Return why a file starts no training."""
+    """Return the reason why a file starts no training."""
     if program is not None:
         near = suggestion(program, [each.program.text for each in found])
         return f"no command starts {shown(program)}; {near}"
@@ -234,7 +235,7 @@ def _start(command: Command, launchers: dict[str, tuple[Word, ...]]) -> Start | 
 def _started(
     name: str, words: tuple[Word, ...], launchers: dict[str, tuple[Word, ...]]
 ) -> Start | None:
-    """Return what a launcher starts; None of ``accelerate config`` and the like."""
+    """Return the program that a launcher starts; None of ``accelerate config`` and the like."""
     if name == "accelerate" and words and words[0].text == "launch":
         words = words[1:]
     elif name == "accelerate" and words and not re.match(r"-|.*\.py$", words[0].text):
@@ -243,6 +244,7 @@ def _started(
     launchers[name] = options.words
     if not options.rest and any(key.startswith("n") for key in options.values):
         raise PlanError(f"{where(words[0])}: {name} starts no program; does a blank end the line?")
+    # `deepspeed python train.py` starts train.py.
     is_doubled = name == "deepspeed" and options.rest and PYTHON.fullmatch(options.rest[0].text)
     return Start(launchers, options.rest[1 if is_doubled else 0 :], is_python=True)
 
@@ -323,6 +325,7 @@ def _counted_deepspeed(own: Values) -> Count:
     if include is not None and not include.unknown:
         hosts = [each.partition(":")[2].split(",") for each in include.text.split("@")]
         sizes = {len([each for each in slots if each]) for slots in hosts}
+        # Hosts with different slots have no one number of ranks.
         return Count(len(hosts), (sizes.pop() if len(sizes) == 1 else 0) or None, (include,))
     return Count(_whole(nodes), _whole(ranks), (nodes, ranks, include))
 

@@ -42,7 +42,7 @@ Term = Callable[[], Number]  # evaluated when it is asked for: a side of `&&` ma
 
 
 class Parameter(NamedTuple):
-    """What stands between ``${`` and an operator."""
+    """Parameter between ``${`` and an operator."""
 
     name: str  # of the variable, or the number of an argument
     element: int | str = 0  # its index, or the mark of what that depends on; `@` or `*` all
@@ -50,7 +50,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Whether it stands for several values."""
+        """True if it stands for several values."""
         return self.name in {"@", "*"} or self.element in {"@", "*"}
 
 
@@ -129,7 +129,7 @@ def operated(
     place: int,
     kind: Kind,
 ) -> list[Fragment]:
-    """Return what a parameter with an operator (``:-``, or none) stands for.
+    """Return the fragments of a parameter with an operator (``:-``, or none).
 
     *word* expands what stands after the operator; *kind* is the quoting of the whole.
     """
@@ -210,6 +210,7 @@ def _quotient(left: int, right: int) -> int:
 def _power(left: int, right: int) -> int:
     if right < 0:
         raise PlanError("an exponent below 0")
+    # Values wrap at 64 bits: no higher power is built.
     return pow(left, right, 2**64)
 
 
@@ -240,10 +241,11 @@ class Formula:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def binary(self, level: int = 1) -> Term:
-        """Return what operators that bind at least as *level* make."""
+        """Return the term of operators that bind at least as *level*."""
         left = self.unary()
         while (sign := self.peek()) in OPERATORS and OPERATORS[sign][0] >= level:
             self.at += 1
+            # `**` groups to the right, all others to the left.
             right = self.binary(OPERATORS[sign][0] + (1 if sign != "**" else 0))
             left = partial(_combined, sign, left, right)
         return left
@@ -320,7 +322,7 @@ def _signed(sign: str, term: Term) -> Number:
 
 
 def _combined(sign: str, left: Term, right: Term) -> Number:
-    """Return what an operator makes of two values; of ``&&`` and ``||`` one may suffice."""
+    """Return the value of an operator; of ``&&`` and ``||`` one operand may suffice."""
     values: list[Number] = []
     for term in (left, right):
         value = term()

@@ -1,4 +1,4 @@
-"""A script as the commands that it runs: nothing is executed, no process variable is read."""
+"""Commands that a script runs: nothing is executed, no process variable is read."""
 
 import re
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -
 
 
 def _first_state(file: Path | None, defines: Mapping[str, str]) -> State:
-    """Return what the shell holds before the first command."""
+    """Return the state of the shell before the first command."""
     numbers = [int(each) for each in defines if each.isdigit()]
     if max(numbers, default=0) > MOST_ARGUMENTS:
         raise PlanError(f"--define {max(numbers)}: at most {MOST_ARGUMENTS:,} arguments")
@@ -107,6 +107,7 @@ def _set_slurm_variables(shell: Interpreter, options: Values) -> None:
     """Set what sbatch sets of its options."""
     counts = {variable: last_number(options.get(option)) for variable, option in SLURM.items()}
     nodes, per_node = counts["SLURM_NNODES"], counts["SLURM_NTASKS_PER_NODE"]
+    # Slurm derives the tasks from the nodes where they are not given.
     if counts["SLURM_NTASKS"] is None and nodes is not None and per_node is not None:
         counts["SLURM_NTASKS"] = nodes * per_node
     counts["SLURM_GPUS_PER_NODE"] = counts["SLURM_GPUS_PER_NODE"] or last_number(

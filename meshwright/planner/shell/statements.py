@@ -80,6 +80,7 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
             ends.append(shell.state)
         ran.append(shell.commands)
     shell.state, shell.commands = before, outer
+    # A command that all branches run, runs in any case.
     words = [[_words(each) for each in some] for some in ran]
     if all(each == words[0] for each in words):
         outer += ran[0]
@@ -93,7 +94,7 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
 
 
 def _words(command: Command) -> tuple[list[str], dict[str, str]]:
-    """Return what makes a command the same in two branches."""
+    """Return the words and variables by which commands of two branches are the same."""
     seen = {name: word.text for name, word in command.environment.items()}
     return [each.text for each in command.words], seen
 
@@ -273,6 +274,7 @@ def _for(shell: Interpreter, node: "Node") -> Status:
 
 def _uncertain_rounds(shell: Interpreter, cause: Unknown, once: Callable[[], object]) -> None:
     """Run a loop of which it is not known how often it runs, until nothing changes."""
+    # States settle in a few rounds: a variable that once differs stays uncertain.
     for _ in range(10):
         before = shell.state.copy()
         fork(shell, cause, [once, lambda: None])

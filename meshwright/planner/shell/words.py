@@ -94,7 +94,7 @@ class Unknown(NamedTuple):
 
 @dataclass(slots=True)
 class Unknowns:
-    """What a script does not tell, each with the mark that stands for it, and the files read."""
+    """Unknown values of a script, each with the mark that stands for it, and the files read."""
 
     listed: list[Unknown] = field(default_factory=list)
     marks: dict[Unknown, str] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Unknowns:
         return self.marks[unknown]
 
     def meaning(self, mark: str) -> Unknown:
-        """Return what a mark stands for."""
+        """Return the unknown that a mark stands for."""
         return self.listed[ord(mark) - FIRST_MARK]
 
     def first(self, characters: str) -> Unknown | None:
@@ -125,7 +125,7 @@ class Unknowns:
         )
 
     def shown(self, characters: str) -> str:
-        """Return a text in which what is unknown stands as it was written."""
+        """Return a text with its unknown parts as they were written."""
         return MARKS.sub(lambda found: self.meaning(found[0]).shown, characters)
 
     def where(self, place: int) -> str:
@@ -179,7 +179,7 @@ class Field:
 
     @property
     def is_quoted(self) -> bool:
-        """Whether any of it was quoted."""
+        """True if any of it was quoted."""
         return any(each.kind is Kind.QUOTED for each in self.parts)
 
 

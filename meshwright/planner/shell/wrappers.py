@@ -126,7 +126,7 @@ def last_number(word: Word | None) -> int | None:
 
 
 def wrapped_at(words: Sequence[Word]) -> int:
-    """Return where the command begins that others, such as srun and nohup, start."""
+    """Return the index of the command that others, such as srun and nohup, start."""
     at = 0
     while at < len(words) and (after := next_at(words, at)) is not None:
         at = after
@@ -134,7 +134,7 @@ def wrapped_at(words: Sequence[Word]) -> int:
 
 
 def next_at(words: Sequence[Word], at: int) -> int | None:
-    """Return where the command behind a wrapper begins; None where there is no wrapper."""
+    """Return the index of the command behind a wrapper; None where there is no wrapper."""
     name, start = words[at].text.rpartition("/")[2], at + 1
     if name == "srun":
         return len(words) - len(split_options(words[start:], name).rest)
@@ -153,6 +153,7 @@ def next_at(words: Sequence[Word], at: int) -> int | None:
         elif not text.startswith("-") or text == "-":
             break
         else:
+            # These name a variable, or a parameter, and give its value as a word of its own.
             start += 3 if text in {"--mca", "-mca", "-genv"} else 2 if text in takes else 1
     return min(start + wrapper.positionals, len(words))
 

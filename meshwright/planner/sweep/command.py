@@ -1,4 +1,4 @@
-"""What ``meshwright sweep`` does with its options."""
+"""Command ``meshwright sweep``."""
 
 from collections.abc import Mapping
 from concurrent.futures import Executor
@@ -72,7 +72,7 @@ def run_sweep(
 
 
 def _place(options: SweepOptions) -> Place:
-    """Return who runs cells.
+    """Return the factory of the executor that runs cells.
 
     Raises:
         PlanError: If both processes and Dask are asked for.

@@ -1,4 +1,4 @@
-"""From what is varied to cells: every combination, with its setting resolved before anything runs.
+"""Cells of a sweep: every combination of options, resolved before anything runs.
 
 What a cell needs travels with it, so that a process elsewhere needs none of the user's files.
 """
@@ -27,7 +27,7 @@ SET = "--set"  # begins what is wrong with a fact that is set
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a sweep is asked for.
+    """Options of a sweep.
 
     Args:
         varied: What is varied, the last one fastest.
@@ -47,7 +47,7 @@ class Request:
 
 
 class Task(NamedTuple):
-    """What a process is given to run a cell: a search, or the simulation of a plan."""
+    """Work of a process for a cell: a search, or the simulation of a plan."""
 
     job: TrainingJob
     cluster: Cluster
@@ -59,7 +59,7 @@ class Task(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A text that two tasks have in common where they are the same."""
+        """Digest that equal tasks share."""
         job = self.job
         content = [
             *(each.model_dump(mode="json") for each in (job.model, self.cluster, self.stack)),
@@ -89,7 +89,7 @@ class Cell(NamedTuple):
 
     @property
     def sample(self) -> str:
-        """What its batch counts; nothing where it cannot be."""
+        """Unit of its batch; empty where the cell cannot run."""
         return self.task.job.model.sample if isinstance(self.task, Task) else ""
 
 
@@ -118,17 +118,17 @@ def _check_values(request: Request, cells: Sequence[Cell]) -> None:
         raise PlanError(reasons.pop())  # whatever is varied
     for place, variation in enumerate(request.varied):
         for value in variation.values:
-            having = [each.task for each in cells if each.values[place] == value]
+            tasks = [each.task for each in cells if each.values[place] == value]
             # What is set of all, and one stack lacks, is no mistake in the stack's name.
-            is_lacking = variation.key == STACK and str(having[0]).startswith(SET)
-            if not is_lacking and all(isinstance(each, str) for each in having):
+            is_lacking = variation.key == STACK and str(tasks[0]).startswith(SET)
+            if not is_lacking and all(isinstance(each, str) for each in tasks):
                 prefix = f"--vary {variation.name}={value.text}: "
-                reason = str(having[0])
+                reason = str(tasks[0])
                 raise PlanError(reason if reason.startswith("--vary ") else f"{prefix}{reason}")
 
 
 def _check(request: Request) -> None:
-    """Raise PlanError when options do not go with what a cell is."""
+    """Raise PlanError when options do not fit a search, or a simulation."""
     names = {each.key: each.name for each in request.varied if each.key}
     if request.is_weak and GPUS not in names:
         raise PlanError("--weak needs --vary gpus=...: the batch grows with the devices")

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: how it scales, curves over one thing that is varied, maps over two."""
+"""Pictures of a sweep: scaling, curves over one variation, maps over two."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan
@@ -29,7 +29,7 @@ BATCH = "global_batch_size"
 
 
 class Measure(NamedTuple):
-    """What a panel shows of a cell."""
+    """Quantity that a panel shows of a cell."""
 
     name: str
     label: str
@@ -82,7 +82,7 @@ def plot_scaling(result: SweepResult) -> Figure:
 
 
 def _scaling_title(result: SweepResult, axis: Variation) -> str:
-    """Return what kind of scaling is shown, and the best of what."""
+    """Return the title: weak or strong scaling, and the variations of which the best is shown."""
     kind = "Weak scaling: the batch grows with the GPUs" if result.is_weak else "Strong scaling"
     shown = axis, _next_one(result, axis)
     others = [each for each in result.varied if len(each.values) > 1 and each not in shown]
@@ -90,7 +90,7 @@ def _scaling_title(result: SweepResult, axis: Variation) -> str:
 
 
 def _best_of(others: Sequence[Variation]) -> str:
-    """Return that of other things that are varied the best is shown, if there are any."""
+    """Return the clause of a title on other variations, of which the best is shown."""
     return f", the best {', '.join(each.name for each in others)} of each" if others else ""
 
 
@@ -152,12 +152,12 @@ def _per_gpu(result: SweepResult) -> tuple[Measure, Measure]:
 
 
 def _subject(result: SweepResult) -> str:
-    """Return what each cell has: a search its best layout, a simulation the one given."""
+    """Return the subject of a title: a search has best layouts, a simulation has one."""
     return "Best layouts" if any("search" in each for each in result.documents) else "A layout"
 
 
 def _samples(result: SweepResult) -> str:
-    """Return what a batch counts, as the models have it."""
+    """Return the unit of a batch, as the models have it."""
     return " or ".join(dict.fromkeys(each.sample for each in result.cells if each.sample))
 
 
@@ -190,7 +190,7 @@ def _sheet(
 
 
 def _setting_text(result: SweepResult) -> str:
-    """Return what all cells share, in a line."""
+    """Return the options that all cells share, in a line."""
     rows = result.rows
     shared = [
         f"{rows[0][name]:,}{unit}" if isinstance(rows[0][name], int) else f"{rows[0][name]}{unit}"
@@ -256,7 +256,7 @@ def _numbers(axis: Variation) -> list[float] | None:
 
 
 def _is_ordered(axis: Variation) -> bool:
-    """Return whether values are amounts, not names."""
+    """Return True if values are amounts, not names."""
     return all(value.text[:1].isdigit() for value in axis.values)
 
 

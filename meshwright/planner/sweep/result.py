@@ -1,4 +1,4 @@
-"""What a sweep came to: a row a cell."""
+"""Result of a sweep: a row a cell."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -66,6 +66,7 @@ class SweepResult(Shown):
         for cell, row in zip(self.cells, rows, strict=True):
             others = self._others(cell)
             if others is not None and row["outcome"] == Outcome.FITS:
+                # The first number of GPUs that fits is the reference.
                 row["scaling_efficiency"] = row[RATE] / first.setdefault(others, row[RATE])
         return list(rows)
 
@@ -113,7 +114,7 @@ class SweepResult(Shown):
         return dict(named(run, *COST))
 
     def _others(self, cell: Cell) -> tuple[str, ...] | None:
-        """Return what a cell has of all that is varied but devices; None where these are not."""
+        """Return a cell's values of all variations but devices; None where these are not varied."""
         columns = [each.column for each in self.varied]
         pairs = zip(columns, cell.values, strict=True)
         others = tuple(value.text for column, value in pairs if column != GPUS)

@@ -124,6 +124,7 @@ def run_cells(
     documents = dict(store.finished(list(tasks))) if store is not None else {}
     tell = progress or (lambda _what, _done, _total: None)
     tell(RUNNING, len(documents), len(tasks))
+    # Cells that an earlier run finished are not run again.
     left = {number: task for number, task in tasks.items() if number not in documents}
     if left:
         with place(len(left)) as executor:

@@ -1,4 +1,4 @@
-"""What is kept of a sweep while it runs: each finished cell, whole or not at all.
+"""Store of a sweep while it runs: each finished cell, whole or not at all.
 
 A folder belongs to one sweep: ``sweep.json`` says which, and the same sweep goes on in it.
 """
@@ -25,12 +25,12 @@ DRAFTS = ".meshwright-*"  # what a killed command left of files that it was writ
 
 
 def is_sweep_folder(folder: Path) -> bool:
-    """Return whether a sweep has begun in *folder*."""
+    """Return True if a sweep has begun in *folder*."""
     return (folder / MANIFEST).is_file()
 
 
 def manifest(request: Request, cells: Sequence[Cell]) -> Document:
-    """Return what makes a sweep this one: what is varied, and what each cell runs."""
+    """Return the manifest of a sweep: its variations, and the task of each cell."""
     return {
         "format": FORMAT,
         "version": __version__,
@@ -74,6 +74,7 @@ class Store:
             for stale in folder.glob(NUMBERED_PLANS):
                 stale.unlink()
         self._cells.mkdir(parents=True, exist_ok=True)
+        # The folder is claimed: drafts in it are of a command that was killed.
         for each in (folder, self._cells):
             for draft in each.glob(DRAFTS):
                 shutil.rmtree(draft, ignore_errors=True)
@@ -104,6 +105,7 @@ def _cell_document(path: Path, number: int) -> Document:
     document = CELL_FILE.read_json(path)
     if isinstance(document, dict):
         known = document.pop("cell", None), document.pop("sum", None)
+        # A cell that was edited, or cut short, is not taken for finished.
         if known == (number, _sum(document)):
             return document
     raise PlanError(
@@ -112,7 +114,7 @@ def _cell_document(path: Path, number: int) -> Document:
 
 
 def _sum(document: Mapping[str, object]) -> str:
-    """Return a text by which a document that was changed is told."""
+    """Return a checksum, by which a document that was changed is told."""
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""What a sweep varies: options and facts by name, each with its values."""
+"""Variations of a sweep: options and facts by name, each with its values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -29,7 +29,7 @@ MOST_CELLS = 10_000
 
 
 class Value(NamedTuple):
-    """One value of what is varied: as it is shown, and as an option takes it."""
+    """Value of a variation: as it is shown, and as an option takes it."""
 
     text: str
     content: object
@@ -51,12 +51,12 @@ class Variation:
 
     @property
     def is_fact(self) -> bool:
-        """Whether it is a fact of cluster, device or stack."""
+        """True for a fact of cluster, device or stack."""
         return not self.key
 
     @property
     def is_of_job(self) -> bool:
-        """Whether it is an option of the job, not of the layout."""
+        """True for an option of the job, not of the layout."""
         return self.key in OF_JOB
 
     @property
@@ -70,7 +70,7 @@ COLUMNS = {"gpus": "num_gpus", "global_batch": "global_batch_size"}
 
 
 def read_words(words: Sequence[str]) -> tuple[Variation, ...]:
-    """Return what texts ``NAME=A,B`` say; values that have commas are parted by semicolons.
+    """Return the variations of texts ``NAME=A,B``; semicolons part values that have commas.
 
     Raises:
         PlanError: If a name is unknown or given twice, or a value is none of it.
@@ -90,7 +90,7 @@ def read_words(words: Sequence[str]) -> tuple[Variation, ...]:
 
 
 def variations(given: Sequence[tuple[str, Sequence[object]]]) -> tuple[Variation, ...]:
-    """Return what is varied, from names and values; raises as `read_words`."""
+    """Return the variations of names and values; raises as `read_words`."""
     found = tuple(_variation(name, values) for name, values in given)
     if not found:
         raise PlanError("--vary is missing; it is required, as --vary gpus=64,128,256")

@@ -1,4 +1,4 @@
-"""Frameworks' tables: what is told by them, how a plan is written by one, and texts of launches."""
+"""Tables of frameworks: facts of a plan, its keys by a table, and texts of launches."""
 
 from meshwright.planner.tables.facts import (
     STACK_FACT,

@@ -1,4 +1,4 @@
-"""What is known of a job and its plan while a framework is told of it, or is read."""
+"""Facts of a job and its plan, while a framework's keys are written or read."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Keys: TypeAlias = dict[str, object]
 
 
 class MissingError(PlanError):
-    """What a configuration leaves open and a plan needs.
+    """Error of a value that a configuration leaves open and a plan needs.
 
     Args:
         name: Of the field, or of the job's fact.
@@ -31,7 +31,7 @@ STACK_FACT, MODEL_FACT = "stack.", "model."  # begin the names of facts
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a job and its plan, by the names of their fields.
+    """Known facts of a job and its plan, by the names of their fields.
 
     In an export that is everything, in an import what the entries before have read.
     """
@@ -63,7 +63,7 @@ class Facts:
         return self.values.get(name)
 
     def holds(self, text: str) -> bool:
-        """Return whether a condition holds; an empty one does."""
+        """Return True if a condition holds; an empty one does."""
         return not text or bool(parsed(text).holds(_Numbers(self)))
 
     @property
@@ -81,22 +81,22 @@ class Facts:
 
     @property
     def is_launched(self) -> bool:
-        """Whether what starts the job is read, too, not its file alone."""
+        """True if the command that starts the job is read, too, not its file alone."""
         return any(self.values.get(each) is not None for each in ("num_nodes", "ranks_per_node"))
 
 
 class _Numbers(NamedTuple):
-    """What the names of a condition stand for."""
+    """Numbers that the names of a condition stand for."""
 
     facts: Facts
 
     def number(self, name: str) -> Number:
         """Return the number of a field, or a fact; a count of which nothing is known is 1."""
-        value, known = self.facts.get(name), PLAN_FIELDS.get(name)
-        return code_of(name, known.default if known and value is None else value)
+        value, declared = self.facts.get(name), PLAN_FIELDS.get(name)
+        return code_of(name, declared.default if declared and value is None else value)
 
     def code(self, name: str, value: object) -> Number:
-        """Return what *value* is where a condition compares it with *name*."""
+        """Return the code of *value* where a condition compares it with *name*."""
         return code_of(name, value)
 
 

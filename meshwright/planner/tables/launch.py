@@ -1,4 +1,4 @@
-"""The scripts that start a job, with Slurm or by hand."""
+"""Scripts that start a job, with Slurm or by hand."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ PORT = 29500  # torchrun's own
 
 
 class Starter(StrEnum):
-    """What starts the ranks of a node."""
+    """Launchers of the ranks of a node."""
 
     TORCHRUN = "torchrun"
     ACCELERATE = "accelerate launch"
