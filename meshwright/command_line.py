@@ -39,7 +39,7 @@ def run_command_line(
         PlanError: If a value is not what its option takes.
         KeyboardInterrupt: If the user stops the command.
     """
-    known: dict[str, Command | None] = dict.fromkeys(texts)
+    commands: dict[str, Command | None] = dict.fromkeys(texts)
     is_completed = bool(os.environ.get(COMPLETION))
     if words and words[0] in texts:
         return _run_one(texts, words[0], command(words[0]), words, is_completed=is_completed)
@@ -48,8 +48,8 @@ def run_command_line(
 
         raise UsageError(f"unknown command {shown(words[0])}; {suggestion(words[0], texts)}")
     if is_completed or words[:1] == ["--"]:
-        known = {name: command(name) for name in texts}
-    return _run_app(texts, known, words)
+        commands = {name: command(name) for name in texts}
+    return _run_app(texts, commands, words)
 
 
 def _run_one(

@@ -100,8 +100,8 @@ def refused(error: OSError) -> int:
 
         # As a shell reports a process that SIGPIPE ended; nobody is left to read a message.
         return 128 + signal.SIGPIPE
-    where = f": {error.filename}" if error.filename else ""
-    return complain(f"{error.strerror or error}{where}", USER_MISTAKE)
+    filename = f": {error.filename}" if error.filename else ""
+    return complain(f"{error.strerror or error}{filename}", USER_MISTAKE)
 
 
 def _drop_output() -> None:
@@ -121,14 +121,14 @@ def fault(error: Exception, words: "Sequence[str]") -> int:
 
     # As ASCII: an argument may hold bytes that no encoding can write.
     text = f"meshwright {' '.join(map(ascii, words))}\n{''.join(traceback.format_exception(error))}"
-    kept = "its traceback could not be kept"
+    traceback_note = "its traceback could not be kept"
     with suppress(OSError):
         handle, name = tempfile.mkstemp(prefix="meshwright-fault-", suffix=".txt")
         with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123
             file.write(text)
-        kept = f"its traceback is in {name}"
-    what = f"{type(error).__name__}: {ascii(str(error)[:200])[1:-1]}".rstrip(": ")
-    return complain(f"a fault of meshwright itself, {what}; {kept}", FAULT)
+        traceback_note = f"its traceback is in {name}"
+    cause = f"{type(error).__name__}: {ascii(str(error)[:200])[1:-1]}".rstrip(": ")
+    return complain(f"a fault of meshwright itself, {cause}; {traceback_note}", FAULT)
 
 
 def complain(message: str, status: int) -> int:
@@ -141,10 +141,10 @@ def complain(message: str, status: int) -> int:
     encoding = sys.stderr.encoding or "utf-8"
     # Control characters of a message must not reach the terminal.
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
-    said = f"error: {text}"
+    printed = f"error: {text}"
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
-        said = fill(said, width, break_long_words=False, break_on_hyphens=False)
+        printed = fill(printed, width, break_long_words=False, break_on_hyphens=False)
     with suppress(OSError):  # nobody is left to be told
-        sys.stderr.write(f"{said}\n".encode(encoding, "backslashreplace").decode(encoding))
+        sys.stderr.write(f"{printed}\n".encode(encoding, "backslashreplace").decode(encoding))
     return status

@@ -148,13 +148,13 @@ class _Reader:
 
     def _merged(self, value: object, line: int) -> list[Entry]:
         """Return the entries of a table, or of several: the first to have a name has it."""
-        found: dict[str, Entry] = {}
+        by_name: dict[str, Entry] = {}
         for table in value if isinstance(value, list) else [value]:
             if not isinstance(table, Table):
                 raise refused(line, f"{_MERGE} of {_word(table)}; allowed: tables")
             for entry in table.entries:
-                found.setdefault(entry.name, entry)
-        return list(found.values())
+                by_name.setdefault(entry.name, entry)
+        return list(by_name.values())
 
     def _anchored(self, name: str) -> object:
         if name not in self.anchors:

@@ -159,9 +159,9 @@ def _neighbours(
     """Return the plans one change away that can run at all, the fastest first."""
     trials = Trials(step, memory_limit_bytes, costs)
     seen, reachable = {step.plan}, []
-    wanted = list(neighbours(step.plan, step.stack))
-    for number, fields in enumerate(wanted):
-        tell("simulating neighbours", number, len(wanted))
+    changes = list(neighbours(step.plan, step.stack))
+    for number, fields in enumerate(changes):
+        tell("simulating neighbours", number, len(changes))
         changed = _changed(step, fields)
         after = None if changed is None or changed[0] in seen else trials.step(changed[0])
         if changed is None or after is None:

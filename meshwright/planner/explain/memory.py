@@ -43,16 +43,16 @@ def memory_products(
         MemoryTerm(name.removesuffix("_bytes").replace("_", " "), size, _bytes_of_each(size, count))
         for name, size in stage.by_name.items()
     ]
-    kept = () if built is None else tuple(_activation_terms(step, built, costs))
-    rest = stage.activations_bytes - sum(term.size_bytes for term in kept)
+    activations = () if built is None else tuple(_activation_terms(step, built, costs))
+    rest = stage.activations_bytes - sum(term.size_bytes for term in activations)
     # With recomputation inside kept units a pass's own levels say what is saved, not its blocks.
     if rest < 0:
-        kept, rest = (), stage.activations_bytes
+        activations, rest = (), stage.activations_bytes
     others = (
-        MemoryTerm("other activations" if kept else "activations", rest),
+        MemoryTerm("other activations" if activations else "activations", rest),
         MemoryTerm("buffers", stage.buffers_bytes),
     )
-    return tuple(term for term in (*terms, *kept, *others) if term.size_bytes)
+    return tuple(term for term in (*terms, *activations, *others) if term.size_bytes)
 
 
 def _bytes_of_each(size_bytes: int, count: int) -> str:
@@ -77,11 +77,11 @@ def _activation_terms(step: StepResult, built: BuiltStep, costs: CostModel) -> I
         saved = blocks[kind].saved
         size = len(numbers) * passes * count * saved
         if size:
-            where = _stages_text(numbers) if len(in_flight) > 1 else ""
+            suffix = _stages_text(numbers) if len(in_flight) > 1 else ""
             several = f"{len(numbers)} x " if len(numbers) > 1 else ""
             blocks_text = f"{count} {kind}s" if count > 1 else kind
             factors = f"{several}{passes} in flight x {blocks_text} x {format_bytes(saved)}"
-            yield MemoryTerm(f"{kind} activations{where}", size, factors)
+            yield MemoryTerm(f"{kind} activations{suffix}", size, factors)
 
 
 def _stages_text(numbers: Sequence[int]) -> str:

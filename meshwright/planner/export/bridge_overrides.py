@@ -82,8 +82,8 @@ def _add_override(word: OptionWord, overrides: Keys, parsed: Options) -> None:
         parsed.words.append(word)
         return
     sign, key, text = match.groups()
-    known = "." in key or key in load_options(RECIPES)
-    if sign == "~" or not known:
+    is_key = "." in key or key in load_options(RECIPES)
+    if sign == "~" or not is_key:
         parsed.refusals.append(f"line {word.line}: {shown(word.text)} is no override of a recipe")
         return
     # Of several overrides of a key the last counts.

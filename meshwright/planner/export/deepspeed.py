@@ -37,10 +37,10 @@ def _write_batches(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    said = {name: keys[roles[name]] for name in NAMES if keys.get(roles[name]) is not None}
-    given = {name: words.whole(keys, roles[name], 1) for name in said if said[name] != AUTO}
+    values = {name: keys[roles[name]] for name in NAMES if keys.get(roles[name]) is not None}
+    given = {name: words.whole(keys, roles[name], 1) for name in values if values[name] != AUTO}
     if len(given) < len(NAMES):
-        steps = None if said.get("steps") == AUTO else given.get("steps", 1)
+        steps = None if values.get("steps") == AUTO else given.get("steps", 1)
         return _completed(roles, given, steps, facts, words)
     # With all three given, the data-parallel ranks are what is left of the batch.
     batch, size = given["batch"], given["micro"]
@@ -83,15 +83,15 @@ def _completed(
 
 def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the format that is switched on: fp32 if none is, as in DeepSpeed."""
-    said = {name: keys.get(key) or False for name, key in roles.items()}
-    for name, value in said.items():
+    switches = {name: keys.get(key) or False for name, key in roles.items()}
+    for name, value in switches.items():
         if value not in (True, False, AUTO):
             raise words.unknown(roles[name], value, (True, False, AUTO))
-    switched_on = [name for name, value in said.items() if value is True]
+    switched_on = [name for name, value in switches.items() if value is True]
     if len(switched_on) > 1:
-        both = " and ".join(roles[name] for name in switched_on)
-        raise PlanError(f"{both} of {words.framework} are both true; allowed: one of them")
-    autos = [roles[name] for name, value in said.items() if value == AUTO]
+        keys_on = " and ".join(roles[name] for name in switched_on)
+        raise PlanError(f"{keys_on} of {words.framework} are both true; allowed: one of them")
+    autos = [roles[name] for name, value in switches.items() if value == AUTO]
     if switched_on or not autos:
         return {"precision": value_of("precision", *(switched_on or ["fp32"]))}
     if facts.get("precision") is None:
@@ -140,44 +140,44 @@ def _is_between(value: object, least: int, most: int | None) -> bool:
 
 def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     """Return the offload to the host: old files have switches, others sections."""
-    found = []
+    offloaded = []
     for part in ("optimizer", "parameters"):
         device, pinned, legacy = (roles[f"{part}{end}"] for end in ("", "_pinned", "_old"))
-        said = keys.get(device)
-        if said not in (None, "none", "cpu", AUTO):
-            raise words.unknown(device, said, ("none", "cpu"))
-        if said == "cpu" or keys.get(legacy) is True:
+        target = keys.get(device)
+        if target not in (None, "none", "cpu", AUTO):
+            raise words.unknown(device, target, ("none", "cpu"))
+        if target == "cpu" or keys.get(legacy) is True:
             # Only pinned memory is copied while the device computes.
             if keys.get(pinned, True) not in (True, AUTO):
                 raise words.unknown(pinned, keys[pinned], (True,))
-            found.append(part)
+            offloaded.append(part)
         elif keys.get(legacy) not in (None, False):
             raise words.unknown(legacy, keys[legacy], (True, False))
     # No plan offloads parameters without the optimizer states.
-    if found == ["parameters"]:
+    if offloaded == ["parameters"]:
         raise words.unknown(roles["optimizer"], "none", (f"cpu beside {roles['parameters']}=cpu",))
-    return {"offload": value_of("offload", found[-1] if found else "none")}
+    return {"offload": value_of("offload", offloaded[-1] if offloaded else "none")}
 
 
 def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the bucket size in parameters; transformers' ``auto`` is hidden_size squared."""
-    said = keys.get(roles["size"])
-    if said == AUTO:
+    size = keys.get(roles["size"])
+    if size == AUTO:
         return {} if facts.model is None else {STACK_BUCKET: facts.model.hidden_size**2}
-    if said is None:
+    if size is None:
         return {STACK_BUCKET: BUCKET}
-    whole = int(said) if isinstance(said, float) and said.is_integer() else said
+    whole = int(size) if isinstance(size, float) and size.is_integer() else size
     return {STACK_BUCKET: words.whole({roles["size"]: whole}, roles["size"], 1)}
 
 
 def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the overlap of gradient reduction with backward: stage 3 has it unless told."""
-    said = keys.get(roles["overlap"])
-    if said in (None, AUTO):
-        said = facts.get("zero_stage") == max(STAGES)
-    if type(said) is not bool:
-        raise words.unknown(roles["overlap"], said, (True, False))
-    return {"stack.overlap_gradient_reduce": value_of("stack.overlap_gradient_reduce", said)}
+    overlaps = keys.get(roles["overlap"])
+    if overlaps in (None, AUTO):
+        overlaps = facts.get("zero_stage") == max(STAGES)
+    if type(overlaps) is not bool:
+        raise words.unknown(roles["overlap"], overlaps, (True, False))
+    return {"stack.overlap_gradient_reduce": value_of("stack.overlap_gradient_reduce", overlaps)}
 
 
 PROGRAM = Program(

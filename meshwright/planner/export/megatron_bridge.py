@@ -100,26 +100,26 @@ def _check_sizes(recipe: Recipe, model: ModelSpec | None) -> None:
     """Raise PlanError where a model given beside a recipe has other sizes than are known of it."""
     for key, value in recipe.sizes.items():
         if model is not None and key != "vocab_size" and getattr(model, key) != value:
-            said = f"{key} {theirs(getattr(model, key))}, not {theirs(value)}"
-            raise PlanError(f"{model.name} is not the model of this recipe: {said}")
+            difference = f"{key} {theirs(getattr(model, key))}, not {theirs(value)}"
+            raise PlanError(f"{model.name} is not the model of this recipe: {difference}")
 
 
 def _write_stages(roles: Roles, facts: Facts) -> Keys:
-    found = dict(CODECS["layout of Megatron"].write(roles, facts))  # type: ignore[misc]
-    return found | {roles["embedding"]: False, roles["loss"]: False}
+    layout = dict(CODECS["layout of Megatron"].write(roles, facts))  # type: ignore[misc]
+    return layout | {roles["embedding"]: False, roles["loss"]: False}
 
 
 def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return stages; embedding and loss may each count as a layer of the even split."""
-    found = dict(CODECS["layout of Megatron"].read(roles, keys, facts, words))  # type: ignore[misc]
+    layout = dict(CODECS["layout of Megatron"].read(roles, keys, facts, words))  # type: ignore[misc]
     first, last = (keys.get(roles[each]) is True for each in ("embedding", "loss"))
     if not (first or last):
-        return found
+        return layout
     if keys.get(roles["layout"]) is not None:
         raise words.unknown(roles["layout"], keys[roles["layout"]], ("leave it out",))
     if facts.model is None:
         raise MissingError("model", "its layers and ends are shared out evenly")
-    count = facts.number("pp") * cast("int", found["num_virtual_stages"])
+    count = facts.number("pp") * cast("int", layout["num_virtual_stages"])
     each, rest = divmod(facts.model.num_layers + first + last, count)
     if rest:
         raise words.unknown(roles["embedding"], first, (f"layers and ends in {count} alike",))
@@ -127,7 +127,7 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     # Both ends take the place of a layer.
     stages[0] -= first
     stages[-1] -= last
-    return found | {"stages": tuple(stages)}
+    return layout | {"stages": tuple(stages)}
 
 
 def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
@@ -145,11 +145,11 @@ def _overlap(fact: str) -> Codec:
     """
 
     def read(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
-        said = keys.get(roles["switch"])
-        if said is None:
-            others = facts.number("tp") * facts.number("pp") * facts.number("cp")
-            return {fact: facts.world_size > others}
-        return {fact: said is True}
+        switch = keys.get(roles["switch"])
+        if switch is None:
+            model_ranks = facts.number("tp") * facts.number("pp") * facts.number("cp")
+            return {fact: facts.world_size > model_ranks}
+        return {fact: switch is True}
 
     return Codec(lambda roles, facts: {roles["switch"]: facts.get(fact)}, read)
 
@@ -185,16 +185,16 @@ def _write_moments(roles: Roles, facts: Facts) -> Keys:
 def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     if keys.get(roles["switch"]) is not True:
         return {}
-    said = {
+    formats = {
         role: words.word(keys, roles[role], "float32").removeprefix("torch.")
         for role in ("first", "second", "gradients")
     }
-    if said["first"] not in MOMENTS:
-        raise words.unknown(roles["first"], said["first"], MOMENTS)
-    for role, allowed in (("second", (said["first"],)), ("gradients", ("float32", "bfloat16"))):
-        if said[role] not in allowed:
-            raise words.unknown(roles[role], said[role], allowed)
-    return {"moment_precision": MOMENTS[said["first"]]}
+    if formats["first"] not in MOMENTS:
+        raise words.unknown(roles["first"], formats["first"], MOMENTS)
+    for role, allowed in (("second", (formats["first"],)), ("gradients", ("float32", "bfloat16"))):
+        if formats[role] not in allowed:
+            raise words.unknown(roles[role], formats[role], allowed)
+    return {"moment_precision": MOMENTS[formats["first"]]}
 
 
 PROGRAM = Program(

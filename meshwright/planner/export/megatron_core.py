@@ -67,7 +67,7 @@ def expert_fields(model: ModelSpec) -> Keys:
     if experts is None:
         return {}
     has_experts = [int(experts.has_layer(number)) for number in range(model.num_layers)]
-    others: Keys = {
+    optional: Keys = {
         "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_enable_expert_bias": experts.routing_bias,
         "moe_shared_expert_intermediate_size": experts.shared_hidden_size,
@@ -80,7 +80,7 @@ def expert_fields(model: ModelSpec) -> Keys:
         "moe_router_topk": experts.experts_per_token,
         "moe_ffn_hidden_size": experts.hidden_size,
         "moe_router_score_function": "sigmoid" if experts.scores == "sigmoid" else "softmax",
-        **{name: value for name, value in others.items() if value},
+        **{name: value for name, value in optional.items() if value},
     }
 
 
@@ -101,8 +101,8 @@ def _read_instances(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
     instances = words.whole(keys, key, 1)
     if instances == 1:
         return {"dp_shard": facts.get("dp")}
-    others = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
-    dp = facts.world_size // others
+    model_ranks = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
+    dp = facts.world_size // model_ranks
     if dp % instances:
         raise words.unknown(key, instances, (f"a divisor of the {dp} ranks of --dp",))
     return {"dp_shard": dp // instances}
@@ -125,14 +125,14 @@ def _read_sizes(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
 
 def _write_recompute(roles: Roles, facts: Facts) -> Keys:
     """Return the keys of activation recomputation; None for those that say nothing."""
-    found = {**dict.fromkeys(FULL), **RECOMPUTE[facts.get("recompute")]}
+    recompute_keys = {**dict.fromkeys(FULL), **RECOMPUTE[facts.get("recompute")]}
     if facts.get("recompute_layers"):
         method = facts.get("recompute_method") or RecomputeMethod.BLOCK
-        found |= {"method": str(method), "num_layers": facts.get("recompute_layers")}
+        recompute_keys |= {"method": str(method), "num_layers": facts.get("recompute_layers")}
     modules = cast("tuple[RecomputeModule, ...]", facts.get("recompute_modules"))
     if modules:
-        found |= {MODULES: [str(each) for each in modules]}
-    return {roles[name]: value for name, value in found.items()}
+        recompute_keys |= {MODULES: [str(each) for each in modules]}
+    return {roles[name]: value for name, value in recompute_keys.items()}
 
 
 def _read_recompute(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
@@ -165,21 +165,25 @@ def _layers(recompute_keys: Keys) -> Keys | None:
     )
     if not is_full or method not in METHODS or not isinstance(number, int):
         return None
-    said = None if method == RecomputeMethod.BLOCK else RecomputeMethod.UNIFORM
-    return {"recompute": Recompute.FULL, "recompute_layers": number, "recompute_method": said}
+    recompute_method = None if method == RecomputeMethod.BLOCK else RecomputeMethod.UNIFORM
+    return {
+        "recompute": Recompute.FULL,
+        "recompute_layers": number,
+        "recompute_method": recompute_method,
+    }
 
 
-def _modules(words: FileWords, key: str, keys: Keys, known: Iterable[Part]) -> tuple[Part, ...]:
+def _modules(words: FileWords, key: str, keys: Keys, kinds: Iterable[Part]) -> tuple[Part, ...]:
     """Return the modules of a layer that a key names, in one text or as a list."""
-    found = keys.get(key)
-    if isinstance(found, str):
-        keys = {key: re.findall(r"\w+", found)}
-    said = () if found is None else words.names(keys, key, ())
-    parts = tuple(known)
-    for each in said:
+    value = keys.get(key)
+    if isinstance(value, str):
+        keys = {key: re.findall(r"\w+", value)}
+    named = () if value is None else words.names(keys, key, ())
+    parts = tuple(kinds)
+    for each in named:
         if each not in parts:
             raise words.unknown(key, each, parts)
-    return tuple(each for each in parts if each in said)
+    return tuple(each for each in parts if each in named)
 
 
 def _write_offload(roles: Roles, facts: Facts) -> Keys:
@@ -195,13 +199,13 @@ def _write_offload(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    found: Keys = {}
+    offload: Keys = {}
     if "switch" not in roles or keys.get(roles["switch"]) is True:
         number = words.whole(keys, roles["layers"], 0, least=0)
-        found["offload_layers"] = number or None
+        offload["offload_layers"] = number or None
     if keys.get(roles["fine"]) is True:
-        found["offload_modules"] = _modules(words, roles[MODULES], keys, OffloadModule)
-    return found
+        offload["offload_modules"] = _modules(words, roles[MODULES], keys, OffloadModule)
+    return offload
 
 
 def _write_stages(roles: Roles, facts: Facts) -> Keys:
@@ -226,9 +230,9 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
         count = words.whole({virtual: keys.get(virtual) or 1}, virtual, 1)
         ends = any(keys.get(roles[each]) is True for each in ("embedding", "loss") if each in roles)
         if facts.model is not None and not ends and facts.model.num_layers % (pp * count):
-            said = f"{keys.get(virtual) or 1} on {pp} pipeline ranks"
+            virtual_text = f"{keys.get(virtual) or 1} on {pp} pipeline ranks"
             raise PlanError(
-                f"{virtual}={said} of {words.framework} does not divide its "
+                f"{virtual}={virtual_text} of {words.framework} does not divide its "
                 f"{facts.model.num_layers} layers"
             )
         return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
@@ -284,26 +288,32 @@ def _write_graphs(roles: Roles, facts: Facts) -> Keys:
         return {roles["impl"]: str(CudaGraphImpl.LOCAL), scope: [FULL_ITERATION]}
     if graphs != CudaGraphs.LAYERS:
         return {}
-    found: Keys = {roles["impl"]: str(facts.get(IMPL))}
-    return found | ({roles["scope"]: [*UP_TO_EXPERTS]} if _leaves_experts_out(facts) else {})
+    graph_keys: Keys = {roles["impl"]: str(facts.get(IMPL))}
+    return graph_keys | ({roles["scope"]: [*UP_TO_EXPERTS]} if _leaves_experts_out(facts) else {})
 
 
 def _read_graphs(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the CUDA graphs: of layers as far as a plan has them captured, or of a whole step."""
-    usual, scope = str(CudaGraphs.NONE), roles["scope"]
-    impl = words.word({roles["impl"]: keys.get(roles["impl"]) or usual}, roles["impl"], usual)
-    said = keys.get(scope) or ()
-    parts = set(words.names({scope: said.split(",") if isinstance(said, str) else said}, scope, ()))
-    if impl == usual:
+    no_graphs, scope = str(CudaGraphs.NONE), roles["scope"]
+    impl = words.word(
+        {roles["impl"]: keys.get(roles["impl"]) or no_graphs}, roles["impl"], no_graphs
+    )
+    scopes = keys.get(scope) or ()
+    parts = set(
+        words.names({scope: scopes.split(",") if isinstance(scopes, str) else scopes}, scope, ())
+    )
+    if impl == no_graphs:
         return {}
     if impl == FULL_ITERATION or (impl == CudaGraphImpl.LOCAL and parts == {FULL_ITERATION}):
         return {GRAPHS: str(CudaGraphs.WHOLE_STEP)}
     if impl not in [*CudaGraphImpl]:
-        raise words.unknown(roles["impl"], impl, (usual, *CudaGraphImpl, FULL_ITERATION))
-    known = [set(UP_TO_EXPERTS)] if _leaves_experts_out(facts) else [*WHOLE_LAYER]
-    if parts not in known:
+        raise words.unknown(roles["impl"], impl, (no_graphs, *CudaGraphImpl, FULL_ITERATION))
+    allowed = [set(UP_TO_EXPERTS)] if _leaves_experts_out(facts) else [*WHOLE_LAYER]
+    if parts not in allowed:
         scope_text = ",".join(sorted(parts)) or "full"
-        raise words.unknown(scope, scope_text, (",".join(sorted(each)) or "full" for each in known))
+        raise words.unknown(
+            scope, scope_text, (",".join(sorted(each)) or "full" for each in allowed)
+        )
     layers: Keys = {GRAPHS: str(CudaGraphs.LAYERS)}
     return layers if impl == CudaGraphImpl.TRANSFORMER_ENGINE else layers | {IMPL: impl}
 
@@ -329,11 +339,11 @@ def _write_segments(roles: Roles, facts: Facts) -> Keys:
     TECudaGraphHelper of megatron/core/transformer/cuda_graphs.py, core 0.16.
     """
     allocator = Allocator(str(facts.get(f"stack.{ALLOCATOR}")))
-    found: Keys = {roles["grow"]: SEGMENTS[allocator]}
+    variables: Keys = {roles["grow"]: SEGMENTS[allocator]}
     if allocator is Allocator.FIXED:
         changed = {each.field for each in changed_facts(facts.stack)} if facts.stack else set()
-        return found if ALLOCATOR in changed else {}
-    return found | ({roles["registers"]: "0"} if facts.get(GRAPHS) != CudaGraphs.NONE else {})
+        return variables if ALLOCATOR in changed else {}
+    return variables | ({roles["registers"]: "0"} if facts.get(GRAPHS) != CudaGraphs.NONE else {})
 
 
 def _read_segments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:

@@ -98,36 +98,36 @@ def _write_weights(roles: Roles, facts: Facts) -> Keys:
 
 def _read_weights(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the fact that weights are 8-bit alone; MXFP8 ones are gathered in gradient buffers."""
-    said = {key: keys.get(key) is True for key in roles.values()}
-    if len({*said.values()}) > 1:
+    switches = {key: keys.get(key) is True for key in roles.values()}
+    if len({*switches.values()}) > 1:
         text = " and ".join(roles.values())
         raise PlanError(f"of {text} of {words.framework} one stands alone; allowed: both or none")
-    return {f"stack.{facts.get('precision')}.holds_parameters": said[roles["gather"]]}
+    return {f"stack.{facts.get('precision')}.holds_parameters": switches[roles["gather"]]}
 
 
 def _write_moments(roles: Roles, facts: Facts) -> Keys:
     moments = facts.get("moment_precision")
     if moments is None:
         return {}
-    found: Keys = {
+    moment_keys: Keys = {
         roles["switch"]: True,
         roles["first"]: str(moments),
         roles["second"]: str(moments),
     }
-    kept = facts.get("gradient_precision")
-    return found | ({roles["gradients"]: "bf16"} if kept is Precision.BF16 else {})
+    gradient_format = facts.get("gradient_precision")
+    return moment_keys | ({roles["gradients"]: "bf16"} if gradient_format is Precision.BF16 else {})
 
 
 def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     first, second = roles["first"], roles["second"]
     on = roles["switch"] in keys
-    usual = str(Precision.FP32)
-    said: Keys = {key: words.word(keys, key, usual) for key in (first, second)}
-    if said[first] not in (MOMENTS if on else MOMENTS[:1]):
-        raise words.unknown(first, said[first], MOMENTS if on else MOMENTS[:1])
-    words.held(said, second, (said[first],))
+    default = str(Precision.FP32)
+    formats: Keys = {key: words.word(keys, key, default) for key in (first, second)}
+    if formats[first] not in (MOMENTS if on else MOMENTS[:1]):
+        raise words.unknown(first, formats[first], MOMENTS if on else MOMENTS[:1])
+    words.held(formats, second, (formats[first],))
     words.held(keys, roles["gradients"], (Precision.FP32, Precision.BF16) if on else MOMENTS[:1])
-    return {"moment_precision": Precision(str(said[first]))} if on else {}
+    return {"moment_precision": Precision(str(formats[first]))} if on else {}
 
 
 def _read_dispatcher(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
@@ -194,19 +194,19 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     virtual = [roles[role] for role in VIRTUAL_ROLES if roles[role] in keys]
     if len(virtual) > 1:
         raise words.unknown(virtual[1], keys[virtual[1]], (f"without {virtual[0]}",))
-    found = (_stages if stage_keys else core_codec.read)(
+    split = (_stages if stage_keys else core_codec.read)(
         roles if stage_keys else core_roles, keys, facts, words
     )
-    if found.get("num_virtual_stages", 1) != 1 and facts.number("pp") == 1:
+    if split.get("num_virtual_stages", 1) != 1 and facts.number("pp") == 1:
         key = virtual[0] if virtual else roles["layout"]
         raise words.unknown(key, keys.get(key), ("one stage a rank, or pipeline ranks",))
-    return found
+    return split
 
 
 def _stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the stages of get_num_layers_to_build (core/transformer/transformer_block.py)."""
-    pp, usual = facts.number("pp"), 1 if facts.model is None else facts.model.num_layers
-    layers = words.whole(keys, roles["layers"], usual)
+    pp, num_layers = facts.number("pp"), 1 if facts.model is None else facts.model.num_layers
+    layers = words.whole(keys, roles["layers"], num_layers)
     ends = {role: roles[role] in keys for role in ("embedding", "loss")}
     fixed = {
         rank: words.whole(keys, roles[role], 1)
@@ -233,10 +233,10 @@ def _stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         stages[0] -= ends["embedding"]
         stages[-1] -= ends["loss"]
     if rest or min(stages, default=-1) < 0 or any(size % count for size in ranks):
-        said = ", ".join(
+        layout_options = ", ".join(
             f"{roles[role]}={keys[roles[role]]}" for role in STAGE_ROLES if roles[role] in keys
         )
-        raise PlanError(f"{said} of {words.framework} does not divide {layers} layers")
+        raise PlanError(f"{layout_options} of {words.framework} does not divide {layers} layers")
     is_even = len({*stages}) == 1
     split = {"stages": StageSplit.EVEN if is_even else tuple(stages)} if pp > 1 else {}
     return {"num_virtual_stages": count, **split}

@@ -93,7 +93,7 @@ def read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     # Megatron-LM refuses sequences beyond its position embeddings.
     if isinstance(length, int) and length > most:
         raise words.unknown("max-position-embeddings", most, (f"{length} positions or more",))
-    found: Keys = {
+    fields: Keys = {
         "name": "imported",
         "title": "options of a script",
         "source": f"options of {words.framework}",
@@ -105,21 +105,21 @@ def read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         **_windows(options),
         **_whole_model(options),
     }
-    model = parse_model(found, origin=f"the model of {words.framework}")
-    return {"model": model if like is None else _as_in(model, like), VOCABULARY: found[VOCABULARY]}
+    model = parse_model(fields, origin=f"the model of {words.framework}")
+    return {"model": model if like is None else _as_in(model, like), VOCABULARY: fields[VOCABULARY]}
 
 
 def _as_in(model: ModelSpec, like: ModelSpec) -> ModelSpec:
     """Return a model with what no option says, from *like*: fused QKV, and widths of no layer."""
     changed: dict[str, object] = {"fused_qkv": like.fused_qkv}
-    experts, others = model.experts, like.experts
-    if experts is not None and others is not None:
+    experts, like_experts = model.experts, like.experts
+    if experts is not None and like_experts is not None:
         scores = {
             "softmax": "softmax of chosen"
         }  # of Megatron-Core both are of a token's own experts
-        expert_values: dict[str, object] = {"casts_shares": others.casts_shares}
-        if scores.get(experts.scores) == others.scores:
-            expert_values["scores"] = others.scores
+        expert_values: dict[str, object] = {"casts_shares": like_experts.casts_shares}
+        if scores.get(experts.scores) == like_experts.scores:
+            expert_values["scores"] = like_experts.scores
         changed["experts"] = experts.model_copy(update=expert_values)
         if all(map(experts.has_layer, range(model.num_layers))):
             changed["ffn_hidden_size"] = like.ffn_hidden_size
@@ -136,23 +136,23 @@ class _ModelOptions(NamedTuple):
         """Return True if a switch stands in the file."""
         return self.keys.get(key) is True
 
-    def whole(self, key: str, usual: int) -> int:
+    def whole(self, key: str, default: int) -> int:
         """Return a whole number."""
-        return self.words.whole(self.keys, key, usual, least=0)
+        return self.words.whole(self.keys, key, default, least=0)
 
-    def number(self, key: str, usual: float) -> float:
+    def number(self, key: str, default: float) -> float:
         """Return a number."""
-        value = self.keys.get(key, usual)
+        value = self.keys.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.words.unknown(key, value, ("a number",))
         return value
 
-    def chosen(self, key: str, usual: str, values: Mapping[str, str]) -> str:
+    def chosen(self, key: str, default: str, values: Mapping[str, str]) -> str:
         """Return the name in *values* of the word that an option has."""
-        word = self.words.word(self.keys, key, usual)
-        for ours, theirs in values.items():
-            if theirs == word:
-                return ours
+        word = self.words.word(self.keys, key, default)
+        for name, option_word in values.items():
+            if option_word == word:
+                return name
         raise self.words.unknown(key, word, values.values())
 
     def refusal(self, key: str, allowed: str) -> PlanError:
@@ -254,41 +254,41 @@ def _activation(options: _ModelOptions) -> str:
     named = [key for key in ACTIVATIONS if options.has(key)]
     if named[1:]:
         raise options.refusal(named[1], f"without {named[0]}")
-    found = ACTIVATIONS[named[0]] if named else "gelu"
+    activation = ACTIVATIONS[named[0]] if named else "gelu"
     offset, bound = (
         options.number(key, 0) for key in ("glu-linear-offset", "activation-func-clamp-value")
     )
-    if found == "clamped" and not (options.whole("num-experts", 0) and offset == 1 and bound):
+    if activation == "clamped" and not (options.whole("num-experts", 0) and offset == 1 and bound):
         text = "with num-experts, glu-linear-offset=1 and activation-func-clamp-value"
         raise options.refusal("quick-geglu", text)
-    if found != "clamped" and (offset or bound):
+    if activation != "clamped" and (offset or bound):
         key = "glu-linear-offset" if offset else "activation-func-clamp-value"
         raise options.refusal(key, "with quick-geglu")
-    return found
+    return activation
 
 
 def _mlp(options: _ModelOptions) -> Keys:
     """Return the MLP, and experts in its place."""
     activation, hidden = _activation(options), options.whole("hidden-size", 0)
     # With swiglu two thirds of the usual width, as a multiple of 64 (validate_args).
-    usual = int((4 * hidden * 2 / 3) / 64) * 64 if activation == "silu" else 4 * hidden
+    default_width = int((4 * hidden * 2 / 3) / 64) * 64 if activation == "silu" else 4 * hidden
     width, has_bias = (
-        options.whole("ffn-hidden-size", usual),
+        options.whole("ffn-hidden-size", default_width),
         not options.has("disable-bias-linear"),
     )
-    found: Keys = {
+    fields: Keys = {
         "gated_mlp": activation in {"silu", "clamped"},
         "ffn_hidden_size": width,
         "activation": activation if activation == "squared relu" else "usual",
         "mlp_bias": has_bias,
     }
     if not options.whole("num-experts", 0):
-        return found
+        return fields
     experts = _experts(options, activation, width)
     is_mixed = bool(experts.keys() & {"first_dense_layers", "layer_step"})
     if has_bias and (is_mixed or experts["shared_hidden_size"]):
         raise options.refusal("disable-bias-linear", "true beside shared experts, or MLPs")
-    return found | {"mlp_bias": False, "experts": experts | {"bias": has_bias}}
+    return fields | {"mlp_bias": False, "experts": experts | {"bias": has_bias}}
 
 
 def _experts(options: _ModelOptions, activation: str, width: int) -> Keys:
@@ -334,21 +334,23 @@ def _vocabulary(options: _ModelOptions, facts: Facts) -> int:
     Raises:
         MissingError: If a tokenizer's files say how many, and no option does.
     """
-    found, like = _told_vocabulary(options), facts.model
-    if found is None:
-        found = cast("int | None", facts.get(VOCABULARY))
+    vocab_size, like = _told_vocabulary(options), facts.model
+    if vocab_size is None:
+        vocab_size = cast("int | None", facts.get(VOCABULARY))
     if like is None:
-        if found is None:
+        if vocab_size is None:
             kind = options.keys.get("tokenizer-type", GPT2_TOKENIZER)
             raise MissingError(VOCABULARY, f"in the files of {kind}; with --model that model's")
-        return found
+        return vocab_size
     # Megatron pads the embedding to a multiple of this, so that tp divides it.
     multiple = options.whole(MULTIPLE_KEY, MULTIPLE) * options.whole(
         "tensor-model-parallel-size", 1
     )
     model_size = like.vocab_size
-    is_equal = found is None or (multiple and -(-found // multiple) == -(-model_size // multiple))
-    return model_size if found is None or is_equal else found
+    is_equal = vocab_size is None or (
+        multiple and -(-vocab_size // multiple) == -(-model_size // multiple)
+    )
+    return model_size if vocab_size is None or is_equal else vocab_size
 
 
 def _told_vocabulary(options: _ModelOptions) -> int | None:

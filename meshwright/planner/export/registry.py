@@ -90,8 +90,8 @@ def export_plan(
     """
     facts = facts_of(saved)
     profile, program = framework.profile, framework.program
-    wanted = _version(framework, version, saved.stack)
-    written, table = keys_of(saved, framework, facts, wanted)
+    release = _version(framework, version, saved.stack)
+    written, table = keys_of(saved, framework, facts, release)
     # Variables of the environment are set by the script that starts the job.
     variables = {key for each in table.fields.values() if each.of_launch for key in each.all_keys}
     before = [
@@ -100,7 +100,7 @@ def export_plan(
         if key in variables
     ]
     keys = {key: value for key, value in written.items() if key not in variables}
-    is_started = slurm or program.is_script(wanted)
+    is_started = slurm or program.is_script(release)
     facts.notes.extend(table.notes)
     # Without a script nobody sets them: they are told to the user.
     facts.notes.extend(() if is_started else (f"your launch: {each}" for each in before))
@@ -108,8 +108,8 @@ def export_plan(
         saved.stack, table, has_remarks=is_started or program.has_remarks
     )
     facts.notes.extend(notes)
-    remarks = [_summary(saved), f"for {profile.release_of(wanted)}", *release_lines, *facts.notes]
-    export = Export(keys=keys, facts=facts, remarks=remarks, version=wanted)
+    remarks = [_summary(saved), f"for {profile.release_of(release)}", *release_lines, *facts.notes]
+    export = Export(keys=keys, facts=facts, remarks=remarks, version=release)
     files = dict(program.files(export))
     if is_started:
         name, text = _script(framework, export, saved, before, slurm=slurm)
@@ -125,13 +125,13 @@ def keys_of(
     Raises:
         PlanError: If the framework cannot be told, and what.
     """
-    wanted, profile = _version(framework, version, saved.stack), framework.profile
-    _check_gaps(saved, framework, wanted, facts)
+    release, profile = _version(framework, version, saved.stack), framework.profile
+    _check_gaps(saved, framework, release, facts)
     # Conditions of tables exclude each other: one holds.
     (table,) = (
         table
-        for table, held in chosen_tables(profile, wanted, saved.stack)
-        if all(map(facts.holds, held))
+        for table, conditions in chosen_tables(profile, release, saved.stack)
+        if all(map(facts.holds, conditions))
     )
     return _without_absent(write_keys(table, facts, framework.program.codecs), framework), table
 
@@ -168,10 +168,10 @@ def _version(framework: Framework, version: str | None, stack: StackProfile) -> 
     if version is None or not version:
         return framework.profile.version_for(stack.release or stack.name)
     if version not in framework.versions:
-        known = ", ".join(framework.versions) or "leave it out"
+        allowed = ", ".join(framework.versions) or "leave it out"
         raise PlanError(
             f"--framework-version {shown(version)} is unknown for {framework.name}; "
-            f"allowed: {known}"
+            f"allowed: {allowed}"
         )
     return version
 

@@ -54,24 +54,24 @@ def _read_replicas(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
     shard = roles["shard"]
     replicas = words.whole(keys, roles["replicate"], 1)
     shards = words.whole(keys, shard, -1, least=-1)
-    others = facts.number("tp") * facts.number("pp") * facts.number("cp")
+    model_ranks = facts.number("tp") * facts.number("pp") * facts.number("cp")
     # -1 stands for all ranks that are left.
     if shards == -1:
         if facts.get("world_size") is None:
             raise MissingError("world_size", f"{shard} is what it leaves")
-        shards = facts.world_size // (others * replicas)
+        shards = facts.world_size // (model_ranks * replicas)
     dp = replicas * shards
-    return {"dp": dp, "dp_shard": shards, "world_size": dp * others}
+    return {"dp": dp, "dp_shard": shards, "world_size": dp * model_ranks}
 
 
 def _write_batches(roles: Roles, facts: Facts) -> Keys:
     """Return the batch sizes: a pipeline takes all microbatches of a rank in one call."""
     batch, local, micro = (roles[name] for name in ("batch", "local", "own"))
     size = facts.number("microbatch_size")
-    found: Keys = {batch: facts.number("global_batch_size")}
+    batches: Keys = {batch: facts.number("global_batch_size")}
     if facts.number("pp") == 1:
-        return {**found, local: size}
-    return {**found, local: size * facts.num_microbatches, micro: size}
+        return {**batches, local: size}
+    return {**batches, local: size * facts.num_microbatches, micro: size}
 
 
 def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
@@ -231,20 +231,20 @@ def _read_words(words: Sequence[OptionWord]) -> Options:
     What it leaves out is as in the configuration that it names.
     """
     checkpoint = [each for each in words if each.text.startswith(CHECKPOINT)]
-    others = [each for each in words if each not in checkpoint]
-    found = read_options(others, load_options(COMMAND_OPTIONS))
-    for key in [each for each in found.keys if ".no-" in each or ".no_" in each]:
-        value, line = found.keys.pop(key), found.lines.pop(key)
+    other_words = [each for each in words if each not in checkpoint]
+    parsed = read_options(other_words, load_options(COMMAND_OPTIONS))
+    for key in [each for each in parsed.keys if ".no-" in each or ".no_" in each]:
+        value, line = parsed.keys.pop(key), parsed.lines.pop(key)
         positive = re.sub(r"\.no[-_]", ".", key).replace("-", "_")
-        found.keys[positive], found.lines[positive] = value is not True, line
+        parsed.keys[positive], parsed.lines[positive] = value is not True, line
     for key, split in ((PARTS, _parts), (COMPILED, _names)):
-        if key in found.keys:
-            found.keys[key] = split(found.keys[key])
+        if key in parsed.keys:
+            parsed.keys[key] = split(parsed.keys[key])
     key = CHECKPOINT.rstrip(":")
     for each in checkpoint:
-        found.keys[key], found.lines[key] = each.text.removeprefix(CHECKPOINT), each.line
-    config = load_flavors().configs.get(str(found.keys.get("config")))
-    return found if config is None else found._replace(keys={**config.keys, **found.keys})
+        parsed.keys[key], parsed.lines[key] = each.text.removeprefix(CHECKPOINT), each.line
+    config = load_flavors().configs.get(str(parsed.keys.get("config")))
+    return parsed if config is None else parsed._replace(keys={**config.keys, **parsed.keys})
 
 
 def _words_of(value: object) -> list[str]:

@@ -79,10 +79,10 @@ def _model(value: str, folder: Path) -> str:
 
 def _file(key: str, value: str, folder: Path) -> Path:
     """Return the file that a key names; raises PlanError if there is none where it may be."""
-    found = named_file(value, folder)
-    if found is None:
+    path = named_file(value, folder)
+    if path is None:
         raise PlanError(
             f"{key}={shown(value)} is not there; allowed: a file beside the configuration or in "
             f"one of the {PARENTS} folders above"
         )
-    return found
+    return path

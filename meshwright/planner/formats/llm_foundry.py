@@ -28,8 +28,8 @@ AUTOMATIC = "auto"
 def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the model of an MPTConfig, with its defaults."""
     width, heads = (
-        words.whole(keys, MODEL + name, usual)
-        for name, usual in (("d_model", 2048), ("n_heads", 16))
+        words.whole(keys, MODEL + name, default)
+        for name, default in (("d_model", 2048), ("n_heads", 16))
     )
     norm = words.word(keys, f"{MODEL}norm_type", "low_precision_layernorm")
     if norm not in NORMS:

@@ -41,12 +41,12 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     name = words.word(keys, roles["name"], DEFAULT)
     of_sizes = [key for key, _ in SIZES.values() if key in keys]
     if name != DEFAULT:
-        known = OTHERS.get(name, name)
-        if known not in NAMED:
+        built_in = OTHERS.get(name, name)
+        if built_in not in NAMED:
             raise words.unknown(roles["name"], name, (DEFAULT, *NAMED, *OTHERS))
         if of_sizes:
             raise PlanError(f"{of_sizes[0]} of maxtext stands beside {roles['name']}={name}")
-        return {"model": known}
+        return {"model": built_in}
     for key, values in {
         "decoder_block": (*LLAMA, None),
         "global_parameter_scale": (1,),
@@ -55,7 +55,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
         "dropout_rate": (0,),
     }.items():
         words.held(keys, key, values)
-    sizes = {ours: words.whole(keys, key, usual) for ours, (key, usual) in SIZES.items()}
+    sizes = {ours: words.whole(keys, key, default) for ours, (key, default) in SIZES.items()}
     model_facts: dict[str, object] = {
         **sizes,
         "name": "maxtext-llama",
@@ -89,13 +89,15 @@ class _Axes(NamedTuple):
 def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the degrees of all axes; data, fsdp and expert are one axis here."""
     degrees, is_open = _axes(roles, keys, facts, words)
-    tensor, both = degrees["tensor"], degrees["tensor_sequence"]
+    tensor, tensor_sequence = degrees["tensor"], degrees["tensor_sequence"]
     # Both split tensors; tensor_sequence splits activations along the sequence, too.
-    if tensor > 1 and both > 1:
-        raise words.unknown(roles["ici_tensor_sequence"], both, (f"1 beside tensor={tensor}",))
-    found: Keys = {
-        "tp": tensor * both,
-        "sequence_parallel": both > 1,
+    if tensor > 1 and tensor_sequence > 1:
+        raise words.unknown(
+            roles["ici_tensor_sequence"], tensor_sequence, (f"1 beside tensor={tensor}",)
+        )
+    degrees_here: Keys = {
+        "tp": tensor * tensor_sequence,
+        "sequence_parallel": tensor_sequence > 1,
         "pp": degrees["pipeline"],
         "cp": degrees["context"],
         "ep": degrees["expert"],
@@ -103,18 +105,22 @@ def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys
         "world_size": prod(degrees.values()),
     }
     if is_open:
-        return {**found, "zero_stage": 3}
+        return {**degrees_here, "zero_stage": 3}
     shards = degrees["fsdp"] * degrees["expert"]
     stage = 3 if degrees["fsdp"] > 1 else int(bool(keys.get(roles["optimizer"], False)))
-    return {**found, "zero_stage": stage, "dp_shard": shards if stage == 3 else found["dp"]}
+    return {
+        **degrees_here,
+        "zero_stage": stage,
+        "dp_shard": shards if stage == 3 else degrees_here["dp"],
+    }
 
 
 def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> _Axes:
     """Return the degree of each axis; of data and fsdp, where both are free, the product alone."""
-    usual = {"ici_fsdp": FREE, "dcn_data": FREE}
+    defaults = {"ici_fsdp": FREE, "dcn_data": FREE}
     given = {
         (place, axis): words.whole(
-            keys, roles[f"{place}_{axis}"], usual.get(f"{place}_{axis}", 1), least=FREE
+            keys, roles[f"{place}_{axis}"], defaults.get(f"{place}_{axis}", 1), least=FREE
         )
         for place in ("ici", "dcn")
         for axis in AXES
@@ -131,15 +137,15 @@ def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> _Axes:
         raise PlanError("two axes of maxtext within slices, or between them, are -1; allowed: one")
     if not free:
         return _Axes(degrees)
-    ranks, both = facts.world_size, products["ici"] * products["dcn"]
+    ranks, fixed_ranks = facts.world_size, products["ici"] * products["dcn"]
     slices = words.whole(keys, roles["slices"], FREE, least=FREE)
     if slices > 0 and "dcn" in free:
         degrees[free.pop("dcn")] *= _share(slices, products["dcn"], "num_slices")
-        both = prod(degrees.values())
+        fixed_ranks = prod(degrees.values())
     if len({*free.values()}) == 1:
-        degrees[next(iter(free.values()))] *= _share(ranks, both, "--gpus")
+        degrees[next(iter(free.values()))] *= _share(ranks, fixed_ranks, "--gpus")
     elif free:
-        return _open(degrees, free, facts, _share(ranks, both, "--gpus"))
+        return _open(degrees, free, facts, _share(ranks, fixed_ranks, "--gpus"))
     if prod(degrees.values()) != ranks:
         raise PlanError(f"axes of maxtext are {prod(degrees.values())} ranks; --gpus is {ranks}")
     return _Axes(degrees)

@@ -31,11 +31,11 @@ def _read_model(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
     kinds = [each for each in (LLAMA, QWEN) if keys.get(each) is True]
     if len(kinds) != 1:
         raise PlanError(f"{LLAMA} or {QWEN} of nanotron must be true, one of them")
-    sizes = {name: words.whole(keys, MODEL + name, usual) for name, usual in SIZES.items()}
+    sizes = {name: words.whole(keys, MODEL + name, default) for name, default in SIZES.items()}
     heads, num_kv_heads = sizes["num_attention_heads"], keys.get(f"{MODEL}num_key_value_heads")
     is_qwen = kinds == [QWEN]
     window = keys.get(f"{MODEL}sliding_window_size") if is_qwen else None
-    found: dict[str, object] = {
+    model_facts: dict[str, object] = {
         "name": "nanotron-qwen2" if is_qwen else "nanotron-llama",
         "num_layers": sizes["num_hidden_layers"],
         "hidden_size": sizes["hidden_size"],
@@ -51,8 +51,8 @@ def _read_model(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
         **LIKE_LLAMA,
     }
     if window is not None:
-        found |= {"window": window, "layer_pattern": "W"}
-    return {"model": parse_model(found, origin="model.model_config of nanotron")}
+        model_facts |= {"window": window, "layer_pattern": "W"}
+    return {"model": parse_model(model_facts, origin="model.model_config of nanotron")}
 
 
 LIKE_LLAMA: Mapping[str, object] = {
@@ -129,8 +129,8 @@ def _read_context(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
         return {"cp": 1}
     if kernel != GATHERED:
         raise words.unknown(roles["kernel"], kernel, (f"{GATHERED} with {roles['cp']}={cp}",))
-    own = words.whole(keys, roles["heads"], 1) // words.whole(keys, roles["tp"], 1)
-    words.held(keys, roles["stride"], (own,))
+    heads_per_rank = words.whole(keys, roles["heads"], 1) // words.whole(keys, roles["tp"], 1)
+    words.held(keys, roles["stride"], (heads_per_rank,))
     return {"cp": cp, "cp_type": "all-gather"}
 
 

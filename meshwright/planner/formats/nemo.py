@@ -36,16 +36,16 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the model, if the file or ``--model`` says the size of its vocabulary."""
     _check_defaults(keys, words)
     vocabulary = _vocabulary(keys, facts)
-    found = _dense(keys, facts, words) | {"vocab_size": vocabulary}
-    if found["positions"] == "rotary":
-        found["rotary_fraction"] = keys.get(f"{MODEL}rotary_percentage", 1.0)
+    model_facts = _dense(keys, facts, words) | {"vocab_size": vocabulary}
+    if model_facts["positions"] == "rotary":
+        model_facts["rotary_fraction"] = keys.get(f"{MODEL}rotary_percentage", 1.0)
     if (number := keys.get(f"{MODEL}num_moe_experts")) is not None:
-        found["experts"] = {
+        model_facts["experts"] = {
             "num_experts": number,
             "experts_per_token": keys.get(f"{MODEL}moe_router_topk", 2),
-            "hidden_size": found["ffn_hidden_size"],
+            "hidden_size": model_facts["ffn_hidden_size"],
         }
-    return {"model": parse_model(found, origin="model of nemo"), "vocab_size": vocabulary}
+    return {"model": parse_model(model_facts, origin="model of nemo"), "vocab_size": vocabulary}
 
 
 def _dense(keys: Keys, facts: Facts, words: FileWords) -> dict[str, object]:
@@ -95,10 +95,10 @@ def _vocabulary(keys: Keys, facts: Facts) -> object:
     tokenizer = keys.get(f"{MODEL}tokenizer.library"), keys.get(f"{MODEL}tokenizer.type")
     if tokenizer in GPT2:
         return GPT2_WORDS
-    found = facts.get("vocab_size") or facts.get("model.vocab_size")
-    if found is None:
+    vocab_size = facts.get("vocab_size") or facts.get("model.vocab_size")
+    if vocab_size is None:
         raise MissingError("vocab_size", "in the files of a tokenizer; with --model that model's")
-    return found
+    return vocab_size
 
 
 def _size(keys: Keys, name: str, words: FileWords) -> int:
@@ -107,15 +107,15 @@ def _size(keys: Keys, name: str, words: FileWords) -> int:
     return words.whole(keys, MODEL + name, 1)
 
 
-def _value_or_default(keys: Keys, name: str, usual: int) -> object:
+def _value_or_default(keys: Keys, name: str, default: int) -> object:
     value = keys.get(MODEL + name)
-    return usual if value is None else value
+    return default if value is None else value
 
 
-def _choice(keys: Keys, name: str, usual: str, known: tuple[str, ...], words: FileWords) -> str:
-    word = words.word(keys, MODEL + name, usual)
-    if word not in known:
-        raise words.unknown(MODEL + name, word, known)
+def _choice(keys: Keys, name: str, default: str, allowed: tuple[str, ...], words: FileWords) -> str:
+    word = words.word(keys, MODEL + name, default)
+    if word not in allowed:
+        raise words.unknown(MODEL + name, word, allowed)
     return word
 
 
@@ -131,25 +131,27 @@ def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     if devices in ("auto", -1, "-1"):
         return {}
     ranks = words.whole(keys, roles["devices"], 1) * nodes
-    others = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
-    if ranks % others:
-        raise words.unknown(roles["devices"], devices, (f"multiples of {others} ranks in all",))
-    return {"world_size": ranks, "dp": ranks // others}
+    model_ranks = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
+    if ranks % model_ranks:
+        raise words.unknown(
+            roles["devices"], devices, (f"multiples of {model_ranks} ranks in all",)
+        )
+    return {"world_size": ranks, "dp": ranks // model_ranks}
 
 
 def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     """Return the number format: 16-bit weights are copies of masters, which O2 alone has."""
-    theirs = keys.get(roles["trainer"])
-    if theirs is None:
+    trainer_precision = keys.get(roles["trainer"])
+    if trainer_precision is None:
         return {}
-    known = [key for key, each in FORMATS.items() if each != "fp16"]  # O2 has no fp16
-    if theirs not in known:
-        raise words.unknown(roles["trainer"], theirs, dict.fromkeys(map(str, known)))
+    allowed = [key for key, each in FORMATS.items() if each != "fp16"]  # O2 has no fp16
+    if trainer_precision not in allowed:
+        raise words.unknown(roles["trainer"], trainer_precision, dict.fromkeys(map(str, allowed)))
     is_eight = keys.get(roles["eight"], False) is True
-    if FORMATS[theirs] == "bf16" and keys.get(roles["weights"], False) is not True:
+    if FORMATS[trainer_precision] == "bf16" and keys.get(roles["weights"], False) is not True:
         raise words.unknown(roles["weights"], value=False, allowed=(True,))
     if not is_eight:
-        return {"precision": Precision(FORMATS[theirs])}
+        return {"precision": Precision(FORMATS[trainer_precision])}
     if keys.get(roles["hybrid"], False) is not True or keys.get(roles["e4m3"], False):
         raise words.unknown(roles["hybrid"], keys.get(roles["hybrid"], False), (True,))
     return {"precision": Precision.FP8}

@@ -39,19 +39,19 @@ LLAMA_FACTORY = Dialect(
 AXOLOTL = Dialect(microbatch_size=1, bf16=AUTO, fsdp_version=1)
 
 
-def switch(words: FileWords, keys: Keys, key: str, *, usual: bool) -> bool:
+def switch(words: FileWords, keys: Keys, key: str, *, default: bool) -> bool:
     """Return the value of a switch; on a command line it is a word.
 
     Raises:
         PlanError: If it is neither on nor off.
     """
-    value = keys.get(key, usual) if key else usual
+    value = keys.get(key, default) if key else default
     if value is None:
         return False
-    known = SWITCH.get(str(value).lower())
-    if known is None:
+    is_on = SWITCH.get(str(value).lower())
+    if is_on is None:
         raise words.unknown(key, shown(value), (True, False))
-    return known
+    return is_on
 
 
 def listed(roles: Roles, role: str) -> list[str]:
@@ -65,10 +65,10 @@ def fsdp_version(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -
     Raises:
         PlanError: If there is none such.
     """
-    said = [key for key in listed(roles, "version") if keys.get(key) is not None]
-    value = keys[said[0]] if said else dialect.fsdp_version
+    version_keys = [key for key in listed(roles, "version") if keys.get(key) is not None]
+    value = keys[version_keys[0]] if version_keys else dialect.fsdp_version
     if str(value) not in ("1", "2"):
-        raise words.unknown(said[0], value, (1, 2))
+        raise words.unknown(version_keys[0], value, (1, 2))
     return int(str(value))
 
 
@@ -76,9 +76,9 @@ def mixed_format(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -
     """Return the format of mixed precision; None where there is none."""
     bf16, fp16 = roles["bf16"], roles["fp16"]
     is_auto = keys.get(bf16, dialect.bf16) == AUTO
-    is_half = switch(words, keys, fp16, usual=False)
+    is_half = switch(words, keys, fp16, default=False)
     # auto is bf16 unless fp16 is asked for.
-    is_bf16 = not is_half if is_auto else switch(words, keys, bf16, usual=False)
+    is_bf16 = not is_half if is_auto else switch(words, keys, bf16, default=False)
     if is_half and is_bf16:
         raise PlanError(f"{bf16} and {fp16} of {words.framework} are both on; allowed: one of them")
     return Precision.BF16 if is_bf16 else Precision.FP16 if is_half else None
@@ -114,12 +114,12 @@ def sharded_precision(dialect: Dialect) -> Codec:
 
 def _loaded(roles: Roles, keys: Keys, words: FileWords) -> Precision | None:
     """Return the format in which a script loads weights; None where it is the checkpoint's."""
-    known = {"float32": Precision.FP32, "bfloat16": Precision.BF16, AUTO: None}
+    formats = {"float32": Precision.FP32, "bfloat16": Precision.BF16, AUTO: None}
     options = listed(roles, "dtype")
-    said = next((keys[key] for key in options if key in keys), AUTO)
-    if said not in known:
-        raise words.unknown(options[0], said, known)
-    return known[str(said)]
+    dtype = next((keys[key] for key in options if key in keys), AUTO)
+    if dtype not in formats:
+        raise words.unknown(options[0], dtype, formats)
+    return formats[str(dtype)]
 
 
 def _unmixed(weights: Precision | None, facts: Facts, roles: Roles) -> Keys:
@@ -187,10 +187,10 @@ def engine_precision(dialect: Dialect) -> Codec:
 
     def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
         mixed = mixed_format(dialect, roles, keys, words)
-        for name, own in (("bf16", Precision.BF16), ("fp16", Precision.FP16)):
+        for name, precision in (("bf16", Precision.BF16), ("fp16", Precision.FP16)):
             key = roles[f"deepspeed_{name}"]
-            if key in keys and keys[key] not in (AUTO, mixed is own):
-                raise words.unknown(key, keys[key], (mixed is own, AUTO))
+            if key in keys and keys[key] not in (AUTO, mixed is precision):
+                raise words.unknown(key, keys[key], (mixed is precision, AUTO))
         return {"precision": mixed or Precision.FP32}
 
     return Codec(read=read)

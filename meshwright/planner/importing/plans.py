@@ -85,19 +85,19 @@ def import_source(
     Raises:
         MistakesError: If it says what no plan can, or what is not understood; a line each.
     """
-    beside = dict(given)
+    known_facts = dict(given)
     complaints = [Complaint("", each) for each in source.refusals]
-    complaints += _disagreements(beside, source.launched)
-    beside |= source.launched
+    complaints += _disagreements(known_facts, source.launched)
+    known_facts |= source.launched
     profile = source.framework.profile
     table = table_of(profile, source.keys)
     codecs = source.framework.program.codecs
-    reading = read_keys(profile, table, source.keys, Facts(beside, model), codecs)
+    reading = read_keys(profile, table, source.keys, Facts(known_facts, model), codecs)
     complaints += reading.complaints
     # A field whose keys are refused has no value to compare, and is not missing.
     refused = _refused_fields(table, reading.complaints)
     values = {name: each for name, each in reading.values.items() if name not in refused}
-    complaints += _disagreements(beside, values, source.launched)
+    complaints += _disagreements(known_facts, values, source.launched)
     complaints += _other_model(reading, model)
     if "vocab_size" in given and "vocab_size" not in reading.origins:
         complaints.append(Complaint("", "--vocabulary has no effect: the model is told otherwise"))
@@ -162,7 +162,7 @@ def _disagreements(
     launched: Mapping[str, object] | None = None,
 ) -> list[Complaint]:
     """Return a complaint for each option, or launcher, that contradicts the configuration."""
-    found = []
+    complaints = []
     for name, value in given.items():
         file_value = values.get(name, value)
         if (
@@ -172,8 +172,8 @@ def _disagreements(
         ):
             asking = f"the launcher's {name}" if name in (launched or {}) else asked_by(name)
             text = f"{asking} {value} is not what the file says; allowed: {theirs(file_value)}"
-            found.append(Complaint("", text))
-    return found
+            complaints.append(Complaint("", text))
+    return complaints
 
 
 def asked_by(name: str) -> str:
@@ -263,8 +263,8 @@ def differences(first: ModelSpec, second: ModelSpec) -> list[Difference]:
     ['vocab_size', 'num_kv_heads', 'ffn_hidden_size']
     """
     unused = set() if "learned" in {first.positions, second.positions} else {"max_positions"}
-    found = _differences("", _facts(first), _facts(second))
-    return [each for each in found if each.field not in LABELS | unused]
+    fields = _differences("", _facts(first), _facts(second))
+    return [each for each in fields if each.field not in LABELS | unused]
 
 
 def _facts(model: ModelSpec) -> dict[str, object]:
@@ -286,7 +286,7 @@ def _differences(
 def built_in_name(model: ModelSpec) -> str | None:
     """Return the name of the built-in model that *model* is; None where it is none."""
     for name in list_models():
-        known = load_model(name)
-        if isinstance(known, ModelSpec) and not differences(model, known):
+        built_in = load_model(name)
+        if isinstance(built_in, ModelSpec) and not differences(model, built_in):
             return name
     return None

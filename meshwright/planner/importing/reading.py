@@ -87,15 +87,17 @@ def table_of(framework: FrameworkProfile, keys: Keys) -> FrameworkTable:
     """
     tables = framework.tables.values()
     for table in tables:
-        told = table.told_by.items()
-        if told and all(key in keys and value in (ANY, keys[key]) for key, value in told):
+        conditions = table.told_by.items()
+        if conditions and all(
+            key in keys and value in (ANY, keys[key]) for key, value in conditions
+        ):
             return table
     for table in tables:
         if not table.told_by:
             return table
     (key, _), *_ = next(iter(tables)).told_by.items()
-    known = dict.fromkeys(each.told_by[key] for each in tables)
-    raise FileWords(framework.name).unknown(key, shown(keys.get(key)), known)
+    allowed = dict.fromkeys(each.told_by[key] for each in tables)
+    raise FileWords(framework.name).unknown(key, shown(keys.get(key)), allowed)
 
 
 def options_of(table: FrameworkTable) -> Mapping[str, Option]:
@@ -106,12 +108,12 @@ def options_of(table: FrameworkTable) -> Mapping[str, Option]:
 @cache
 def _options(files: tuple[str, ...], sections: tuple[tuple[str, str], ...]) -> Mapping[str, Option]:
     names = (ENVIRONMENT, *files)
-    found = {key: each for name in names for key, each in load_options(name).items()}
+    options = {key: each for name in names for key, each in load_options(name).items()}
     for section, framework in sections:
         for other in load_framework(framework).tables.values():
             inner = options_of(other).items()
-            found |= {f"{section}.{key}": _in_section(section, each) for key, each in inner}
-    return found
+            options |= {f"{section}.{key}": _in_section(section, each) for key, each in inner}
+    return options
 
 
 def _in_section(section: str, option: Option) -> Option:
@@ -133,12 +135,14 @@ def read_keys(
         facts: What is known beside it.
         codecs: Of the framework.
     """
-    read = frozenset(table.keys)
+    read_by_table = frozenset(table.keys)
     sections = frozenset(
-        key[: dot.start()] for key in {*options_of(table), *read} for dot in re.finditer(r"\.", key)
+        key[: dot.start()]
+        for key in {*options_of(table), *read_by_table}
+        for dot in re.finditer(r"\.", key)
     )
     reading = Reading(dict(facts.values))
-    reader = _Reader(framework, table, facts, codecs, reading, read, sections)
+    reader = _Reader(framework, table, facts, codecs, reading, read_by_table, sections)
     accepted = {key: value for key, value in keys.items() if reader.takes(key, value)}
     reader.check_held(accepted, whatever=True)
     # What a framework does in any case depends on what it is told.
@@ -202,14 +206,14 @@ class _Reader:
             FileWords(self.framework.name),
             [key for key in entry.all_keys if key in keys],
         )
-        read = self.codecs[entry.codec].read if entry.codec else None
+        reader = self.codecs[entry.codec].read if entry.codec else None
         try:
-            found = (
+            values = (
                 _read_plain(name, entry, keys, facts, words)
-                if read is None
-                else read(entry.roles, keys, facts, words)
+                if reader is None
+                else reader(entry.roles, keys, facts, words)
             )
-            _check_counts(found, entry, keys, self.framework.name)
+            _check_counts(values, entry, keys, self.framework.name)
         except MissingError as error:
             self.found.missing[error.name] = error.why
             return
@@ -220,13 +224,13 @@ class _Reader:
             )
             self.found.complaints.append(Complaint(key, str(error)))
             return
-        if entry.asks and name not in {**self.found.values, **found}:
+        if entry.asks and name not in {**self.found.values, **values}:
             self.found.missing[name] = entry.why
-        self._keep(found, entry, tuple(own_keys))
+        self._keep(values, entry, tuple(own_keys))
 
-    def _keep(self, found: Keys, entry: FieldEntry, own_keys: tuple[str, ...]) -> None:
+    def _keep(self, values: Keys, entry: FieldEntry, own_keys: tuple[str, ...]) -> None:
         origin = Origin.FILE if own_keys else Origin.DEFAULT if entry.all_keys else Origin.ALWAYS
-        for name, value in found.items():
+        for name, value in values.items():
             self.found.values[name] = value
             # A default does not replace the origin of a value that the file says.
             if name not in self.found.origins or own_keys:
@@ -255,17 +259,21 @@ def mistake(
     """Return the mistake of a key that no table reads; empty where it may stand there."""
     option = options.get(key) or _section(key, options)
     if option is None:
-        what = f"{shown(key)} of {framework} is unknown, and may change the plan"
+        unknown_key = f"{shown(key)} of {framework} is unknown, and may change the plan"
         if not is_hinted:
-            return what
+            return unknown_key
         nearest = ", ".join(nearest_names(key, {*options, *keys})[:MOST_NEAREST])
-        return f"{what}; nearest: {nearest}" if nearest else f"{what}; no known one is near"
+        return (
+            f"{unknown_key}; nearest: {nearest}"
+            if nearest
+            else f"{unknown_key}; no known one is near"
+        )
     if option.effect is not Effect.HELD:
         return ""
     if isinstance(value, Unknown):
         return value.why
-    said = spelled(value)
-    if said in option.allowed or (not option.allowed and value in (False, None, "", [])):
+    spelling = spelled(value)
+    if spelling in option.allowed or (not option.allowed and value in (False, None, "", [])):
         return ""
     allowed = ", ".join(option.allowed) or "leave it out"
     why = f" ({option.why})" if option.why else ""
@@ -299,23 +307,23 @@ def _read_plain(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: F
 
 
 def _read_one_key(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    said = keys.get(entry.key)
-    if said is None or said in entry.nothing:
+    value = keys.get(entry.key)
+    if value is None or value in entry.nothing:
         if entry.absent_as:
-            usual = facts.get(entry.absent_as)
-            return {} if usual is None else {name: value_of(name, usual)}
+            default = facts.get(entry.absent_as)
+            return {} if default is None else {name: value_of(name, default)}
         # Variables of a launch are absent only where a launch is read.
-        said = None if entry.of_launch and not facts.is_launched else entry.absent
-    if said is None:
+        value = None if entry.of_launch and not facts.is_launched else entry.absent
+    if value is None:
         return {}
-    if spelled(said) in entry.also:
-        return {name: value_of(name, entry.also[spelled(said)])}
+    if spelled(value) in entry.also:
+        return {name: value_of(name, entry.also[spelled(value)])}
     if not entry.values:
-        return {name: said}
+        return {name: value}
     for word, told in entry.values.items():
-        if told == said:
+        if told == value:
             return {name: value_of(name, word)}
-    raise words.unknown(entry.key, said, (*entry.values.values(), *entry.also))
+    raise words.unknown(entry.key, value, (*entry.values.values(), *entry.also))
 
 
 def _matched_value(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
@@ -329,19 +337,21 @@ def _matched_value(entry: FieldEntry, keys: Keys, words: FileWords) -> str | Non
     }
     names = dict.fromkeys(key for each in tables.values() for key in each)
     nothing = (None, *entry.nothing)
-    said = {key: keys[key] for key in names if key in keys and keys[key] not in nothing}
+    given_keys = {key: keys[key] for key in names if key in keys and keys[key] not in nothing}
     for word, told in tables.items():
-        is_told = all(said.get(key, absent.get(key)) == value for key, value in told.items())
-        if is_told and all(key in told or said[key] == absent.get(key) for key in said):
+        is_told = all(given_keys.get(key, absent.get(key)) == value for key, value in told.items())
+        if is_told and all(key in told or given_keys[key] == absent.get(key) for key in given_keys):
             return word
-    if not said and not absent:
+    if not given_keys and not absent:
         return None
-    said = said or absent
-    for key, value in said.items():
-        known = dict.fromkeys(str(each[key]) for each in [*tables.values(), absent] if key in each)
-        if str(value) not in known:
-            raise words.unknown(key, value, known)
-    given = ", ".join(f"{key}={theirs(value)}" for key, value in said.items())
+    given_keys = given_keys or absent
+    for key, value in given_keys.items():
+        allowed = dict.fromkeys(
+            str(each[key]) for each in [*tables.values(), absent] if key in each
+        )
+        if str(value) not in allowed:
+            raise words.unknown(key, value, allowed)
+    given = ", ".join(f"{key}={theirs(value)}" for key, value in given_keys.items())
     listed = [
         ", ".join(f"{key}={theirs(value)}" for key, value in told.items()) or "none"
         for told in tables.values()
@@ -349,13 +359,13 @@ def _matched_value(entry: FieldEntry, keys: Keys, words: FileWords) -> str | Non
     raise PlanError(f"{given} of {words.framework} is in no plan; allowed: {'; or '.join(listed)}")
 
 
-def _check_counts(found: Keys, entry: FieldEntry, keys: Keys, framework: str) -> None:
+def _check_counts(values: Keys, entry: FieldEntry, keys: Keys, framework: str) -> None:
     """Raise PlanError where a count is out of range, naming the keys of an entry."""
-    said = ", ".join(f"{key}={shown(keys[key])}" for key in entry.all_keys if key in keys)
-    for name, value in found.items():
+    key_texts = ", ".join(f"{key}={shown(keys[key])}" for key in entry.all_keys if key in keys)
+    for name, value in values.items():
         if name not in COUNTS or value is None:
             continue
         if type(value) is not int:
-            raise PlanError(f"{said} of {framework} is in no plan; allowed: a whole number")
+            raise PlanError(f"{key_texts} of {framework} is in no plan; allowed: a whole number")
         if value < COUNTS[name]:
-            raise PlanError(f"{said or name} of {framework} leaves {name}={shown(value)}")
+            raise PlanError(f"{key_texts or name} of {framework} leaves {name}={shown(value)}")

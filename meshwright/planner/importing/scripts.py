@@ -193,8 +193,8 @@ def _started(launch: Launch, folder: Path) -> Framework:
         return FORMATS[named[0]]
     starts = [each.text.lstrip("-").partition("=")[0] for each in launch.arguments]
     for each in FORMATS.values():
-        known = all_options(each.profile)
-        if any(known_option(start, known) for start in starts if start in each.profile.known_by):
+        options = all_options(each.profile)
+        if any(known_option(start, options) for start in starts if start in each.profile.known_by):
             return each
     if ACCELERATE in launch.launcher_words:
         return FORMATS[ACCELERATE]
@@ -212,15 +212,17 @@ def _started(launch: Launch, folder: Path) -> Framework:
 
 def _said(launch: Launch, framework: Framework, folder: Path) -> tuple[Options, dict[str, str]]:
     """Return the options of a launch, and the files of keys that stand elsewhere."""
-    profile, read = framework.profile, framework.program.read_words
+    profile, read_words = framework.profile, framework.program.read_words
     if framework.name == ACCELERATE:
         return _accelerate(launch, folder)
     kind = str(profile.format)
     files = [each for each in launch.arguments if SUFFIXES.get(Path(each.text).suffix) == kind]
-    if kind in READERS and (read is None or files):
+    if kind in READERS and (read_words is None or files):
         return _named(launch, framework, files, folder)
     options = all_options(profile)
-    return read_options(launch.arguments, options) if read is None else read(launch.arguments), {}
+    return read_options(launch.arguments, options) if read_words is None else read_words(
+        launch.arguments
+    ), {}
 
 
 def _named(
@@ -235,8 +237,8 @@ def _named(
     index = launch.arguments.index(files[0])
     # `--config FILE` takes the option out of the command with its file.
     names_it = index > 0 and NAMING.fullmatch(launch.arguments[index - 1].text) is not None
-    others = [*launch.arguments[: index - names_it], *launch.arguments[index + 1 :]]
-    parsed = read_options(others, all_options(framework.profile))
+    other_words = [*launch.arguments[: index - names_it], *launch.arguments[index + 1 :]]
+    parsed = read_options(other_words, all_options(framework.profile))
     stray = []
     for word in parsed.words:
         match = OVERRIDE.fullmatch(word.text)
@@ -261,20 +263,20 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
         raise PlanError(f"line {word.line}: {word.unknown}")
     name = word.text.partition("=")[2] or word.text
     # An absolute path is of the machine that the script was written for.
-    found = None if Path(name).is_absolute() else named_file(name, folder)
-    if found is None:
+    path = None if Path(name).is_absolute() else named_file(name, folder)
+    if path is None:
         raise PlanError(f"line {word.line}: {shown(name)} is not there; it says the layout")
-    return found
+    return path
 
 
 def _variables(launch: Launch, framework: Framework) -> dict[str, object]:
     """Return the variables of the environment that a plan may depend on."""
-    known = all_options(framework.profile)
-    starts = tuple(each for each in ENGINES if any(key.startswith(each) for key in known))
+    options = all_options(framework.profile)
+    starts = tuple(each for each in ENGINES if any(key.startswith(each) for key in options))
     return {
         name: Unknown(word.unknown) if word.unknown else word.text
         for name, word in launch.environment.items()
-        if name.isupper() and (name in known or name.startswith(starts or "-"))
+        if name.isupper() and (name in options or name.startswith(starts or "-"))
     }
 
 
@@ -297,10 +299,10 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
             keys, lines = dict(document.keys), dict(document.lines)
             files = dict.fromkeys(keys, path.name)
             refusals = [f"{path.name} {each}" for each in dotted_names(document)]
-    known = all_options(FORMATS[ACCELERATE].profile)
+    options = all_options(FORMATS[ACCELERATE].profile)
     for key, value in parsed.keys.items():
         names = (f"{section}{key.replace('-', '_')}" for section in SECTIONS)
-        known_key = next((each for each in names if each in known), None)
+        known_key = next((each for each in names if each in options), None)
         if known_key is not None:
             keys[known_key], lines[known_key] = value, parsed.lines[key]
             # Options of the command override the file that it names.
@@ -309,35 +311,35 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
     if strategies or TYPE not in keys:
         # Without a word it starts several processes as with --multi_gpu (launch.py).
         keys[TYPE] = strategies[0] if strategies else "MULTI_GPU"
-    known = all_options(FORMATS[TRAINER].profile)
-    user_options = read_options(launch.arguments, known)
-    refusals += [*user_options.refusals, *_of_own_script(launch, user_options, known)]
+    options = all_options(FORMATS[TRAINER].profile)
+    user_options = read_options(launch.arguments, options)
+    refusals += [*user_options.refusals, *_of_own_script(launch, user_options, options)]
     return Options(keys, lines, user_options.words, refusals), files
 
 
-def _of_own_script(launch: Launch, parsed: Options, known: Mapping[str, Option]) -> Iterator[str]:
+def _of_own_script(launch: Launch, parsed: Options, options: Mapping[str, Option]) -> Iterator[str]:
     for key, line in parsed.lines.items():
-        option = known.get(key)
+        option = options.get(key)
         if option is None or option.effect is not Effect.NONE:
             yield f"line {line}: --{key} of {launch.program.text} may change the plan"
 
 
 def _launchers(launch: Launch) -> dict[str, Options]:
     """Return the options of each launcher of a launch, by its name."""
-    found = {}
+    by_launcher = {}
     for name, words in launch.launcher_words.items():
         if name in LAUNCHERS:
-            known = load_options(LAUNCHERS[name])
-            found[name] = read_options([*_separated(words, known)], known)
-    return found
+            options = load_options(LAUNCHERS[name])
+            by_launcher[name] = read_options([*_separated(words, options)], options)
+    return by_launcher
 
 
 def _counts(launchers: Mapping[str, Options]) -> Iterator[tuple[int, str]]:
     """Yield line and text of the launchers' options that count ranks."""
     for name, parsed in launchers.items():
-        known = load_options(LAUNCHERS[name])
+        options = load_options(LAUNCHERS[name])
         for key, value in parsed.keys.items():
-            if key in known and known[key].effect is Effect.READ:
+            if key in options and options[key].effect is Effect.READ:
                 yield parsed.lines[key], f"{key}={value}"
 
 
@@ -351,12 +353,12 @@ def _mistakes(launch: Launch, launchers: Mapping[str, Options], beside: str) -> 
     """
     yield from launch.unknown
     for name, parsed in launchers.items():
-        known = load_options(LAUNCHERS[name])
+        options = load_options(LAUNCHERS[name])
         yield from parsed.refusals
-        dashed = {f"--{key}": each for key, each in known.items()}
+        dashed = {f"--{key}": each for key, each in options.items()}
         for key, value in parsed.keys.items():
             text = mistake(name, f"--{key}", value, dashed, ())
-            if name != beside and _is_layout(name, known.get(key)):
+            if name != beside and _is_layout(name, options.get(key)):
                 text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
             if name in SLURM:
                 text = text or _other_count(launch, key, value)
@@ -364,12 +366,14 @@ def _mistakes(launch: Launch, launchers: Mapping[str, Options], beside: str) -> 
                 yield f"line {parsed.lines[key]}: {text}"
 
 
-def _separated(words: Iterable[Word], known: Mapping[str, Option]) -> Iterator[Word]:
+def _separated(words: Iterable[Word], options: Mapping[str, Option]) -> Iterator[Word]:
     """Yield words, and a short option and its value apart where they are joined: ``-N2``."""
     for word in words:
         name, text = word.text[1:2], word.text[1:]
-        is_joined = word.text[:1] == "-" and len(text) > 1 and name in known and text not in known
-        if is_joined and known[name].takes is not Takes.NOTHING and text[1] != "=":
+        is_joined = (
+            word.text[:1] == "-" and len(text) > 1 and name in options and text not in options
+        )
+        if is_joined and options[name].takes is not Takes.NOTHING and text[1] != "=":
             yield word._replace(text=f"-{name}")
             yield word._replace(text=text[1:])
         else:

@@ -117,14 +117,14 @@ def of_document(text: str, kind: str, framework: Framework | None, folder: Path)
         PlanError: If it is none, or is of no framework.
     """
     document = READERS[kind](text)
-    found = framework or recognised(document, kind)
-    if found.profile.format != kind:
+    framework = framework or recognised(document, kind)
+    if framework.profile.format != kind:
         raise PlanError(
-            f"--from {found.name} reads {found.profile.format}, not {kind.upper()}; "
+            f"--from {framework.name} reads {framework.profile.format}, not {kind.upper()}; "
             f"allowed for {kind.upper()}: {', '.join(_of_format(kind))}"
         )
-    keys, lines = completed(found, document.keys, document.lines, folder)
-    return Source(framework=found, keys=keys, lines=lines, refusals=dotted_names(document))
+    keys, lines = completed(framework, document.keys, document.lines, folder)
+    return Source(framework=framework, keys=keys, lines=lines, refusals=dotted_names(document))
 
 
 def dotted_names(document: Document) -> list[str]:
@@ -204,8 +204,8 @@ def recognised(document: Document, kind: str, among: Collection[str] = ()) -> Fr
     ]
     best = max(ranked, default=(0, ""), key=lambda each: each[0])
     if not best[1]:
-        known = ", ".join(_of_format(kind)) or "none"
-        raise PlanError(f"is of no framework that is known; {kind.upper()} is read of: {known}")
+        readable = ", ".join(_of_format(kind)) or "none"
+        raise PlanError(f"is of no framework that is known; {kind.upper()} is read of: {readable}")
     return FORMATS[best[1]]
 
 
@@ -217,10 +217,10 @@ def _keys_of(profile: FrameworkProfile) -> set[str]:
 
 def all_options(profile: FrameworkProfile) -> Mapping[str, Option]:
     """Return the options of all tables of a framework; the first one of a key in several."""
-    found: dict[str, Option] = {}
+    by_key: dict[str, Option] = {}
     for table in profile.tables.values():
-        found |= {key: each for key, each in options_of(table).items() if key not in found}
-    return found
+        by_key |= {key: each for key, each in options_of(table).items() if key not in by_key}
+    return by_key
 
 
 def get_format(name: str) -> Framework:
@@ -236,16 +236,20 @@ def get_format(name: str) -> Framework:
 
 def meanings(profile: FrameworkProfile) -> Iterator[tuple[str, str]]:
     """Yield each key of a framework's configurations with what it means here."""
-    read: dict[str, list[str]] = {}
+    fields_by_key: dict[str, list[str]] = {}
     options: dict[str, Option] = {}
     for table in profile.tables.values():
         options |= options_of(table)
         for name, entry in table.fields.items():
             for key in entry.all_keys:
-                read.setdefault(key, []).append(_field_text(name, entry))
-    for key in sorted({*read, *options}):
-        said = ", ".join(dict.fromkeys(read[key])) if key in read else _effect_text(options[key])
-        yield key, said
+                fields_by_key.setdefault(key, []).append(_field_text(name, entry))
+    for key in sorted({*fields_by_key, *options}):
+        meaning = (
+            ", ".join(dict.fromkeys(fields_by_key[key]))
+            if key in fields_by_key
+            else _effect_text(options[key])
+        )
+        yield key, meaning
 
 
 def _field_text(name: str, entry: FieldEntry) -> str:

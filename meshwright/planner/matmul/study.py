@@ -293,8 +293,8 @@ def _refusal_reason(product: PlacedOperator, signature: Signature, num_devices: 
         "ABC", (*product.inputs, product.out), placements, strict=True
     ):
         if isinstance(placement, Split) and shape[placement.dim] % num_devices:
-            what = ("rows", "columns")[placement.dim]
-            return f"{shape[placement.dim]} {what} of {name} over {num_devices}"
+            dim_name = ("rows", "columns")[placement.dim]
+            return f"{shape[placement.dim]} {dim_name} of {name} over {num_devices}"
     return None
 
 
@@ -343,5 +343,5 @@ def _message(shape: Shape, sender: int, cluster: Cluster, precision: Precision) 
 
 def _check_precision(cluster: Cluster, precision: Precision) -> None:
     if precision.is_eight_bit:
-        known = ", ".join(sorted(cluster.device.peak_flops_per_s.keys() - set(EIGHT_BITS)))
-        raise PlanError(f"precision={precision} is a mix for whole layers; allowed: {known}")
+        allowed = ", ".join(sorted(cluster.device.peak_flops_per_s.keys() - set(EIGHT_BITS)))
+        raise PlanError(f"precision={precision} is a mix for whole layers; allowed: {allowed}")

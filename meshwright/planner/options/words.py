@@ -135,7 +135,7 @@ class Command(NamedTuple):
         Raises:
             PlanError: If an option that is not a list is given more than once.
         """
-        found = {
+        by_flag = {
             flag: each for each in self.options if not each.is_argument for flag in each.spellings
         }
         texts: dict[str, Any] = {}
@@ -149,15 +149,15 @@ class Command(NamedTuple):
                 loose += [*rest] if word == "--" else [word, *rest]
             elif word == "-" or not word.startswith("-"):
                 loose.append(word)
-            elif name not in found:
+            elif name not in by_flag:
                 is_plain = False
-            elif found[name].kind is bool:
+            elif by_flag[name].kind is bool:
                 is_plain = is_plain and not sign
-                _set_value(texts, found[name], value=name == found[name].spellings[0])
+                _set_value(texts, by_flag[name], value=name == by_flag[name].spellings[0])
             else:
                 text = value if sign else next(rest, None)
                 is_plain = is_plain and text is not None
-                _set_value(texts, found[name], value=text)
+                _set_value(texts, by_flag[name], value=text)
         for each in self.options:
             if each.is_argument and loose:
                 count = len(loose) if each.kind is list else 1
@@ -207,9 +207,9 @@ def _read(option: Option, value: object) -> object:
         return value
     name, text = option_name(option.name), value.strip()
     if issubclass(kind, StrEnum):
-        known = [str(member) for member in kind]
-        if text not in known:
-            raise PlanError(f"{name} {shown(value)} is unknown; {suggestion(text, known)}")
+        choices = [str(member) for member in kind]
+        if text not in choices:
+            raise PlanError(f"{name} {shown(value)} is unknown; {suggestion(text, choices)}")
         return kind(text)
     number = _number(text, is_whole=kind is int)
     if number is None:
@@ -242,16 +242,16 @@ def _number(text: str, *, is_whole: bool) -> float | None:
     >>> [_number(text, is_whole=False) for text in ("300e9", "15T", "1.5 B")]
     [300000000000.0, 15000000000000.0, 1500000000.0]
     """
-    found = _NUMBER.fullmatch(text)
-    if found is None or (is_whole and found["scale"]):
+    match = _NUMBER.fullmatch(text)
+    if match is None or (is_whole and match["scale"]):
         return None
-    digits = found["digits"].replace(",", "")
-    scale = _SCALES[(found["scale"] or "").strip().upper()]
+    digits = match["digits"].replace(",", "")
+    scale = _SCALES[(match["scale"] or "").strip().upper()]
     if not is_whole:
-        return float(digits + found["rest"]) * scale
-    if "e" not in found["rest"].lower():
-        return None if found["rest"] else int(digits)
-    value = Decimal(digits + found["rest"])
+        return float(digits + match["rest"]) * scale
+    if "e" not in match["rest"].lower():
+        return None if match["rest"] else int(digits)
+    value = Decimal(digits + match["rest"])
     return (
         int(value)
         if value == value.to_integral_value() and value.adjusted() < MOST_DIGITS

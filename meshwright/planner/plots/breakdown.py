@@ -64,9 +64,9 @@ def plot_breakdown(*steps: StepResult, names: Sequence[str] = ()) -> Figure:
         raise ValueError("plot_breakdown needs at least one step")
     figure = canvas.new_figure()
     axes = figure.add_subplot()
-    shown = [each for each in Category if any(step.breakdown_ps[each] > 0 for step in steps)]
+    categories = [each for each in Category if any(step.breakdown_ps[each] > 0 for step in steps)]
     left_s = [0.0] * len(steps)
-    for category in shown:
+    for category in categories:
         widths_s = [step.breakdown_ps[category] / PS_PER_S for step in steps]
         _draw_part(axes, category, widths_s, left_s, steps)
         left_s = [left + width for left, width in zip(left_s, widths_s, strict=True)]

@@ -39,9 +39,9 @@ class Picture(Figure):
 
     def _repr_png_(self) -> bytes:
         """Return the PNG that IPython displays."""
-        shown = BytesIO()
-        save_figure(self, shown)
-        return shown.getvalue()
+        png = BytesIO()
+        save_figure(self, png)
+        return png.getvalue()
 
     def draw(self, renderer: RendererBase) -> None:
         """Draw the figure with its texts as they stand: a name with dollars is no formula.

@@ -58,10 +58,10 @@ def stacks_table(name: str | None) -> RenderableType:
         "switches, --set KEY=VALUE": _switch_lines(),
         "stacks of published runs": _alias_lines(),
     }
-    shown: list[RenderableType] = []
+    parts_shown: list[RenderableType] = []
     for title, facts in parts.items():
-        shown += [Text(f"\n{title}", style="bold")] * bool(title) + [facts_table(facts)]
-    return Group(*shown)
+        parts_shown += [Text(f"\n{title}", style="bold")] * bool(title) + [facts_table(facts)]
+    return Group(*parts_shown)
 
 
 def schedules_table(name: str | None) -> RenderableType:
@@ -123,13 +123,13 @@ def _alias_lines() -> Facts:
     for stack in map(load_stack, list_stacks()):
         if stack.release:
             changes = {each.key: each.value for each in release_changes(stack)}
-            said = [
+            switch_texts = [
                 f"{key}={_switch_word(changes.pop(key))}"
                 for key in stack.switches
                 if key in changes
             ]
             rest = f" and {counted(len(changes), 'other fact')}" if changes else ""
-            yield stack.name, " ".join([stack.release, *said]) + rest
+            yield stack.name, " ".join([stack.release, *switch_texts]) + rest
 
 
 def _schedule_facts(schedule: Schedule) -> Facts:

@@ -65,8 +65,8 @@ class ColumnTable:
         """Yield the heading and the lines of the rows."""
         columns, shared = list(self.columns), list(self.shared)
         if _line_width(columns) > options.max_width:
-            said = [f"{each.head}={each.cells[0]}" for each in columns if each.is_constant]
-            columns, shared = [each for each in columns if not each.is_constant], said + shared
+            constants = [f"{each.head}={each.cells[0]}" for each in columns if each.is_constant]
+            columns, shared = [each for each in columns if not each.is_constant], constants + shared
         if shared:
             yield Text(f"all with {' '.join(shared)}")
         lines = list(_stacked(columns, options.max_width))

@@ -104,8 +104,8 @@ def _entry_type(field: PlanField) -> object:
 def _entry(name: str, fields: Mapping[str, PlanField], **parts: object) -> type[Record]:
     """Return the record of an entry; fields that are not basic may be left out."""
     kinds = {key: parts.get(key) or _entry_type(each) for key, each in fields.items()}
-    usual = {key: each.default for key, each in fields.items() if not each.declaration.is_basic}
-    return type(name, (Record,), {"__annotations__": kinds, **usual})
+    defaults = {key: each.default for key, each in fields.items() if not each.declaration.is_basic}
+    return type(name, (Record,), {"__annotations__": kinds, **defaults})
 
 
 @cache
@@ -283,7 +283,7 @@ def _first_mistake(error: "ValidationError") -> str:
         if details["type"] == "extra_forbidden":
             *parents, word = (str(part) for part in details["loc"])
             entries: dict[str, type[Record]] = {"job": _JobEntry, "plan": _plan_entry()}
-            known = entries.get(parents[0] if parents else "", _PlanFile).model_fields
-            where = ".".join([*parents, shown(word)])
-            return f"{where}: unknown key; {suggestion(word, known)}"
+            keys = entries.get(parents[0] if parents else "", _PlanFile).model_fields
+            path = ".".join([*parents, shown(word)])
+            return f"{path}: unknown key; {suggestion(word, keys)}"
     return one_line(error)

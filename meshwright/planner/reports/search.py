@@ -134,11 +134,11 @@ def _launch_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
 
 def _shared(rows: Sequence[Row]) -> list[str]:
     """Return the fields that a table of *rows* leaves out, as all have the same."""
-    shown = _shown_fields(rows)
+    shown_fields = _shown_fields(rows)
     return [
         f"{each.declaration.heading}={value_text(value)}"
         for each in SEARCHED_FIELDS
-        if each not in shown
+        if each not in shown_fields
         and (value := rows[0][each.name]) not in {None, ()}
         and not (each.default_goes_without_saying and value == each.default)
     ]
@@ -193,8 +193,8 @@ def _plans_table(result: SearchResult, budget: Budget | None) -> ColumnTable:
         *([] if budget is None else _money_columns(budget, steps)),
     ]
     likes = [
-        _like_text(len(others)) if place in result.listed else "the fastest"
-        for place, others in enumerate(result.like)
+        _like_text(len(like)) if place in result.listed else "the fastest"
+        for place, like in enumerate(result.like)
     ]
     if any(likes):
         columns.append(Column(head=" ", cells=likes, is_word=True))
@@ -261,8 +261,8 @@ def _shown_fields(rows: Sequence[Row]) -> list[PlanField]:
 
 def _row(result: SearchResult, plan: ResolvedPlan) -> Row:
     """Return the fields of a plan in a table: of stages the rule, None where it is the stack's."""
-    said = without_defaults(result.job, result.stack, plan)
-    row = {each.name: getattr(said, each.name) for each in SEARCHED_FIELDS}
+    fields_set = without_defaults(result.job, result.stack, plan)
+    row = {each.name: getattr(fields_set, each.name) for each in SEARCHED_FIELDS}
     return {**row, "stages": stages_rule(result.job, plan, result.stack)}
 
 

@@ -178,16 +178,16 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
         facts.append(("shards", f"{shards} (dp_shard)"))
     if plan.reshard_after_forward is not None:
         reshards = plan.reshard_after_forward
-        what = "freed after forward" if reshards else "kept from forward to backward"
-        facts.append(("gathered", f"parameters are {what}"))
+        lifetime = "freed after forward" if reshards else "kept from forward to backward"
+        facts.append(("gathered", f"parameters are {lifetime}"))
     facts.extend(_gradient_facts(plan))
     if plan.offload is not Offload.NONE:
         facts.append(("host", f"keeps and updates what is offloaded (offload={plan.offload})"))
     if plan.offload_layers is not None or plan.offload_modules:
-        whose = f"{', '.join(plan.offload_modules)} of layers"
+        tensors = f"{', '.join(plan.offload_modules)} of layers"
         if plan.offload_layers is not None:
-            whose = f"the first {counted(plan.offload_layers, 'layer')}"
-        facts.append(("host", f"keeps activations of {whose} from forward to backward"))
+            tensors = f"the first {counted(plan.offload_layers, 'layer')}"
+        facts.append(("host", f"keeps activations of {tensors} from forward to backward"))
     if plan.parameter_server is not None:
         facts.append(("servers", _servers_text(plan.parameter_server)))
     return facts

@@ -160,10 +160,12 @@ def _cell(request: Request, number: int, values: Sequence[Value]) -> Cell:
     try:
         if request.is_weak:
             job = replace(job, global_batch=_grown_batch(request, job))
-        read = read_setting(job, plan_file)
-        setting = known_by(read.job, read.cluster, read.stack, read.world_size)
-        price = read.cluster.price_usd_per_gpu_hour
-        task: Task | str = _task(read, given, is_simulation=request.is_simulation)
+        cell_setting = read_setting(job, plan_file)
+        setting = known_by(
+            cell_setting.job, cell_setting.cluster, cell_setting.stack, cell_setting.world_size
+        )
+        price = cell_setting.cluster.price_usd_per_gpu_hour
+        task: Task | str = _task(cell_setting, given, is_simulation=request.is_simulation)
     except (PlanError, ProfileError) as error:
         task = _as_written(str(error), request, values)
     return Cell(number, tuple(values), setting, price, task)

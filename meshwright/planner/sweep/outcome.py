@@ -38,8 +38,8 @@ def run_task(task: Task) -> Document:
     except (PlanError, ProfileError) as error:
         document = refused(str(error))
     # As a file of it is read, so that it is the same whether or not it went through one.
-    read: Document = json.loads(json.dumps(document))
-    return read
+    read_back: Document = json.loads(json.dumps(document))
+    return read_back
 
 
 def refused(reason: str) -> Document:

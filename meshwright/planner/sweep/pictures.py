@@ -38,18 +38,18 @@ class Measure(NamedTuple):
 
 def pictures_of(result: SweepResult) -> Mapping[str, Callable[[SweepResult], Figure]]:
     """Return the pictures that say something of a sweep, by name."""
-    known: dict[str, Callable[[SweepResult], Figure]] = {}
+    pictures: dict[str, Callable[[SweepResult], Figure]] = {}
     if not result.num_found:
-        return known
+        return pictures
     several = [each for each in result.varied if len(each.values) > 1]
     over_gpus = any(each.column == GPUS for each in several)
     if over_gpus:
-        known["scaling"] = plot_scaling
+        pictures["scaling"] = plot_scaling
     elif several:
-        known["curves"] = plot_curves
+        pictures["curves"] = plot_curves
     if len(several) > 1:
-        known["heatmap"] = plot_heatmap
-    return known
+        pictures["heatmap"] = plot_heatmap
+    return pictures
 
 
 def plot_scaling(result: SweepResult) -> Figure:
@@ -111,11 +111,11 @@ def plot_curves(result: SweepResult) -> Figure:
     """Return throughput and memory against the first thing that is varied."""
     axis = next(each for each in result.varied if len(each.values) > 1)
     panels = _per_gpu(result)
-    figure, both = _sheet(result, f"{_subject(result)} over {axis.name}", axis, panels)
+    figure, panels_drawn = _sheet(result, f"{_subject(result)} over {axis.name}", axis, panels)
     numbers = _numbers(axis)
-    for axes, panel in zip(both, panels, strict=True):
+    for axes, panel in zip(panels_drawn, panels, strict=True):
         lines = _lines(result, axis, panel)
-        _draw_lines(axes, lines, named=axes is both[0], joined=_is_ordered(axis))
+        _draw_lines(axes, lines, named=axes is panels_drawn[0], joined=_is_ordered(axis))
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _text(value)))
         if numbers is None:
@@ -133,8 +133,8 @@ def plot_heatmap(result: SweepResult) -> Figure:
     across, up, *others = [each for each in result.varied if len(each.values) > 1]
     panels = _per_gpu(result)
     title = f"{_subject(result)} over {across.name} and {up.name}{_best_of(others)}"
-    figure, both = _sheet(result, title, across, panels)
-    for axes, panel in zip(both, panels, strict=True):
+    figure, panels_drawn = _sheet(result, title, across, panels)
+    for axes, panel in zip(panels_drawn, panels, strict=True):
         axes.set_ylabel(up.name, fontsize=canvas.TEXT_POINTS)
         _draw_map(figure, axes, _map(result, across, up), panel)
         for axis, set_ticks in ((across, axes.set_xticks), (up, axes.set_yticks)):

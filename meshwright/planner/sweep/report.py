@@ -95,9 +95,9 @@ def _layout(result: SweepResult, rows: Sequence[Row]) -> tuple[list[Column], lis
     varied = {each.column for each in result.varied}
     columns: list[Column] = []
     shared: list[str] = []
-    found = [row for row in rows if "step_time_s" in row]
+    with_layout = [row for row in rows if "step_time_s" in row]
     for field in SEARCHED_FIELDS:
-        values = {_shown(row, field.name) for row in found}
+        values = {_shown(row, field.name) for row in with_layout}
         if field.name in varied or field.name == "stages" or values <= {NONE}:
             continue
         declaration, head = field.declaration, str(field.declaration.heading)

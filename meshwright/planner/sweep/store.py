@@ -104,9 +104,9 @@ class Store:
 def _cell_document(path: Path, number: int) -> Document:
     document = CELL_FILE.read_json(path)
     if isinstance(document, dict):
-        known = document.pop("cell", None), document.pop("sum", None)
+        identity = document.pop("cell", None), document.pop("sum", None)
         # A cell that was edited, or cut short, is not taken for finished.
-        if known == (number, _sum(document)):
+        if identity == (number, _sum(document)):
             return document
     raise PlanError(
         f"{shown_path(path)} is not cell {number} as it was written; allowed: to remove it"
@@ -121,24 +121,24 @@ def _sum(document: Mapping[str, object]) -> str:
 def _check_same(folder: Path, wanted: Document) -> None:
     """Raise PlanError when the folder holds another sweep, with what differs first."""
     place = shown_path(folder)
-    found = SWEEP_FILE.read_json(folder / MANIFEST)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    saved = SWEEP_FILE.read_json(folder / MANIFEST)
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise PlanError(f"--out {place}: {MANIFEST} is of no sweep; allowed: another folder")
     asked: dict[str, Any] = json.loads(json.dumps(wanted))
     for key, value in asked.items():
-        if found.get(key) != value:
-            what = _difference(key, found.get(key), value)
+        if saved.get(key) != value:
+            difference = _difference(key, saved.get(key), value)
             raise PlanError(
-                f"--out {place} holds another sweep: {what}; allowed: another folder, or --force, "
-                "which begins anew"
+                f"--out {place} holds another sweep: {difference}; allowed: another folder, or "
+                "--force, which begins anew"
             )
 
 
-def _difference(key: str, found: Json, asked: list[dict[str, object]]) -> str:
+def _difference(key: str, saved: Json, asked: list[dict[str, object]]) -> str:
     """Return in words how *found* differs from what is asked for."""
     if key != "cells":
-        return f"{key} {_short(found)}, not {_short(asked)}"
-    others = found if isinstance(found, list) else []
+        return f"{key} {_short(saved)}, not {_short(asked)}"
+    others = saved if isinstance(saved, list) else []
     number = next(
         (place for place, each in enumerate(asked) if [each] != others[place : place + 1]), 0
     )

@@ -91,14 +91,14 @@ def read_words(words: Sequence[str]) -> tuple[Variation, ...]:
 
 def variations(given: Sequence[tuple[str, Sequence[object]]]) -> tuple[Variation, ...]:
     """Return the variations of names and values; raises as `read_words`."""
-    found = tuple(_variation(name, values) for name, values in given)
-    if not found:
+    varied = tuple(_variation(name, values) for name, values in given)
+    if not varied:
         raise PlanError("--vary is missing; it is required, as --vary gpus=64,128,256")
-    names = [each.key or each.name for each in found]
+    names = [each.key or each.name for each in varied]
     for number, name in enumerate(names):
         if name in names[:number]:
-            raise PlanError(f"--vary {found[number].name} is given more than once; allowed: once")
-    return found
+            raise PlanError(f"--vary {varied[number].name} is given more than once; allowed: once")
+    return varied
 
 
 def _variation(name: str, values: Sequence[object]) -> Variation:
@@ -106,25 +106,25 @@ def _variation(name: str, values: Sequence[object]) -> Variation:
     option = OPTIONS.get(plain.replace("-", "_"))
     if option is None:
         _check_fact(plain)
-    read = [Value(text_of(each), _content(plain, option, text_of(each))) for each in values]
-    if not read:
+    parsed = [Value(text_of(each), _content(plain, option, text_of(each))) for each in values]
+    if not parsed:
         raise PlanError(f"--vary {plain} has no value; allowed: one or more")
-    contents = [each.content for each in read]
-    for number, each in enumerate(read):
+    contents = [each.content for each in parsed]
+    for number, each in enumerate(parsed):
         if each.content in contents[:number]:
             raise PlanError(f"--vary {plain} has {shown(each.text)} twice; allowed: once")
     shown_name = plain if option is None else option_name(option.name)[2:]
-    return Variation(name=shown_name, key=option.key if option else "", values=tuple(read))
+    return Variation(name=shown_name, key=option.key if option else "", values=tuple(parsed))
 
 
 def _check_fact(name: str) -> None:
     """Raise PlanError unless *name* may be the key of a fact."""
     if name in NOT_VARIED:
         raise PlanError(f"--vary {name} is not offered: {NOT_VARIED[name]}")
-    known = fact_keys()
-    if not any(name == each or name.startswith(f"{each}.") for each in known):
+    facts = fact_keys()
+    if not any(name == each or name.startswith(f"{each}.") for each in facts):
         options = [option_name(each)[2:] for each in OPTIONS]
-        raise PlanError(f"--vary {shown(name)} is unknown; {suggestion(name, [*options, *known])}")
+        raise PlanError(f"--vary {shown(name)} is unknown; {suggestion(name, [*options, *facts])}")
 
 
 def _content(name: str, option: Option | None, text: str) -> object:
@@ -155,9 +155,9 @@ def read_options(given: Mapping[str, object]) -> tuple[JobOptions, dict[str, obj
         target = job if name in OF_JOB else fields_given
         target[option.key] = value
     plan = fields_given.pop("plan", None)
-    made = JOB.build({each.key: job.get(each.key) for each in JOB.options})
-    assert isinstance(made, JobOptions)
-    return made, fields_given, None if plan is None else str(plan)
+    job_options = JOB.build({each.key: job.get(each.key) for each in JOB.options})
+    assert isinstance(job_options, JobOptions)
+    return job_options, fields_given, None if plan is None else str(plan)
 
 
 def _known(given: Mapping[str, object]) -> Iterator[tuple[str, Option, object]]:

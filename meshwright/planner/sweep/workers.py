@@ -121,13 +121,15 @@ def script_runs_once() -> Iterator[None]:
     again in each, and starts processes in turn. What runs there is of this package.
     """
     main = sys.modules["__main__"]
-    known = {name: value for name, value in vars(main).items() if name in {"__spec__", "__file__"}}
+    attributes = {
+        name: value for name, value in vars(main).items() if name in {"__spec__", "__file__"}
+    }
     try:
         main.__spec__ = None
         vars(main).pop("__file__", None)
         yield
     finally:
-        vars(main).update(known)
+        vars(main).update(attributes)
 
 
 @contextmanager

@@ -131,35 +131,35 @@ class FileWords:
 
     framework: str
 
-    def whole(self, keys: Keys, key: str, usual: int, *, least: int = 1) -> int:
-        """Return the whole number of a file's *key*, or *usual* where there is none.
+    def whole(self, keys: Keys, key: str, default: int, *, least: int = 1) -> int:
+        """Return the whole number of a file's *key*, or *default* where there is none.
 
         Raises:
             PlanError: If it is something else, or smaller than *least*.
         """
-        value = keys.get(key, usual)
+        value = keys.get(key, default)
         if type(value) is not int or value < least:
             raise self.unknown(key, shown(value), (f"whole numbers from {least}",))
         return value
 
-    def word(self, keys: Keys, key: str, usual: str) -> str:
-        """Return the word of a file's *key*, or *usual* where there is none.
+    def word(self, keys: Keys, key: str, default: str) -> str:
+        """Return the word of a file's *key*, or *default* where there is none.
 
         Raises:
             PlanError: If it is none.
         """
-        value = keys.get(key, usual)
+        value = keys.get(key, default)
         if not isinstance(value, str):
             raise self.unknown(key, shown(value), ("a word",))
         return value
 
-    def names(self, keys: Keys, key: str, usual: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the words that a file's *key* lists, or *usual* where there is none.
+    def names(self, keys: Keys, key: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the words that a file's *key* lists, or *default* where there is none.
 
         Raises:
             PlanError: If it is no list of words.
         """
-        value = keys.get(key, usual)
+        value = keys.get(key, default)
         if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
             raise self.unknown(key, shown(value), ("a list of words",))
         return tuple(value)
@@ -182,9 +182,9 @@ class FileWords:
 
     def unknown(self, key: str, value: object, allowed: Iterable[object]) -> PlanError:
         """Return the error of a framework's value that no plan can have."""
-        known = ", ".join(theirs(each) for each in allowed)
+        allowed_text = ", ".join(theirs(each) for each in allowed)
         return PlanError(
-            f"{key}={theirs(value)} of {self.framework} is in no plan; allowed: {known}"
+            f"{key}={theirs(value)} of {self.framework} is in no plan; allowed: {allowed_text}"
         )
 
 

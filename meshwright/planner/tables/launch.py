@@ -150,15 +150,15 @@ def _by_hand(launch: Launch) -> list[str]:
             '--main_process_ip "$HEAD_NODE"',
             f'--main_process_port "${{MASTER_PORT:-{PORT}}}"',
         ]
-    own = [f"--nproc-per-node={launch.per_node}"]
+    ranks_option = [f"--nproc-per-node={launch.per_node}"]
     if launch.num_nodes == 1:
-        return ["--standalone", *own]
+        return ["--standalone", *ranks_option]
     return [
         f"--nnodes={launch.num_nodes}",
         '--node-rank="$NODE_RANK"',
         '--master-addr="$HEAD_NODE"',
         f'--master-port="${{MASTER_PORT:-{PORT}}}"',
-        *own,
+        *ranks_option,
     ]
 
 

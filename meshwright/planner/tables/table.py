@@ -42,13 +42,13 @@ Codecs: TypeAlias = Mapping[str, Codec]
 
 def write_keys(table: FrameworkTable, facts: Facts, codecs: Codecs) -> Keys:
     """Return the keys of *facts* by a table, of which no gap holds."""
-    known = {key for entry in table.fields.values() for key in entry.all_keys}
-    found: Keys = {
-        key: value for key, value in table.told_by.items() if value != ANY and key not in known
+    declared = {key for entry in table.fields.values() for key in entry.all_keys}
+    keys: Keys = {
+        key: value for key, value in table.told_by.items() if value != ANY and key not in declared
     }
     for name, entry in table.fields.items():
-        found |= _write_entry(name, entry, facts, codecs)
-    return found
+        keys |= _write_entry(name, entry, facts, codecs)
+    return keys
 
 
 def _write_entry(name: str, entry: FieldEntry, facts: Facts, codecs: Codecs) -> Keys:
@@ -60,8 +60,8 @@ def _write_entry(name: str, entry: FieldEntry, facts: Facts, codecs: Codecs) -> 
                 facts.notes.append(f"your script: {_filled(each.line, facts)}")
             break
     write = codecs[entry.codec].write if entry.codec else None
-    found = _write_plain(name, entry, facts) if write is None else write(entry.roles, facts)
-    return {**found, **entry.beside}
+    keys = _write_plain(name, entry, facts) if write is None else write(entry.roles, facts)
+    return {**keys, **entry.beside}
 
 
 def _write_plain(name: str, entry: FieldEntry, facts: Facts) -> Keys:
@@ -72,8 +72,8 @@ def _write_plain(name: str, entry: FieldEntry, facts: Facts) -> Keys:
         if isinstance(written, dict):
             return dict(written)
         return {} if entry.leaves_out and written == entry.absent else {entry.key: written}
-    usual = facts.get(entry.absent_as) if entry.absent_as else entry.absent
-    return {} if not entry.key or (entry.leaves_out and value == usual) else {entry.key: value}
+    default = facts.get(entry.absent_as) if entry.absent_as else entry.absent
+    return {} if not entry.key or (entry.leaves_out and value == default) else {entry.key: value}
 
 
 def _filled(line: str, facts: Facts) -> str:
