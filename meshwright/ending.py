@@ -31,7 +31,7 @@ class Ended(KeyboardInterrupt):
 
 
 def begin() -> bool:
-    """Make the streams of this process what the rest takes for granted.
+    """Replace the standard streams that this process lacks.
 
     A closed stream would be the number of the first file that is opened, and receive what is
     printed; so something else takes its place.
@@ -48,6 +48,7 @@ def begin() -> bool:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
     if not has_output:
         _drop_output()
+    # Without a descriptor Python starts with no stream at all.
     if sys.stderr is None:
         sys.stderr = _nowhere()
     return has_output
@@ -74,7 +75,7 @@ def _end_once(number: int, _frame: "FrameType | None") -> None:
 
 
 def interrupted() -> int:
-    """Say what stopped the command and return its status."""
+    """Print what stopped the command; return its exit status."""
     import signal
 
     number = _received.pop() if _received else signal.SIGINT
@@ -92,7 +93,7 @@ def write_output(text: str = "") -> None:
 
 
 def refused(error: OSError) -> int:
-    """Say what the system refused and return the status, 141 where a reader of ours has gone."""
+    """Print what the system refused; return the exit status, 141 after a closed pipe."""
     if isinstance(error, BrokenPipeError) or error.filename == OUTPUT:
         _drop_output()
     if isinstance(error, BrokenPipeError):
@@ -105,7 +106,7 @@ def refused(error: OSError) -> int:
 
 
 def _drop_output() -> None:
-    """Leave nothing for the flush at the end of the process to fail on."""
+    """Discard standard output, whose flush at the end of the process would fail."""
     sys.stdout = _nowhere()
 
 
@@ -114,7 +115,7 @@ def _nowhere() -> "TextIO":
 
 
 def fault(error: Exception, words: "Sequence[str]") -> int:
-    """Say in one line that the fault is ours and where its traceback is kept; return 70."""
+    """Print one line on a fault of ours and where its traceback is kept; return 70."""
     import tempfile
     import traceback
     from contextlib import suppress
@@ -143,6 +144,7 @@ def complain(message: str, status: int) -> int:
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
     printed = f"error: {text}"
     if sys.stderr.isatty():
+        # A terminal would break words at its edge.
         width = shutil.get_terminal_size().columns
         printed = fill(printed, width, break_long_words=False, break_on_hyphens=False)
     with suppress(OSError):  # nobody is left to be told

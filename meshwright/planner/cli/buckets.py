@@ -17,6 +17,7 @@ def with_buckets(setting: Setting, given: Given) -> Setting:
     if size is None:
         return setting
     stack = setting.stack
+    # Buckets exist to reduce gradients while backward goes on.
     if not stack.overlap_gradient_reduce:
         raise PlanError(
             f"--bucket-size is not offered by stack {stack.name}, which reduces all gradients "

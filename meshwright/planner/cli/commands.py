@@ -139,6 +139,7 @@ def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
     """Run ``meshwright matmul``; return its exit status."""
     from meshwright.planner.matmul import matmul_document, matmul_report, read_study, write_matmul
 
+    # Everything that can be refused is refused before anything is drawn.
     study = read_study(options)
     check_outputs(output)
     written = () if output.out is None else write_matmul(study, Path(output.out))
@@ -269,6 +270,7 @@ def print_report(report: "RenderableType", width: int) -> int:
 
     from meshwright.hwprofiles import shown_text
 
+    # Printed into memory first: ends of lines are trimmed, and one write can fail as a whole.
     printed, on_terminal = StringIO(), sys.stdout.isatty()
     is_told = on_terminal or os.environ.get("COLUMNS", "").isdigit()
     console = Console(
@@ -330,6 +332,7 @@ def progress_bar(*, estimates: bool = False) -> Iterator[Callable[[str, int, int
     columns += [TextColumn("{task.fields[count]}"), TimeElapsedColumn()]
     if estimates:
         columns += [TextColumn("left"), TimeRemainingColumn()]
+    # Cells of a sweep differ in length, so that their estimate looks further back.
     period_s = LONG_S if estimates else USUAL_S
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, speed_estimate_period=period_s) as bar:

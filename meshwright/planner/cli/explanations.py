@@ -96,6 +96,7 @@ def run_compare(
     given = words.words or []
     stacks: list[str | None] = [None]
     if job.stack is not None:
+        # compare takes several stacks where other commands take one.
         stacks = [each.strip() for each in job.stack.split(",")]
     are_plans = _are_plans(given, len(stacks))
     folder = check_outputs(output)

@@ -68,6 +68,7 @@ def simulated(
         if progress is not None:
             progress("simulating", 0, 0)
         return None, step_of(setting, plan)
+    # A quantity is searched for or given, not both.
     if quantity is Quantity.MICRO_BATCH and name in given:
         raise PlanError(f"--max {quantity} and --micro-batch {given[name]} contradict each other")
 

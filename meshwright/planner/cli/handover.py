@@ -50,6 +50,7 @@ def write_files(files: Mapping[str, str], out: str | None, *, force: bool) -> No
         return
     if len(files) == 1:
         target = check_file("--out", out)
+        # Whole or not at all: a file cut short might still be read.
         write_whole(target, *files.values())
     else:
         target = check_folder(out, force=force)

@@ -32,6 +32,7 @@ def run_import(options: ImportOptions, layout: Given, replication: Given) -> int
 
     framework = _framework(options)
     if options.options:
+        # The list of keys reads no file, so that no other option has an effect.
         if {**layout, **replication} or options != ImportOptions(
             source=options.source, options=True
         ):

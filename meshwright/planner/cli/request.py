@@ -88,6 +88,7 @@ def read_setting(
     _check_complete(options, saved, model)
     cluster = saved.cluster if saved and options.cluster is None else _cluster(options)
     stack = saved.stack if saved and options.stack is None else _stack(options)
+    # After the plan file is read: --set changes facts of whichever cluster and stack these are.
     cluster, stack = with_facts(cluster, stack, options.set or ())
     usable_bytes(cluster, memory_limit_bytes)  # refuses a limit beyond the device
     return Setting(
@@ -134,6 +135,7 @@ def _job(
             f"{model.sample}; allowed: leave it out"
         )
     if options.prediction_layers is not None:
+        # MTP layers are the model's: the job that is saved keeps them.
         model = with_predictions(model, options.prediction_layers)
     # Another model has its own sequence length.
     keeps_length = saved_job is not None and saved_job.model == model

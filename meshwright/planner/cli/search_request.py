@@ -158,6 +158,7 @@ def check_pins(setting: Setting, given: Given) -> None:
     _check_degrees(setting, given)
     _check_division(setting.job, given)
     _check_overlap(given)
+    # Raises if the device has no peak in this precision: no layout could be timed.
     peak_flops_per_s(setting.cluster.device, setting.job.precision)
     check_offered(setting.job, _probe(given, setting), setting.stack)
 
@@ -205,6 +206,7 @@ def _check_division(job: TrainingJob, given: Given) -> None:
             f"{near_multiples(job.global_batch_size, dp * microbatch_size)}"
         )
     if "schedule" in given and "num_virtual_stages" in given:
+        # Interleaved schedules need virtual stages, all others have none.
         schedule = get_schedule(cast("str", given["schedule"]))
         if schedule.interleaves != (_number(given, "num_virtual_stages") > 1):
             raise PlanError(
@@ -250,6 +252,7 @@ def _probe(given: Given, setting: Setting) -> ResolvedPlan:
     defaults = {
         "tp": tp,
         "cp": given.get("cp", given.get("cp_inner", 1)),
+        # Only hybrid ring + all-to-all has an inner group.
         "cp_inner": 1 if given.get("cp_type") is ContextParallel.RING_OF_SWAPS else None,
         "dp": ep * cast("int", given.get("dp", 2 * _number(given, "dp_shard"))),
         "ep": ep,

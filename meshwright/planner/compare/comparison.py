@@ -66,5 +66,6 @@ def compare(*steps: StepResult, names: Sequence[str] = ()) -> Comparison:
         steps: Simulated steps.
         names: What each is called; by default its number.
     """
+    # Numbered from 1, as plans of a search are.
     numbers = tuple(str(number) for number in range(1, len(steps) + 1))
     return Comparison(names=tuple(names) or numbers, steps=steps)

@@ -59,7 +59,7 @@ def comparison_document(comparison: Comparison) -> dict[str, Json]:
 
 
 def comparison_report(comparison: Comparison) -> RenderableType:
-    """Return the report of a comparison: the layouts, where the time goes, and the memory."""
+    """Return the report of a comparison: layouts, times and memory."""
     steps, names = comparison.steps, comparison.names
     # One unit for all steps, so that columns compare.
     longest_s = max(step.step_time_s for step in steps)
@@ -67,6 +67,7 @@ def comparison_report(comparison: Comparison) -> RenderableType:
     first = Column(head="", cells=names, is_word=True, is_first=True)
     times = comparison.rows(time_terms) | {"step": tuple(step.step_ps for step in steps)}
     sizes = comparison.rows(memory_terms)
+    # The sum of the terms goes last, as below a column of figures.
     sizes |= {"device": tuple(step.memory.device_bytes for step in steps)}
     return Group(
         ColumnTable(
@@ -115,6 +116,7 @@ def _setting_columns(comparison: Comparison) -> Iterator[Column]:
         "precision": [str(step.job.precision) for step in steps],
     }
     for head, cells in facts.items():
+        # What the name of a column says is not said twice.
         if len(set(cells)) > 1 and cells != list(comparison.names):
             yield Column(head=head, cells=cells, is_word=head != "GPUs", is_layout=True)
 
@@ -130,6 +132,7 @@ def _layout_columns(steps: Sequence[StepResult]) -> Iterator[Column]:
 def _value_text(step: StepResult, field: PlanField) -> str:
     value = getattr(step.plan, field.name)
     if field.name == "stages":
+        # The rule compares plans of different pipeline ranks, lists of layers do not.
         value = stages_rule(step.job, step.plan, step.stack)
     return "-" if value in {None, ()} else value_text(value)
 

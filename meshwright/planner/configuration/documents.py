@@ -142,6 +142,7 @@ class _KeyReader(NamedTuple):
                 self._begin(key, line)
                 self.add(value, f"{key}.", depth + 1)
             elif key in self.lines:
+                # Parsers keep the last of two in silence.
                 raise _twice(key, line, self.lines[key])
             else:
                 self.lines[key] = line

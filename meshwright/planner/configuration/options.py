@@ -110,7 +110,7 @@ def load_options(name: str) -> Mapping[str, Option]:
 
 
 class Unknown(NamedTuple):
-    """The value of an option that the file alone does not tell; ``why`` says what is missing."""
+    """Value of an option that the file alone does not tell; ``why`` says what is missing."""
 
     why: str
 
@@ -160,6 +160,7 @@ def read_options(words: Sequence[OptionWord], known: Mapping[str, Option]) -> Op
         name, sign, text = word.text.lstrip("-").partition("=")
         option = known_option(name, known)
         if sign:
+            # `--a=b` has its value, whatever stands behind it.
             values: list[OptionWord | str] = [text]
         else:
             end = _end_of_values(words, index, option)

@@ -47,6 +47,7 @@ def read_json(text: str) -> Document:
     """
     check_size(text)
     if "#" in text or "/" in text:
+        # Lines are kept, so that mistakes are found where they stand.
         text = _COMMENTS.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
     check_bounds(text, _TOKEN)
     try:

@@ -125,6 +125,7 @@ class _Reader:
                 items.append(self._value(item, depth + 1))
             return items
         assert isinstance(event, yaml.ScalarEvent)
+        # A quoted scalar is a text, whatever it looks like.
         return self._scalar(event.value) if event.implicit[0] else event.value
 
     def _entries(self, depth: int) -> list[Entry]:

@@ -119,10 +119,12 @@ def explain(
     cluster, stack = load_cluster(cluster), load_stack(stack)
     plan = resolve(job, cluster, stack, plan)
     check_plan(job, plan, cluster, stack)
+    # One model of costs for the step and its neighbours: they share operators.
     costs = CostModel(cluster, stack, plan.world_size)
     built: BuiltStep | None = None
     if stack.strategy is Strategy.MESH:
         built = build_step(job, plan, costs)
+        # Folded where microbatches repeat; times are the same to the picosecond.
         times = simulate_folded(built.work)
         step = account(built, times, costs, memory_limit_bytes)
         path = critical_path(built, times)
@@ -146,6 +148,7 @@ def _gains(step: StepResult, memory_limit_bytes: int | None, tell: Progress) -> 
     for number, resource in enumerate(RESOURCES):
         tell("simulating a tenth more of each resource", number, len(RESOURCES))
         changes = resource_changes(resource, step.job, step.cluster, step.stack)
+        # The same plan on a better machine, not the best plan for it.
         cluster, stack = with_facts(step.cluster, step.stack, changes)
         after = simulate(step.job, step.plan, cluster, stack, memory_limit_bytes=memory_limit_bytes)
         yield Gain(
@@ -166,6 +169,7 @@ def _neighbours(
         after = None if changed is None or changed[0] in seen else trials.step(changed[0])
         if changed is None or after is None:
             continue
+        # Two changes may come to the same plan.
         seen.add(changed[0])
         if (after.step_ps, after.memory.peak_bytes) == (step.step_ps, step.memory.peak_bytes):
             continue  # it says what the stack does anyway

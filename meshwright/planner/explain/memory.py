@@ -11,7 +11,7 @@ from meshwright.simulator.replication import sum_parameters
 
 
 class MemoryTerm(NamedTuple):
-    """A part of the memory of the fullest rank, and the product that makes it.
+    """Part of the memory of the fullest rank, and the product that makes it.
 
     ``factors`` is empty where it is no product.
     """
@@ -68,6 +68,7 @@ def _activation_terms(step: StepResult, built: BuiltStep, costs: CostModel) -> I
     in_flight = passes_in_flight(step, pp_rank)
     stages = built.setting.rank_stages(pp_rank)
     kinds = (kind for stage in stages for kind, _ in stage.passes)
+    # Bytes of the blocks as costs have them, so that kernels decide what is saved.
     blocks = block_bytes(costs.blocks, built.setting.shape, others=kinds)
     alike: dict[tuple[BlockKind, int, int], list[int]] = {}
     for number, stage in enumerate(stages):

@@ -170,6 +170,7 @@ def _memory_lines(explanation: Explanation) -> Iterator[Text]:
 
 def _neighbours(explanation: Explanation) -> Iterator[RenderableType]:
     """Yield the fastest plans one change away, and the term that makes each what it is."""
+    # They come the fastest first.
     near = [each for each in explanation.neighbours if each.fits][:MOST_NEIGHBOURS]
     over = [each for each in explanation.neighbours if not each.fits]
     if not near:

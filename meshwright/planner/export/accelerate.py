@@ -27,6 +27,7 @@ WHOLE, HYBRID = "NO_SHARD", "HYBRID_SHARD"
 def _write_mixed(roles: Roles, facts: Facts) -> Keys:
     """Return the format of mixed precision, in which fp32 weights are multiplied."""
     precision = facts.get("precision")
+    # Weights that are stored in 16 bits need no autocast.
     is_mixed = precision is not Precision.FP32 and facts.get("stack.parameter_precision") is None
     return {roles["mixed"]: str(precision) if is_mixed else "no"}
 
@@ -72,6 +73,7 @@ def _read_strategy(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
     shards = ranks
     if strategy.startswith(HYBRID):
         # Hybrid strategies shard within a node and replicate across nodes.
+        # Nodes of different sizes would have groups of different sizes.
         if ranks % nodes:
             raise words.unknown(key, strategy, (f"others of {ranks} ranks on {nodes} machines",))
         shards = ranks // nodes

@@ -104,12 +104,14 @@ def _value(text: str) -> object:
     try:
         return float(text)
     except ValueError:
+        # Quotes are Hydra's, not part of the value.
         is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
         return text[1:-1] if is_quoted else text
 
 
 def _recipe(parsed: Options) -> tuple[Recipe | None, int]:
     """Return the recipe that a command names, and its line."""
+    # The runner's --model names a recipe without its ending.
     stem = parsed.keys.pop("model", None)
     line = parsed.lines.get("recipe") or parsed.lines.get("model", 0)
     name = parsed.keys.get("recipe") or (stem and f"{stem}_pretrain_config")

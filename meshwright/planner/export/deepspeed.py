@@ -60,6 +60,7 @@ def _completed(
     What options say counts as said by the file, where transformers would fill it in; there *steps*
     are None.
     """
+    # With two of three sizes the ranks decide the third.
     if facts.get("world_size") is None:
         names = ", ".join(roles[name] for name in NAMES)
         raise MissingError("world_size", f"the file leaves out one of {names}")
@@ -91,6 +92,7 @@ def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
     if len(switched_on) > 1:
         keys_on = " and ".join(roles[name] for name in switched_on)
         raise PlanError(f"{keys_on} of {words.framework} are both true; allowed: one of them")
+    # Only who fills `auto` in knows the format: it is asked for.
     autos = [roles[name] for name, value in switches.items() if value == AUTO]
     if switched_on or not autos:
         return {"precision": value_of("precision", *(switched_on or ["fp32"]))}
@@ -166,6 +168,7 @@ def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
         return {} if facts.model is None else {STACK_BUCKET: facts.model.hidden_size**2}
     if size is None:
         return {STACK_BUCKET: BUCKET}
+    # JSON writes 5e8 as a float.
     whole = int(size) if isinstance(size, float) and size.is_integer() else size
     return {STACK_BUCKET: words.whole({roles["size"]: whole}, roles["size"], 1)}
 

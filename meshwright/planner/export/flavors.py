@@ -79,6 +79,7 @@ def flavor_model(name: str, flavor: str, seq_len: int) -> ModelSpec:
     # Its attention mask is checked apart (`_check_sizes`).
     sizes.pop("attention", None)
     if "built_in" in sizes:
+        # Sizes of built-in models stand in their own files.
         return cast("ModelSpec", load_model(str(sizes["built_in"])))
     named = {"name": f"{name}-{flavor}", "seq_len": seq_len, "source": load_flavors().source}
     return parse_model({**LIKE_LLAMA, **sizes, **named}, origin="model.flavor of torchtitan")
@@ -110,6 +111,7 @@ def read_flavor(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
 def _check_sizes(sizes: Mapping[str, object], roles: Roles, keys: Keys, facts: Facts) -> None:
     """Raise PlanError where a flavor's vocabulary or attention mask is not known."""
     flavor, tokenizer = roles["flavor"], roles["tokenizer"]
+    # Up to 0.1 the tokenizer's file decides the vocabulary.
     if keys.get(tokenizer) and "built_in" not in sizes:
         raise PlanError(
             f"{tokenizer}={keys[tokenizer]} of torchtitan says the vocabulary of such a flavor "

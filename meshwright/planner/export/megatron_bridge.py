@@ -75,6 +75,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     assert isinstance(model, ModelSpec)  # recipes of others are in no plan
     model = _resized(model, recipe.sizes, recipe.release)
     tokenizer = keys.get(roles["file"])
+    # With another tokenizer than the recipe's the vocabulary is another.
     if keys.get(roles["flag"]) and tokenizer != (recipe.release or None):
         if keys.get(roles["kind"]) == NULL_TOKENIZER:
             vocab_size = words.whole(keys, roles["size"], model.vocab_size)
@@ -119,6 +120,7 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
         raise words.unknown(roles["layout"], keys[roles["layout"]], ("leave it out",))
     if facts.model is None:
         raise MissingError("model", "its layers and ends are shared out evenly")
+    # Layers are shared out over all virtual stages.
     count = facts.number("pp") * cast("int", layout["num_virtual_stages"])
     each, rest = divmod(facts.model.num_layers + first + last, count)
     if rest:

@@ -48,6 +48,7 @@ def _read_zero(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     """Return the ZeRO stage of the distributed optimizer's keys, or Megatron-FSDP's."""
     strategy = roles["strategy"]
     if keys.get(roles["switch"]) is True:
+        # Of Megatron-FSDP's strategies a plan has full sharding alone.
         if keys.get(strategy) != SHARDED:
             raise words.unknown(strategy, keys.get(strategy), (SHARDED,))
         return {"zero_stage": 3}
@@ -102,6 +103,7 @@ def _read_instances(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
     if instances == 1:
         return {"dp_shard": facts.get("dp")}
     model_ranks = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
+    # An instance takes data-parallel ranks alone, never a part of the sequence.
     dp = facts.world_size // model_ranks
     if dp % instances:
         raise words.unknown(key, instances, (f"a divisor of the {dp} ranks of --dp",))
@@ -137,6 +139,7 @@ def _write_recompute(roles: Roles, facts: Facts) -> Keys:
 
 def _read_recompute(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     recompute_keys = {role: keys[key] for role, key in roles.items() if keys.get(key) is not None}
+    # Megatron-LM takes several words, Bridge a list.
     parts = _modules(words, roles[MODULES], keys, RecomputeModule)
     # Core attention alone is what selective recomputes without a list.
     named = () if parts == (RecomputeModule.CORE_ATTN,) else parts
@@ -242,6 +245,7 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
         check_predictions(text, facts.number(PREDICTIONS))
     except PlanError as error:
         raise PlanError(f"{layout} of {words.framework}: {error}") from None
+    # Stages go round the ranks: as many on each.
     if len(stages) % pp:
         raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
     place = {PLACE: prediction_place(text)}
@@ -304,10 +308,12 @@ def _read_graphs(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     )
     if impl == no_graphs:
         return {}
+    # Core 0.17 has a whole step as an implementation, earlier ones as a scope of `local`.
     if impl == FULL_ITERATION or (impl == CudaGraphImpl.LOCAL and parts == {FULL_ITERATION}):
         return {GRAPHS: str(CudaGraphs.WHOLE_STEP)}
     if impl not in [*CudaGraphImpl]:
         raise words.unknown(roles["impl"], impl, (no_graphs, *CudaGraphImpl, FULL_ITERATION))
+    # A graph has fixed shapes: experts whose rows vary are left out.
     allowed = [set(UP_TO_EXPERTS)] if _leaves_experts_out(facts) else [*WHOLE_LAYER]
     if parts not in allowed:
         scope_text = ",".join(sorted(parts)) or "full"
@@ -341,6 +347,7 @@ def _write_segments(roles: Roles, facts: Facts) -> Keys:
     allocator = Allocator(str(facts.get(f"stack.{ALLOCATOR}")))
     variables: Keys = {roles["grow"]: SEGMENTS[allocator]}
     if allocator is Allocator.FIXED:
+        # Fixed segments are PyTorch's default: only a user who set them gets the variable.
         changed = {each.field for each in changed_facts(facts.stack)} if facts.stack else set()
         return variables if ALLOCATOR in changed else {}
     return variables | ({roles["registers"]: "0"} if facts.get(GRAPHS) != CudaGraphs.NONE else {})

@@ -53,6 +53,7 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     kernels = [roles[role] for role in ("flash", "fused")]
     for key in kernels:
         words.held(keys, key, ("0", "1"))
+    # Transformer Engine then falls back to unfused attention.
     if BACKENDS[backend] == "flash" and all(keys.get(key) == "0" for key in kernels):
         raise PlanError(
             f"{'=0 and '.join(kernels)}=0 leave {words.framework} unfused attention, which "

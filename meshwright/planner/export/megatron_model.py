@@ -50,12 +50,14 @@ def write_model(_: Roles, facts: Facts) -> Keys:
     switches = {
         "swiglu": model.gated_mlp,
         "disable-bias-linear": not model.mlp_bias,
+        # With biases in all linear layers the QKV projection has one anyway.
         "add-qkv-bias": model.attention_bias and not model.mlp_bias,
         "untie-embeddings-and-output-weights": not model.tied_embeddings,
         "group-query-attention": model.num_kv_heads < model.num_heads,
         "qk-layernorm": model.qk_norm == "head",
     }
     width = model.head_dim
+    # Megatron-LM divides hidden-size by the heads unless told.
     own_width = {"kv-channels": width} if width * model.num_heads != model.hidden_size else {}
     return {
         **{option: getattr(model, field) for option, field in SIZES.items()},
@@ -164,6 +166,7 @@ def _whole_model(options: _ModelOptions) -> Keys:
     """Return positions, norm, embedding tying and dropout."""
     positions = options.keys.get("position-embedding-type", POSITIONS["learned"])
     if options.has("use-rotary-position-embeddings"):
+        # The older switch overrides --position-embedding-type.
         positions = POSITIONS["rotary"]
     if options.has("no-position-embedding") and positions != POSITIONS["rotary"]:
         raise options.refusal("no-position-embedding", "with position-embedding-type=rope")
@@ -210,6 +213,7 @@ def _attention(options: _ModelOptions) -> Keys:
 
 
 def _qk_norm(options: _ModelOptions) -> str:
+    # L2 norm has no weights.
     if options.has("qk-l2-norm"):
         return "unweighted"
     return "head" if options.has("qk-layernorm") else "none"
@@ -240,6 +244,7 @@ def _windows(options: _ModelOptions) -> Keys:
     if skipped is None:
         pattern = "W"
     elif str(skipped).isdecimal():
+        # One layer in so many sees the whole sequence.
         pattern = "W" * min(int(str(skipped)) - 1, layers) + "F"
     else:
         pattern = "".join("FW"[number] for number in layer_numbers(skipped, layers))
@@ -284,6 +289,7 @@ def _mlp(options: _ModelOptions) -> Keys:
     }
     if not options.whole("num-experts", 0):
         return fields
+    # Experts take the MLP's activation and, unless told, its width.
     experts = _experts(options, activation, width)
     is_mixed = bool(experts.keys() & {"first_dense_layers", "layer_step"})
     if has_bias and (is_mixed or experts["shared_hidden_size"]):
@@ -293,6 +299,7 @@ def _mlp(options: _ModelOptions) -> Keys:
 
 def _experts(options: _ModelOptions, activation: str, width: int) -> Keys:
     """Return routed and shared experts; *width* is that of an MLP."""
+    # Without a group top-k the router knows no groups.
     group_topk = options.whole("moe-router-group-topk", 0)
     return {
         "num_experts": options.whole("num-experts", 0),
@@ -359,6 +366,7 @@ def _told_vocabulary(options: _ModelOptions) -> int | None:
     if kind in NULL_TOKENIZERS:
         if "vocab-size" not in options.keys:
             raise MissingError("model", f"vocab-size of {kind}: not in the file")
+        # The token that ends a document is added.
         return options.whole("vocab-size", 0) + 1
     if kind == "TikTokenizer":
         return options.whole("vocab-size", TIKTOKEN_TOKENS)

@@ -185,6 +185,7 @@ def _summary(saved: SavedPlan) -> str:
 def _script(
     framework: Framework, export: Export, saved: SavedPlan, before: list[str], *, slurm: bool
 ) -> tuple[str, str]:
+    # Refuses ranks that do not fill their nodes.
     num_nodes, per_node = nodes_of(saved.plan.world_size, saved.cluster.devices_per_node)
     launch = Launch(
         name=job_name(f"{framework.name}-{saved.job.model.name}"),
@@ -206,6 +207,7 @@ def facts_of(saved: SavedPlan) -> Facts:
     Raises:
         PlanError: If the model is no transformer, or its ranks are not those of a mesh.
     """
+    # Frameworks here lay ranks out as a mesh.
     if saved.stack.strategy is not Strategy.MESH:
         raise PlanError(
             f"stack={saved.stack.name} trains with a strategy of its own; allowed: stacks with "

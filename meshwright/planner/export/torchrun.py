@@ -37,6 +37,7 @@ def _write_model(_: Roles, facts: Facts) -> Keys:
         **{key: getattr(model, name) for key, name in MODEL.items()},
         # A stack that says `model` leaves it to the model's own code.
         "FUSED_QKV": model.fused_qkv if fused == "model" else fused,
+        # The rate changes no time: that of GPT-2.
         "DROPOUT": 0.1 if model.dropout else 0.0,
         "ROTARY_BASE": 10_000.0,
     }

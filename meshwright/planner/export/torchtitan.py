@@ -81,6 +81,7 @@ def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     batch = pass_size if batch < 0 else batch
     if facts.number("pp") == 1:
         return {"global_batch_size": batch, "microbatch_size": local}
+    # A pipeline takes the whole batch of a rank in one call: nothing accumulates.
     if batch != pass_size:
         raise words.unknown(roles["local"], local, (batch // facts.number("dp"),))
     return {"global_batch_size": batch, "microbatch_size": keys.get(roles["own"], 1)}
@@ -120,6 +121,7 @@ def _even_stages(key: str, keys: Keys, facts: Facts, words: FileWords) -> Keys:
 
     Ends count as a layer each.
     """
+    # Schedules of several stages a rank get two by default.
     interleaves, pp = facts.get("schedule") == "interleaved", facts.number("pp")
     virtual = 2 if interleaves else 1
     if keys.get(key) is not None:
@@ -158,6 +160,7 @@ def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     converters = words.names(keys, roles["converters"], ())
     if not converters:
         return {"precision": FORMATS[param]}
+    # Other converters (MXFP8, expert quantization) change formats that no plan has.
     if converters not in FLOAT8:
         raise words.unknown(roles["converters"], list(converters), ([], list(FLOAT8[0])))
     allowed_values: Mapping[str, tuple[object, ...]] = {
@@ -220,6 +223,7 @@ def _command(export: Export) -> tuple[str, ...]:
     start = "-m torchtitan.train"
     if export.version == TOML:
         return (start, "--job.config_file train.toml")
+    # The configuration is the command itself: there is no file.
     keys = dict(export.keys)
     checkpoint = keys.pop("activation-checkpoint")  # a subcommand, which has to be the last word
     return (start, *tyro_options(keys), f"activation-checkpoint:{checkpoint}")
@@ -235,6 +239,7 @@ def _read_words(words: Sequence[OptionWord]) -> Options:
     parsed = read_options(other_words, load_options(COMMAND_OPTIONS))
     for key in [each for each in parsed.keys if ".no-" in each or ".no_" in each]:
         value, line = parsed.keys.pop(key), parsed.lines.pop(key)
+        # tyro turns the name of a flag around instead of giving it a value.
         positive = re.sub(r"\.no[-_]", ".", key).replace("-", "_")
         parsed.keys[positive], parsed.lines[positive] = value is not True, line
     for key, split in ((PARTS, _parts), (COMPILED, _names)):

@@ -48,6 +48,7 @@ def model_of(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
     """Return the model of a path in a configuration, or of a name on the hub."""
     paths = listed(roles, "path")
     value = next((keys[key] for key in paths if keys.get(key) is not None), None)
+    # A config.json at hand says more than a name on the hub.
     if isinstance(value, str) and Path(value).name == CONFIG:
         return {"model": load_model(value)}
     model = hub_models().get(str(value))
@@ -147,6 +148,7 @@ def shards(dialect: Dialect) -> Codec:
             raise words.unknown(roles["fsdp"], " ".join(options), ("full_shard auto_wrap",))
         named = [SHARDING[each] for each in options if each in SHARDING]
         ahead = roles.get("ahead", "")
+        # FSDP 1 prefetches in backward only if it is asked to.
         if version == 1 and not ahead:
             allowed = "2: with 1 its configuration drops what is gathered ahead, which no plan has"
             raise words.unknown(roles["version"], version, (allowed,))
@@ -213,6 +215,7 @@ def attention(names: Mapping[str, str], *, on_deepspeed: bool) -> Codec:
                 kernel_name = kernel
         if not on_deepspeed or kernel_name != "flash":
             return {"attention": kernel_name}
+        # The stack of DeepSpeed has unfused attention alone unless it is told.
         offered = {"stack.attention_kernels": '["unfused", "flash"]'}
         return {"attention": kernel_name, **offered, "stack.flash_kernel": "sdpa-fa2"}
 

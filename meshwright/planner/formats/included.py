@@ -61,6 +61,7 @@ def _dictionary(key: str, value: object, folder: Path) -> Keys:
     """Return the keys of a section that is JSON, or the name of a file of it."""
     if not isinstance(value, str):
         raise PlanError(f"{key}={shown(value)} is no section; allowed: the name of a JSON file")
+    # The command line takes JSON itself in the place of a file.
     is_text = value.lstrip().startswith("{")
     text = value if is_text else FRAMEWORK_FILE.read_text(_file(key, value, folder))
     try:

@@ -28,7 +28,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
 
 
 class Spelling(NamedTuple):
-    """The keys of a trainer that say what Accelerate may say in their place.
+    """Keys of a trainer for what Accelerate may say in their place.
 
     Args:
         fsdp: Switches FSDP on; none where no plan says what the launcher's FSDP does.
@@ -104,11 +104,13 @@ def _concerns_plan(option: Option, value: object) -> bool:
 def _mixed_precision(accelerate_keys: Keys, keys: Keys) -> Keys:
     """Return the format of mixed precision where the trainer says none."""
     word = spelled(accelerate_keys.get(MIXED, "no"))
+    # The trainer sets Accelerate's mixed precision where it has one itself.
     is_said = any(keys.get(each) not in (None, False) for each in ("bf16", "fp16"))
     return {} if is_said or word == "no" else {word: True}
 
 
 def _deepspeed(accelerate_keys: Keys, keys: Keys) -> Keys:
+    # The trainer's own DeepSpeed file goes before the launcher's.
     if "deepspeed" in keys:
         return {}
     if DEEPSPEED_FILE not in accelerate_keys:

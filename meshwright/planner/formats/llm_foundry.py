@@ -34,6 +34,7 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     norm = words.word(keys, f"{MODEL}norm_type", "low_precision_layernorm")
     if norm not in NORMS:
         raise words.unknown(f"{MODEL}norm_type", norm, NORMS)
+    # Gated and expert MLPs of MPT are in no plan.
     words.held(keys, f"{MODEL}ffn_config.ffn_type", ("mptmlp",))
     words.held(keys, f"{MODEL}no_bias", (False,))  # norms would have none, too
     attention_bias, window = (
@@ -114,6 +115,7 @@ def _read_microbatch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -
     batch, ranks = words.whole(keys, roles["batch"], 1), facts.world_size
     if batch % ranks:
         raise words.unknown(roles["batch"], batch, (f"multiples of {ranks} ranks",))
+    # auto is found while training: nothing in the file says it.
     size = keys.get(roles["micro"], AUTOMATIC)
     if size == AUTOMATIC:
         size = facts.get("microbatch_size")

@@ -47,6 +47,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
         if of_sizes:
             raise PlanError(f"{of_sizes[0]} of maxtext stands beside {roles['name']}={name}")
         return {"model": built_in}
+    # Decoders without a name are read as Llama's: what would make others is refused.
     for key, values in {
         "decoder_block": (*LLAMA, None),
         "global_parameter_scale": (1,),
@@ -131,8 +132,10 @@ def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> _Axes:
         place: prod(each for at, each in given.items() if at[0] == place and each > 0)
         for place in ("ici", "dcn")
     }
+    # An axis may span slices (dcn) and the chips within them (ici).
     degrees = {axis: max(given["ici", axis], 1) * max(given["dcn", axis], 1) for axis in AXES}
     free = {place: axis for (place, axis), each in given.items() if each == FREE}
+    # Two free axes of one place would leave their degrees open.
     if sum(each == FREE for each in given.values()) > len(free):
         raise PlanError("two axes of maxtext within slices, or between them, are -1; allowed: one")
     if not free:
@@ -177,6 +180,7 @@ def _share(whole: int, part: int, name: str) -> int:
 def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the global batch, and the microbatch of a data-parallel rank."""
     key, pp = roles["device"], facts.number("pp")
+    # A batch of a device may be a fraction: 0.5 is a sequence on two devices.
     device, steps = keys.get(key, 12.0), words.whole(keys, roles["steps"], 1)
     if type(device) not in {int, float}:
         raise words.unknown(key, device, ("a number",))
@@ -209,6 +213,7 @@ def _read_pipeline(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
 
 def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     kernel = words.word(keys, roles["kernel"], "autoselected")
+    # Its choice depends on sequence and hardware.
     is_short = words.whole(keys, roles["length"], 2048) < SHORT
     is_cpu = words.word(keys, roles["hardware"], "tpu") == "cpu"
     kernels = {

@@ -148,6 +148,7 @@ def _read_stages(_: Roles, _keys: Keys, facts: Facts, _words: FileWords) -> Keys
 
 def _block_ranks(model: ModelSpec, pp: int) -> Iterator[int]:
     """Yield the rank of each block: embedding, layers, last norm, and head (build_model)."""
+    # Costs are nanotron's own: weights of attention, MLP and head.
     layer = 4 * model.query_hidden_size * model.hidden_size
     layer += 3 * model.ffn_hidden_size * model.hidden_size
     head = model.vocab_size * model.hidden_size

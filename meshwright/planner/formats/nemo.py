@@ -130,6 +130,7 @@ def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     devices, nodes = keys.get(roles["devices"], "auto"), words.whole(keys, roles["nodes"], 1)
     if devices in ("auto", -1, "-1"):
         return {}
+    # The trainer counts the devices of a node.
     ranks = words.whole(keys, roles["devices"], 1) * nodes
     model_ranks = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
     if ranks % model_ranks:

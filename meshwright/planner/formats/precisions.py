@@ -178,6 +178,7 @@ def axolotl_fsdp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     if mixed is None or fsdp_version(AXOLOTL, roles, keys, words) == 1:
         return {"precision": mixed or Precision.FP32, "gradient_precision": Precision.FP32}
     if mixed is Precision.FP16:
+        # fp16 weights cannot be trained with gradient scaling.
         raise words.unknown(roles["fp16"], value=True, allowed=("false with fsdp_version 2",))
     return {"precision": mixed, "gradient_precision": mixed, **IN_16_BITS}
 

@@ -48,6 +48,7 @@ class _Resolver:
 
     def value(self, key: str, path: tuple[str, ...]) -> object:
         """Return the value of a key, to which *path* leads; lists are left as they are."""
+        # A reference in a loop would be resolved for ever.
         if key in path or len(path) > MOST_STEPS:
             raise PlanError(
                 f"{path[0]}={self.keys[path[0]]} leads back to itself, or through more than "

@@ -44,7 +44,7 @@ REQUIRED: Mapping[str, str] = {
 
 
 class Row(NamedTuple):
-    """A value, and the lines of the configuration, or in words who else, that say it."""
+    """Value of a field, with the lines of the configuration that say it, or its other origin."""
 
     name: str
     value: str
@@ -207,6 +207,7 @@ def _name(model: ModelSpec) -> str:
 
 def _refuse(source: Source, complaints: Iterable[Complaint], missing: Mapping[str, str]) -> None:
     """Raise all mistakes, in the order of the file, and then all that is missing."""
+    # Those of no key stand first, as they concern the whole.
     complaints = sorted(complaints, key=lambda each: source.lines.get(each.key, 0))
     placed = [(source.place(each.key), each.text) for each in complaints]
     lines = [f"{place}: {text}" if place else text for place, text in placed]

@@ -171,6 +171,7 @@ class _Reader:
                 return True
             self.found.complaints.append(Complaint(key, value.why))
             return False
+        # Only keys that no table reads are looked up among the options.
         options, name = options_of(self.table), self.framework.name
         if (value is None or value == {}) and key in self.sections and key not in options:
             return False  # a section without a word in it
@@ -182,6 +183,7 @@ class _Reader:
 
     def check_held(self, keys: Keys, *, whatever: bool) -> None:
         """Complain of keys of no plan: first of those held *whatever* the plan is."""
+        # Held keys depend on fields that are read by now.
         facts, words = self._known(), FileWords(self.framework.name)
         for key, rule in self.table.held.items():
             if bool(rule.when) == whatever or not facts.holds(rule.when):
@@ -300,6 +302,7 @@ def _read_plain(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: F
     if entry.same_as:
         is_world = entry.same_as == "world_size"
         return {name: facts.world_size if is_world else facts.get(entry.same_as)}
+    # The first condition that holds decides, `otherwise` the rest.
     for word, condition in entry.always.items():
         if condition == OTHERWISE or facts.holds(condition):
             return {name: value_of(name, word)}

@@ -191,6 +191,7 @@ def _started(launch: Launch, folder: Path) -> Framework:
             return recognised(document, kind, named)
     if named:
         return FORMATS[named[0]]
+    # A user's own script is told by the options of a framework that it takes.
     starts = [each.text.lstrip("-").partition("=")[0] for each in launch.arguments]
     for each in FORMATS.values():
         options = all_options(each.profile)
@@ -355,6 +356,7 @@ def _mistakes(launch: Launch, launchers: Mapping[str, Options], beside: str) -> 
     for name, parsed in launchers.items():
         options = load_options(LAUNCHERS[name])
         yield from parsed.refusals
+        # Messages have options as they are written.
         dashed = {f"--{key}": each for key, each in options.items()}
         for key, value in parsed.keys.items():
             text = mistake(name, f"--{key}", value, dashed, ())

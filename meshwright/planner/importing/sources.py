@@ -37,7 +37,7 @@ SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".args")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A configuration: whose it is, its values and lines by key, and how many ranks it starts.
+    """Source of a plan: a framework, its keys and their lines, and the ranks that it starts.
 
     Args:
         framework: Whose it is.
@@ -195,6 +195,7 @@ def recognised(document: Document, kind: str, among: Collection[str] = ()) -> Fr
     Raises:
         PlanError: If there is none.
     """
+    # Frameworks share keys: the most specific one has most of them.
     ranked = [
         (len([key for key in document.keys if key in _keys_of(each.profile)]), name)
         for name, each in FORMATS.items()

@@ -76,10 +76,12 @@ def plot_matmul_split(study: MatmulStudy) -> Figure:
     width = (canvas.WIDTH_INCHES - MARGIN_INCHES) / num_columns
     ratio = (width - MARGIN_INCHES) / scale.width_cells * scale.height_cells
     height = WORDS_INCHES + min(max(ratio, LEAST_PANEL_INCHES), MOST_PANEL_INCHES)
+    # The tighter of both scales says which slices have room for a number.
     shown = (height - WORDS_INCHES) / scale.height_cells
     least_cells = LEAST_NUMBERED_INCHES / min((width - MARGIN_INCHES) / scale.width_cells, shown)
     total = HEAD_INCHES + height * num_rows + MARGIN_INCHES
     figure = canvas.new_figure()
+    # Panels are placed by hand: their scale decides the height of the picture.
     figure.set_layout_engine("none")
     figure.set_size_inches(canvas.WIDTH_INCHES, total)
     for number, panel in enumerate(panels):
@@ -206,6 +208,7 @@ def _draw_panel(axes: Axes, panel: PlacementPanel, scale: _Scale, devices: _Devi
     axes.set_axis_off()
     axes.set_aspect("equal", anchor="NW")
     axes.set_xlim(-0.1, scale.width_cells - 0.1)
+    # Rows of a matrix count downwards.
     axes.set_ylim(scale.height_cells - scale.above_cells, -scale.above_cells)
     x = 0.0
     for name, drawn in zip(ascii_uppercase, panel.matrices, strict=False):
@@ -343,6 +346,7 @@ def _write_head(figure: Figure, study: MatmulStudy, total_inches: float) -> None
     key = figure.text(left, top, WHO_HOLDS, fontsize=canvas.TEXT_POINTS, va="top")
     key.set(color=canvas.DARK_GREY)
     shown = min(study.num_devices, len(COLOURS))
+    # Colours repeat beyond their number.
     repeats = "..." if study.num_devices > shown else ""
     handles = [Patch(color=_colour(n), label=f"{n}{repeats}") for n in range(shown)]
     figure.legend(

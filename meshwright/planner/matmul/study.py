@@ -38,7 +38,7 @@ _MATRIX = re.compile(r"([0-9]{1,8})x([0-9]{1,8})")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A signature that these sizes do not allow, and why."""
+    """Signature that these sizes do not allow, and the reason."""
 
     signature: Signature
     reason: str
@@ -242,6 +242,7 @@ def study_matmul(
         for signature in products[0].signatures
     )
     everywhere = (Replicate(),)
+    # One chain for each signature of the first product: the others are chosen for it.
     chains = tuple(
         best_chain(
             [replace(products[0], signatures=(row.signature,)), *products[1:]],

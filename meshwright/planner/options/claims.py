@@ -31,6 +31,7 @@ def claim(path: Path, folder: Path) -> None:
     real = os.path.realpath(path)
     mark = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
     lock = Path(os.path.realpath(folder)) / f".meshwright-{mark}.lock"
+    # Again if the lock that was taken is of a file that its owner has removed.
     while lock not in _claims:
         # O_NOFOLLOW: a link that others left at this name is not followed.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -59,7 +60,7 @@ def release_claims() -> None:
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder in *parent* that goes when the block ends.
+    """Yield a new folder in *parent* that is removed when the block ends.
 
     A process that is killed leaves it; the next one that makes scratch in *parent* clears it.
 

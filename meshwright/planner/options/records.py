@@ -65,7 +65,7 @@ class RankingOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoneyOptions:
-    """A whole training run, to tell its days and its cost."""
+    """Tokens of a whole training run, and the price of a GPU."""
 
     tokens: float | None = option(None, "N", "Tokens, images or rows of the run, as 300e9 or 15T.")
     price: str | None = option(None, "PRICE", "USD of a GPU-hour, as 2.5 [the cluster's].")
@@ -88,7 +88,7 @@ class OutputOptions(JsonOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """The plan file that a simulation starts from."""
+    """Plan file that a simulation starts from."""
 
     plan: str | None = option(None, "FILE", "A plan.json; other options override what it says.")
 

@@ -79,6 +79,7 @@ class OptionGroup(NamedTuple):
     @classmethod
     def of(cls, record: type) -> "OptionGroup":
         """Return the options of a record of `records`: one for each of its fields."""
+        # Annotations may be texts.
         hints = get_type_hints(record)
         options = tuple(
             Option(
@@ -249,6 +250,7 @@ def _number(text: str, *, is_whole: bool) -> float | None:
     scale = _SCALES[(match["scale"] or "").strip().upper()]
     if not is_whole:
         return float(digits + match["rest"]) * scale
+    # A fraction is no whole number, an exponent may make one: 1.5e3.
     if "e" not in match["rest"].lower():
         return None if match["rest"] else int(digits)
     value = Decimal(digits + match["rest"])

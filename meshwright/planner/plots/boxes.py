@@ -55,7 +55,7 @@ def corners_of(
 
 
 class ColouredBoxes(NamedTuple):
-    """Boxes of one colour and what they mean; collectives have a lane of their own."""
+    """Boxes of one colour and their name; collectives have a lane of their own."""
 
     name: str
     colour: str
@@ -99,10 +99,12 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
             yield _pass_name(phase, virtual_stage, count), *computed, microbatch
         for wait in each.waits:
             yield WAIT, *wait, -1
+    # Only messages that block take time of a rank's own row.
     if step.work.blocking_messages:
         for start_ps, end_ps in rank.sent_ps:
             yield MESSAGES, start_ps, end_ps, -1
     for span in rank.closing:
+        # What ends a step is work of the rank, or waiting for other replicas.
         name = span.kind if span.kind in OTHER_COLOURS else WAIT
         yield name, span.start_ps, span.end_ps, -1
     end_ps = max(each.end_ps for each in step.times.ranks)

@@ -71,6 +71,7 @@ def plot_breakdown(*steps: StepResult, names: Sequence[str] = ()) -> Figure:
         _draw_part(axes, category, widths_s, left_s, steps)
         left_s = [left + width for left, width in zip(left_s, widths_s, strict=True)]
     _finish(axes, steps, names)
+    # Labels of a single step have its times and shares.
     columns = 3 if len(steps) > 1 else 2
     figure.legend(ncols=columns, handlelength=2.2, handleheight=1.2, **canvas.BELOW)
     return figure

@@ -117,6 +117,7 @@ def _proof(result: SearchResult) -> str:
 
 def _draw_density(figure: Figure, axes: Axes, density: Density) -> None:
     """Shade each cell by its layouts, and say what the shades mean."""
+    # Empty cells stay white instead of the palest shade.
     counts = np.ma.masked_equal(density.counts, 0)
     shades = axes.pcolormesh(
         [each / GIBI for each in density.memory_edges_bytes],

@@ -34,6 +34,7 @@ def plot_stage_memory(step: StepResult) -> Figure:
         colour, label = COLOURS.get(name, canvas.YELLOW), name.replace("_", " ")
         axes.bar(numbers, heights_gib, 0.82, bottom_gib, color=colour, label=label)
         bottom_gib = [low + high for low, high in zip(bottom_gib, heights_gib, strict=True)]
+    # Each rank has its own allocator: what it reserves follows its own peak.
     tops_gib = [step.memory.stage_device_bytes(stage) / GIBI for stage in stages]
     axes.bar(
         numbers,

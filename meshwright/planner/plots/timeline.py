@@ -77,6 +77,7 @@ class Sheet(NamedTuple):
         """Return the sheet of *step*; collectives stand on it where rows have room for them."""
         layers = timeline_layers(step)
         names = {layer.name for layer in layers}
+        # Thin rows have no room for a second lane.
         if step.plan.pp > FEW_RANKS or names.isdisjoint((GATHER, REDUCTION)):
             layers = tuple(layer for layer in layers if not layer.is_collective)
         return cls(layers, step.plan.pp, step.step_time_s)
@@ -222,6 +223,7 @@ def _draw_image(
             filled = slice(0, rows)
         for layer in layers:
             shares = column_shares(layer.boxes, window, pp, IMAGE_COLUMNS)
+            # From white each layer takes its share of what its colour lacks.
             darker = shares[:, :, np.newaxis] * (1.0 - np.asarray(to_rgb(layer.colour)))
             image[:, filled] -= darker[:, np.newaxis]
     axes.imshow(

@@ -103,6 +103,7 @@ def _framework_lines() -> Facts:
 
 def _release_lines() -> Facts:
     for framework in stack_frameworks():
+        # The newest first.
         for name in reversed(list_releases(framework)):
             stack = load_stack(name)
             aliases = f"; also {', '.join(stack.alike)}" if stack.alike else ""

@@ -96,6 +96,7 @@ def _stacked(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
     while left:
         room = width - INDENT * (number > 0)
         chosen: list[Column] = []
+        # A first column that does not fit may still leave room for a narrower one.
         for column in sorted(left, key=lambda each: not each.is_first):
             if not chosen or _line_width([*chosen, column]) <= room:
                 chosen.append(column)

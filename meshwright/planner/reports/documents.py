@@ -90,6 +90,7 @@ def step_document(
         "provenance": {source: result.source_fractions[source] for source in Source},
         "warnings": list(result.warnings),
     }
+    # Ways to make a plan fit are told only of one that does not.
     if not result.memory.fits:
         document["changes"] = [_change_fields(each) for each in changes]
     if result.lanes:

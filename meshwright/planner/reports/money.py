@@ -9,7 +9,7 @@ HOURS_PER_DAY = 24
 
 
 class Budget(NamedTuple):
-    """A number of tokens to train on, and what a GPU costs.
+    """Tokens to train on, and the price of a GPU.
 
     Args:
         tokens: Tokens of the whole run.

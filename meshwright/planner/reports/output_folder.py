@@ -65,11 +65,13 @@ def check_folder(text: str, *, force: bool) -> Path:
             raise PlanError(f"--out {shown} is a file; allowed: a folder")
         if path.is_dir() and not force and any(path.iterdir()):
             raise PlanError(f"--out {shown} is not empty; allowed: a new folder, or --force")
+        # The folder is made later: the nearest one that exists has to allow it.
         existing = next(each for each in path.absolute().parents if each.exists())
         if not existing.is_dir():
             raise PlanError(f"--out {shown}: {shown_path(existing)} is no folder")
         if not os.access(existing, os.W_OK):
             raise PlanError(f"--out {shown} cannot be written: permission denied")
+        # From here on no other command writes there.
         claim(path, existing)
     except OSError as error:
         raise PlanError(f"--out {shown} cannot be written: {error.strerror}") from None
@@ -93,6 +95,7 @@ def new_file(path: Path) -> Iterator[Path]:
         PlanError: If it cannot be written, such as on a full disk; nothing is left of it then.
     """
     path = Path(os.path.realpath(path))
+    # /dev/stdout and pipes cannot be replaced by a rename.
     if path.exists() and not path.is_file():
         with _refusals_named(path):
             yield path

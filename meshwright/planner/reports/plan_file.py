@@ -182,6 +182,7 @@ def is_plan_file(text: str) -> bool:
     path = Path(text)
     if path.suffix != ".json":
         return False
+    # By its name: one that cannot be read is then refused as a plan.
     if re.fullmatch(r"plan(-[0-9]+)?", path.stem):
         return True
     try:
@@ -259,6 +260,7 @@ def _checked(data: object, file: str) -> _PlanFile:
         raise PlanError(
             f"{file}: format: {shown(data.get('format'))} is not a plan file; allowed: {FORMAT!r}"
         )
+    # A framework's name then meant one release; today it means the newest.
     if data["format"] == OLD_FORMAT:
         data = {**data, "stack": _dated(data.get("stack"))}
     from pydantic import ValidationError

@@ -161,6 +161,7 @@ def yes_no(value: bool) -> str:  # noqa: FBT001  (one value, nothing to mix it u
 
 
 def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
+    # Defaults of the stack are not told again.
     plan = without_defaults(result.job, result.stack, result.plan)
     microbatches = counted(result.num_microbatches, "microbatch")
     batches = f"{microbatches}, microbatch_size={plan.microbatch_size}"
@@ -268,7 +269,7 @@ def _speed_facts(result: StepResult, budget: Budget | None) -> list[tuple[str, s
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Two tables beside each other, or one below the other where the terminal is narrow."""
+    """Two tables side by side, or one below the other where the terminal is narrow."""
 
     left: Table
     right: Table

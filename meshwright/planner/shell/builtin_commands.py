@@ -90,6 +90,7 @@ def _unset(call: Call) -> Status:
 
 def _set(call: Call) -> Status:
     """Carry out ``set -e`` and the like; ``set -- A B`` is not read."""
+    # `set --` replaces the arguments of the script.
     if any(each.characters == "--" for each in call.arguments):
         raise call.refusal()
     return True
@@ -188,6 +189,7 @@ def _words_read(call: Call, most: int, *, is_whole: bool) -> list[Text] | None:
 
 
 def _getopts(call: Call) -> Status:
+    # Options of the script's own arguments are not parsed.
     if call.shell.state.arguments:
         raise call.refusal("is read only without arguments")
     return False

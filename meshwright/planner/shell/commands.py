@@ -163,6 +163,7 @@ def run_words(shell: Interpreter, words: Sequence[Field], text: Text | None, pla
     call = Call(shell, words, [each.text for each in words[1:]], text, place)
     if function is not None:
         return _call(call, function)
+    # Output counts only within `$(`.
     if name in PRINTING and shell.output is not None:
         printed = PRINTING[name](call)
         shell.output += [] if printed is None else [printed]
@@ -203,6 +204,7 @@ def _external(call: Call, fields_: Sequence[Field]) -> Status:
     )
     at = wrapped_at(words)
     name = words[at].text if at < len(words) else ""
+    # Each command takes a copy of the variables that it sees.
     shell.spend(place, steps=1 + len(shell.state.exported) // 4)
     if name in SHELLS and _run_script(call, [each.text for each in fields_[at:]], words[:at]):
         return True
@@ -269,6 +271,7 @@ def _read_beside(shell: Interpreter, path: Text) -> Text | None:
     file = (root / ("" if MARKS.search(folder) else folder) / path.characters).resolve()
     if not file.is_relative_to(root) or not file.is_file() or file.stat().st_size > MOST_BYTES:
         return None
+    # Files that source each other would be read for ever.
     if len(shell.unknowns.files) > 50:
         raise shell.refusal(path.place, "the script reads over 50 files")
     try:

@@ -263,6 +263,7 @@ def fields(shell: Interpreter, parent: "Node", nodes: Sequence["Node"]) -> list[
         parts = fragments(shell, parent, start, stop, "word")
         shell.spend(shell.place(group[0]), steps=len(parts) // 2)
         bare = ((e.text.characters if e.kind is Kind.LITERAL else "_") for e in parts)
+        # Braces make several words of one before anything else is expanded.
         if BRACES.fullmatch("".join(bare)):
             text = shell.frame.source.characters[start:stop]
             parts = [Fragment(shell.unread(shell.place(group[0]), text, is_open=True), Kind.SPLIT)]
@@ -273,6 +274,7 @@ def fields(shell: Interpreter, parent: "Node", nodes: Sequence["Node"]) -> list[
 def divided(shell: Interpreter, parts: list[Fragment]) -> list[Field]:
     """Return the words that the parts of one make, where ``IFS`` is the usual one."""
     separators = shell.state.variables.get("IFS")
+    # Scripts set IFS for one `read`; splitting by another is not evaluated.
     if separators is not None and joined(separators.texts).characters != WHITE:
         place = next((each.text.place for each in parts if each.kind is Kind.SPLIT), None)
         if place is not None:

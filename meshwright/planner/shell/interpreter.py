@@ -122,7 +122,7 @@ class State:
 
 @dataclass(slots=True)
 class Frame:
-    """The text that is read, and the states of branches that may have left it early."""
+    """Text that is being read, and the states of branches that may have left it early."""
 
     source: Text
     launcher: tuple[Word, ...] = ()
@@ -132,7 +132,7 @@ class Frame:
 
 @dataclass(slots=True)
 class Interpreter:
-    """A script that is being read: what the shell holds, and what was found."""
+    """Interpreter of a script: the state of the shell, and the commands that were found."""
 
     run: Callable[["Interpreter", "Node"], Status]  # statements hold words, words statements
     state: State
@@ -184,6 +184,7 @@ class Interpreter:
     ) -> re.Match[str] | None:
         """Match a text with a pattern, or what a cut (``#``, ``%%``) leaves, and count the cost."""
         try:
+            # `#` cuts the shortest match, `##` the longest.
             star = ".*?" if cut == "#" else ".*"
             regex = re.compile(CUTS[cut].format(regex_of(pattern, star)), re.DOTALL)
         except (PlanError, re.error) as error:
@@ -276,6 +277,7 @@ def merged(
         text = told(name)
         variable = _uncertain(name, each, cause, unknowns) if text is None else Variable((text,))
         result.variables[name] = variable
+    # What any branch exports or defines may be seen by what follows.
     for state in others:
         result.exported |= state.exported
         result.functions.update(state.functions)
@@ -292,6 +294,7 @@ def _uncertain(
 ) -> Variable:
     """Return a variable that has one of several values."""
     texts = [one.texts if one is not None else () for one in each]
+    # A value that may be no word, or several, may hold options.
     is_open = any(
         len(one) != 1 or len(one[0].characters.split()) != 1 or one[0].characters.startswith("-")
         for one in texts

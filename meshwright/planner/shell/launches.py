@@ -77,7 +77,7 @@ class Launch:
 
 
 class Start(NamedTuple):
-    """A command without its launchers: their options, the program with its arguments, its kind."""
+    """Command without its launchers: their options, the program and its arguments, its kind."""
 
     launchers: Mapping[str, tuple[Word, ...]]
     words: tuple[Word, ...]
@@ -104,6 +104,7 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
     Raises:
         PlanError: If there is none, several, or one that may not run.
     """
+    # Headers of sbatch stand as the first command.
     is_batch = bool(commands) and commands[0].words[0].text == "sbatch"
     headers = commands[0].words[1:] if is_batch else ()
     found = [(each, _launch(each, headers)) for each in commands[1 if is_batch else 0 :]]
@@ -215,6 +216,7 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
 
 def _start(command: Command, launchers: dict[str, tuple[Word, ...]]) -> Start | None:
     """Return a command without wrappers and launchers; None where it runs no program of Python."""
+    # A launcher around `bash -c` starts what stands within.
     words = (*command.launcher, *command.words)
     while words:
         name = words[0].text.rpartition("/")[2]
@@ -298,6 +300,7 @@ def _started_twice(
     """Yield why srun or mpirun starts a launcher of ranks more often than once a node."""
     outer = next((each for each in ("srun", *MPI) if each in launchers), "")
     if outer == "srun":
+        # torchrun and the like start the ranks of a node: srun starts them once on each.
         tasks = _counted_slurm(launchers).ranks_per_node or 1
     else:
         tasks = (_counted_mpi(launchers.get(outer, ())).total or 1) // (count.nodes or 1)

@@ -151,6 +151,7 @@ def operated(
         found = tuple(Text(CASES[sign](each.characters), each.places) for each in found)
     if not parameter.is_all or parameter.is_length:
         return [Fragment(each, kind) for each in found]
+    # `"$*"` is one word, `"$@"` one for each argument.
     if "*" in (parameter.name, parameter.element) and kind is Kind.QUOTED:
         shell.spend(place, characters=sum(len(each.characters) for each in found))
         return [Fragment(field_of([Fragment(e, kind, begins=True) for e in found]).text, kind)]
@@ -203,6 +204,7 @@ def _quotient(left: int, right: int) -> int:
     """Return a quotient rounded towards 0, as bash does."""
     if right == 0:
         raise PlanError("division by 0")
+    # Python rounds down.
     size = abs(left) // abs(right)
     return size if (left < 0) == (right < 0) else -size
 
@@ -336,6 +338,7 @@ def _combined(sign: str, left: Term, right: Term) -> Number:
 
 
 def _number(text: str) -> int:
+    # As in C: a leading 0 is octal.
     base = 16 if text.lower().startswith("0x") else 8 if text.startswith("0") else 10
     try:
         return int(text, base)

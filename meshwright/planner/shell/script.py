@@ -55,6 +55,7 @@ def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -
     path = file.resolve() if file is not None else None
     state = _first_state(path, defines)
     shell = Interpreter(run_statement, state, Frame(whole), path, defines)
+    # Options of the header hold before the first command runs.
     headers = _headers(text)
     if headers:
         shell.commands.append(Command(words=(Word("sbatch", headers[0].line), *headers)))
@@ -98,6 +99,7 @@ def _headers(text: str) -> tuple[Word, ...]:
             break
         found = HEADER.match(line)
         if found:
+            # sbatch parses its lines itself, without a shell.
             plain = found[1].partition(" #")[0].replace('"', "").replace("'", "")
             words += [Word(each, number) for each in plain.split()]
     return tuple(words)
@@ -110,6 +112,7 @@ def _set_slurm_variables(shell: Interpreter, options: Values) -> None:
     # Slurm derives the tasks from the nodes where they are not given.
     if counts["SLURM_NTASKS"] is None and nodes is not None and per_node is not None:
         counts["SLURM_NTASKS"] = nodes * per_node
+    # --gres=gpu:8 is the older spelling.
     counts["SLURM_GPUS_PER_NODE"] = counts["SLURM_GPUS_PER_NODE"] or last_number(
         options.get("gres")
     )

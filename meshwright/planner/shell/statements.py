@@ -43,6 +43,7 @@ def run_all(shell: Interpreter, nodes: Block) -> Status:
     status: Status = True
     for at, each in enumerate(nodes):
         if each.is_named and each.type not in NO_STATEMENTS:
+            # A command in the background runs in a subshell.
             is_parallel = at + 1 < len(nodes) and nodes[at + 1].type == "&"
             status = _run_in_subshell(shell, [each]) if is_parallel else shell.run(shell, each)
     return status
@@ -123,6 +124,7 @@ def _pipeline(shell: Interpreter, node: "Node") -> Status:
 def _list(shell: Interpreter, node: "Node") -> Status:
     left, sign, right = node.children[0], node.children[1].type, node.children[-1]
     status = run_statement(shell, left)
+    # `mkdir x && torchrun ...` counts on its first command.
     if isinstance(status, str) and shell.unknowns.meaning(status).is_usual:
         status = True
     if status is (sign == "&&"):
@@ -180,6 +182,7 @@ def _case(shell: Interpreter, node: "Node") -> Status:
         bodies.append(body)
         if mark is None and any(shell.matched(each.parts, text, place) for each in patterns):
             return body()
+        # Nothing behind `*)` is reached.
         if patterns[-1].text.characters == "*":
             break
     else:

@@ -73,7 +73,7 @@ def joined(parts: Sequence[Text]) -> Text:
 
 
 class Unknown(NamedTuple):
-    """A part of a text that the script does not tell."""
+    """Part of a text that the script does not tell."""
 
     shown: str  # as it stands in messages: `$X`
     cause: str  # `$X at line 3 is not set in the file`
@@ -103,6 +103,7 @@ class Unknowns:
     def mark(self, unknown: Unknown) -> str:
         """Return the character that stands for an unknown."""
         if unknown not in self.marks:
+            # The private plane has 65,534 characters.
             if len(self.listed) >= 60_000:
                 raise PlanError("the script has more than 60,000 unknown values")
             self.marks[unknown] = chr(FIRST_MARK + len(self.listed))
@@ -232,5 +233,6 @@ def regex_of(fragments: Sequence[Fragment], star: str = ".*") -> str:
         is_quoted = each.kind is Kind.QUOTED
         if not is_quoted and NOT_READ.search(characters):
             raise PlanError(f"the pattern {characters[:40]!a} is not read")
+        # Quotes take the meaning from `*`, `?` and `[`.
         regex += re.escape(characters) if is_quoted else PATTERN.sub(translated, characters)
     return regex

@@ -104,6 +104,7 @@ def _option(word: Word, known: Mapping[str, Option], program: str) -> tuple[Opti
     for name in (text, text.replace("_", "-")):
         if name in known and (not is_short or len(name) <= 2):
             return known[name], attached
+    # Short options may be joined with their value, or with each other.
     if is_short and text[:1] in known:
         option = known[text[:1]]
         if option.takes is not Takes.NOTHING:
@@ -137,6 +138,7 @@ def next_at(words: Sequence[Word], at: int) -> int | None:
     """Return the index of the command behind a wrapper; None where there is no wrapper."""
     name, start = words[at].text.rpartition("/")[2], at + 1
     if name == "srun":
+        # srun's options are known, so that none is taken for the command.
         return len(words) - len(split_options(words[start:], name).rest)
     wrapper = WRAPPERS.get(name)
     if wrapper is None:

@@ -43,6 +43,7 @@ def run_sweep(
 ) -> int:
     """Run ``meshwright sweep``; return its exit status."""
     check_counts(options)
+    # Without a cluster: each cell has the price of its own.
     budget = read_budget(money)
     request = Request(
         varied=read_words(options.vary or ()),

@@ -66,12 +66,13 @@ class Task(NamedTuple):
             *(job_fields(job), self.num_gpus, self.memory_limit_bytes, repr(self.limits)),
             None if self.plan is None else plan_fields(self.plan),
         ]
+        # Sorted, so that the order of a dict does not make another task.
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Cell(NamedTuple):
-    """One combination of what is varied.
+    """One combination of the values of a sweep.
 
     Args:
         number: Counted from 1.
@@ -104,6 +105,7 @@ def cells_of(request: Request) -> tuple[Cell, ...]:
     """
     _check(request)
     combinations = list(product(*(each.values for each in request.varied)))
+    # Refused before any cell is resolved, which takes most of the time.
     if len(combinations) > MOST_CELLS:
         raise PlanError(f"{len(combinations):,} cells are too many; allowed: {MOST_CELLS:,}")
     cells = tuple(_cell(request, number, each) for number, each in enumerate(combinations, 1))
@@ -203,6 +205,7 @@ def _task(setting: Setting, given: Mapping[str, object], *, is_simulation: bool)
     if not is_simulation:
         limits, plan = read_limits(setting, given), None
     else:
+        # A search does not vary the bucket size.
         setting = with_buckets(setting, given)
         limits, plan = None, resolve_plan(setting, given)
     return Task(

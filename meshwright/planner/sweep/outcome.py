@@ -43,7 +43,7 @@ def run_task(task: Task) -> Document:
 
 
 def refused(reason: str) -> Document:
-    """Return the document of a cell that cannot be."""
+    """Return the document of a cell that cannot run."""
     return {"outcome": Outcome.REFUSED, "reason": reason}
 
 

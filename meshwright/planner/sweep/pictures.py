@@ -138,6 +138,7 @@ def plot_heatmap(result: SweepResult) -> Figure:
         axes.set_ylabel(up.name, fontsize=canvas.TEXT_POINTS)
         _draw_map(figure, axes, _map(result, across, up), panel)
         for axis, set_ticks in ((across, axes.set_xticks), (up, axes.set_yticks)):
+            # More labels than this would run into each other.
             step = -(-len(axis.values) // MOST_TICKS)
             places = range(0, len(axis.values), step)
             set_ticks(places, [axis.values[place].text for place in places])
@@ -339,6 +340,7 @@ def _draw_map(figure: Figure, axes: Axes, table: Sequence[Sequence[Row]], panel:
         [row[panel.name] / panel.scale if _rate(row) else float("nan") for row in line]
         for line in table
     ]
+    # Cells without a layout are not drawn: this shows through.
     axes.set_facecolor(canvas.LIGHT_GREY)
     axes.grid(visible=False)
     image = axes.imshow(numbers, cmap="cividis", aspect="auto", origin="lower")

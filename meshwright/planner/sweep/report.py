@@ -56,6 +56,7 @@ def _facts(result: SweepResult, rows: Sequence[Row]) -> Iterator[tuple[str, str]
     for each in result.varied:
         texts = [value.text for value in each.values]
         more = [f"... {len(texts):,} in all"] if len(texts) > MOST_VALUES else []
+        # As --vary takes them.
         sign = "; " if any("," in text for text in texts) else ", "
         yield "vary", f"{each.name} {sign.join([*texts[:MOST_VALUES], *more])}"
     shared = [

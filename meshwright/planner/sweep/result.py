@@ -104,6 +104,7 @@ class SweepResult(Shown):
     def _money(self, cell: Cell, step: Row) -> dict[str, Any]:
         if self.budget is None:
             return {}
+        # A price that is given holds for all cells.
         price = self.budget.price_usd_per_gpu_hour
         run = training_run(
             self.budget.tokens,

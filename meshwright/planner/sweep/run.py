@@ -91,7 +91,7 @@ def sweep(  # noqa: PLR0913 -- the public entry; all but the first is keyword-on
 
 
 def _lent(executor: Executor) -> Place:
-    """Return a place that leaves *executor* to whose it is."""
+    """Return a factory that lends *executor*, and leaves it open."""
     return lambda _count: nullcontext(executor)
 
 

@@ -78,6 +78,7 @@ class Store:
         for each in (folder, self._cells):
             for draft in each.glob(DRAFTS):
                 shutil.rmtree(draft, ignore_errors=True)
+        # Last, so that a folder with a manifest has its cells' folder.
         write_output(folder / MANIFEST, json_text(wanted))
 
     def keep(self, number: int, document: Document) -> None:

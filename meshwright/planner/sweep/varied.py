@@ -111,6 +111,7 @@ def _variation(name: str, values: Sequence[object]) -> Variation:
         raise PlanError(f"--vary {plain} has no value; allowed: one or more")
     contents = [each.content for each in parsed]
     for number, each in enumerate(parsed):
+        # By content: 8 and +8 are one value.
         if each.content in contents[:number]:
             raise PlanError(f"--vary {plain} has {shown(each.text)} twice; allowed: once")
     shown_name = plain if option is None else option_name(option.name)[2:]

@@ -78,6 +78,7 @@ def local_processes(jobs: int, num_tasks: int) -> Iterator[Executor | None]:
         num_tasks: What there is to run.
     """
     count = min(jobs, num_tasks)
+    # A process of its own would only cost its start.
     if count == 1:
         yield None
         return

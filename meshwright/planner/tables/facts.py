@@ -44,6 +44,7 @@ class Facts:
     def number(self, name: str) -> int:
         """Return a count; 1 where nothing is known of it."""
         value = self.num_microbatches if name == "num_microbatches" else self.values.get(name)
+        # A degree that nobody says is 1.
         return 1 if value is None else cast("int", value)
 
     def get(self, name: str) -> object:
@@ -101,7 +102,7 @@ class _Numbers(NamedTuple):
 
 
 def spelled(value: object) -> str:
-    """Return a value as tables of frameworks write it."""
+    """Return the spelling of a value in tables of frameworks."""
     if value is None:
         return UNSET
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -123,7 +124,7 @@ def value_of(name: str, word: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class FileWords:
-    """Reads values of one framework's files that are of a kind.
+    """Typed reader of the values of a framework's files.
 
     Args:
         framework: How it is called in errors.
@@ -189,5 +190,5 @@ class FileWords:
 
 
 def theirs(value: object) -> str:
-    """Return a framework's value in words."""
+    """Return the text of a framework's value."""
     return str(value).lower() if isinstance(value, bool) else str(value)

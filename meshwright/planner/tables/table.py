@@ -100,7 +100,7 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """The code of a framework: its texts, and what no table can say.
+    """Code of a framework: its files, its command, and the codecs of what no table can say.
 
     Args:
         files: Text of each file of an export, by its name.
@@ -131,7 +131,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framework:
-    """A framework that plans are handed to, or read from: its table and its program."""
+    """Framework that plans are exported to, or imported from: its table and its program."""
 
     profile: FrameworkProfile
     program: Program

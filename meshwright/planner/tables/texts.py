@@ -86,6 +86,7 @@ def layout_text(
     ('Et*3|t*4|L', 'Et*3|t*2mL', 'Et*3|t*2|m|L')
     """
     parts = [f"t*{count}" if count else "" for count in stages]
+    # MTP layers follow the last layers of their stage.
     parts[-1 if prediction_stage is None else prediction_stage] += "m" * num_predictions
     return f"E{'|'.join(parts)}L"
 
