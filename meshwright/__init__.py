@@ -151,7 +151,7 @@ def main(arguments: "Sequence[str] | None" = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     # Streams and signals belong to the process's own command: a caller of main(words) keeps his.
     if arguments is None and not ending.begin():
-        return ending.complain("standard output is closed", USER_MISTAKE)
+        return ending.print_error("standard output is closed", USER_MISTAKE)
     if arguments is None and argv[:1] != ["--version"]:
         ending.catch_signals()
         # These run PyTorch programs: BLAS threads and pydantic's plug-ins are theirs to choose.
@@ -181,7 +181,7 @@ def _hasten_start() -> None:
 
 
 def _run(argv: list[str]) -> int:
-    from meshwright.ending import complain, write_output
+    from meshwright.ending import print_error, write_output
 
     # Before any import of the command line: the version is asked for by scripts, often.
     if argv[:1] == ["--version"]:
@@ -196,7 +196,7 @@ def _run(argv: list[str]) -> int:
         if not messages:
             raise
         for message in messages:
-            complain(message, USER_MISTAKE)
+            print_error(message, USER_MISTAKE)
         return USER_MISTAKE
 
 

@@ -21,7 +21,7 @@ SIGNALS = ("SIGTERM", "SIGHUP")
 _received: list[int] = []
 
 
-class Ended(KeyboardInterrupt):
+class TerminationSignal(KeyboardInterrupt):
     """A signal that ends the command as Ctrl-C does.
 
     Of a plain KeyboardInterrupt that passes through code run from a text, as that of dataclasses
@@ -71,7 +71,7 @@ def _end_once(number: int, _frame: "FrameType | None") -> None:
     for each in SIGNALS:
         signal.signal(signal.Signals[each], signal.SIG_IGN)
     _received.append(number)
-    raise Ended
+    raise TerminationSignal
 
 
 def interrupted() -> int:
@@ -80,7 +80,7 @@ def interrupted() -> int:
 
     number = _received.pop() if _received else signal.SIGINT
     word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-    return complain(word, 128 + number)
+    return print_error(word, 128 + number)
 
 
 def write_output(text: str = "") -> None:
@@ -102,7 +102,7 @@ def refused(error: OSError) -> int:
         # As a shell reports a process that SIGPIPE ended; nobody is left to read a message.
         return 128 + signal.SIGPIPE
     filename = f": {error.filename}" if error.filename else ""
-    return complain(f"{error.strerror or error}{filename}", USER_MISTAKE)
+    return print_error(f"{error.strerror or error}{filename}", USER_MISTAKE)
 
 
 def _drop_output() -> None:
@@ -129,10 +129,10 @@ def fault(error: Exception, words: "Sequence[str]") -> int:
             file.write(text)
         traceback_note = f"its traceback is in {name}"
     cause = f"{type(error).__name__}: {ascii(str(error)[:200])[1:-1]}".rstrip(": ")
-    return complain(f"a fault of meshwright itself, {cause}; {traceback_note}", FAULT)
+    return print_error(f"a fault of meshwright itself, {cause}; {traceback_note}", FAULT)
 
 
-def complain(message: str, status: int) -> int:
+def print_error(message: str, status: int) -> int:
     """Print *message* as one plain line, on a terminal in lines of its width; return *status*."""
     import shutil
     from contextlib import suppress

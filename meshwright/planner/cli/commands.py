@@ -36,9 +36,9 @@ SEARCH_WIDTH = 130
 MATMUL_WIDTH = 130
 NOTHING_FITS = 1
 WRITTEN = "written  "
-NO_END = 10**6  # columns where a line goes to no terminal
+UNBOUNDED_COLUMNS = 10**6  # columns where a line goes to no terminal
 # How far back an estimate of what is left looks; parts of long work differ in length.
-USUAL_S, LONG_S = 30.0, 3600.0
+ESTIMATE_WINDOW_S, LONG_ESTIMATE_WINDOW_S = 30.0, 3600.0
 STREAMS = {"<stdout>": "standard output", "<stderr>": "standard error"}
 
 
@@ -246,7 +246,7 @@ def _folder_lines(folder: str, names: Sequence[str]) -> list[str]:
     """Return lines that name a folder's files, no wider than the terminal or COLUMNS."""
     if not names:
         return [folder]
-    width, lines = get_terminal_size(fallback=(NO_END, 0)).columns, [f"{folder}:"]
+    width, lines = get_terminal_size(fallback=(UNBOUNDED_COLUMNS, 0)).columns, [f"{folder}:"]
     for name in names:
         is_short = len(lines[-1]) + 1 + len(name) <= width
         lines[-1:] = [f"{lines[-1]} {name}"] if is_short else [lines[-1], " " * len(WRITTEN) + name]
@@ -333,7 +333,7 @@ def progress_bar(*, estimates: bool = False) -> Iterator[Callable[[str, int, int
     if estimates:
         columns += [TextColumn("left"), TimeRemainingColumn()]
     # Cells of a sweep differ in length, so that their estimate looks further back.
-    period_s = LONG_S if estimates else USUAL_S
+    period_s = LONG_ESTIMATE_WINDOW_S if estimates else ESTIMATE_WINDOW_S
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, speed_estimate_period=period_s) as bar:
         tasks = {"starting": bar.add_task("starting", total=None, count="")}

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from meshwright.planner.search import Progress
     from meshwright.simulator import StepResult
 
-FEWEST = 2
-MOST = 12
+FEWEST_COMPARED = 2
+MOST_COMPARED = 12
 
 
 def run_explain(
@@ -166,8 +166,11 @@ def _are_plans(given: Sequence[str], num_stacks: int) -> bool:
     if len(kinds) != 1 or (kinds == {False} and len(given) > 1):
         raise PlanError("compare needs plans, or one model; allowed: PLAN PLAN ..., or MODEL")
     count = len(given) * num_stacks
-    if not FEWEST <= count <= MOST:
-        raise PlanError(f"{count} to compare; allowed {FEWEST} to {MOST}: plans, or --stack A,B")
+    if not FEWEST_COMPARED <= count <= MOST_COMPARED:
+        raise PlanError(
+            f"{count} to compare; allowed {FEWEST_COMPARED} to {MOST_COMPARED}: "
+            "plans, or --stack A,B"
+        )
     return kinds == {True}
 
 
@@ -204,14 +207,14 @@ def _simulated(
     """Yield the step of each plan with each stack."""
     from meshwright.planner.cli.growth import step_of
     from meshwright.planner.cli.request import read_setting, resolve_plan
-    from meshwright.planner.options import OF_SEARCHES
+    from meshwright.planner.options import SEARCH_OPTIONS
 
     # A plan is not searched: such options would be ignored in silence.
     for limit in given:
         if limit.startswith("max_"):
             raise PlanError("--max-... has no effect on plans; allowed: with MODEL")
-        if limit in OF_SEARCHES:
-            name = OF_SEARCHES[limit].name
+        if limit in SEARCH_OPTIONS:
+            name = SEARCH_OPTIONS[limit].name
             raise PlanError(f"--{name} has no effect on plans; allowed: with MODEL")
     for number, plan in enumerate(plans):
         for job in jobs:

@@ -16,8 +16,8 @@ from meshwright.planner.options import (
     ALL,
     ALSO,
     ANY,
-    ASKABLE,
     FOR,
+    OPT_IN_FIELDS,
     TOGETHER,
     Given,
     check_given,
@@ -82,7 +82,7 @@ def _searched_also(setting: Setting, given: Given) -> dict[str, tuple[object, ..
     if ALSO.key not in given:
         return {}
     text, job, stack = str(given[ALSO.key]), setting.job, setting.stack
-    every = {name: askable_values(each, job, stack) for name, each in ASKABLE.items()}
+    every = {name: askable_values(each, job, stack) for name, each in OPT_IN_FIELDS.items()}
     offered = [name for name, values in every.items() if len(values) > 1]
     names = list(dict.fromkeys(each.strip().replace("_", "-") for each in text.split(",")))
     for group, parts in TOGETHER.items():
@@ -95,23 +95,23 @@ def _searched_also(setting: Setting, given: Given) -> dict[str, tuple[object, ..
                 f"--also {name}: {stack.name} has one value of each for {job.model.name} in "
                 f"{job.precision}; allowed: {', '.join(offered) or 'leave it out'}"
             )
-        if name != ALL and name not in ASKABLE:
-            every_name = [*ASKABLE, *TOGETHER, ALL]
+        if name != ALL and name not in OPT_IN_FIELDS:
+            every_name = [*OPT_IN_FIELDS, *TOGETHER, ALL]
             raise PlanError(f"--also {shown(name)} is unknown; {suggestion(name, every_name)}")
         if name != ALL and name not in offered:
             allowed = ", ".join(offered) or "leave it out"
-            why = in_parentheses(stack.rule(ASKABLE[name].declaration.offered_by or ""))
+            why = in_parentheses(stack.rule(OPT_IN_FIELDS[name].declaration.offered_by or ""))
             raise PlanError(
                 f"--also {name}: {stack.name} has one value of it for {job.model.name} in "
                 f"{job.precision}; allowed: {allowed}{why}"
             )
-        if name != ALL and ASKABLE[name].name in given:
+        if name != ALL and OPT_IN_FIELDS[name].name in given:
             raise PlanError(f"--also {name} and --{name} contradict each other")
     chosen = names
     if ALL in names:  # what a cluster says nothing of is refused where it is named alone
         refused = {"offload"} if setting.cluster.host_link is None else set()
         chosen = [name for name in offered if name not in refused]
-    return {key: every[name] for name in chosen if (key := ASKABLE[name].name) not in given}
+    return {key: every[name] for name in chosen if (key := OPT_IN_FIELDS[name].name) not in given}
 
 
 def _with_recompute(given: Given) -> Given:

@@ -36,9 +36,9 @@ RECOMPUTE: Mapping[object, Keys] = {
     Recompute.SELECTIVE: {"granularity": "selective"},
     Recompute.FULL: FULL,
 }
-PREDICTIONS, PLACE = "prediction_layers", "prediction_stage"
+MTP_LAYERS, MTP_STAGE = "prediction_layers", "prediction_stage"
 ALLOCATOR = "allocator"
-SEGMENTS = {
+SEGMENT_SETTINGS = {
     Allocator.FIXED: "expandable_segments:False",
     Allocator.EXPANDABLE: "expandable_segments:True",
 }
@@ -213,9 +213,9 @@ def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
 
 def _write_stages(roles: Roles, facts: Facts) -> Keys:
     """Return even stages by their number, others as a layout; None for keys that say nothing."""
-    count, mtp_stage = facts.number("num_virtual_stages"), facts.get(PLACE)
+    count, mtp_stage = facts.number("num_virtual_stages"), facts.get(MTP_STAGE)
     stages = cast("tuple[int, ...]", facts.get("stages"))
-    text = layout_text(stages, facts.number(PREDICTIONS), cast("int | None", mtp_stage))
+    text = layout_text(stages, facts.number(MTP_LAYERS), cast("int | None", mtp_stage))
     # A stage that is chosen for MTP layers needs a layout, however even the others are.
     is_even = len(set(stages)) == 1 and mtp_stage is None
     number = None if count == 1 or not (is_even or "virtual" in roles) else count
@@ -242,13 +242,13 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     text = words.word(keys, layout, "")
     try:
         stages = read_layout(text)
-        check_predictions(text, facts.number(PREDICTIONS))
+        check_predictions(text, facts.number(MTP_LAYERS))
     except PlanError as error:
         raise PlanError(f"{layout} of {words.framework}: {error}") from None
     # Stages go round the ranks: as many on each.
     if len(stages) % pp:
         raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
-    place = {PLACE: prediction_place(text)}
+    place = {MTP_STAGE: prediction_place(text)}
     return place | {"stages": stages, "num_virtual_stages": len(stages) // pp}
 
 
@@ -345,7 +345,7 @@ def _write_segments(roles: Roles, facts: Facts) -> Keys:
     TECudaGraphHelper of megatron/core/transformer/cuda_graphs.py, core 0.16.
     """
     allocator = Allocator(str(facts.get(f"stack.{ALLOCATOR}")))
-    variables: Keys = {roles["grow"]: SEGMENTS[allocator]}
+    variables: Keys = {roles["grow"]: SEGMENT_SETTINGS[allocator]}
     if allocator is Allocator.FIXED:
         # Fixed segments are PyTorch's default: only a user who set them gets the variable.
         changed = {each.field for each in changed_facts(facts.stack)} if facts.stack else set()
@@ -355,9 +355,13 @@ def _write_segments(roles: Roles, facts: Facts) -> Keys:
 
 def _read_segments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     words.held(keys, roles["registers"], ("0", "1"))
-    words.held(keys, roles["grow"], tuple(SEGMENTS.values()))
+    words.held(keys, roles["grow"], tuple(SEGMENT_SETTINGS.values()))
     setting = keys.get(roles["grow"])  # without a word they are as the stack has them
-    return {f"stack.{ALLOCATOR}": str(each) for each, word in SEGMENTS.items() if word == setting}
+    return {
+        f"stack.{ALLOCATOR}": str(each)
+        for each, word in SEGMENT_SETTINGS.items()
+        if word == setting
+    }
 
 
 CODECS: Mapping[str, Codec] = {

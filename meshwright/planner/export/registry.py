@@ -56,7 +56,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
 BATCH_SCRIPT = "run.sbatch"
 
 
-class Handover(NamedTuple):
+class ExportedFiles(NamedTuple):
     """Files of an export, and notes on what is left to be done by hand."""
 
     files: dict[str, str]
@@ -76,7 +76,7 @@ def get_framework(name: str) -> Framework:
 
 def export_plan(
     saved: SavedPlan, framework: Framework, version: str | None = None, *, slurm: bool = False
-) -> Handover:
+) -> ExportedFiles:
     """Return the files that start *saved* with a framework.
 
     Args:
@@ -114,7 +114,7 @@ def export_plan(
     if is_started:
         name, text = _script(framework, export, saved, before, slurm=slurm)
         files[name] = text
-    return Handover(files, facts.notes)
+    return ExportedFiles(files, facts.notes)
 
 
 def keys_of(
@@ -228,7 +228,7 @@ def facts_of(saved: SavedPlan) -> Facts:
 
 def export(
     step: StepResult | SavedPlan, to: str, version: str | None = None, *, slurm: bool = False
-) -> Handover:
+) -> ExportedFiles:
     """Return the files that start the plan of a simulated *step*, or of a plan file.
 
     Args:

@@ -13,7 +13,7 @@ DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
 TYPE, MIXED, FSDP = "distributed_type", "mixed_precision", "fsdp_config.fsdp_"
 ENGINES = ("FSDP", "DEEPSPEED", "MULTI_GPU", "NO")
 # Its steps of accumulation are the trainer's.
-READ = (
+READ_KEYS = (
     TYPE,
     MIXED,
     "num_machines",
@@ -79,7 +79,7 @@ def _plan_keys(configuration: Keys) -> Keys:
         if value not in (None, {}, []) and _concerns_plan(option, value):
             plan_keys[option.key] = value
     for key, value in plan_keys.items():
-        is_known = key in READ or key == DEEPSPEED_FILE or key.startswith(FSDP)
+        is_known = key in READ_KEYS or key == DEEPSPEED_FILE or key.startswith(FSDP)
         if not is_known or spelled(value) not in ALLOWED.get(key, (spelled(value),)):
             allowed = ", ".join(ALLOWED.get(key, ("leave it out",)))
             raise PlanError(

@@ -23,7 +23,7 @@ SIZES: Mapping[str, tuple[str, int]] = {
     "vocab_size": ("vocab_size", 32000),
 }
 # The same names, of a Llama or as one of its family.
-OTHERS = {
+MODEL_ALIASES = {
     "llama3.1-8b": "llama3-8b",
     "llama3.1-70b": "llama3-70b",
     "llama3.3-70b": "llama3-70b",
@@ -33,7 +33,7 @@ DEFAULT, LLAMA = "default", ("llama2", "mistral")
 GATED = ["silu", "linear"]
 AXES = ("data", "fsdp", "tensor", "tensor_sequence", "context", "pipeline", "expert")
 FREE = -1
-SHORT = 128  # tokens below which no flash attention is chosen (attention_op.py)
+SHORTEST_FLASH_TOKENS = 128  # tokens below which no flash attention is chosen (attention_op.py)
 
 
 def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
@@ -41,9 +41,9 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     name = words.word(keys, roles["name"], DEFAULT)
     of_sizes = [key for key, _ in SIZES.values() if key in keys]
     if name != DEFAULT:
-        built_in = OTHERS.get(name, name)
+        built_in = MODEL_ALIASES.get(name, name)
         if built_in not in NAMED:
-            raise words.unknown(roles["name"], name, (DEFAULT, *NAMED, *OTHERS))
+            raise words.unknown(roles["name"], name, (DEFAULT, *NAMED, *MODEL_ALIASES))
         if of_sizes:
             raise PlanError(f"{of_sizes[0]} of maxtext stands beside {roles['name']}={name}")
         return {"model": built_in}
@@ -214,7 +214,7 @@ def _read_pipeline(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
 def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     kernel = words.word(keys, roles["kernel"], "autoselected")
     # Its choice depends on sequence and hardware.
-    is_short = words.whole(keys, roles["length"], 2048) < SHORT
+    is_short = words.whole(keys, roles["length"], 2048) < SHORTEST_FLASH_TOKENS
     is_cpu = words.word(keys, roles["hardware"], "tpu") == "cpu"
     kernels = {
         "autoselected": "unfused" if is_short or is_cpu else "flash",

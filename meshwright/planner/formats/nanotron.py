@@ -23,7 +23,7 @@ SIZES = {
     "num_hidden_layers": 32,
     "vocab_size": 32000,
 }
-GATHERED = "llama3_ring_attention"
+ALL_GATHER_KERNEL = "llama3_ring_attention"
 
 
 def _read_model(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
@@ -127,8 +127,10 @@ def _read_context(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     cp, kernel = words.whole(keys, roles["cp"], 1), keys.get(roles["kernel"])
     if cp == 1:
         return {"cp": 1}
-    if kernel != GATHERED:
-        raise words.unknown(roles["kernel"], kernel, (f"{GATHERED} with {roles['cp']}={cp}",))
+    if kernel != ALL_GATHER_KERNEL:
+        raise words.unknown(
+            roles["kernel"], kernel, (f"{ALL_GATHER_KERNEL} with {roles['cp']}={cp}",)
+        )
     heads_per_rank = words.whole(keys, roles["heads"], 1) // words.whole(keys, roles["tp"], 1)
     words.held(keys, roles["stride"], (heads_per_rank,))
     return {"cp": cp, "cp_type": "all-gather"}

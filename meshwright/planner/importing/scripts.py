@@ -34,25 +34,25 @@ from meshwright.planner.importing.sources import (
     Source,
     all_options,
     completed,
+    document_source,
     dotted_names,
     kind_of,
-    of_document,
-    recognised,
+    matching_framework,
 )
 from meshwright.planner.shell import Launch, Word, find_launches, read_commands
-from meshwright.planner.tables import Framework, told_release
+from meshwright.planner.tables import Framework, named_release
 from meshwright.simulator import PlanError
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
 SUBCOMMANDS = ("train",)  # of a program that names a configuration
 # Options that name a configuration.
-NAMING = re.compile(r"--?(job\.|deepspeed_)?config([-_]?(file|path|name))?")
+CONFIG_OPTION = re.compile(r"--?(job\.|deepspeed_)?config([-_]?(file|path|name))?")
 
 ACCELERATE = "accelerate"
 PYTHON = "python"  # starts one rank
 SLURM = ("srun", "sbatch")
 # Accelerate's options that say how many ranks there are, which any launch reads.
-RANKS = ("num-machines", "num-processes", "multi-gpu", "gpu-ids")
+RANK_OPTIONS = ("num-machines", "num-processes", "multi-gpu", "gpu-ids")
 TYPE = "distributed_type"
 SECTIONS = ("", "fsdp_config.", "deepspeed_config.", "parallelism_config.", "megatron_lm_config.")
 STRATEGIES = {
@@ -86,7 +86,7 @@ def read_source(
         PlanError: If it cannot be read, or is of no framework.
     """
     source = _read_source(path, text, framework, defines, program)
-    return replace(source, release=told_release(text))
+    return replace(source, release=named_release(text))
 
 
 def _read_source(
@@ -101,7 +101,7 @@ def _read_source(
         if defines or program:
             option = "--define" if defines else "--launch"
             raise PlanError(f"{option} goes with scripts; this is {kind.upper()}")
-        return of_document(text, kind, framework, folder)
+        return document_source(text, kind, framework, folder)
     commands = read_commands(text, file=path, defines=defines)
     (launch,) = find_launches(commands, program=program)
     _check_program(launch)
@@ -188,7 +188,7 @@ def _started(launch: Launch, folder: Path) -> Framework:
         kind = SUFFIXES.get(Path(word.text).suffix)
         if kind is not None:
             document = READERS[kind](FRAMEWORK_FILE.read_text(_found_file(word, folder)))
-            return recognised(document, kind, named)
+            return matching_framework(document, kind, named)
     if named:
         return FORMATS[named[0]]
     # A user's own script is told by the options of a framework that it takes.
@@ -237,7 +237,7 @@ def _named(
     document = READERS[kind](FRAMEWORK_FILE.read_text(path))
     index = launch.arguments.index(files[0])
     # `--config FILE` takes the option out of the command with its file.
-    names_it = index > 0 and NAMING.fullmatch(launch.arguments[index - 1].text) is not None
+    names_it = index > 0 and CONFIG_OPTION.fullmatch(launch.arguments[index - 1].text) is not None
     other_words = [*launch.arguments[: index - names_it], *launch.arguments[index + 1 :]]
     parsed = read_options(other_words, all_options(framework.profile))
     stray = []
@@ -394,5 +394,5 @@ def _other_count(launch: Launch, key: str, value: object) -> str:
 
 def _is_layout(launcher: str, option: Option | None) -> bool:
     """Return True if an option of a launcher says more than the number of ranks."""
-    is_read = option is not None and option.effect is Effect.READ and option.key not in RANKS
+    is_read = option is not None and option.effect is Effect.READ and option.key not in RANK_OPTIONS
     return launcher == ACCELERATE and is_read

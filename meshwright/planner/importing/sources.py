@@ -104,7 +104,7 @@ def kind_of(path: Path | None, text: str, framework: Framework | None) -> str:
     return "yaml" if re.fullmatch(r"[\w.-]+:( .*)?", first) else SCRIPT
 
 
-def of_document(text: str, kind: str, framework: Framework | None, folder: Path) -> Source:
+def document_source(text: str, kind: str, framework: Framework | None, folder: Path) -> Source:
     """Return the source that the text of a configuration is.
 
     Args:
@@ -117,7 +117,7 @@ def of_document(text: str, kind: str, framework: Framework | None, folder: Path)
         PlanError: If it is none, or is of no framework.
     """
     document = READERS[kind](text)
-    framework = framework or recognised(document, kind)
+    framework = framework or matching_framework(document, kind)
     if framework.profile.format != kind:
         raise PlanError(
             f"--from {framework.name} reads {framework.profile.format}, not {kind.upper()}; "
@@ -153,10 +153,10 @@ def completed(
         values = framework.program.included(values, folder)
         sections = {key: key.partition(".")[0] for key in values if key not in placed}
         placed |= {key: lines[name] for key, name in sections.items() if name in lines}
-    return by_present_names(values, placed, all_options(framework.profile))
+    return with_current_names(values, placed, all_options(framework.profile))
 
 
-def by_present_names(
+def with_current_names(
     keys: Mapping[str, object], lines: Mapping[str, int], options: Mapping[str, Option]
 ) -> tuple[dict[str, object], dict[str, int]]:
     """Return values and lines of a configuration by the keys' names of today.
@@ -184,7 +184,7 @@ def _of_format(kind: str) -> list[str]:
     return [name for name, each in FORMATS.items() if each.profile.format == kind]
 
 
-def recognised(document: Document, kind: str, among: Collection[str] = ()) -> Framework:
+def matching_framework(document: Document, kind: str, among: Collection[str] = ()) -> Framework:
     """Return the framework that has most of a document's keys.
 
     Args:

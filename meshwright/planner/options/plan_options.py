@@ -20,26 +20,27 @@ from meshwright.simulator.layout import (
 BUCKET_SIZE = Option(
     "bucket_size", "bucket_size", str, "SIZE", 'Gradients reduced at a time, as "25 MB".'
 )
-ASKABLE = {
+OPT_IN_FIELDS = {
     option_name(each.option)[2:]: each for each in SEARCHED_FIELDS if each.declaration.is_asked
 }
 ALL = "all"
 # Number formats that are asked for together: of gradients, of their reduction, of moments.
-TOGETHER = {"precision": tuple(each for each in ASKABLE if each.endswith("-precision"))}
+TOGETHER = {"precision": tuple(each for each in OPT_IN_FIELDS if each.endswith("-precision"))}
 ALSO = Option(
     "also",
     "also",
     str,
     "LIST",
-    f"Vary fields that are held unless asked for: {', '.join([*ASKABLE, *TOGETHER])} or {ALL}.",
+    "Vary fields that are held unless asked for: "
+    f"{', '.join([*OPT_IN_FIELDS, *TOGETHER])} or {ALL}.",
 )
 FOR = Option("framework", "for", str, "FRAMEWORK", "Launch with it [what launches the stack].")
 ANY = Option(
     "any_layout", "any", bool, help="Also layouts that no framework launches.", flags="--any"
 )
-OF_SEARCHES = {each.key: each for each in (ALSO, FOR, ANY)}  # of which one layout says nothing
+SEARCH_OPTIONS = {each.key: each for each in (ALSO, FOR, ANY)}  # of which one layout says nothing
 SEARCHED = {each.name for each in SEARCHED_FIELDS}
-BEHIND = {"reshard_after_forward": [BUCKET_SIZE]}
+FOLLOWING_OPTIONS = {"reshard_after_forward": [BUCKET_SIZE]}
 
 
 def _option(field: PlanField) -> Option:
@@ -65,7 +66,7 @@ def _options(group: str) -> Iterable[Option]:
             yield from map(_option, SERVER_FIELDS.values())
         else:
             yield _option(field)
-        yield from BEHIND.get(field.name, [])
+        yield from FOLLOWING_OPTIONS.get(field.name, [])
 
 
 def _limit(field: PlanField) -> Option:

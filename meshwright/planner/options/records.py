@@ -20,8 +20,8 @@ MAX_COUNT = 10_000_000
 MAX_TOP = 1_000
 MAX_JOBS = 1_000
 MAX_TOKENS = 1e18
-GROWING = "|".join(Quantity), "Find the largest that fits."
-PREDICTING = "N", "Layers that predict a further token each [the model's]."
+MAXIMUM_OPTION = "|".join(Quantity), "Find the largest that fits."
+MTP_OPTION = "N", "Layers that predict a further token each [the model's]."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class JobOptions:
     precision: Precision | None = option(
         None, "|".join(Precision), "Number format [bf16; fp16 on older devices and stacks]."
     )
-    prediction_layers: int | None = option(None, *PREDICTING)
+    prediction_layers: int | None = option(None, *MTP_OPTION)
     imbalance: float | None = option(None, "X", "Load of the hottest expert over the mean [1].")
     stack: str | None = option(None, "NAME|FILE", "Training software [megatron-core].")
     memory_limit: str | None = option(None, "SIZE", 'Most a device may use, such as "72 GiB".')
@@ -58,7 +58,7 @@ class WordOptions:
 class RankingOptions:
     """Quantity to make as large as fits, and the number of plans to report."""
 
-    max: Quantity | None = option(None, *GROWING)
+    max: Quantity | None = option(None, *MAXIMUM_OPTION)
     top: int = option(10, "N", "Plans to report.")
     count: bool = flag("--count", "Size every layout, to count how many fit.")
 
@@ -97,7 +97,7 @@ class PlanOptions:
 class FileOptions(PlanOptions):
     """Plan file, quantity to make as large as fits, and trace of a simulation."""
 
-    max: Quantity | None = option(None, *GROWING)
+    max: Quantity | None = option(None, *MAXIMUM_OPTION)
     trace: str | None = option(None, "FILE", "Write a trace for Perfetto.")
 
 
@@ -178,7 +178,7 @@ class ImportOptions:
     seq_len: int | None = option(None, "N", "Tokens of a sequence [the model's].")
     vocabulary: int | None = option(None, "N", "Tokens that a tokenizer's files have.")
     precision: Precision | None = option(None, "|".join(Precision), "Number format.")
-    prediction_layers: int | None = option(None, *PREDICTING)
+    prediction_layers: int | None = option(None, *MTP_OPTION)
     stack: str | None = option(None, "NAME|FILE", "Training software [the framework's].")
     set: list[str] | None = option(
         None, "KEY=VALUE", "Change a fact of stack or cluster; repeatable."

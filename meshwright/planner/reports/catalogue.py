@@ -35,7 +35,7 @@ from meshwright.simulator import (
 Facts = Iterator[tuple[str, str]]
 # Fields that identify a stack, and those that are listed in words.
 IDENTITY = ("name", "release", "alike", "title", "date", "source")
-TOLD = ("switches", "ruled_by", "rules", "refused")
+LISTED_FIELDS = ("switches", "ruled_by", "rules", "refused")
 
 
 def models_table(name: str | None) -> RenderableType:
@@ -157,7 +157,7 @@ def _stack_facts(stack: StackProfile) -> Facts:
         if each.when
     )
     yield from _headed("refused", refused)
-    others = (each for each in type(stack).model_fields if each not in (*IDENTITY, *TOLD))
+    others = (each for each in type(stack).model_fields if each not in (*IDENTITY, *LISTED_FIELDS))
     yield from _record_facts(stack, fields=others)
 
 

@@ -23,7 +23,7 @@ SLURM = {
     "SLURM_GPUS_PER_NODE": "gpus-per-node",
     "SLURM_CPUS_PER_TASK": "cpus-per-task",
 }
-SAME = {
+SLURM_ALIASES = {
     "SLURM_JOB_NUM_NODES": "SLURM_NNODES",
     "SLURM_NPROCS": "SLURM_NTASKS",
     "SLURM_GPUS_ON_NODE": "SLURM_GPUS_PER_NODE",
@@ -116,7 +116,7 @@ def _set_slurm_variables(shell: Interpreter, options: Values) -> None:
     counts["SLURM_GPUS_PER_NODE"] = counts["SLURM_GPUS_PER_NODE"] or last_number(
         options.get("gres")
     )
-    counts |= {name: counts[of] for name, of in SAME.items()}
+    counts |= {name: counts[of] for name, of in SLURM_ALIASES.items()}
     variables = shell.state.variables
     number = shell.mark(1, Unknown("$SLURM_JOB_ID", "$SLURM_JOB_ID is given by Slurm"))
     variables.setdefault("SLURM_JOB_ID", Variable((number,)))

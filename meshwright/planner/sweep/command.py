@@ -62,7 +62,7 @@ def run_sweep(
         tell(progress, "laying out cells")
         cells = cells_of(request)
         if folder is not None:
-            store = Store(folder, manifest(request, cells), begins_anew=output.force)
+            store = Store(folder, manifest(request, cells), restarts=output.force)
         result = replace(run_cells(request, cells, store, place, progress), budget=budget)
         if folder is not None:
             tell(progress, "drawing pictures")

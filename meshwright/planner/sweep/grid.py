@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from meshwright.hwprofiles import Cluster, ProfileError, StackProfile
 from meshwright.planner.cli import Setting, read_limits, read_setting, resolve_plan, with_buckets
-from meshwright.planner.options import OF_SEARCHES, REPLICATION, SWEPT, JobOptions
+from meshwright.planner.options import REPLICATION, SEARCH_OPTIONS, SWEPT, JobOptions
 from meshwright.planner.reports import job_fields, known_by, plan_fields
 from meshwright.planner.space import SpaceLimits
 from meshwright.planner.sweep.varied import MOST_CELLS, Value, Variation
@@ -136,7 +136,7 @@ def _check(request: Request) -> None:
         raise PlanError("--weak needs --vary gpus=...: the batch grows with the devices")
     given = {each.key: f"--{each.name.replace('_', '-')}" for each in SWEPT.options}
     for key in (*request.fields, *names):
-        if (key.startswith("max_") or key in OF_SEARCHES) and request.is_simulation:
+        if (key.startswith("max_") or key in SEARCH_OPTIONS) and request.is_simulation:
             raise PlanError(f"{given[key]} has no effect on one layout; allowed: no --simulate")
         if key in REPLICATED - SEARCHED and not request.is_simulation:
             raise PlanError(f"{given[key]} is not searched; allowed: with --simulate")

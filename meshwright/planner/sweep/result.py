@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from meshwright.planner.presentation import known_kind
+from meshwright.planner.presentation import picture_kind
 from meshwright.planner.reports import COST, FIGURES, Budget, Json, named, training_run
 from meshwright.planner.sweep.grid import Cell
 from meshwright.planner.sweep.outcome import Document, Outcome
@@ -82,7 +82,7 @@ class SweepResult(Shown):
         drawn = pictures_of(self)
         if not drawn:
             raise PlanError("there is nothing to draw: one cell, or none that has a layout")
-        return drawn[known_kind(kind, tuple(drawn))](self)
+        return drawn[picture_kind(kind, tuple(drawn))](self)
 
     def _row(self, cell: Cell, document: Document) -> dict[str, Any]:
         row: dict[str, Any] = {"cell": cell.number, **cell.setting}

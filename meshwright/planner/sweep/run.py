@@ -80,7 +80,7 @@ def sweep(  # noqa: PLR0913 -- the public entry; all but the first is keyword-on
         place = partial(local_processes, jobs) if executor is None else _lent(executor)
         store = None
         if folder is not None:
-            store = Store(folder, manifest(request, cells), begins_anew=force)
+            store = Store(folder, manifest(request, cells), restarts=force)
         result = run_cells(request, cells, store, place, progress)
         result = replace(result, budget=budget)
         if folder is not None:

@@ -57,19 +57,19 @@ class Store:
     Args:
         folder: Where; it is claimed, and need not exist.
         wanted: The manifest of the sweep.
-        begins_anew: Whether cells of another sweep, or of this one, are thrown away.
+        restarts: Whether cells of another sweep, or of this one, are thrown away.
 
     Raises:
         PlanError: If the folder holds another sweep.
     """
 
-    def __init__(self, folder: Path, wanted: Document, *, begins_anew: bool) -> None:
+    def __init__(self, folder: Path, wanted: Document, *, restarts: bool) -> None:
         self._cells = folder / CELLS
-        if is_sweep_folder(folder) and not begins_anew:
+        if is_sweep_folder(folder) and not restarts:
             _check_same(folder, wanted)
         elif self._cells.is_symlink():  # what it leads to is no sweep's of this folder
             self._cells.unlink()
-        if is_sweep_folder(folder) and begins_anew:
+        if is_sweep_folder(folder) and restarts:
             shutil.rmtree(self._cells, ignore_errors=True)
             for stale in folder.glob(NUMBERED_PLANS):
                 stale.unlink()

@@ -20,13 +20,13 @@ def remarks(lines: Iterable[str]) -> str:
 def release_remark(stack: str) -> str:
     """Return the line at the head of an export that says the release whose plan it is.
 
-    >>> told_release(remarks([release_remark("megatron-core@0.16")]))
+    >>> named_release(remarks([release_remark("megatron-core@0.16")]))
     'megatron-core@0.16'
     """
     return f"stack {stack}"
 
 
-def told_release(text: str) -> str | None:
+def named_release(text: str) -> str | None:
     """Return the release that such a line of a file names; None where it has none."""
     match = RELEASE.search(text)
     return None if match is None else match[1]
