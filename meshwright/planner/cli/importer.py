@@ -216,7 +216,7 @@ def _plan_options(values: Mapping[str, object]) -> Given:
 
 
 def _explain(imported: "Imported", saved: "SavedPlan") -> None:
-    """Print each value of the plan with its origin; what nobody says is the stack's default."""
+    """Print each value of the plan with its origin; the others are the stack's defaults."""
     from meshwright.planner.cli.handover import say
     from meshwright.planner.importing import Row
     from meshwright.simulator.layout import PLAN_FIELDS

@@ -74,7 +74,7 @@ def too_many(line: int) -> PlanError:
 
 
 def too_long(line: int, word: str) -> PlanError:
-    """Return the refusal of a word without quotes, most likely a number, that nobody means."""
+    """Return the refusal of an unquoted word, most likely a number, that is too long."""
     limit = f"at most {MOST_DIGITS} digits, {MOST_LENGTH} characters"
     return refused(line, f"{shown(word)} has too many digits; allowed: {limit}")
 

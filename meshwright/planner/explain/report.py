@@ -156,6 +156,7 @@ def _gains(explanation: Explanation) -> ColumnTable:
 
 
 def _change_text(gain: Gain, before_ps: int) -> str:
+    """Return the change of the step in percent."""
     return f"{gain.step_ps / before_ps - 1:+.2%}" if gain.step_ps != before_ps else "none"
 
 

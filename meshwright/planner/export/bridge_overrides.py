@@ -194,7 +194,7 @@ def _move(source: str, target: str, absent: object, keys: Keys, parsed: Options)
 
 
 def keys_by_section(recipe: Recipe, keys: Keys) -> Keys:
-    """Return keys as a recipe wants them said: in its section comm_overlap where it has one."""
+    """Return keys as a recipe takes them: in its section comm_overlap where it has one."""
     if not recipe.has_section(COMM_OVERLAP):
         return keys
     moved = {f"model.{name}": f"{COMM_OVERLAP}.{name}" for name in (*OF_MODEL, *OF_PIPELINE)}

@@ -279,6 +279,7 @@ GRAPHS, IMPL, CAPACITY = "stack.cuda_graphs", "stack.cuda_graph_impl", "stack.ex
 
 
 def _leaves_experts_out(facts: Facts) -> bool:
+    """Return True if CUDA graphs end before the experts, whose rows vary."""
     return facts.get("model.experts") is not None and facts.get(CAPACITY) is None
 
 

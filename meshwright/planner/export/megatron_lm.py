@@ -68,6 +68,7 @@ def _read_sequence_parallel(roles: Roles, keys: Keys, facts: Facts, _: FileWords
 
 
 def _stored(facts: Facts) -> Precision:
+    """Return the format in which weights are stored."""
     return cast("Precision", facts.get("precision")).storage
 
 

@@ -220,7 +220,7 @@ def _qk_norm(options: _ModelOptions) -> str:
 
 
 def _latent(options: _ModelOptions) -> Keys:
-    """Return widths of multi-head latent attention, whose latents have norms here."""
+    """Return widths of multi-head latent attention, whose latents have norms."""
     if not options.has("qk-layernorm") or options.has("qk-l2-norm"):
         raise options.refusal("multi-latent-attention", "with qk-layernorm")
     return {

@@ -89,6 +89,7 @@ def batches(dialect: Dialect) -> Codec:
 
 
 def _count(roles: Roles, keys: Keys, words: FileWords, role: str, default: int) -> int:
+    """Return the count of a role; *default* where no key has it."""
     key = roles[role]
     return default if keys.get(key) is None else words.whole(keys, key, default)
 

@@ -102,7 +102,7 @@ def _concerns_plan(option: Option, value: object) -> bool:
 
 
 def _mixed_precision(accelerate_keys: Keys, keys: Keys) -> Keys:
-    """Return the format of mixed precision where the trainer says none."""
+    """Return the format of mixed precision where the trainer sets none."""
     word = spelled(accelerate_keys.get(MIXED, "no"))
     # The trainer sets Accelerate's mixed precision where it has one itself.
     is_said = any(keys.get(each) not in (None, False) for each in ("bf16", "fp16"))

@@ -155,7 +155,7 @@ def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> _Axes:
 
 
 def _open(degrees: dict[str, int], free: Mapping[str, str], facts: Facts, rest: int) -> _Axes:
-    """Return the degrees where *rest* ranks go to two axes: only --dp-shard says how."""
+    """Return the degrees where *rest* ranks go to two axes: --dp-shard alone decides how."""
     if {*free.values()} != {"data", "fsdp"}:
         raise PlanError(
             f"num_slices of maxtext is missing: {free['ici']} within slices and {free['dcn']} "
@@ -172,6 +172,7 @@ def _open(degrees: dict[str, int], free: Mapping[str, str], facts: Facts, rest: 
 
 
 def _share(whole: int, part: int, name: str) -> int:
+    """Return the quotient of ranks; raises PlanError where they do not divide."""
     if whole % part:
         raise PlanError(f"{name} {whole} is no multiple of the {part} that axes of maxtext take")
     return whole // part

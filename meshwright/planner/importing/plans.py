@@ -74,7 +74,7 @@ class Imported:
 def import_source(
     source: Source, given: Mapping[str, object], model: ModelSpec | None, stack: str | None
 ) -> Imported:
-    """Return the job and the plan that a configuration says.
+    """Return the job and the plan of a configuration.
 
     Args:
         source: The configuration.
@@ -139,7 +139,7 @@ def _release(source: Source, table: FrameworkTable) -> str | None:
 
 
 def _refused_fields(table: FrameworkTable, complaints: Iterable[Complaint]) -> set[str]:
-    """Return the fields whose keys are refused: they need not be said again."""
+    """Return the fields of refused keys: they need not be set again."""
     keys = {each.key for each in complaints}
     entries = [item for item in table.fields.items() if keys & {*item[1].all_keys}]
     return {each for name, entry in entries for each in (name, *entry.fields)}
@@ -177,7 +177,7 @@ def _disagreements(
 
 
 def asked_by(name: str) -> str:
-    """Return the option that says a value."""
+    """Return the option that sets a value."""
     return option_name(OPTIONS[name]) if name in OPTIONS else option_of(name)
 
 
@@ -228,7 +228,7 @@ def _of_file(source: Source, key: str) -> str:
 
 
 def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iterable[Row]:
-    """Yield each value with where it is from: its lines, or who says it where there are none."""
+    """Yield each value with its origin: lines of the configuration, a launcher, or an option."""
     for name, value in reading.values.items():
         origin, keys = reading.origins.get(name, (Origin.OPTION, ()))
         text = _name(value) if isinstance(value, ModelSpec) else theirs(value)

@@ -319,6 +319,7 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
 
 
 def _of_own_script(launch: Launch, parsed: Options, options: Mapping[str, Option]) -> Iterator[str]:
+    """Yield the options of a user's own script that may change the plan."""
     for key, line in parsed.lines.items():
         option = options.get(key)
         if option is None or option.effect is not Effect.NONE:
@@ -393,6 +394,6 @@ def _other_count(launch: Launch, key: str, value: object) -> str:
 
 
 def _is_layout(launcher: str, option: Option | None) -> bool:
-    """Return True if an option of a launcher says more than the number of ranks."""
+    """Return True if an option of a launcher sets more than the number of ranks."""
     is_read = option is not None and option.effect is Effect.READ and option.key not in RANK_OPTIONS
     return launcher == ACCELERATE and is_read

@@ -103,7 +103,7 @@ def option(default: T, metavar: str, text: str, *, name: str = "") -> T:
 
 
 def flag(name: str, text: str) -> bool:
-    """Return the field of an option without a value, called *name*, of which help says *text*."""
+    """Return the field of an option without a value, with its *name* and help *text*."""
     return field(default=False, metadata={"flags": name, "help": text})
 
 

@@ -132,6 +132,7 @@ def _pass_colours(step: StepResult) -> dict[str, str]:
 
 
 def _paler(colour: str, fraction: float) -> str:
+    """Return a colour mixed with white; *fraction* 1 is white."""
     red, green, blue = (channel + (1 - channel) * fraction for channel in to_rgb(colour))
     return to_hex((red, green, blue))
 

@@ -115,7 +115,7 @@ def _cell_document(path: Path, number: int) -> Document:
 
 
 def _sum(document: Mapping[str, object]) -> str:
-    """Return a checksum, by which a document that was changed is told."""
+    """Return a checksum that tells a document that was changed."""
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:16]
 
 

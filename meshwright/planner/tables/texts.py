@@ -18,7 +18,7 @@ def remarks(lines: Iterable[str]) -> str:
 
 
 def release_remark(stack: str) -> str:
-    """Return the line at the head of an export that says the release whose plan it is.
+    """Return the line at the head of an export that names the release of its plan.
 
     >>> named_release(remarks([release_remark("megatron-core@0.16")]))
     'megatron-core@0.16'
