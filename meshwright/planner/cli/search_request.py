@@ -87,8 +87,8 @@ def _searched_also(setting: Setting, given: Given) -> dict[str, tuple[object, ..
     names = list(dict.fromkeys(each.strip().replace("_", "-") for each in text.split(",")))
     for group, parts in TOGETHER.items():
         if group in names:
-            place = names.index(group)
-            names[place : place + 1] = [each for each in parts if each in offered] or [group]
+            index = names.index(group)
+            names[index : index + 1] = [each for each in parts if each in offered] or [group]
     for name in names:
         if name in TOGETHER:
             raise PlanError(

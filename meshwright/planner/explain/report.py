@@ -69,7 +69,7 @@ def _neighbour_fields(neighbour: Neighbour) -> dict[str, Json]:
 def explanation_report(explanation: Explanation) -> RenderableType:
     """Return the report of an explanation."""
     step = explanation.step
-    place = f"{counted(step.plan.world_size, 'GPU')} of {step.cluster.name}"
+    devices = f"{counted(step.plan.world_size, 'GPU')} of {step.cluster.name}"
     memory = step.memory
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
@@ -80,7 +80,7 @@ def explanation_report(explanation: Explanation) -> RenderableType:
         ("memory", f"{verdict}: {need} of {have}"),
     ]
     return Group(
-        Text(headline(step.job, place, step.stack.name), style="bold"),
+        Text(headline(step.job, devices, step.stack.name), style="bold"),
         facts_table(facts),
         Text(),
         _causes(explanation),

@@ -335,9 +335,9 @@ def _write_head(figure: Figure, study: MatmulStudy, total_inches: float) -> None
     """Write the headline, the key to placements, and the legend of devices."""
     matrices = " x ".join(shape_text(shape) for shape in study.shapes)
     devices = f"{study.num_devices} device{'s' * (study.num_devices > 1)}"
-    place = f"on {devices} of {study.cluster.name}, {study.precision}"
-    most = MAX_HEADLINE - len(place)
-    headline = f"{shorten(matrices, most, placeholder=' ...')} {place}"
+    hardware = f"on {devices} of {study.cluster.name}, {study.precision}"
+    most = MAX_HEADLINE - len(hardware)
+    headline = f"{shorten(matrices, most, placeholder=' ...')} {hardware}"
     left = MARGIN_INCHES / canvas.WIDTH_INCHES
     top = 1 - MARGIN_INCHES / total_inches
     title = figure.text(left, top, headline, fontsize=canvas.TITLE_POINTS, fontweight="bold")

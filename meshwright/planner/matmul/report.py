@@ -46,10 +46,10 @@ class Rows:
             [
                 Column(
                     head=name.removeprefix(">"),
-                    cells=[row[place] for row in self._rows],
+                    cells=[row[index] for row in self._rows],
                     is_word=not name.startswith(">"),
                 )
-                for place, name in enumerate(self._names)
+                for index, name in enumerate(self._names)
             ]
         )
 
@@ -57,9 +57,9 @@ class Rows:
 def matmul_report(study: MatmulStudy) -> RenderableType:
     """Return the report of a product of matrices: signatures, or chains and the pipeline."""
     matrices = " x ".join(shape_text(shape) for shape in study.shapes)
-    place = f"{counted(study.num_devices, 'device')} of {study.cluster.name}"
+    devices = f"{counted(study.num_devices, 'device')} of {study.cluster.name}"
     parts: list[RenderableType] = [
-        Text(f"{matrices} on {place}, {study.precision}", style="bold"),
+        Text(f"{matrices} on {devices}, {study.precision}", style="bold"),
         Text(),
     ]
     if len(study.products) == 1:

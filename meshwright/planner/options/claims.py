@@ -99,12 +99,14 @@ def _clear_scratch(parent: Path) -> None:
     """
     import shutil
 
-    for left in parent.glob(f"{_scratch_prefix()}*"):
+    for scratch in parent.glob(f"{_scratch_prefix()}*"):
         with suppress(OSError):
-            descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(
+                scratch, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
+            )
             try:
                 if _lock(descriptor):
-                    shutil.rmtree(left, ignore_errors=True)
+                    shutil.rmtree(scratch, ignore_errors=True)
             finally:
                 os.close(descriptor)
 

@@ -92,15 +92,15 @@ def _joined(line: Sequence[Column], cells: Sequence[str], number: int) -> str:
 
 def _stacked(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
     """Yield the columns of each line, those that come first before the others; order is kept."""
-    left, number = list(columns), 0
-    while left:
+    remaining, number = list(columns), 0
+    while remaining:
         room = width - INDENT * (number > 0)
         chosen: list[Column] = []
         # A first column that does not fit may still leave room for a narrower one.
-        for column in sorted(left, key=lambda each: not each.is_first):
+        for column in sorted(remaining, key=lambda each: not each.is_first):
             if not chosen or _line_width([*chosen, column]) <= room:
                 chosen.append(column)
             elif not column.is_first:
                 break
-        yield [each for each in left if each in chosen]
-        left, number = [each for each in left if each not in chosen], number + 1
+        yield [each for each in remaining if each in chosen]
+        remaining, number = [each for each in remaining if each not in chosen], number + 1

@@ -102,7 +102,7 @@ def _search_pictures(result: SearchResult) -> dict[str, "Figure"]:
 def search_breakdown(result: SearchResult) -> "Figure":
     """Return the breakdowns of the best layouts, side by side."""
     best = result.plans[:MOST_BARS]
-    return _breakdown(best, [_plan_file(place + 1).stem for place in range(len(best))])
+    return _breakdown(best, [_plan_file(index + 1).stem for index in range(len(best))])
 
 
 def _breakdown(steps: Sequence[StepResult], names: Sequence[str] = ()) -> "Figure":

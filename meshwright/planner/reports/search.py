@@ -50,11 +50,11 @@ def search_report(
         budget: Adds days and cost of a number of tokens to each plan.
         largest: The largest value of a quantity that fits, if it was asked for.
     """
-    place = f"{counted(result.num_gpus, 'GPU')} of {result.cluster.name}"
+    devices = f"{counted(result.num_gpus, 'GPU')} of {result.cluster.name}"
     verdict = () if result.verdict is None else (*result.verdict.lines, "")
     parts: list[RenderableType] = [
         *map(Text, verdict),
-        Text(headline(result.job, place, result.stack.name), style="bold"),
+        Text(headline(result.job, devices, result.stack.name), style="bold"),
         facts_table([("job", job_text(result.job)), *changed_lines(result.cluster, result.stack)]),
         Text(),
     ]
@@ -147,9 +147,9 @@ def _shared(rows: Sequence[Row]) -> list[str]:
 def _fastest_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
     """Say which plan the fastest is folded into, if it is."""
     best = result.plans[0]
-    for place in result.listed:
-        if best.plan in result.like[place]:
-            listed = result.plans[place]
+    for index in result.listed:
+        if best.plan in result.like[index]:
+            listed = result.plans[index]
             faster = listed.step_ps / best.step_ps - 1
             rows = [_row(result, each.plan) for each in (best, listed)]
             differing = " ".join(
@@ -157,7 +157,7 @@ def _fastest_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
                 for each in _shown_fields(rows)
                 if getattr(best.plan, each.name) != getattr(listed.plan, each.name)
             )
-            yield "fastest", f"plan 1: plan {place + 1} with {differing}, {faster:.2%} faster"
+            yield "fastest", f"plan 1: plan {index + 1} with {differing}, {faster:.2%} faster"
 
 
 def _reasons(fields: Sequence[Held]) -> Iterator[tuple[str, str]]:
@@ -186,15 +186,15 @@ def _plans_table(result: SearchResult, budget: Budget | None) -> ColumnTable:
     rows = [_row(result, each.plan) for each in steps]
     sample = result.job.model.sample
     columns = [
-        _column("", [str(place + 1) for place in range(len(steps))], is_first=True),
+        _column("", [str(index + 1) for index in range(len(steps))], is_first=True),
         *_layout_columns(rows),
         *_server_columns(result, [step.plan for step in steps]),
         *step_columns(steps, f"{SHORT_SAMPLES.get(sample, sample)}/s/GPU"),
         *([] if budget is None else _money_columns(budget, steps)),
     ]
     likes = [
-        _like_text(len(like)) if place in result.listed else "the fastest"
-        for place, like in enumerate(result.like)
+        _like_text(len(like)) if index in result.listed else "the fastest"
+        for index, like in enumerate(result.like)
     ]
     if any(likes):
         columns.append(Column(head=" ", cells=likes, is_word=True))

@@ -66,9 +66,9 @@ def step_report(
         changes: Of a plan that does not fit: what makes it fit.
         largest: The largest value of a quantity that fits, if it was asked for.
     """
-    place = f"{counted(result.plan.world_size, 'GPU')} of {result.cluster.name}"
+    devices = f"{counted(result.plan.world_size, 'GPU')} of {result.cluster.name}"
     parts: list[RenderableType] = [
-        Text(headline(result.job, place, result.stack.name), style="bold"),
+        Text(headline(result.job, devices, result.stack.name), style="bold"),
         facts_table([*_plan_facts(result), ("", ""), *_speed_facts(result, budget)]),
         Text(),
         SideBySide(_breakdown_table(result), _memory_table(result)),

@@ -159,9 +159,9 @@ def _read(call: Call) -> Status:
         for each, word in zip(names, [*words, *[Text()] * len(names)], strict=False):
             shell.assign(each, word, call.place)
     else:
-        what = "is read from outside the file" if name == "read" else f"is set by {name}"
+        reason = "is read from outside the file" if name == "read" else f"is set by {name}"
         for each in names:
-            cause = f"${each} at {where} {what}"
+            cause = f"${each} at {where} {reason}"
             unknown = Unknown(f"${each}", cause, each, is_open=name != "read")
             shell.assign(each, shell.mark(call.place, unknown), call.place)
     if name != "read" or call.text is not None:
@@ -180,12 +180,12 @@ def _words_read(call: Call, most: int, *, is_whole: bool) -> list[Text] | None:
     at, stop = 0, len(characters)
     if is_white:
         at, stop = stop - len(characters.lstrip()), len(characters.rstrip())
-    found: list[Text] = []
+    words: list[Text] = []
     for each in re.finditer(f"[{WHITE}]+" if is_white else re.escape(between) or "$.", characters):
-        if at <= each.start() < stop and len(found) + 1 != most:
-            found.append(call.text.part(at, each.start()))
+        if at <= each.start() < stop and len(words) + 1 != most:
+            words.append(call.text.part(at, each.start()))
             at = each.end()
-    return [*found, call.text.part(at, stop)]
+    return [*words, call.text.part(at, stop)]
 
 
 def _getopts(call: Call) -> Status:
@@ -293,8 +293,8 @@ def assign(shell: Interpreter, node: "Node", stop: int | None = None) -> str:
     parts = fragments(shell, whole, operator.end_byte, stop or node.end_byte, "word")
     text = field_of(parts).text
     if operator.type == "+=":
-        old = before.texts[:1] if before is not None else (shell.unset(name, place),)
-        text = shell.join([*old, text], place)
+        values = before.texts[:1] if before is not None else (shell.unset(name, place),)
+        text = shell.join([*values, text], place)
     shell.assign(name, text, place)
     return name
 
@@ -316,16 +316,16 @@ def _assign_element(shell: Interpreter, node: "Node", operator: "Node") -> str:
 
 def _elements(shell: Interpreter, node: "Node") -> list[Text]:
     """Return the elements of ``(a "b c" $D)``."""
-    found: list[Text] = []
+    elements: list[Text] = []
     for group in word_groups(
         shell, [each for each in node.named_children if each.type != "comment"]
     ):
         start, stop = group[0].start_byte, group[-1].end_byte
         if ELEMENT.fullmatch(shell.frame.source.characters[start:stop]):
             raise shell.refusal(shell.place(group[0]), "an array with keys is not read")
-        found += [each.text for each in fields(shell, node, group)]
-    shell.spend(shell.place(node), steps=1 + len(found) // 10)
-    return found
+        elements += [each.text for each in fields(shell, node, group)]
+    shell.spend(shell.place(node), steps=1 + len(elements) // 10)
+    return elements
 
 
 def run_declaration(shell: Interpreter, node: "Node") -> Status:

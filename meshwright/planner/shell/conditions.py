@@ -121,8 +121,8 @@ class Condition:
                 return True  # the word vanishes, and `[ -n ]` is true
             status = self.filled(word.text)
             return status if sign == "-n" else negated(status)
-        why = "asks for what is not in the file"
-        return self.shell.unread(self.place, f"the test `{sign} {characters}`", why).characters
+        reason = "asks for what is not in the file"
+        return self.shell.unread(self.place, f"the test `{sign} {characters}`", reason).characters
 
     def compared(self, left: Text, sign: Field, right: Field) -> Status:
         """Return the value of a comparison."""
@@ -178,8 +178,8 @@ def tested(shell: Interpreter, node: "Node") -> Status:
     words: list[Field] = []
     for group in _groups(shell, inner, is_double=is_double):
         start, stop = group[0].start_byte, group[-1].end_byte
-        found = fragments(shell, node, start, stop, "word")
-        words += [field_of(found)] if is_double else divided(shell, found)
+        parts = fragments(shell, node, start, stop, "word")
+        words += [field_of(parts)] if is_double else divided(shell, parts)
     return Condition(shell, words, shell.place(node), is_double).result()
 
 

@@ -223,13 +223,13 @@ class Interpreter:
         is_unset = name not in SET_EVERYWHERE and not (
             name.startswith("SLURM_") and "SLURM_JOB_ID" in self.state.variables
         )
-        what = "is not set in the file" if is_unset else "is known only where the script runs"
+        reason = "is not set in the file" if is_unset else "is known only where the script runs"
         if is_unset and self.state.missing and not name.isdigit():
-            is_unset, what = False, f"may be set in {self.state.missing}, which is not there"
+            is_unset, reason = False, f"may be set in {self.state.missing}, which is not there"
         where = self.unknowns.where(place)
         # Of `$?` and the like it is the variable that it is assigned to that can be given.
         told_by = name if name.isalnum() or name.isidentifier() else ""
-        unknown = Unknown(f"${name}", f"${name} at {where} {what}", told_by, is_unset)
+        unknown = Unknown(f"${name}", f"${name} at {where} {reason}", told_by, is_unset)
         return self.mark(place, unknown)
 
     def assign(self, name: str, text: Text, place: int) -> None:
@@ -242,17 +242,19 @@ class Interpreter:
 
     def _named(self, name: str, text: Text, place: int) -> Text:
         """Return a text to be assigned: what is unknown of it can be told by the variable."""
-        found = self.unknowns.first(text.characters)
-        if found is None:
+        unknown_part = self.unknowns.first(text.characters)
+        if unknown_part is None:
             return text
-        told = self.told(name) if not found.is_unset or found.name != name else None
-        if told is not None:
-            return told
-        if found.name:
+        user_value = (
+            self.told(name) if not unknown_part.is_unset or unknown_part.name != name else None
+        )
+        if user_value is not None:
+            return user_value
+        if unknown_part.name:
             return text
         where = self.unknowns.where(place)
-        unknown = Unknown(f"${name}", f"${name} at {where}: {found.cause}", name)
-        mark = re.escape(self.unknowns.mark(found))
+        unknown = Unknown(f"${name}", f"${name} at {where}: {unknown_part.cause}", name)
+        mark = re.escape(self.unknowns.mark(unknown_part))
         return Text(re.sub(mark, self.unknowns.mark(unknown), text.characters), text.places)
 
 
@@ -268,11 +270,11 @@ def merged(
     names = dict.fromkeys(name for state in states for name in state.variables)
     for name in names:
         each = [state.variables.get(name) for state in states]
-        known = next(one for one in each if one is not None)
-        if all(one is known for one in each):
+        first_value = next(one for one in each if one is not None)
+        if all(one is first_value for one in each):
             continue
-        if all(known.same(one) for one in each):
-            result.variables[name] = known
+        if all(first_value.same(one) for one in each):
+            result.variables[name] = first_value
             continue
         text = told(name)
         variable = _uncertain(name, each, cause, unknowns) if text is None else Variable((text,))
@@ -300,8 +302,8 @@ def _uncertain(
         for one in texts
     )
     root = cause.cause.rpartition(DEPENDS)[2]
-    why = root if name == cause.name else f"${name}{DEPENDS}{root}"
-    unknown = Unknown(f"${name}", why, cause.name or name, is_open=is_open)
+    reason = root if name == cause.name else f"${name}{DEPENDS}{root}"
+    unknown = Unknown(f"${name}", reason, cause.name or name, is_open=is_open)
     last = max((text.place for one in texts for text in one), default=0)
     element = written(unknowns.mark(unknown), last)
     if not any(one is not None and one.is_array for one in each):

@@ -107,19 +107,19 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
     # Headers of sbatch stand as the first command.
     is_batch = bool(commands) and commands[0].words[0].text == "sbatch"
     headers = commands[0].words[1:] if is_batch else ()
-    found = [(each, _launch(each, headers)) for each in commands[1 if is_batch else 0 :]]
-    launches = [(command, launch) for command, launch in found if launch is not None]
+    candidates = [(each, _launch(each, headers)) for each in commands[1 if is_batch else 0 :]]
+    launches = [(command, launch) for command, launch in candidates if launch is not None]
     chosen = _best([launch for _, launch in launches], program)
     if not chosen:
         raise _refusal(_nothing(commands, [launch for _, launch in launches], program))
     for command, launch in launches:
-        word, why = command.words[0], command.unknown
-        if why and any(launch is each for each in chosen):
-            raise _refusal(f"{where(word)}: whether {word.text} runs is not known: {why}")
+        word, reason = command.words[0], command.unknown
+        if reason and any(launch is each for each in chosen):
+            raise _refusal(f"{where(word)}: whether {word.text} runs is not known: {reason}")
     for launch in chosen:
         if _is_unknown(launch.program):
-            place, why = where(launch.program), launch.program.unknown
-            raise _refusal(f"{place}: what {launch.launcher} starts is not known: {why}")
+            place, reason = where(launch.program), launch.program.unknown
+            raise _refusal(f"{place}: what {launch.launcher} starts is not known: {reason}")
     words = {(each.program.text, *(word.text for word in each.arguments)): each for each in chosen}
     if len(words) > 1:
         raise _refusal(
@@ -181,8 +181,8 @@ def _nothing(commands: Sequence[Command], found: Sequence[Launch], program: str 
     if found:
         return f"{start}: {_listed(found)} trains nothing"
     texts = list(dict.fromkeys(shown(each.text) for each in first_words))[:MOST_SHOWN]
-    known = "torchrun, deepspeed, accelerate launch, srun, python"
-    return f"{start} ({known}): it runs {', '.join(texts) or 'none'}"
+    launchers = "torchrun, deepspeed, accelerate launch, srun, python"
+    return f"{start} ({launchers}): it runs {', '.join(texts) or 'none'}"
 
 
 def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
@@ -191,12 +191,12 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
     if start is None or not start.words:
         return None
     program, *arguments = start.words
-    own = [name for name in start.launchers if name != "sbatch"]
+    launcher_names = [name for name in start.launchers if name != "sbatch"]
     name = program.text.rpartition("/")[2]
     trains = name == "composer" or any(e.text in {"train", "fine-tune"} for e in arguments[:1])
     if not start.is_python and not (trains and name in PROGRAMS):
         return None
-    launcher = name if name in PROGRAMS else own[-1] if own else "python"
+    launcher = name if name in PROGRAMS else launcher_names[-1] if launcher_names else "python"
     count = _counted(launcher, start.launchers)
     return Launch(
         launcher=launcher,
@@ -271,18 +271,18 @@ def _of_python(words: tuple[Word, ...], launchers: dict[str, tuple[Word, ...]]) 
 
 def _counted(launcher: str, launchers: Mapping[str, tuple[Word, ...]]) -> Count:
     """Return the numbers of nodes and ranks that the launcher's options say."""
-    own = _values(launcher, launchers)
+    options = _values(launcher, launchers)
     if launcher == "torchrun":
-        nodes, ranks = own.get("nnodes"), own.get("nproc-per-node")
+        nodes, ranks = options.get("nnodes"), options.get("nproc-per-node")
         return Count(
-            1 if "standalone" in own or "nnodes" not in own else _whole(nodes),
-            1 if "nproc-per-node" not in own else _whole(ranks),
+            1 if "standalone" in options or "nnodes" not in options else _whole(nodes),
+            1 if "nproc-per-node" not in options else _whole(ranks),
             (nodes, ranks),
         )
     if launcher == "deepspeed":
-        return _counted_deepspeed(own)
+        return _counted_deepspeed(options)
     if launcher == "accelerate":
-        machines, processes = own.get("num-machines"), own.get("num-processes")
+        machines, processes = options.get("num-machines"), options.get("num-processes")
         count = _whole(machines)
         return Count(count, _quotient(_whole(processes), count), (machines, processes))
     return _counted_mpi(launchers[launcher]) if launcher in MPI else _counted_slurm(launchers)
@@ -313,17 +313,21 @@ def _values(name: str, launchers: Mapping[str, tuple[Word, ...]]) -> Values:
 
 
 def _whole(word: Word | None) -> int | None:
-    found = WHOLE.fullmatch(word.text) if word is not None and not word.unknown else None
-    return int(found[1]) if found else None
+    match = WHOLE.fullmatch(word.text) if word is not None and not word.unknown else None
+    return int(match[1]) if match else None
 
 
 def _quotient(total: int | None, count: int | None) -> int | None:
     return total // count if total and count and total % count == 0 else None
 
 
-def _counted_deepspeed(own: Values) -> Count:
-    nodes, ranks, include = own.get("num-nodes"), own.get("num-gpus"), own.get("include")
-    if "exclude" in own:
+def _counted_deepspeed(options: Values) -> Count:
+    nodes, ranks, include = (
+        options.get("num-nodes"),
+        options.get("num-gpus"),
+        options.get("include"),
+    )
+    if "exclude" in options:
         return Count()
     if include is not None and not include.unknown:
         hosts = [each.partition(":")[2].split(",") for each in include.text.split("@")]
@@ -337,8 +341,8 @@ def _counted_slurm(launchers: Mapping[str, tuple[Word, ...]]) -> Count:
     srun, header = _values("srun", launchers), dict(_values("sbatch", launchers))
     if "ntasks" in srun:
         header.pop("ntasks-per-node", None)  # then the most that a node may have
-    own = {**header, **srun}
-    asked = tuple(own.get(each) for each in ("nodes", "ntasks-per-node", "ntasks"))
+    options = {**header, **srun}
+    asked = tuple(options.get(each) for each in ("nodes", "ntasks-per-node", "ntasks"))
     count, ranks, total = map(last_number, asked)
     ranks = ranks or _quotient(total, count)
     return Count(count or _quotient(total, ranks), ranks, asked)

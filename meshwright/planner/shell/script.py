@@ -97,10 +97,10 @@ def _headers(text: str) -> tuple[Word, ...]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip() and not line.startswith("#"):
             break
-        found = HEADER.match(line)
-        if found:
+        match = HEADER.match(line)
+        if match:
             # sbatch parses its lines itself, without a shell.
-            plain = found[1].partition(" #")[0].replace('"', "").replace("'", "")
+            plain = match[1].partition(" #")[0].replace('"', "").replace("'", "")
             words += [Word(each, number) for each in plain.split()]
     return tuple(words)
 

@@ -51,13 +51,13 @@ def run_all(shell: Interpreter, nodes: Block) -> Status:
 
 def _run_in_subshell(shell: Interpreter, nodes: Block) -> Status:
     """Run statements whose changes to variables are lost."""
-    outer, shell.state = shell.state, shell.state.copy()
+    saved_state, shell.state = shell.state, shell.state.copy()
     try:
         return run_all(shell, nodes)
     except Flow:
         return True
     finally:
-        shell.state = outer
+        shell.state = saved_state
 
 
 def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], object]]) -> None:
@@ -65,7 +65,7 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
 
     A branch that ends the script, or leaves a loop or function, is not gone on with.
     """
-    before, outer = shell.state, shell.commands
+    before, saved_commands = shell.state, shell.commands
     ends: list[State] = []
     ran: list[list[Command]] = []
     flow = Flow("exit")
@@ -80,14 +80,16 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
         else:
             ends.append(shell.state)
         ran.append(shell.commands)
-    shell.state, shell.commands = before, outer
+    shell.state, shell.commands = before, saved_commands
     # A command that all branches run, runs in any case.
     words = [[_words(each) for each in some] for some in ran]
     if all(each == words[0] for each in words):
-        outer += ran[0]
+        saved_commands += ran[0]
     else:
-        why = cause.message
-        outer += [replace(each, unknown=each.unknown or why) for some in ran for each in some]
+        reason = cause.message
+        saved_commands += [
+            replace(each, unknown=each.unknown or reason) for some in ran for each in some
+        ]
     if not ends:
         raise flow
     shell.spend(0, steps=len(before.variables) // 10)
@@ -96,15 +98,15 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
 
 def _words(command: Command) -> tuple[list[str], dict[str, str]]:
     """Return the words and variables by which commands of two branches are the same."""
-    seen = {name: word.text for name, word in command.environment.items()}
-    return [each.text for each in command.words], seen
+    environment = {name: word.text for name, word in command.environment.items()}
+    return [each.text for each in command.words], environment
 
 
 def _rejoin(shell: Interpreter, kind: str) -> None:
     """Merge the states of branches that left early, of which it is not known whether they ran."""
-    left = shell.frame.left
-    for each in [each for each in left if each[0] == kind]:
-        left.remove(each)
+    early_ends = shell.frame.left
+    for each in [each for each in early_ends if each[0] == kind]:
+        early_ends.remove(each)
         shell.merge([shell.state, each[1]], each[2])
 
 
@@ -157,13 +159,13 @@ def _choose(shell: Interpreter, parts: Block) -> Status:
         return run_all(shell, parts[1:end])
     then = kinds.index("then")
     status = run_all(shell, parts[1:then])
-    body, others = (
+    body, rest = (
         partial(run_all, shell, parts[then + 1 : end]),
         partial(_choose, shell, parts[end:]),
     )
     if isinstance(status, bool):
-        return body() if status else others()
-    fork(shell, shell.unknowns.meaning(status), [body, others])
+        return body() if status else rest()
+    fork(shell, shell.unknowns.meaning(status), [body, rest])
     return status
 
 

@@ -116,8 +116,8 @@ class Unknowns:
 
     def first(self, characters: str) -> Unknown | None:
         """Return the first unknown part of a text, None where all is known."""
-        found = MARKS.search(characters)
-        return self.meaning(found[0]) if found else None
+        match = MARKS.search(characters)
+        return self.meaning(match[0]) if match else None
 
     def without_unset(self, characters: str) -> str:
         """Return a text in which unset variables are empty, as the script would find them."""
@@ -202,11 +202,11 @@ def split(fragments: Sequence[Fragment]) -> list[Field]:
         if each.kind is not Kind.SPLIT:
             fields[-1].append(each)
             continue
-        for found in PARTS.finditer(each.text.characters):
-            if found[1]:
+        for match in PARTS.finditer(each.text.characters):
+            if match[1]:
                 fields.append([])
             else:
-                fields[-1].append(Fragment(each.text.part(*found.span()), Kind.SPLIT))
+                fields[-1].append(Fragment(each.text.part(*match.span()), Kind.SPLIT))
     return [field_of([Fragment(p.text, p.kind) for p in each]) for each in fields if each]
 
 

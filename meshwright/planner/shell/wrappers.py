@@ -77,7 +77,7 @@ def split_options(words: Sequence[Word], program: str) -> Options:
     Raises:
         PlanError: If an option is unknown or lacks its value.
     """
-    known = load_options(LAUNCHERS[program])
+    options = load_options(LAUNCHERS[program])
     values: dict[str, Word | None] = {}
     at = 0
     while at < len(words) and words[at].text.startswith("-") and words[at].text != "-":
@@ -85,7 +85,7 @@ def split_options(words: Sequence[Word], program: str) -> Options:
         at += 1
         if word.text == "--":
             break
-        option, attached = _option(word, known, program)
+        option, attached = _option(word, options, program)
         value = None if attached is None else word._replace(text=attached)
         if attached is None and option.takes not in {Takes.NOTHING, Takes.OPTIONAL}:
             if at >= len(words):

@@ -118,9 +118,9 @@ def _check_values(request: Request, cells: Sequence[Cell]) -> None:
     reasons = {each.task if isinstance(each.task, str) else "" for each in cells}
     if len(reasons) == 1 and len(cells) > 1 and "" not in reasons:
         raise PlanError(reasons.pop())  # whatever is varied
-    for place, variation in enumerate(request.varied):
+    for index, variation in enumerate(request.varied):
         for value in variation.values:
-            tasks = [each.task for each in cells if each.values[place] == value]
+            tasks = [each.task for each in cells if each.values[index] == value]
             # What is set of all, and one stack lacks, is no mistake in the stack's name.
             is_lacking = variation.key == STACK and str(tasks[0]).startswith(SET)
             if not is_lacking and all(isinstance(each, str) for each in tasks):

@@ -141,7 +141,7 @@ def plot_heatmap(result: SweepResult) -> Figure:
             # More labels than this would run into each other.
             step = -(-len(axis.values) // MOST_TICKS)
             places = range(0, len(axis.values), step)
-            set_ticks(places, [axis.values[place].text for place in places])
+            set_ticks(places, [axis.values[index].text for index in places])
     return figure
 
 
@@ -217,14 +217,14 @@ def _lines(result: SweepResult, axis: Variation, panel: Measure) -> dict[str, li
 
     Of several cells at a point the one with the most throughput counts.
     """
-    place = result.varied.index(axis)
+    column = result.varied.index(axis)
     next_one = _next_one(result, axis)
     numbers = _numbers(axis)
     best: dict[tuple[str, int], Row] = {}
     for cell, row in zip(result.cells, result.rows, strict=True):
         if _rate(row):
             line = cell.values[result.varied.index(next_one)].text if next_one else ""
-            key = line, axis.values.index(cell.values[place])
+            key = line, axis.values.index(cell.values[column])
             if key not in best or row[RATE] > best[key][RATE]:
                 best[key] = row
     lines: dict[str, list[Point]] = {}
@@ -238,7 +238,7 @@ def _some(lines: Mapping[str, list[Point]]) -> Iterator[tuple[str, list[Point]]]
     """Yield all lines, or as many as can be told apart, evenly chosen."""
     names = list(lines)
     count = min(MOST_LINES, len(names))
-    chosen = {names[place * (len(names) - 1) // max(count - 1, 1)] for place in range(count)}
+    chosen = {names[index * (len(names) - 1) // max(count - 1, 1)] for index in range(count)}
     for name in names:
         if name in chosen:
             yield name, lines[name]

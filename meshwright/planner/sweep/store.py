@@ -121,17 +121,17 @@ def _sum(document: Mapping[str, object]) -> str:
 
 def _check_same(folder: Path, wanted: Document) -> None:
     """Raise PlanError when the folder holds another sweep, with what differs first."""
-    place = shown_path(folder)
+    folder_text = shown_path(folder)
     saved = SWEEP_FILE.read_json(folder / MANIFEST)
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise PlanError(f"--out {place}: {MANIFEST} is of no sweep; allowed: another folder")
+        raise PlanError(f"--out {folder_text}: {MANIFEST} is of no sweep; allowed: another folder")
     asked: dict[str, Any] = json.loads(json.dumps(wanted))
     for key, value in asked.items():
         if saved.get(key) != value:
             difference = _difference(key, saved.get(key), value)
             raise PlanError(
-                f"--out {place} holds another sweep: {difference}; allowed: another folder, or "
-                "--force, which begins anew"
+                f"--out {folder_text} holds another sweep: {difference}; allowed: another "
+                "folder, or --force, which begins anew"
             )
 
 
@@ -141,7 +141,7 @@ def _difference(key: str, saved: Json, asked: list[dict[str, object]]) -> str:
         return f"{key} {_short(saved)}, not {_short(asked)}"
     others = saved if isinstance(saved, list) else []
     number = next(
-        (place for place, each in enumerate(asked) if [each] != others[place : place + 1]), 0
+        (index for index, each in enumerate(asked) if [each] != others[index : index + 1]), 0
     )
     return f"cell {number + 1} has other options, or files that say something else"
 
