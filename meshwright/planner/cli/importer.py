@@ -106,19 +106,15 @@ def _imported(
     from meshwright.simulator.layout import check_offered, check_sharding
 
     model = None if options.model is None else load_model(options.model)
-    option_values = {
-        name: getattr(options, option) for name, option in OPTIONS.items() if name != "stack"
-    }
-    given_values = {
-        name: value for name, value in {**option_values, **given}.items() if value is not None
-    }
+    values = {name: getattr(options, key) for name, key in OPTIONS.items() if name != "stack"}
+    values = {name: value for name, value in {**values, **given}.items() if value is not None}
     name = "standard input"
     try:
         if options.file != STANDARD_INPUT:
             name = shown_path(Path(options.file or ""))
         imported = import_source(
             _source(options, framework).without(options.without or ()),
-            given_values,
+            values,
             model if isinstance(model, ModelSpec) else None,
             options.stack,
         )
