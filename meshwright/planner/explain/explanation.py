@@ -124,7 +124,7 @@ def explain(
     built: BuiltStep | None = None
     if stack.strategy is Strategy.MESH:
         built = build_step(job, plan, costs)
-        # Folded where microbatches repeat; times are the same to the picosecond.
+        # Folded: one representative is run for the equal ranks of each pipeline rank.
         times = simulate_folded(built.work)
         step = account(built, times, costs, memory_limit_bytes)
         path = critical_path(built, times)

@@ -139,7 +139,6 @@ def _write_recompute(roles: Roles, facts: Facts) -> Keys:
 
 def _read_recompute(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     recompute_keys = {role: keys[key] for role, key in roles.items() if keys.get(key) is not None}
-    # Megatron-LM takes several words, Bridge a list.
     parts = _modules(words, roles[MODULES], keys, RecomputeModule)
     # Core attention alone is what selective recomputes without a list.
     named = () if parts == (RecomputeModule.CORE_ATTN,) else parts

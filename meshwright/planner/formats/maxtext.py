@@ -214,7 +214,7 @@ def _read_pipeline(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
 
 def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     kernel = words.word(keys, roles["kernel"], "autoselected")
-    # Its choice depends on sequence and hardware.
+    # `autoselected` goes by the length of sequences and the hardware.
     is_short = words.whole(keys, roles["length"], 2048) < SHORTEST_FLASH_TOKENS
     is_cpu = words.word(keys, roles["hardware"], "tpu") == "cpu"
     kernels = {

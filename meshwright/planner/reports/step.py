@@ -161,7 +161,7 @@ def yes_no(value: bool) -> str:  # noqa: FBT001  (one value, nothing to mix it u
 
 
 def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
-    # Defaults of the stack are not told again.
+    # Defaults of the stack are not shown.
     plan = without_defaults(result.job, result.stack, result.plan)
     microbatches = counted(result.num_microbatches, "microbatch")
     batches = f"{microbatches}, microbatch_size={plan.microbatch_size}"

@@ -105,7 +105,7 @@ def cells_of(request: Request) -> tuple[Cell, ...]:
     """
     _check(request)
     combinations = list(product(*(each.values for each in request.varied)))
-    # Refused before any cell is resolved, which takes most of the time.
+    # Refused before any cell is resolved.
     if len(combinations) > MOST_CELLS:
         raise PlanError(f"{len(combinations):,} cells are too many; allowed: {MOST_CELLS:,}")
     cells = tuple(_cell(request, number, each) for number, each in enumerate(combinations, 1))
