@@ -148,15 +148,17 @@ def main(arguments: "Sequence[str] | None" = None) -> int:
     """
     from meshwright import ending
 
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    # Streams and signals belong to the process's own command: a caller of main(words) keeps his.
     if arguments is None and not ending.begin():
-        return ending.complain("standard output is closed", USER_MISTAKE)
-    if arguments is None and words[:1] != ["--version"]:
+        return ending.print_error("standard output is closed", USER_MISTAKE)
+    if arguments is None and argv[:1] != ["--version"]:
         ending.catch_signals()
-        if words[:1] not in (["validate"], ["count"], ["calibrate"]):
+        # These run PyTorch programs: BLAS threads and pydantic's plug-ins are theirs to choose.
+        if argv[:1] not in (["validate"], ["count"], ["calibrate"]):
             _hasten_start()
     try:
-        status = _run(words)
+        status = _run(argv)
         ending.write_output()
         if arguments is None:
             gc.freeze()  # what is left ends with the process: no need to look for garbage in it
@@ -165,12 +167,12 @@ def main(arguments: "Sequence[str] | None" = None) -> int:
     except OSError as error:
         return ending.refused(error)
     except Exception as error:
-        return ending.fault(error, words)
+        return ending.fault(error, argv)
     return status
 
 
 def _hasten_start() -> None:
-    """Leave out of this process, which runs no other, what takes time for nothing."""
+    """Skip start-up work that a process of one command does not need."""
     # Imports make many objects and hardly any garbage, and so does a search.
     gc.set_threshold(1_000_000, 20, 20)
     # Threads for products of matrices, which are none of ours; plug-ins of any package there is.
@@ -178,27 +180,28 @@ def _hasten_start() -> None:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
-def _run(words: list[str]) -> int:
-    from meshwright.ending import complain, write_output
+def _run(argv: list[str]) -> int:
+    from meshwright.ending import print_error, write_output
 
-    if words[:1] == ["--version"]:
+    # Before any import of the command line: the version is asked for by scripts, often.
+    if argv[:1] == ["--version"]:
         write_output(f"meshwright {__version__}\n")
         return 0
     from meshwright.command_line import run_command_line
 
     try:
-        return run_command_line(COMMANDS, _command, words)
+        return run_command_line(COMMANDS, _command, argv)
     except ValueError as error:
         messages = _mistakes(error)
         if not messages:
             raise
         for message in messages:
-            complain(message, USER_MISTAKE)
+            print_error(message, USER_MISTAKE)
         return USER_MISTAKE
 
 
 def _mistakes(error: ValueError) -> "Sequence[str]":
-    """Return what is said of a user's mistakes, nothing of what is none."""
+    """Return the messages of a user's mistakes; none for a fault of ours."""
     from meshwright.command_line import UsageError
 
     if isinstance(error, UsageError):
@@ -239,7 +242,7 @@ def _planning(name: str) -> "tuple[Callable[..., int], tuple[type | OptionGroup,
     money, output = options.MoneyOptions, options.OutputOptions
     replication, files = options.REPLICATION, options.FileOptions
     ranking, shared = options.RankingOptions, options.SHARED_JOB
-    known: dict[str, tuple[str, tuple[type | OptionGroup, ...]]] = {
+    commands: dict[str, tuple[str, tuple[type | OptionGroup, ...]]] = {
         "search": ("cli.commands", (job, layout, limits, ranking, money, output)),
         "simulate": ("cli.commands", (job, layout, replication, files, money, output)),
         "explain": (
@@ -256,5 +259,5 @@ def _planning(name: str) -> "tuple[Callable[..., int], tuple[type | OptionGroup,
         "stacks": ("cli.commands", (options.ProfileOptions,)),
         "schedules": ("cli.commands", (options.NameOptions,)),
     }
-    module, groups = known[name]
+    module, groups = commands[name]
     return getattr(import_module(f"meshwright.planner.{module}"), f"run_{name}"), groups

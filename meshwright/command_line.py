@@ -21,7 +21,7 @@ INTERRUPTED = 130  # exit status after Ctrl-C: 128 and the number of the signal
 
 
 class UsageError(ValueError):
-    """Words that are not what a command takes; one line."""
+    """Error of the words of a command, in one line."""
 
 
 def run_command_line(
@@ -39,7 +39,8 @@ def run_command_line(
         PlanError: If a value is not what its option takes.
         KeyboardInterrupt: If the user stops the command.
     """
-    known: dict[str, Command | None] = dict.fromkeys(texts)
+    commands: dict[str, Command | None] = dict.fromkeys(texts)
+    # While a shell completes words typer answers, and nothing is run.
     is_completed = bool(os.environ.get(COMPLETION))
     if words and words[0] in texts:
         return _run_one(texts, words[0], command(words[0]), words, is_completed=is_completed)
@@ -47,9 +48,10 @@ def run_command_line(
         from meshwright.hwprofiles import shown, suggestion
 
         raise UsageError(f"unknown command {shown(words[0])}; {suggestion(words[0], texts)}")
+    # Completion needs the options of all commands, help their names alone.
     if is_completed or words[:1] == ["--"]:
-        known = {name: command(name) for name in texts}
-    return _run_app(texts, known, words)
+        commands = {name: command(name) for name in texts}
+    return _run_app(texts, commands, words)
 
 
 def _run_one(
@@ -111,9 +113,11 @@ def _run_app(
             args=list(words) or ["--help"], prog_name="meshwright", standalone_mode=False
         )
     except usage_error as error:
+        # typer begins its messages with a capital, ours follow `error: `.
         text = error.format_message()
         raise UsageError(text[:1].lower() + text[1:]) from None
     except typer.Abort:
+        # typer turns Ctrl-C into Abort, or into a status where it is not standalone.
         raise KeyboardInterrupt from None
     if status == INTERRUPTED:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""How a process of the command begins and ends: its streams, its signals, its last line.
+"""Start and end of a command's process: its streams, its signals and its exit status.
 
 Status 0 is success, 1 that a plan disagrees or nothing fits, 2 a user's mistake, 70 a fault of
 ours (EX_SOFTWARE of sysexits.h), and 128 plus its number a signal. Imports are local: most
@@ -21,7 +21,7 @@ SIGNALS = ("SIGTERM", "SIGHUP")
 _received: list[int] = []
 
 
-class Ended(KeyboardInterrupt):
+class TerminationSignal(KeyboardInterrupt):
     """A signal that ends the command as Ctrl-C does.
 
     Of a plain KeyboardInterrupt that passes through code run from a text, as that of dataclasses
@@ -31,7 +31,7 @@ class Ended(KeyboardInterrupt):
 
 
 def begin() -> bool:
-    """Make the streams of this process what the rest takes for granted.
+    """Replace the standard streams that this process lacks.
 
     A closed stream would be the number of the first file that is opened, and receive what is
     printed; so something else takes its place.
@@ -40,6 +40,7 @@ def begin() -> bool:
         Whether there is a standard output.
     """
     has_output = sys.stdout is not None
+    # In order, so that each file opened below takes the descriptor that is missing.
     for number in range(3):
         try:
             os.fstat(number)
@@ -47,6 +48,7 @@ def begin() -> bool:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
     if not has_output:
         _drop_output()
+    # Without a descriptor Python starts with no stream at all.
     if sys.stderr is None:
         sys.stderr = _nowhere()
     return has_output
@@ -69,16 +71,16 @@ def _end_once(number: int, _frame: "FrameType | None") -> None:
     for each in SIGNALS:
         signal.signal(signal.Signals[each], signal.SIG_IGN)
     _received.append(number)
-    raise Ended
+    raise TerminationSignal
 
 
 def interrupted() -> int:
-    """Say what stopped the command and return its status."""
+    """Print what stopped the command; return its exit status."""
     import signal
 
     number = _received.pop() if _received else signal.SIGINT
     word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-    return complain(word, 128 + number)
+    return print_error(word, 128 + number)
 
 
 def write_output(text: str = "") -> None:
@@ -91,19 +93,20 @@ def write_output(text: str = "") -> None:
 
 
 def refused(error: OSError) -> int:
-    """Say what the system refused and return the status, 141 where a reader of ours has gone."""
+    """Print what the system refused; return the exit status, 141 after a closed pipe."""
     if isinstance(error, BrokenPipeError) or error.filename == OUTPUT:
         _drop_output()
     if isinstance(error, BrokenPipeError):
         import signal
 
+        # As a shell reports a process that SIGPIPE ended; nobody is left to read a message.
         return 128 + signal.SIGPIPE
-    where = f": {error.filename}" if error.filename else ""
-    return complain(f"{error.strerror or error}{where}", USER_MISTAKE)
+    filename = f": {error.filename}" if error.filename else ""
+    return print_error(f"{error.strerror or error}{filename}", USER_MISTAKE)
 
 
 def _drop_output() -> None:
-    """Leave nothing for the flush at the end of the process to fail on."""
+    """Discard standard output, whose flush at the end of the process would fail."""
     sys.stdout = _nowhere()
 
 
@@ -112,23 +115,24 @@ def _nowhere() -> "TextIO":
 
 
 def fault(error: Exception, words: "Sequence[str]") -> int:
-    """Say in one line that the fault is ours and where its traceback is kept; return 70."""
+    """Print one line on a fault of ours and where its traceback is kept; return 70."""
     import tempfile
     import traceback
     from contextlib import suppress
 
+    # As ASCII: an argument may hold bytes that no encoding can write.
     text = f"meshwright {' '.join(map(ascii, words))}\n{''.join(traceback.format_exception(error))}"
-    kept = "its traceback could not be kept"
+    traceback_note = "its traceback could not be kept"
     with suppress(OSError):
         handle, name = tempfile.mkstemp(prefix="meshwright-fault-", suffix=".txt")
         with open(handle, "w", encoding="utf-8", errors="backslashreplace") as file:  # noqa: PTH123
             file.write(text)
-        kept = f"its traceback is in {name}"
-    what = f"{type(error).__name__}: {ascii(str(error)[:200])[1:-1]}".rstrip(": ")
-    return complain(f"a fault of meshwright itself, {what}; {kept}", FAULT)
+        traceback_note = f"its traceback is in {name}"
+    cause = f"{type(error).__name__}: {ascii(str(error)[:200])[1:-1]}".rstrip(": ")
+    return print_error(f"a fault of meshwright itself, {cause}; {traceback_note}", FAULT)
 
 
-def complain(message: str, status: int) -> int:
+def print_error(message: str, status: int) -> int:
     """Print *message* as one plain line, on a terminal in lines of its width; return *status*."""
     import shutil
     from contextlib import suppress
@@ -136,11 +140,13 @@ def complain(message: str, status: int) -> int:
 
     line = " ".join(message.split())
     encoding = sys.stderr.encoding or "utf-8"
+    # Control characters of a message must not reach the terminal.
     text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
-    said = f"error: {text}"
+    printed = f"error: {text}"
     if sys.stderr.isatty():
+        # A terminal would break words at its edge.
         width = shutil.get_terminal_size().columns
-        said = fill(said, width, break_long_words=False, break_on_hyphens=False)
+        printed = fill(printed, width, break_long_words=False, break_on_hyphens=False)
     with suppress(OSError):  # nobody is left to be told
-        sys.stderr.write(f"{said}\n".encode(encoding, "backslashreplace").decode(encoding))
+        sys.stderr.write(f"{printed}\n".encode(encoding, "backslashreplace").decode(encoding))
     return status

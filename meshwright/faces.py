@@ -1,4 +1,4 @@
-"""Faces of packages: names that are public, and that no import of the package waits for."""
+"""Lazy imports of the public names of packages."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from importlib import import_module
 
 
 def late_name(package: str, modules: Sequence[str], name: str) -> object:
-    """Return a public name of *package* that no import of it waits for.
+    """Return a public name of *package*, imported when first asked for.
 
     Args:
         package: Whose face has it in ``__all__`` and calls this from its ``__getattr__``.
@@ -21,6 +21,7 @@ def late_name(package: str, modules: Sequence[str], name: str) -> object:
         for each in modules:
             module = import_module(f"{package}.{each}")
             if name in getattr(module, "__all__", vars(module)):
+                # Kept in the module, so that `__getattr__` is asked once for a name.
                 vars(face)[name] = getattr(module, name)
                 return vars(face)[name]
     raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -30,5 +30,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return what a search without a largest value needs not, imported when first asked for."""
+    """Return a name of `largest`, imported when first asked for: few searches need it."""
     return late_name(__name__, ("largest",), name)

@@ -1,4 +1,4 @@
-"""What each command of the planner does with its options."""
+"""Commands of the planner, from options to results."""
 
 from meshwright.planner.cli.buckets import with_buckets
 from meshwright.planner.cli.commands import (

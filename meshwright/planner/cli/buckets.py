@@ -1,4 +1,4 @@
-"""From an option to the size of a stack's gradient buckets."""
+"""Gradient bucket size, from an option to the stack."""
 
 from meshwright.hwprofiles import ProfileError, parse_bytes
 from meshwright.planner.cli.request import Setting
@@ -8,7 +8,7 @@ from meshwright.simulator.replication import WireBytes
 
 
 def with_buckets(setting: Setting, given: Given) -> Setting:
-    """Return *setting* with a stack whose buckets have the wanted size, if one is given.
+    """Return *setting* with a stack of the given gradient bucket size, if one is given.
 
     Raises:
         PlanError: If the size is no size, or the stack does not reduce bucket by bucket.
@@ -17,6 +17,7 @@ def with_buckets(setting: Setting, given: Given) -> Setting:
     if size is None:
         return setting
     stack = setting.stack
+    # Buckets exist to reduce gradients while backward goes on.
     if not stack.overlap_gradient_reduce:
         raise PlanError(
             f"--bucket-size is not offered by stack {stack.name}, which reduces all gradients "
@@ -26,11 +27,13 @@ def with_buckets(setting: Setting, given: Given) -> Setting:
         size_bytes = parse_bytes(str(size))
     except ProfileError as error:
         raise PlanError(f"--bucket-size: {error}") from None
+    # A stack counts a bucket in parameters, of the format in which gradients are reduced.
     width = WireBytes.of(stack, setting.job.precision).reduce_bytes
     if size_bytes < width:
         raise PlanError(f"--bucket-size {size} holds no gradient of {width} bytes")
     update = {
         "gradient_bucket_parameters": size_bytes // width,
+        # A size that is given no longer grows with the data-parallel ranks.
         "gradient_bucket_parameters_per_replica": 0,
     }
     return setting._replace(stack=stack.model_copy(update=update))

@@ -1,4 +1,4 @@
-"""What each command of the planner does with its options.
+"""Commands of the planner: search, simulate, matmul, and the lists of what is built in.
 
 Imports are local, so that a command waits for no more than it needs.
 """
@@ -36,9 +36,9 @@ SEARCH_WIDTH = 130
 MATMUL_WIDTH = 130
 NOTHING_FITS = 1
 WRITTEN = "written  "
-NO_END = 10**6  # columns where a line goes to no terminal
+UNBOUNDED_COLUMNS = 10**6  # columns where a line goes to no terminal
 # How far back an estimate of what is left looks; parts of long work differ in length.
-USUAL_S, LONG_S = 30.0, 3600.0
+ESTIMATE_WINDOW_S, LONG_ESTIMATE_WINDOW_S = 30.0, 3600.0
 STREAMS = {"<stdout>": "standard output", "<stderr>": "standard error"}
 
 
@@ -60,6 +60,7 @@ def run_search(
     check_counts(ranking)
     pins = read_limits(setting, {**layout, **limits})
     budget = read_budget(money, setting.cluster)
+    # Refused before the work, not after it.
     folder = check_outputs(output)
     written: tuple[str, ...] = ()
     with progress_bar() as progress:
@@ -130,6 +131,7 @@ def run_simulate(
 
     show(output.json, lambda: step_document(*parts), report, STEP_WIDTH)
     say_written(output, written, files.trace)
+    # A quantity of which no value fits ends as a search in which nothing fits.
     return NOTHING_FITS if largest is not None and largest.value is None else 0
 
 
@@ -137,6 +139,7 @@ def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
     """Run ``meshwright matmul``; return its exit status."""
     from meshwright.planner.matmul import matmul_document, matmul_report, read_study, write_matmul
 
+    # Everything that can be refused is refused before anything is drawn.
     study = read_study(options)
     check_outputs(output)
     written = () if output.out is None else write_matmul(study, Path(output.out))
@@ -220,7 +223,7 @@ def show(
 
 
 def say_written(output: "JsonOptions", names: Sequence[str] = (), *files: str | None) -> None:
-    """Say what was written, unless standard output is taken.
+    """Print the paths that were written, unless standard output is taken.
 
     Args:
         output: Where results go.
@@ -240,10 +243,10 @@ def say_written(output: "JsonOptions", names: Sequence[str] = (), *files: str | 
 
 
 def _folder_lines(folder: str, names: Sequence[str]) -> list[str]:
-    """Return what is said of a folder's files, on lines no wider than the terminal or COLUMNS."""
+    """Return lines that name a folder's files, no wider than the terminal or COLUMNS."""
     if not names:
         return [folder]
-    width, lines = get_terminal_size(fallback=(NO_END, 0)).columns, [f"{folder}:"]
+    width, lines = get_terminal_size(fallback=(UNBOUNDED_COLUMNS, 0)).columns, [f"{folder}:"]
     for name in names:
         is_short = len(lines[-1]) + 1 + len(name) <= width
         lines[-1:] = [f"{lines[-1]} {name}"] if is_short else [lines[-1], " " * len(WRITTEN) + name]
@@ -251,7 +254,7 @@ def _folder_lines(folder: str, names: Sequence[str]) -> list[str]:
 
 
 def tell(progress: Callable[[str, int, int], None] | None, what: str) -> None:
-    """Report that *what* begins, of which nobody knows how much there is."""
+    """Report the start of a phase whose length nobody knows."""
     if progress is not None:
         progress(what, 0, 0)
 
@@ -267,6 +270,7 @@ def print_report(report: "RenderableType", width: int) -> int:
 
     from meshwright.hwprofiles import shown_text
 
+    # Printed into memory first: ends of lines are trimmed, and one write can fail as a whole.
     printed, on_terminal = StringIO(), sys.stdout.isatty()
     is_told = on_terminal or os.environ.get("COLUMNS", "").isdigit()
     console = Console(
@@ -283,6 +287,7 @@ def print_report(report: "RenderableType", width: int) -> int:
         for each in console.render(report)
     ]
     console.print(Segments(plain))
+    # rich fills lines up to the width of the console.
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
     write_text(sys.stdout, "\n".join(lines) + "\n", is_styled=True)
     return 0
@@ -305,7 +310,7 @@ def print_toml(name: str | None, load: "Callable[[str], Profile]") -> int:
 
 @contextmanager
 def progress_bar(*, estimates: bool = False) -> Iterator[Callable[[str, int, int], None] | None]:
-    """Yield what work reports its progress to: a line on a terminal, elsewhere nothing.
+    """Yield the callback that work reports its progress to: a line on a terminal, None elsewhere.
 
     The line has what is being done, how much of it where that is known, the time so far, and with
     *estimates* how long the rest may take.
@@ -327,17 +332,19 @@ def progress_bar(*, estimates: bool = False) -> Iterator[Callable[[str, int, int
     columns += [TextColumn("{task.fields[count]}"), TimeElapsedColumn()]
     if estimates:
         columns += [TextColumn("left"), TimeRemainingColumn()]
-    period_s = LONG_S if estimates else USUAL_S
+    # Cells of a sweep differ in length, so that their estimate looks further back.
+    period_s = LONG_ESTIMATE_WINDOW_S if estimates else ESTIMATE_WINDOW_S
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, speed_estimate_period=period_s) as bar:
-        known = {"starting": bar.add_task("starting", total=None, count="")}
+        tasks = {"starting": bar.add_task("starting", total=None, count="")}
 
         def report(what: str, done: int, total: int) -> None:
-            if what not in known:
-                bar.remove_task(known.popitem()[1])
-                known[what] = bar.add_task(what, total=total or None, count="")
+            # One bar at a time: that of a phase takes the place of the one before.
+            if what not in tasks:
+                bar.remove_task(tasks.popitem()[1])
+                tasks[what] = bar.add_task(what, total=total or None, count="")
             count = f"{done:,} of {total:,}" if total else f"{done:,}" if done else ""
-            bar.update(known[what], completed=done, total=total or None, count=count)
+            bar.update(tasks[what], completed=done, total=total or None, count=count)
 
         yield report
 
@@ -358,6 +365,7 @@ def write_text(stream: TextIO, text: str, *, is_styled: bool = False) -> None:
     text = text if is_styled else shown_text(text)
     encoding = stream.encoding or "utf-8"
     try:
+        # A stream of another encoding shows an escape instead of failing.
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
     except OSError as error:
         raise OSError(

@@ -1,4 +1,4 @@
-"""What `explain` and `compare` do with their options.
+"""Commands `explain` and `compare`.
 
 Imports are local, so that a command waits for no more than it needs.
 """
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from meshwright.planner.search import Progress
     from meshwright.simulator import StepResult
 
-FEWEST = 2
-MOST = 12
+FEWEST_COMPARED = 2
+MOST_COMPARED = 12
 
 
 def run_explain(
@@ -51,6 +51,7 @@ def run_explain(
     from meshwright.planner.reports import is_plan_file
 
     plan_file = files.plan
+    # `explain plan.json` has the plan file in the place of MODEL.
     if job.model is not None and is_plan_file(job.model):
         if plan_file is not None:
             raise PlanError(f"--plan {plan_file} and {job.model} are two plans; allowed: one")
@@ -95,6 +96,7 @@ def run_compare(
     given = words.words or []
     stacks: list[str | None] = [None]
     if job.stack is not None:
+        # compare takes several stacks where other commands take one.
         stacks = [each.strip() for each in job.stack.split(",")]
     are_plans = _are_plans(given, len(stacks))
     folder = check_outputs(output)
@@ -125,50 +127,55 @@ def run_compare(
 def _jobs(
     job: "JobOptions", stacks: Sequence[str | None], word: str, *, is_plan: bool
 ) -> tuple[list["JobOptions"], dict[str, str]]:
-    """Return the job with each stack, but for those that lack what is set, and what these lack.
+    """Return the job with each stack, and the refusals of stacks that lack a fact of --set.
 
     Raises:
         ProfileError: If all do, or a stack is at fault.
     """
     from meshwright.planner.cli.request import read_setting
 
+    # Without --set no stack can lack a fact; of one stack its own error is clearer.
     if not job.set or len(stacks) == 1:
         return [replace(job, stack=stack) for stack in stacks], {}
-    found: list[JobOptions] = []
+    accepted: list[JobOptions] = []
     refused: dict[str, str] = {}
     for number, stack in enumerate(stacks, 1):
-        own = replace(job, stack=stack)
+        with_stack = replace(job, stack=stack)
         try:
-            read_setting(own, word if is_plan else None, model=None if is_plan else word)
+            read_setting(with_stack, word if is_plan else None, model=None if is_plan else word)
         except ProfileError as error:
-            is_last = number == len(stacks) and not found
+            # Where all are refused the last refusal is the error.
+            is_last = number == len(stacks) and not accepted
             if is_last or not str(error).startswith("--set"):
                 raise
             refused[str(stack)] = str(error)
         else:
-            found.append(own)
-    return found, refused
+            accepted.append(with_stack)
+    return accepted, refused
 
 
 def _are_plans(given: Sequence[str], num_stacks: int) -> bool:
-    """Return whether plans are given, not a model.
+    """Return True for plans, False for one model.
 
     Raises:
         PlanError: If neither or both are, or too few or too many.
     """
     from meshwright.planner.reports import is_plan_file
 
-    found = {is_plan_file(each) for each in given}
-    if len(found) != 1 or (found == {False} and len(given) > 1):
+    kinds = {is_plan_file(each) for each in given}
+    if len(kinds) != 1 or (kinds == {False} and len(given) > 1):
         raise PlanError("compare needs plans, or one model; allowed: PLAN PLAN ..., or MODEL")
     count = len(given) * num_stacks
-    if not FEWEST <= count <= MOST:
-        raise PlanError(f"{count} to compare; allowed {FEWEST} to {MOST}: plans, or --stack A,B")
-    return found == {True}
+    if not FEWEST_COMPARED <= count <= MOST_COMPARED:
+        raise PlanError(
+            f"{count} to compare; allowed {FEWEST_COMPARED} to {MOST_COMPARED}: "
+            "plans, or --stack A,B"
+        )
+    return kinds == {True}
 
 
 def _names(given: Sequence[str], stacks: Sequence[str], *, are_plans: bool) -> list[str]:
-    """Return what the plans are called: their files, the stacks, or both."""
+    """Return the names of the compared plans: their files, the stacks, or both."""
     if not are_plans:
         return list(stacks)
     plans = _short(given)
@@ -178,7 +185,7 @@ def _names(given: Sequence[str], stacks: Sequence[str], *, are_plans: bool) -> l
 
 
 def _short(paths: Sequence[str]) -> list[str]:
-    """Return the paths without what all have in common.
+    """Return the paths without the parts that all share.
 
     >>> _short(["a/plan.json", "b/plan.json"]), _short(["out/plan.json", "out/plan-2.json"])
     (['a', 'b'], ['plan', 'plan-2'])
@@ -187,6 +194,7 @@ def _short(paths: Sequence[str]) -> list[str]:
     if len(paths) == 1:
         return [parts[0][-1]]
     shortest = min(len(each) for each in parts)
+    # One part at least is left of each path as its name.
     ahead = next((n for n in range(shortest) if len({each[n] for each in parts}) > 1), shortest - 1)
     behind = next((n for n in range(shortest) if len({each[-1 - n] for each in parts}) > 1), 0)
     names = ["/".join(each[ahead : len(each) - behind]) for each in parts]
@@ -199,13 +207,14 @@ def _simulated(
     """Yield the step of each plan with each stack."""
     from meshwright.planner.cli.growth import step_of
     from meshwright.planner.cli.request import read_setting, resolve_plan
-    from meshwright.planner.options import OF_SEARCHES
+    from meshwright.planner.options import SEARCH_OPTIONS
 
+    # A plan is not searched: such options would be ignored in silence.
     for limit in given:
         if limit.startswith("max_"):
             raise PlanError("--max-... has no effect on plans; allowed: with MODEL")
-        if limit in OF_SEARCHES:
-            name = OF_SEARCHES[limit].name
+        if limit in SEARCH_OPTIONS:
+            name = SEARCH_OPTIONS[limit].name
             raise PlanError(f"--{name} has no effect on plans; allowed: with MODEL")
     for number, plan in enumerate(plans):
         for job in jobs:
@@ -216,7 +225,7 @@ def _simulated(
 
 
 def _best(job: "JobOptions", given: "Given", progress: "Progress | None") -> "StepResult":
-    """Return the fastest step of a model with a stack, where nothing fits that closest to it."""
+    """Return the fastest step of a model with a stack, or that of the layout nearest to fitting."""
     from meshwright.planner.cli.growth import searched, step_of
     from meshwright.planner.cli.request import read_setting
     from meshwright.planner.cli.search_request import read_limits

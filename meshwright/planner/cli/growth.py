@@ -1,4 +1,4 @@
-"""A search or a simulation as it is asked for, or at the largest value of a quantity that fits.
+"""Search or simulation as asked for, or at the largest value of a quantity that fits.
 
 Imports are local, so that a command waits for no more than it needs.
 """
@@ -31,24 +31,24 @@ def searched(
     progress: Progress | None,
 ) -> "tuple[Largest | None, SearchResult]":
     """Return the search of *setting*, at the largest value of a quantity if one is asked for."""
-    ground = setting.job, setting.cluster, setting.stack, setting.world_size
+    problem = setting.job, setting.cluster, setting.stack, setting.world_size
     limit, top = setting.memory_limit_bytes, ranking.top
     if ranking.max is None:
-        found = search(
-            *ground,
+        result = search(
+            *problem,
             limits=pins,
             memory_limit_bytes=limit,
             top=top,
             progress=progress,
             counts=ranking.count,
         )
-        return None, found
+        return None, result
     if ranking.count:
         raise PlanError("--count and --max contradict each other: the count is of one size")
     from meshwright.planner.largest import find_largest
 
     return find_largest(
-        *ground, ranking.max, limits=pins, memory_limit_bytes=limit, top=top, progress=progress
+        *problem, ranking.max, limits=pins, memory_limit_bytes=limit, top=top, progress=progress
     )
 
 
@@ -68,16 +68,18 @@ def simulated(
         if progress is not None:
             progress("simulating", 0, 0)
         return None, step_of(setting, plan)
+    # A quantity is searched for or given, not both.
     if quantity is Quantity.MICRO_BATCH and name in given:
         raise PlanError(f"--max {quantity} and --micro-batch {given[name]} contradict each other")
 
+    # A list of stages fixes the number of layers, which --max layers would change.
     listed = parse_stages(cast("str", given["stages"])) if "stages" in given else ()
     if quantity is Quantity.LAYERS and isinstance(listed, tuple) and listed:
         raise PlanError(f"--max {quantity} and --stages {given['stages']} contradict each other")
 
     def plan_of(job: TrainingJob, size: int | None) -> ResolvedPlan:
-        own = {} if size is None else {name: size}
-        return resolve_plan(setting._replace(job=job), {**given, **own})
+        override = {} if size is None else {name: size}
+        return resolve_plan(setting._replace(job=job), {**given, **override})
 
     return find_largest_of_plan(
         setting.job,
@@ -91,6 +93,6 @@ def simulated(
 
 
 def step_of(setting: Setting, plan: ResolvedPlan) -> StepResult:
-    """Return the step of *plan* in *setting*."""
+    """Return the simulated step of *plan* in *setting*."""
     job, stack, limit = setting.job, setting.stack, setting.memory_limit_bytes
     return simulate(job, plan, setting.cluster, stack, memory_limit_bytes=limit)

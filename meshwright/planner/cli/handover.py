@@ -1,4 +1,4 @@
-"""From a plan to a framework's configuration.
+"""Command `export`: a plan as the configuration of a framework.
 
 Imports are local, so that a command waits for no more than it needs.
 """
@@ -43,12 +43,14 @@ def write_files(files: Mapping[str, str], out: str | None, *, force: bool) -> No
     from meshwright.planner.reports import check_file, check_folder, new_folder, write_whole
 
     if out is None:
+        # Headed as `head` and `tail` do it with several files.
         for name, text in files.items():
             head = f"==> {name} <==\n" if len(files) > 1 else ""
             say(sys.stdout, f"{head}{text}".rstrip("\n"))
         return
     if len(files) == 1:
         target = check_file("--out", out)
+        # Whole or not at all: a file cut short might still be read.
         write_whole(target, *files.values())
     else:
         target = check_folder(out, force=force)

@@ -1,4 +1,4 @@
-"""From a framework's configuration to a plan.
+"""Command `import`: the configuration of a framework as a plan.
 
 Imports are local, so that a command waits for no more than it needs.
 """
@@ -32,6 +32,7 @@ def run_import(options: ImportOptions, layout: Given, replication: Given) -> int
 
     framework = _framework(options)
     if options.options:
+        # The list of keys reads no file, so that no other option has an effect.
         if {**layout, **replication} or options != ImportOptions(
             source=options.source, options=True
         ):
@@ -57,7 +58,7 @@ def import_plan(
     without: Iterable[str] = (),
     **said: object,
 ) -> "SavedPlan":
-    """Return what a configuration, or a launch script, trains: job, plan, cluster and stack.
+    """Return job, plan, cluster and stack of a configuration or a launch script.
 
     Args:
         file: The configuration.
@@ -73,13 +74,13 @@ def import_plan(
     from meshwright.hwprofiles import shown, suggestion
     from meshwright.simulator.layout import PLAN_FIELDS
 
-    own = {each.name for each in fields(ImportOptions)} & said.keys()
-    given = {name: value for name, value in said.items() if name not in own}
+    option_names = {each.name for each in fields(ImportOptions)} & said.keys()
+    given = {name: value for name, value in said.items() if name not in option_names}
     for name in given:
         if name not in PLAN_FIELDS:
             raise PlanError(f"{shown(name)} is unknown; {suggestion(name, PLAN_FIELDS)}")
     options = ImportOptions(
-        **cast("Any", {name: said[name] for name in own}),
+        **cast("Any", {name: said[name] for name in option_names}),
         file=str(file),
         define=[f"{name}={value}" for name, value in (define or {}).items()],
         without=[*without],
@@ -105,15 +106,15 @@ def _imported(
     from meshwright.simulator.layout import check_offered, check_sharding
 
     model = None if options.model is None else load_model(options.model)
-    said = {name: getattr(options, option) for name, option in OPTIONS.items() if name != "stack"}
-    told = {name: value for name, value in {**said, **given}.items() if value is not None}
+    values = {name: getattr(options, key) for name, key in OPTIONS.items() if name != "stack"}
+    values = {name: value for name, value in {**values, **given}.items() if value is not None}
     name = "standard input"
     try:
         if options.file != STANDARD_INPUT:
             name = shown_path(Path(options.file or ""))
         imported = import_source(
             _source(options, framework).without(options.without or ()),
-            told,
+            values,
             model if isinstance(model, ModelSpec) else None,
             options.stack,
         )
@@ -121,14 +122,15 @@ def _imported(
         raise errors.of_file(name) from None
     except PlanError as error:
         text = str(error)
+        # An error of reading names the file already.
         raise PlanError(text if text.startswith(name) else f"{name}: {text}") from None
     job = JobOptions(
         **cast("Any", {option: imported.values.get(name) for name, option in JOB_OPTIONS.items()}),
         stack=options.stack or imported.stack,
-        set=[*_facts(imported.values), *(options.set or ())],
+        set=[*_stack_facts(imported.values), *(options.set or ())],
     )
     setting = read_setting(job, model=imported.model)
-    plan = resolve_plan(setting, {**_words(imported.values), **given})
+    plan = resolve_plan(setting, {**_plan_options(imported.values), **given})
     _check_nodes(imported, plan, setting.cluster)
     check_sharding(setting.job, plan)
     check_offered(setting.job, plan, setting.stack)
@@ -137,20 +139,22 @@ def _imported(
 
 
 def _check_nodes(imported: "Imported", plan: "ResolvedPlan", cluster: "Cluster") -> None:
-    """Raise PlanError where the ranks lie on other nodes than the cluster has."""
-    said, per_node = imported.values.get("num_nodes"), cluster.devices_per_node
+    """Raise PlanError where nodes, or the ranks of one, are not those of the cluster."""
+    num_nodes, per_node = imported.values.get("num_nodes"), cluster.devices_per_node
     ranks = imported.values.get("ranks_per_node")
+    # A job smaller than a node fills a part of it.
     if isinstance(ranks, int) and ranks != min(per_node, plan.world_size):
         raise PlanError(
             f"{ranks} ranks a node are not those of {plan.world_size} ranks on {cluster.name}, "
             f"which has {per_node} devices a node; allowed: a cluster with {ranks}, or "
             f"--set devices_per_node={ranks}"
         )
-    if isinstance(said, int) and said != -(-plan.world_size // per_node):
+    if isinstance(num_nodes, int) and num_nodes != -(-plan.world_size // per_node):
+        allowed = -(-plan.world_size // num_nodes)
         raise PlanError(
-            f"{plan.world_size} ranks on {said} nodes are not those of {cluster.name}, which has "
-            f"{per_node} devices a node; allowed: a cluster with {-(-plan.world_size // said)}, "
-            f"or --set devices_per_node={-(-plan.world_size // said)}"
+            f"{plan.world_size} ranks on {num_nodes} nodes are not those of {cluster.name}, which "
+            f"has {per_node} devices a node; allowed: a cluster with {allowed}, "
+            f"or --set devices_per_node={allowed}"
         )
 
 
@@ -158,7 +162,7 @@ def _source(options: ImportOptions, framework: "Framework | None") -> "Source":
     from meshwright.planner.configuration import FRAMEWORK_FILE
     from meshwright.planner.importing import read_source
 
-    defines = dict(_defined(each) for each in options.define or ())
+    defines = dict(_variable_definition(each) for each in options.define or ())
     if options.file == STANDARD_INPUT:
         text = FRAMEWORK_FILE.decoded(_standard_input(), "standard input")
         return read_source(None, text, framework, defines, options.launch)
@@ -173,20 +177,21 @@ def _standard_input() -> bytes:
     if sys.stdin is None:
         raise PlanError("it is closed; allowed: an expanded command")
     try:
+        # A byte more than is allowed, so that `decoded` refuses what is too long.
         return sys.stdin.buffer.read(FRAMEWORK_FILE.most_bytes + 1)
     except OSError as error:
         raise PlanError(f"cannot be read: {error.strerror}") from None
 
 
-def _defined(text: str) -> tuple[str, str]:
+def _variable_definition(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not sign or not (name.isidentifier() or name.isdigit() or name == "@"):
         raise PlanError(f"--define {text!r} is not allowed; it must be NAME=VALUE")
     return name, value
 
 
-def _facts(values: Mapping[str, object]) -> Iterable[str]:
-    """Yield what is said of the stack's facts as ``--set`` has it."""
+def _stack_facts(values: Mapping[str, object]) -> Iterable[str]:
+    """Yield the stack's facts of a configuration as ``--set`` takes them."""
     from meshwright.planner.tables import STACK_FACT
 
     for name, value in values.items():
@@ -194,30 +199,31 @@ def _facts(values: Mapping[str, object]) -> Iterable[str]:
             yield f"{name.removeprefix(STACK_FACT)}={str(value).lower()}"
 
 
-def _words(values: Mapping[str, object]) -> Given:
+def _plan_options(values: Mapping[str, object]) -> Given:
     """Return the fields of a plan as options give them."""
     from meshwright.simulator.layout import PLAN_FIELDS
 
-    found = {name: values[name] for name in PLAN_FIELDS if values.get(name) is not None}
-    stages = found.get("stages")
+    plan_values = {name: values[name] for name in PLAN_FIELDS if values.get(name) is not None}
+    # --stages takes the layers of each stage with commas between them.
+    stages = plan_values.get("stages")
     if isinstance(stages, tuple):
-        found["stages"] = ",".join(map(str, stages))
-    return found
+        plan_values["stages"] = ",".join(map(str, stages))
+    return plan_values
 
 
 def _explain(imported: "Imported", saved: "SavedPlan") -> None:
-    """Print each value of the plan beside where it is from; what nobody says the stack decides."""
+    """Print each value of the plan with its origin; the others are the stack's defaults."""
     from meshwright.planner.cli.handover import say
     from meshwright.planner.importing import Row
     from meshwright.simulator.layout import PLAN_FIELDS
 
-    said = {row.name for row in imported.rows}
-    others = tuple(
-        Row(name, _shown(value), (), f"stack {saved.stack.name}")
+    row_names = {row.name for row in imported.rows}
+    defaults = tuple(
+        Row(name, _value_text(value), (), f"stack {saved.stack.name}")
         for name in PLAN_FIELDS
-        if name not in said and (value := getattr(saved.plan, name)) not in (None, ())
+        if name not in row_names and (value := getattr(saved.plan, name)) not in (None, ())
     )
-    rows = (*imported.rows, *others)
+    rows = (*imported.rows, *defaults)
     width = max(len(row.name) for row in rows)
     say(sys.stdout, f"{'field':<{width}}  {'value':<10}  line  said there, or by whom")
     for row in rows:
@@ -227,7 +233,7 @@ def _explain(imported: "Imported", saved: "SavedPlan") -> None:
             say(sys.stdout, f"{'':<{width}}  {'':<10}  {_line(*each)}")
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     from meshwright.planner.tables import theirs
 
     return ",".join(map(str, value)) if isinstance(value, tuple) else theirs(value)
@@ -238,7 +244,7 @@ def _line(number: int, text: str) -> str:
 
 
 def _list_options(framework: "Framework | None") -> int:
-    """Print what each key of a framework means here."""
+    """Print the meaning of each key of a framework."""
     from meshwright.planner.cli.handover import say
     from meshwright.planner.importing import FORMATS, meanings
 

@@ -1,4 +1,4 @@
-"""From options to what is asked for: job, cluster, stack and plan, every default resolved."""
+"""Job, cluster, stack and plan of a command's options, every default resolved."""
 
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -44,7 +44,7 @@ from meshwright.simulator.model import AnyModel, with_predictions
 
 
 class Setting(NamedTuple):
-    """What is trained, on what, with what software, within what memory.
+    """Job, cluster, stack and memory limit of a command.
 
     ``num_gpus`` is None where only a plan file says it; ``saved`` is that file's content.
     """
@@ -68,7 +68,7 @@ class Setting(NamedTuple):
 def read_setting(
     options: JobOptions, plan_file: str | None = None, *, model: AnyModel | str | None = None
 ) -> Setting:
-    """Return what *options* describe; what they leave open comes from the plan file.
+    """Return the setting of *options*; what they leave open comes from the plan file.
 
     Args:
         options: Of the command.
@@ -88,6 +88,7 @@ def read_setting(
     _check_complete(options, saved, model)
     cluster = saved.cluster if saved and options.cluster is None else _cluster(options)
     stack = saved.stack if saved and options.stack is None else _stack(options)
+    # After the plan file is read: --set changes facts of whichever cluster and stack these are.
     cluster, stack = with_facts(cluster, stack, options.set or ())
     usable_bytes(cluster, memory_limit_bytes)  # refuses a limit beyond the device
     return Setting(
@@ -125,8 +126,8 @@ def _job(
     stack: StackProfile,
     model: AnyModel | None,
 ) -> TrainingJob:
-    old = saved.job if saved else None
-    model = old.model if model is None and old else model
+    saved_job = saved.job if saved else None
+    model = saved_job.model if model is None and saved_job else model
     assert model is not None  # _check_complete
     if options.seq_len is not None and not isinstance(model, ModelSpec):
         raise PlanError(
@@ -134,24 +135,27 @@ def _job(
             f"{model.sample}; allowed: leave it out"
         )
     if options.prediction_layers is not None:
+        # MTP layers are the model's: the job that is saved keeps them.
         model = with_predictions(model, options.prediction_layers)
-    keeps_length = old is not None and old.model == model
-    precision = old.precision if old else default_precision(cluster.device, stack)
-    batch = options.global_batch or (old.global_batch_size if old else 0)
+    # Another model has its own sequence length.
+    keeps_length = saved_job is not None and saved_job.model == model
+    precision = saved_job.precision if saved_job else default_precision(cluster.device, stack)
+    batch = options.global_batch or (saved_job.global_batch_size if saved_job else 0)
     return TrainingJob(
         model=model,
         global_batch_size=batch,
-        seq_len=options.seq_len or (old.seq_len if old and keeps_length else model.seq_len),
+        seq_len=options.seq_len
+        or (saved_job.seq_len if saved_job and keeps_length else model.seq_len),
         precision=options.precision or precision,
-        imbalance=_imbalance(options, old, model),
+        imbalance=_imbalance(options, saved_job, model),
     )
 
 
-def _imbalance(options: JobOptions, old: TrainingJob | None, model: AnyModel) -> float:
+def _imbalance(options: JobOptions, saved_job: TrainingJob | None, model: AnyModel) -> float:
     """Return the hottest expert's load: as given, or that of a plan file of the same model."""
     if options.imbalance is not None:
         return options.imbalance
-    return old.imbalance if old is not None and old.model == model else 1.0
+    return saved_job.imbalance if saved_job is not None and saved_job.model == model else 1.0
 
 
 def resolve_plan(setting: Setting, given: Given) -> ResolvedPlan:
@@ -161,23 +165,24 @@ def resolve_plan(setting: Setting, given: Given) -> ResolvedPlan:
         PlanError: If options contradict each other, the model or the number of devices.
     """
     check_given(given)
-    said, num_gpus = plan_words(given), setting.num_gpus
+    plan_values, num_gpus = plan_words(given), setting.num_gpus
     saved = setting.saved
     if saved is not None:
         base = said_of(saved.job, saved.cluster, saved.stack, saved.plan)
         keeps_model = saved.job.model == setting.job.model
-        if num_gpus is None and "dp" not in said:
+        # With --dp and without --gpus the degrees decide the world size.
+        if num_gpus is None and "dp" not in plan_values:
             num_gpus = saved.plan.world_size
-        said = overridden(base, said, saved.plan, keeps_model=keeps_model)
-    plan = ParallelPlan(**cast("Any", said))
+        plan_values = overridden(base, plan_values, saved.plan, keeps_model=keeps_model)
+    plan = ParallelPlan(**cast("Any", plan_values))
     return resolve(setting.job, setting.cluster, setting.stack, plan, num_gpus=num_gpus)
 
 
 def plan_words(given: Given) -> dict[str, object]:
-    """Return what options say of a plan; those of its servers are of one record."""
-    said = {name: value for name, value in given.items() if name in PLAN_FIELDS}
+    """Return the fields of a plan among user options; those of its servers are one record."""
+    values = {name: value for name, value in given.items() if name in PLAN_FIELDS}
     servers = {name: given[name] for name in SERVER_FIELDS if name in given}
-    return {**said, "parameter_server": servers} if servers else said
+    return {**values, "parameter_server": servers} if servers else values
 
 
 def read_budget(options: MoneyOptions, cluster: Cluster | None = None) -> Budget | None:

@@ -1,4 +1,4 @@
-"""From options to what a search may vary, with pins that could never be met refused at once."""
+"""Limits of a search from options, with pins that no layout could meet refused at once."""
 
 from math import prod
 from typing import Any, cast
@@ -16,8 +16,8 @@ from meshwright.planner.options import (
     ALL,
     ALSO,
     ANY,
-    ASKABLE,
     FOR,
+    OPT_IN_FIELDS,
     TOGETHER,
     Given,
     check_given,
@@ -49,7 +49,7 @@ from meshwright.simulator.layout import (
 
 
 def read_limits(setting: Setting, given: Given) -> SpaceLimits:
-    """Return what a search may vary: each option of a field pins it, ``--max-...`` limits it.
+    """Return the limits of a search: each option of a field pins it, ``--max-...`` limits it.
 
     Raises:
         PlanError: If pins contradict each other, the model or the number of devices.
@@ -70,11 +70,11 @@ def read_limits(setting: Setting, given: Given) -> SpaceLimits:
         pins["schedule"] = (get_schedule(cast("str", schedule)).name,)
     limits = {each.limit: given[each.limit] for each in SEARCHED_FIELDS if each.limit in given}
     launching = {each.key: given[each.key] for each in (FOR, ANY) if each.key in given}
-    return SpaceLimits(**cast("Any", pins | limits | _asked(setting, given) | launching))
+    return SpaceLimits(**cast("Any", pins | limits | _searched_also(setting, given) | launching))
 
 
-def _asked(setting: Setting, given: Given) -> dict[str, tuple[object, ...]]:
-    """Return all values of the fields that are to be varied beside those that always are.
+def _searched_also(setting: Setting, given: Given) -> dict[str, tuple[object, ...]]:
+    """Return all values of the fields that ``--also`` adds to those that are searched.
 
     Raises:
         PlanError: If one is unknown, pinned, or of a field with one value.
@@ -82,40 +82,40 @@ def _asked(setting: Setting, given: Given) -> dict[str, tuple[object, ...]]:
     if ALSO.key not in given:
         return {}
     text, job, stack = str(given[ALSO.key]), setting.job, setting.stack
-    every = {name: askable_values(each, job, stack) for name, each in ASKABLE.items()}
+    every = {name: askable_values(each, job, stack) for name, each in OPT_IN_FIELDS.items()}
     offered = [name for name, values in every.items() if len(values) > 1]
     names = list(dict.fromkeys(each.strip().replace("_", "-") for each in text.split(",")))
     for group, parts in TOGETHER.items():
         if group in names:
-            place = names.index(group)
-            names[place : place + 1] = [each for each in parts if each in offered] or [group]
+            index = names.index(group)
+            names[index : index + 1] = [each for each in parts if each in offered] or [group]
     for name in names:
         if name in TOGETHER:
             raise PlanError(
                 f"--also {name}: {stack.name} has one value of each for {job.model.name} in "
                 f"{job.precision}; allowed: {', '.join(offered) or 'leave it out'}"
             )
-        if name != ALL and name not in ASKABLE:
-            every_name = [*ASKABLE, *TOGETHER, ALL]
+        if name != ALL and name not in OPT_IN_FIELDS:
+            every_name = [*OPT_IN_FIELDS, *TOGETHER, ALL]
             raise PlanError(f"--also {shown(name)} is unknown; {suggestion(name, every_name)}")
         if name != ALL and name not in offered:
-            known = ", ".join(offered) or "leave it out"
-            why = in_parentheses(stack.rule(ASKABLE[name].declaration.offered_by or ""))
+            allowed = ", ".join(offered) or "leave it out"
+            why = in_parentheses(stack.rule(OPT_IN_FIELDS[name].declaration.offered_by or ""))
             raise PlanError(
                 f"--also {name}: {stack.name} has one value of it for {job.model.name} in "
-                f"{job.precision}; allowed: {known}{why}"
+                f"{job.precision}; allowed: {allowed}{why}"
             )
-        if name != ALL and ASKABLE[name].name in given:
+        if name != ALL and OPT_IN_FIELDS[name].name in given:
             raise PlanError(f"--also {name} and --{name} contradict each other")
     chosen = names
     if ALL in names:  # what a cluster says nothing of is refused where it is named alone
         refused = {"offload"} if setting.cluster.host_link is None else set()
         chosen = [name for name in offered if name not in refused]
-    return {key: every[name] for name in chosen if (key := ASKABLE[name].name) not in given}
+    return {key: every[name] for name in chosen if (key := OPT_IN_FIELDS[name].name) not in given}
 
 
 def _with_recompute(given: Given) -> Given:
-    """Return *given* with the mode of recomputation that its parts, or numbers of layers, are of.
+    """Return *given* with the recompute mode that modules, or numbers of layers, imply.
 
     Raises:
         PlanError: If another one is given.
@@ -130,12 +130,12 @@ def _with_recompute(given: Given) -> Given:
     implied: dict[str, object] = {} if number is None else {"recompute": Recompute.FULL}
     if isinstance(modules, str):
         implied = {"recompute": Recompute.SELECTIVE}
-    read = {
+    parsed = {
         name: read_modules(value, name)
         for name, value in given.items()
         if isinstance(value, str) and name in PLAN_FIELDS and PLAN_FIELDS[name].members
     }
-    return {**implied, **given, **read}
+    return {**implied, **given, **parsed}
 
 
 def _stage_rule(text: str | None) -> StageSplit | None:
@@ -157,7 +157,8 @@ def check_pins(setting: Setting, given: Given) -> None:
             raise PlanError(f"{names} contradict each other")
     _check_degrees(setting, given)
     _check_division(setting.job, given)
-    _check_pairs(given)
+    _check_overlap(given)
+    # Raises if the device has no peak in this precision: no layout could be timed.
     peak_flops_per_s(setting.cluster.device, setting.job.precision)
     check_offered(setting.job, _probe(given, setting), setting.stack)
 
@@ -179,6 +180,7 @@ def _check_degrees(setting: Setting, given: Given) -> None:
     limits = SpaceLimits(**{name: (given[name],) for name in degrees if name in given})
     free = {each for each in AXES if is_searched(each, setting.job, setting.stack, limits)}
     is_complete = free <= given.keys()
+    # A degree that is free may make up for a product smaller than the GPUs.
     if num_gpus % product or (is_complete and product != num_gpus):
         text = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
         word = "is not" if is_complete else "is not a multiple of"
@@ -204,6 +206,7 @@ def _check_division(job: TrainingJob, given: Given) -> None:
             f"{near_multiples(job.global_batch_size, dp * microbatch_size)}"
         )
     if "schedule" in given and "num_virtual_stages" in given:
+        # Interleaved schedules need virtual stages, all others have none.
         schedule = get_schedule(cast("str", given["schedule"]))
         if schedule.interleaves != (_number(given, "num_virtual_stages") > 1):
             raise PlanError(
@@ -212,8 +215,8 @@ def _check_division(job: TrainingJob, given: Given) -> None:
             )
 
 
-def _check_pairs(given: Given) -> None:
-    """Raise PlanError where passes of two microbatches are wanted beside each other and cannot be.
+def _check_overlap(given: Given) -> None:
+    """Raise PlanError where forward and backward passes are to overlap and cannot.
 
     That is a pipeline of pinned ranks which may have no virtual stages.
     """
@@ -227,14 +230,14 @@ def _check_pairs(given: Given) -> None:
 
 
 def _probe(given: Given, setting: Setting) -> ResolvedPlan:
-    """Return a plan with the pinned switches, to ask a stack whether it offers them.
+    """Return a plan with the pinned fields, to ask a stack whether it offers them.
 
     A free degree is one at which a pinned field has an effect, where the stack has the axis for
     the model.
     """
     stack, model = setting.stack, setting.job.model
-    tp = given.get("tp", 2 if model.experts is None and _splits(given, setting) else 1)
-    switches = {
+    tp = given.get("tp", 2 if model.experts is None and _splits_tensors(given, setting) else 1)
+    pinned = {
         each.name: given[each.name]
         for each in SEARCHED_FIELDS
         if each.name in given
@@ -244,11 +247,12 @@ def _probe(given: Given, setting: Setting) -> ResolvedPlan:
     ep = cast("int", given.get("ep", 2 if "expert_overlap" in given else 1))
     number = given.get("recompute_layers")
     if number is None and "max_recompute_layers" in given:
-        number, switches["recompute"] = 1, Recompute.FULL
+        number, pinned["recompute"] = 1, Recompute.FULL
     plain = "1f1b" if "expert_overlap" in given else stack.schedules[0]
-    usual = {
+    defaults = {
         "tp": tp,
         "cp": given.get("cp", given.get("cp_inner", 1)),
+        # Only hybrid ring + all-to-all has an inner group.
         "cp_inner": 1 if given.get("cp_type") is ContextParallel.RING_OF_SWAPS else None,
         "dp": ep * cast("int", given.get("dp", 2 * _number(given, "dp_shard"))),
         "ep": ep,
@@ -257,10 +261,10 @@ def _probe(given: Given, setting: Setting) -> ResolvedPlan:
         "recompute_layers": number,
         "stages": (number or 1,),
     }
-    return resolve(setting.job, setting.cluster, stack, {**usual, **switches})
+    return resolve(setting.job, setting.cluster, stack, {**defaults, **pinned})
 
 
-def _splits(given: Given, setting: Setting) -> bool:
-    """Return whether the stack splits the model's tensors over two ranks, with pinned shards."""
+def _splits_tensors(given: Given, setting: Setting) -> bool:
+    """Return True if the stack splits the model's tensors over two ranks, with pinned shards."""
     shards = cast("int", given.get("dp_shard", given.get("dp", 2)))
     return offers(setting.stack, setting.job, {Axis.TP: 2, SHARDS: shards})

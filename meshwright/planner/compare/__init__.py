@@ -1,4 +1,4 @@
-"""Several plans beside each other, term by term."""
+"""Comparison of several plans, term by term."""
 
 from meshwright.planner.compare.comparison import Comparison, compare, memory_terms, time_terms
 from meshwright.planner.compare.files import term_rows, write_comparison

@@ -1,4 +1,4 @@
-"""What steps differ by: time and memory in terms that add up."""
+"""Differences of steps: time and memory in terms that add up."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ def time_terms(step: StepResult) -> Terms:
 
 
 def memory_terms(step: StepResult) -> Terms:
-    """Return what fills the fullest device, in bytes; the terms add up to ``device_bytes``."""
+    """Return the bytes of the fullest device by term; they add up to ``device_bytes``."""
     memory, stage = step.memory, step.memory.worst_stage
     return {
         **stage.terms,
@@ -31,7 +31,7 @@ def memory_terms(step: StepResult) -> Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison(Shown):
-    """Steps beside each other; the first is what the others are compared with.
+    """Simulated steps to compare; the first is the reference of the others.
 
     Args:
         names: What each is called.
@@ -44,14 +44,14 @@ class Comparison(Shown):
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, terms: Callable[[StepResult], Terms]) -> dict[str, tuple[int, ...]]:
-        """Return what each step has of each term that any of them has."""
-        found = [terms(step) for step in self.steps]
-        rows = {name: tuple(each[name] for each in found) for name in found[0]}
+        """Return the values of each step by term; terms that are zero in all are left out."""
+        terms_by_step = [terms(step) for step in self.steps]
+        rows = {name: tuple(each[name] for each in terms_by_step) for name in terms_by_step[0]}
         return {name: values for name, values in rows.items() if any(values)}
 
 
 def differences(values: Sequence[int]) -> tuple[int, ...]:
-    """Return how much each of *values* but the first is more than that.
+    """Return the difference of each of *values* but the first to the first.
 
     >>> differences((3, 5, 1))
     (2, -2)
@@ -60,11 +60,12 @@ def differences(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def compare(*steps: StepResult, names: Sequence[str] = ()) -> Comparison:
-    """Return steps beside each other; the first is what the others are compared with.
+    """Return a comparison of steps; the first is the reference of the others.
 
     Args:
         steps: Simulated steps.
         names: What each is called; by default its number.
     """
+    # Numbered from 1, as plans of a search are.
     numbers = tuple(str(number) for number in range(1, len(steps) + 1))
     return Comparison(names=tuple(names) or numbers, steps=steps)

@@ -32,8 +32,8 @@ def term_rows(comparison: Comparison) -> list[Mapping[str, object]]:
 
 def _rows(comparison: Comparison) -> Iterator[Mapping[str, object]]:
     for name, step in zip(comparison.names, comparison.steps, strict=True):
-        known = known_by(step.job, step.cluster, step.stack, step.plan.world_size)
+        columns = known_by(step.job, step.cluster, step.stack, step.plan.world_size)
         for term, time_ps in time_terms(step).items():
-            yield {"plan": name, **known, "term": term, "unit": "s", "value": time_ps / PS_PER_S}
+            yield {"plan": name, **columns, "term": term, "unit": "s", "value": time_ps / PS_PER_S}
         for term, size_bytes in memory_terms(step).items():
-            yield {"plan": name, **known, "term": term, "unit": "bytes", "value": size_bytes}
+            yield {"plan": name, **columns, "term": term, "unit": "bytes", "value": size_bytes}

@@ -30,7 +30,7 @@ MILLI = 1e-3
 
 
 def comparison_document(comparison: Comparison) -> dict[str, Json]:
-    """Return the document of a comparison: each step, and what it differs by from the first."""
+    """Return the document of a comparison: each step, and its differences to the first."""
     first, *others = comparison.steps
     return {
         "names": list(comparison.names),
@@ -47,10 +47,10 @@ def comparison_document(comparison: Comparison) -> dict[str, Json]:
             {
                 "name": name,
                 "step_time_s": (other.step_ps - first.step_ps) / PS_PER_S,
-                "time_terms_s": _seconds(_less(time_terms(other), time_terms(first))),
+                "time_terms_s": _seconds(_difference(time_terms(other), time_terms(first))),
                 "device_bytes": other.memory.device_bytes - first.memory.device_bytes,
                 "memory_terms_bytes": cast(
-                    "dict[str, Json]", _less(memory_terms(other), memory_terms(first))
+                    "dict[str, Json]", _difference(memory_terms(other), memory_terms(first))
                 ),
             }
             for name, other in zip(comparison.names[1:], others, strict=True)
@@ -59,17 +59,19 @@ def comparison_document(comparison: Comparison) -> dict[str, Json]:
 
 
 def comparison_report(comparison: Comparison) -> RenderableType:
-    """Return the report of a comparison: the layouts, where the time goes, and the memory."""
+    """Return the report of a comparison: layouts, times and memory."""
     steps, names = comparison.steps, comparison.names
+    # One unit for all steps, so that columns compare.
     longest_s = max(step.step_time_s for step in steps)
     unit, scale = ("s", 1.0) if longest_s >= 1 else ("ms", MILLI)
     first = Column(head="", cells=names, is_word=True, is_first=True)
     times = comparison.rows(time_terms) | {"step": tuple(step.step_ps for step in steps)}
     sizes = comparison.rows(memory_terms)
+    # The sum of the terms goes last, as below a column of figures.
     sizes |= {"device": tuple(step.memory.device_bytes for step in steps)}
     return Group(
         ColumnTable(
-            [first, *_setting_columns(comparison), *_layout_columns(steps), *_results(steps)]
+            [first, *_setting_columns(comparison), *_layout_columns(steps), *_result_columns(steps)]
         ),
         Text(),
         terms_table(f"time, {unit}", names, times, PS_PER_S * scale),
@@ -82,7 +84,7 @@ def comparison_report(comparison: Comparison) -> RenderableType:
 def terms_table(
     title: str, names: Sequence[str], rows: dict[str, tuple[int, ...]], scale: float
 ) -> ColumnTable:
-    """Return a row a term with a column a step, and one more for what it differs by from the first.
+    """Return a table with a row a term, a column a step, and one for each difference to the first.
 
     Args:
         title: What the terms are of, and their unit.
@@ -103,7 +105,7 @@ def terms_table(
 
 
 def _setting_columns(comparison: Comparison) -> Iterator[Column]:
-    """Yield what is trained, on what and with what, where steps differ in it but by their names."""
+    """Yield columns of job, cluster and stack where steps differ and their names do not say it."""
     steps = comparison.steps
     facts = {
         "model": [step.job.model.name for step in steps],
@@ -114,6 +116,7 @@ def _setting_columns(comparison: Comparison) -> Iterator[Column]:
         "precision": [str(step.job.precision) for step in steps],
     }
     for head, cells in facts.items():
+        # What the name of a column says is not said twice.
         if len(set(cells)) > 1 and cells != list(comparison.names):
             yield Column(head=head, cells=cells, is_word=head != "GPUs", is_layout=True)
 
@@ -129,11 +132,12 @@ def _layout_columns(steps: Sequence[StepResult]) -> Iterator[Column]:
 def _value_text(step: StepResult, field: PlanField) -> str:
     value = getattr(step.plan, field.name)
     if field.name == "stages":
+        # The rule compares plans of different pipeline ranks, lists of layers do not.
         value = stages_rule(step.job, step.plan, step.stack)
     return "-" if value in {None, ()} else value_text(value)
 
 
-def _results(steps: Sequence[StepResult]) -> list[Column]:
+def _result_columns(steps: Sequence[StepResult]) -> list[Column]:
     samples = dict.fromkeys(step.job.model.sample for step in steps)
     columns = step_columns(steps, f"{'|'.join(samples)}/s/GPU")
     fits = ["yes" if step.memory.fits else "NO" for step in steps]
@@ -142,7 +146,7 @@ def _results(steps: Sequence[StepResult]) -> list[Column]:
     return columns
 
 
-def _less(terms: Terms, others: Terms) -> dict[str, int]:
+def _difference(terms: Terms, others: Terms) -> dict[str, int]:
     return {name: terms[name] - others[name] for name in terms}
 
 

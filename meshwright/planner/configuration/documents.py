@@ -23,7 +23,7 @@ _POSITION = re.compile(r" \((?:at )?(?:line (\d+),? column \d+|end of document)\
 
 
 class Document(NamedTuple):
-    """What a text says.
+    """Keys of a text, and the line that each stands on.
 
     Args:
         keys: Its values; keys are joined with those of the sections around them by dots. A list
@@ -74,7 +74,7 @@ def too_many(line: int) -> PlanError:
 
 
 def too_long(line: int, word: str) -> PlanError:
-    """Return the refusal of a word without quotes, most likely a number, that nobody means."""
+    """Return the refusal of an unquoted word, most likely a number, that is too long."""
     limit = f"at most {MOST_DIGITS} digits, {MOST_LENGTH} characters"
     return refused(line, f"{shown(word)} has too many digits; allowed: {limit}")
 
@@ -84,18 +84,19 @@ def named_file(name: str, folder: Path) -> Path | None:
 
     It has to lie under that folder, or under one of the `PARENTS` above it but for the root.
     """
+    # A configuration must not lead to files outside of the folders that it lies in.
     if ".." in Path(name).parts:
         return None
-    own = folder.resolve()
-    for above in [own, *own.parents][: PARENTS + 1]:
-        found = above / name
-        if above != above.parent and found.is_relative_to(above) and _is_file(found):
-            return found
+    start = folder.resolve()
+    for above in [start, *start.parents][: PARENTS + 1]:
+        candidate = above / name
+        if above != above.parent and candidate.is_relative_to(above) and _is_file(candidate):
+            return candidate
     return None
 
 
 def _is_file(path: Path) -> bool:
-    """Return whether a file is there; a name may be none, or lead where nobody may look."""
+    """Return True if a file is there; a name may be none, or lead where nobody may look."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -109,13 +110,13 @@ def document_of(table: Table) -> Document:
         PlanError: If a key stands twice, is a section and a value at once, or is no name; or if
             a number is not finite or too long. Names the line and the key.
     """
-    reading = _Reading({}, {}, set())
+    reading = _KeyReader({}, {}, set())
     reading.add(table, "", 1)
     return Document(reading.keys, reading.lines, frozenset(reading.dotted))
 
 
-class _Reading(NamedTuple):
-    """What has been read of a document."""
+class _KeyReader(NamedTuple):
+    """Keys, lines and dotted names that are read so far."""
 
     keys: dict[str, object]
     lines: dict[str, int]
@@ -133,12 +134,15 @@ class _Reading(NamedTuple):
                 raise too_deep(line)
             if "." in name:
                 self.dotted.add(key)
+            # A dotted name opens the sections that it names, as in TOML.
             for dot in re.finditer(r"\.", name):
                 self._begin(f"{prefix}{name[: dot.start()]}", line)
+            # A section without keys is a value: an empty table.
             if isinstance(value, Table) and value.entries:
                 self._begin(key, line)
                 self.add(value, f"{key}.", depth + 1)
             elif key in self.lines:
+                # Parsers keep the last of two in silence.
                 raise _twice(key, line, self.lines[key])
             else:
                 self.lines[key] = line
@@ -175,6 +179,7 @@ def _plain(value: object, key: str, line: int, depth: int) -> object:
     if isinstance(value, list):
         return [_plain(each, key, line, depth + 1) for each in value]
     if isinstance(value, datetime | date | time):
+        # JSON has no dates: those of YAML and TOML become texts, too.
         return value.isoformat()
     if isinstance(value, float) and not isfinite(value):
         raise refused(line, f"{key}: {value} is not allowed; it must be a finite number")

@@ -1,4 +1,4 @@
-"""Options of a program, or keys of a configuration: what each takes, and whether a layout reads it.
+"""Options of programs, and keys of configurations: their values, and whether a layout reads them.
 
 A CSV file holds those of one version. What is in none of its rows is unknown, and so refused.
 """
@@ -41,7 +41,7 @@ class Takes(StrEnum):
 
 
 class Effect(StrEnum):
-    """What an option does to the time and the memory of a step."""
+    """Effect of an option on the time and the memory of a step."""
 
     READ = "read"  # it says something of a plan, a job, a model or a stack
     NONE = "none"
@@ -91,7 +91,7 @@ def load_options(name: str) -> Mapping[str, Option]:
     columns, lines = OPTION_FILE.parse_table((FOLDER / f"{name}.csv").read_text("utf-8"), file)
     if tuple(columns) != COLUMNS:
         raise ProfileError(f"{file}: columns {', '.join(columns)}; allowed: {', '.join(COLUMNS)}")
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for number, cells in lines:
         try:
             option = Option(
@@ -103,14 +103,14 @@ def load_options(name: str) -> Mapping[str, Option]:
             )
         except ValueError as error:
             raise ProfileError(f"{file}: line {number}: {error}") from None
-        if option.key in found:
+        if option.key in options:
             raise ProfileError(f"{file}: line {number}: {option.key} appears twice")
-        found[option.key] = option
-    return found
+        options[option.key] = option
+    return options
 
 
 class Unknown(NamedTuple):
-    """The value of an option that the file alone does not tell; ``why`` says what is missing."""
+    """Value of an option that the file alone does not tell; ``why`` says what is missing."""
 
     why: str
 
@@ -128,15 +128,15 @@ class OptionWord(Protocol):
 
     @property
     def unknown(self) -> str:
-        """What is missing; empty where the word is known."""
+        """Reason why the word is not known; empty where it is."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it may stand for any number of words, options among them."""
+        """True where it may stand for any number of words, options among them."""
 
 
 class Options(NamedTuple):
-    """The options of a command: values and lines by key, words beside them, and what is wrong."""
+    """Options of a command: values and lines by key, other words, and refusals."""
 
     keys: dict[str, object]
     lines: dict[str, int]
@@ -145,33 +145,35 @@ class Options(NamedTuple):
 
 
 def read_options(words: Sequence[OptionWord], known: Mapping[str, Option]) -> Options:
-    """Return the options that *words* give; of one that stands twice the last counts.
+    """Return the options among *words*; of one that stands twice the last counts.
 
     A name may have dashes or underscores, whichever is *known*. An unknown option is a key too.
     """
-    found = Options({}, {}, [], [])
-    place = 0
-    while place < len(words):
-        word = words[place]
-        place += 1
+    parsed = Options({}, {}, [], [])
+    index = 0
+    while index < len(words):
+        word = words[index]
+        index += 1
         if not _is_option(word):
-            found.words.append(word)
+            parsed.words.append(word)
             continue
         name, sign, text = word.text.lstrip("-").partition("=")
         option = known_option(name, known)
         if sign:
+            # `--a=b` has its value, whatever stands behind it.
             values: list[OptionWord | str] = [text]
         else:
-            end = _end_of_values(words, place, option)
+            end = _end_of_values(words, index, option)
             # An unknown word that is not the value of an option may hold options.
-            hiding = [each for each in words[place:end] if each.unknown and each.is_open]
-            hiding += [each for each in words[place + 1 : end] if each.unknown]
-            found.refusals.extend(f"line {each.line}: {each.unknown}" for each in hiding)
-            values, place = [*words[place:end]], end
+            hiding = [each for each in words[index:end] if each.unknown and each.is_open]
+            hiding += [each for each in words[index + 1 : end] if each.unknown]
+            parsed.refusals.extend(f"line {each.line}: {each.unknown}" for each in hiding)
+            values, index = [*words[index:end]], end
         key = name if option is None else option.key
-        found.keys.pop(key, None)
-        found.keys[key], found.lines[key] = _value_of(option, word, values, found), word.line
-    return found
+        # Popped first, so that keys stand in the order in which they take effect.
+        parsed.keys.pop(key, None)
+        parsed.keys[key], parsed.lines[key] = _value_of(option, word, values, parsed), word.line
+    return parsed
 
 
 def known_option(name: str, known: Mapping[str, Option]) -> Option | None:
@@ -188,7 +190,8 @@ def _is_option(word: OptionWord) -> bool:
 
 
 def _end_of_values(words: Sequence[OptionWord], start: int, option: Option | None) -> int:
-    """Return the place behind the values of an option that stands before *start*."""
+    """Return the index behind the values of an option that stands before *start*."""
+    # An option that is not known may take any number of words.
     takes = Takes.WORDS if option is None else option.takes
     most = {Takes.NOTHING: 0, Takes.WORDS: len(words)}.get(takes, 1)
     end = start
@@ -198,7 +201,7 @@ def _end_of_values(words: Sequence[OptionWord], start: int, option: Option | Non
 
 
 def _value_of(
-    option: Option | None, word: OptionWord, values: Sequence[OptionWord | str], found: Options
+    option: Option | None, word: OptionWord, values: Sequence[OptionWord | str], parsed: Options
 ) -> object:
     unknown = [each.unknown for each in (word, *values) if not isinstance(each, str)]
     why = next(filter(None, unknown), "")
@@ -206,14 +209,14 @@ def _value_of(
         return Unknown(why)
     texts = [each if isinstance(each, str) else each.text for each in values]
     if not texts:
-        needs = option is not None and option.takes not in {Takes.NOTHING, Takes.OPTIONAL}
-        if needs:
-            found.refusals.append(f"line {word.line}: {word.text} has no value")
+        lacks_value = option is not None and option.takes not in {Takes.NOTHING, Takes.OPTIONAL}
+        if lacks_value:
+            parsed.refusals.append(f"line {word.line}: {word.text} has no value")
         return True
     if option is None or len(texts) > 1:
         return texts[0] if len(texts) == 1 else texts
     if option.takes is Takes.NOTHING:
-        found.refusals.append(f"line {word.line}: {word.text} takes no value")
+        parsed.refusals.append(f"line {word.line}: {word.text} takes no value")
     return texts if option.takes is Takes.WORDS else converted(option, texts[0])
 
 
@@ -228,6 +231,7 @@ def converted(option: Option, value: object) -> object:
             number = float(value)
             if option.takes is Takes.NUMBER:
                 return number
+            # Up to 2**53, some 9e15, a float holds whole numbers exactly.
             return int(number) if number.is_integer() and abs(number) < 10**15 else value
     if option.takes is Takes.BOOLEAN and isinstance(value, int | float) and value in (0, 1):
         return bool(value)

@@ -34,7 +34,7 @@ _COMMENTS = re.compile(
 
 
 class Pairs(NamedTuple):
-    """An object before its lines are known."""
+    """Object of JSON as pairs, before its lines are known."""
 
     items: list[tuple[str, object]]
 
@@ -47,6 +47,7 @@ def read_json(text: str) -> Document:
     """
     check_size(text)
     if "#" in text or "/" in text:
+        # Lines are kept, so that mistakes are found where they stand.
         text = _COMMENTS.sub(lambda found: found[1] or "\n" * found[0].count("\n"), text)
     check_bounds(text, _TOKEN)
     try:
@@ -70,6 +71,7 @@ def _lines_of_names(text: str) -> Iterator[int]:
 
 
 def _with_lines(value: object, lines: Iterator[int]) -> object:
+    """Return a value of JSON with the line of each name."""
     if isinstance(value, Pairs):
         return Table(
             [Entry(name, next(lines), _with_lines(each, lines)) for name, each in value.items]
@@ -100,14 +102,14 @@ def nested(keys: Mapping[str, object]) -> dict[str, object]:
     >>> nested({"a.b": 1, "a.c": 2, "d": 3})
     {'a': {'b': 1, 'c': 2}, 'd': 3}
     """
-    found: dict[str, object] = {}
+    root: dict[str, object] = {}
     for key, value in keys.items():
         *sections, name = key.split(".")
-        table = found
+        table = root
         for section in sections:
             table = cast("dict[str, object]", table.setdefault(section, {}))
         table[name] = value
-    return found
+    return root
 
 
 def json_keys(keys: Mapping[str, object]) -> str:

@@ -55,12 +55,12 @@ class _Name:
 
     def at(self, words: Iterable[str], line: int) -> "_Name":
         """Return the name that a dotted key leads to, begun on *line* where it is new."""
-        found: _Name = self
+        name: _Name = self
         for word in words:
-            found = found.inner.setdefault(word, _Name(line))
-            if found.is_list:
-                found = _Name(line)  # the last table of a list has no lines of its own
-        return found
+            name = name.inner.setdefault(word, _Name(line))
+            if name.is_list:
+                name = _Name(line)  # the last table of a list has no lines of its own
+        return name
 
 
 class _Scan:
@@ -77,7 +77,7 @@ class _Scan:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Return what a text holds."""
+        """Return the scan of a text."""
         scan, line = cls(), 1
         for token in _TOKEN.finditer(text):
             if scan.in_value:
@@ -90,7 +90,7 @@ class _Scan:
         return scan
 
     def take_key(self, mark: str, line: int) -> None:
-        """Go on where a key, or a header, may stand."""
+        """Read a mark where a key, or a header, may stand."""
         if mark == "=":
             table = self.brackets[-1][1] if self.brackets else self.section
             self.value, self.in_value = table.at(self.words, line), True
@@ -108,10 +108,11 @@ class _Scan:
             self.in_value = True
 
     def take_value(self, mark: str) -> None:
-        """Go on in a value."""
+        """Read a mark within a value."""
         if mark in ("[", "[["):
             self.brackets += [("[", _Name(1))] * len(mark)
         elif mark == "{":
+            # A table within a list has no lines of its own.
             is_inner = bool(self.brackets) and self.brackets[-1][0] == "["
             self.brackets.append((mark, _Name(1) if is_inner else self.value))
             self.in_value = False

@@ -24,7 +24,7 @@ from meshwright.planner.configuration.documents import (
 
 # libyaml's where it was built in: PyYAML's own takes many seconds for a megabyte.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_WORDS: Mapping[str, object] = {
+_CONSTANTS: Mapping[str, object] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
@@ -80,12 +80,12 @@ class _Reader:
                 line = self.line
                 if len(documents) > 1 and documents[-1] is not None:
                     raise refused(line, "a second document; allowed: one, and nothing after it")
-        found = documents[0] if documents else None
-        if found is None:
+        document = documents[0] if documents else None
+        if document is None:
             return Table([])
-        if not isinstance(found, Table):
-            raise refused(1, f"must hold KEY: VALUE, not {shown(found)}")
-        return found
+        if not isinstance(document, Table):
+            raise refused(1, f"must hold KEY: VALUE, not {shown(document)}")
+        return document
 
     def _rest(self) -> Iterator[yaml.Event]:
         while not isinstance(event := self._next(), yaml.StreamEndEvent):
@@ -125,6 +125,7 @@ class _Reader:
                 items.append(self._value(item, depth + 1))
             return items
         assert isinstance(event, yaml.ScalarEvent)
+        # A quoted scalar is a text, whatever it looks like.
         return self._scalar(event.value) if event.implicit[0] else event.value
 
     def _entries(self, depth: int) -> list[Entry]:
@@ -142,31 +143,33 @@ class _Reader:
                 merged = self._merged(value, line)
             else:
                 raise refused(line, f"key {_MERGE} appears twice")
-        own = {each.name for each in entries}
-        return [*(each for each in merged or () if each.name not in own), *entries]
+        # A name of the table itself overrides a merged one, wherever `<<` stands.
+        own_names = {each.name for each in entries}
+        return [*(each for each in merged or () if each.name not in own_names), *entries]
 
     def _merged(self, value: object, line: int) -> list[Entry]:
         """Return the entries of a table, or of several: the first to have a name has it."""
-        found: dict[str, Entry] = {}
+        by_name: dict[str, Entry] = {}
         for table in value if isinstance(value, list) else [value]:
             if not isinstance(table, Table):
                 raise refused(line, f"{_MERGE} of {_word(table)}; allowed: tables")
             for entry in table.entries:
-                found.setdefault(entry.name, entry)
-        return list(found.values())
+                by_name.setdefault(entry.name, entry)
+        return list(by_name.values())
 
     def _anchored(self, name: str) -> object:
         if name not in self.anchors:
             raise refused(self.line, f"*{name} stands for nothing: no &{name} before it")
-        known = self.anchors[name]
-        if known is None:
+        anchored = self.anchors[name]
+        if anchored is None:
             raise refused(self.line, f"*{name} stands inside of &{name}")
-        self._count(known[1])
-        return known[0]
+        # All values behind an alias count: aliases of aliases grow exponentially.
+        self._count(anchored[1])
+        return anchored[0]
 
     def _scalar(self, text: str) -> object:
-        if text in _WORDS:
-            return _WORDS[text]
+        if text in _CONSTANTS:
+            return _CONSTANTS[text]
         if _WHOLE.fullmatch(text):
             return self._whole(text)
         if _NOT_FINITE.fullmatch(text):
@@ -196,8 +199,8 @@ def _word(value: object) -> str:
 
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_OTHERS = "yes", "no", "on", "off", "y", "n"  # booleans of YAML 1.1
-_QUOTED = {*_OTHERS, *(each.lower() for each in _WORDS)}
+_YAML_1_1_BOOLEANS = "yes", "no", "on", "off", "y", "n"  # booleans of YAML 1.1
+_QUOTED = {*_YAML_1_1_BOOLEANS, *(each.lower() for each in _CONSTANTS)}
 
 
 class _Dumper(yaml.SafeDumper):

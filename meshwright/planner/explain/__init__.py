@@ -1,4 +1,4 @@
-"""Why a plan takes as long, and as much memory, as it does, and what would change that."""
+"""Explanation of the time and the memory of a plan, and of the changes that would help."""
 
 from meshwright.planner.explain.explanation import explain
 from meshwright.planner.explain.report import explanation_document, explanation_report

@@ -1,4 +1,4 @@
-"""Everything that `explain` says of a plan, simulated."""
+"""Explanation of a simulated plan: critical path, resources, neighbours and memory."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from meshwright.simulator.account import CriticalPath, critical_path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """What a tenth more of a resource gives: the same plan, simulated with ``changes``.
+    """Effect of a tenth more of a resource: the same plan, simulated with ``changes``.
 
     ``step_ps`` is that step; ``changes`` are facts as ``--set`` takes them.
     """
@@ -64,15 +64,16 @@ class Neighbour:
 
     @property
     def costliest(self) -> tuple[str, int]:
-        """The term that changes most in the direction of the whole, and by how much."""
+        """Term that changes most in the direction of the whole, and its picoseconds."""
         total = sum(self.more_ps.values())
+        # Of a faster plan the term that saves most, of a slower one the term that costs most.
         sign = -1 if total < 0 else 1
         return max(self.more_ps.items(), key=lambda item: sign * item[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Why a step takes what it takes.
+    """Causes of the time and the memory of a step.
 
     Args:
         step: The simulated step.
@@ -100,7 +101,7 @@ def explain(
     memory_limit_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Return why a step of *plan* takes the time and the memory that it takes.
+    """Return the explanation of the time and the memory of *plan*.
 
     Args:
         job: What is trained.
@@ -118,10 +119,12 @@ def explain(
     cluster, stack = load_cluster(cluster), load_stack(stack)
     plan = resolve(job, cluster, stack, plan)
     check_plan(job, plan, cluster, stack)
+    # One model of costs for the step and its neighbours: they share operators.
     costs = CostModel(cluster, stack, plan.world_size)
     built: BuiltStep | None = None
     if stack.strategy is Strategy.MESH:
         built = build_step(job, plan, costs)
+        # Folded: one representative is run for the equal ranks of each pipeline rank.
         times = simulate_folded(built.work)
         step = account(built, times, costs, memory_limit_bytes)
         path = critical_path(built, times)
@@ -141,10 +144,11 @@ def explain(
 
 
 def _gains(step: StepResult, memory_limit_bytes: int | None, tell: Progress) -> Iterator[Gain]:
-    """Yield what each resource gives that the cluster and the stack have."""
+    """Yield the gain of each resource that the cluster and the stack have."""
     for number, resource in enumerate(RESOURCES):
         tell("simulating a tenth more of each resource", number, len(RESOURCES))
         changes = resource_changes(resource, step.job, step.cluster, step.stack)
+        # The same plan on a better machine, not the best plan for it.
         cluster, stack = with_facts(step.cluster, step.stack, changes)
         after = simulate(step.job, step.plan, cluster, stack, memory_limit_bytes=memory_limit_bytes)
         yield Gain(
@@ -157,22 +161,23 @@ def _neighbours(
 ) -> tuple[Neighbour, ...]:
     """Return the plans one change away that can run at all, the fastest first."""
     trials = Trials(step, memory_limit_bytes, costs)
-    seen, found = {step.plan}, []
-    wanted = list(neighbours(step.plan, step.stack))
-    for number, fields in enumerate(wanted):
-        tell("simulating neighbours", number, len(wanted))
+    seen, reachable = {step.plan}, []
+    changes = list(neighbours(step.plan, step.stack))
+    for number, fields in enumerate(changes):
+        tell("simulating neighbours", number, len(changes))
         changed = _changed(step, fields)
         after = None if changed is None or changed[0] in seen else trials.step(changed[0])
         if changed is None or after is None:
             continue
+        # Two changes may come to the same plan.
         seen.add(changed[0])
         if (after.step_ps, after.memory.peak_bytes) == (step.step_ps, step.memory.peak_bytes):
             continue  # it says what the stack does anyway
-        own, others = time_terms(step), time_terms(after)
-        more_ps = {name: others[name] - own[name] for name in own}
+        terms, changed_terms = time_terms(step), time_terms(after)
+        more_ps = {name: changed_terms[name] - terms[name] for name in terms}
         change = Change.of(step, after, changed[1])
-        found.append(Neighbour(change=change, fits=after.memory.fits, more_ps=more_ps))
-    return tuple(sorted(found, key=lambda each: (each.change.step_ps, each.change.options)))
+        reachable.append(Neighbour(change=change, fits=after.memory.fits, more_ps=more_ps))
+    return tuple(sorted(reachable, key=lambda each: (each.change.step_ps, each.change.options)))
 
 
 def _changed(step: StepResult, fields: Fields) -> tuple[ResolvedPlan, Fields] | None:
@@ -185,7 +190,8 @@ def _changed(step: StepResult, fields: Fields) -> tuple[ResolvedPlan, Fields] | 
 def _roomier(
     step: StepResult, near: tuple[Neighbour, ...], memory_limit_bytes: int | None
 ) -> Neighbour | None:
-    """Return the fastest neighbour that only a tenth more memory makes possible."""
+    """Return the fastest neighbour that fits only with a tenth more memory."""
+    # A limit that the user sets does not grow with the device.
     if memory_limit_bytes is not None:
         return None
     parts = step.job, step.cluster, step.stack

@@ -11,7 +11,7 @@ from meshwright.simulator.replication import sum_parameters
 
 
 class MemoryTerm(NamedTuple):
-    """A part of the memory of the fullest rank, and the product that makes it.
+    """Part of the memory of the fullest rank, and the product that makes it.
 
     ``factors`` is empty where it is no product.
     """
@@ -24,7 +24,7 @@ class MemoryTerm(NamedTuple):
 def memory_products(
     step: StepResult, built: BuiltStep | None, costs: CostModel
 ) -> tuple[MemoryTerm, ...]:
-    """Return what fills the fullest rank at its fullest instant; adds up to its live bytes.
+    """Return the live bytes of the fullest rank at its peak, as products that add up to them.
 
     Activations are passes in flight, whose backward is still to come, times what a block keeps of
     each; what else counts as one is held for messages and outputs.
@@ -37,29 +37,30 @@ def memory_products(
     stage = step.memory.worst_stage
     count = 0
     if built is not None:
+        # States are so many bytes of each parameter of the rank.
         count = sum_parameters(built.setting.shape, built.setting.rank_stages(stage.stage))
     terms = [
-        MemoryTerm(name.removesuffix("_bytes").replace("_", " "), size, _a_parameter(size, count))
+        MemoryTerm(name.removesuffix("_bytes").replace("_", " "), size, _bytes_of_each(size, count))
         for name, size in stage.by_name.items()
     ]
-    kept = () if built is None else tuple(_kept(step, built, costs))
-    rest = stage.activations_bytes - sum(term.size_bytes for term in kept)
+    activations = () if built is None else tuple(_activation_terms(step, built, costs))
+    rest = stage.activations_bytes - sum(term.size_bytes for term in activations)
     # With recomputation inside kept units a pass's own levels say what is saved, not its blocks.
     if rest < 0:
-        kept, rest = (), stage.activations_bytes
+        activations, rest = (), stage.activations_bytes
     others = (
-        MemoryTerm("other activations" if kept else "activations", rest),
+        MemoryTerm("other activations" if activations else "activations", rest),
         MemoryTerm("buffers", stage.buffers_bytes),
     )
-    return tuple(term for term in (*terms, *kept, *others) if term.size_bytes)
+    return tuple(term for term in (*terms, *activations, *others) if term.size_bytes)
 
 
-def _a_parameter(size_bytes: int, count: int) -> str:
+def _bytes_of_each(size_bytes: int, count: int) -> str:
     return f"{count:,} x {size_bytes / count:.4g} B" if count and size_bytes else ""
 
 
-def _kept(step: StepResult, built: BuiltStep, costs: CostModel) -> Iterator[MemoryTerm]:
-    """Yield what each kind of block of each virtual stage keeps of the passes in flight.
+def _activation_terms(step: StepResult, built: BuiltStep, costs: CostModel) -> Iterator[MemoryTerm]:
+    """Yield the activations of each kind of block and virtual stage, for the passes in flight.
 
     Virtual stages that keep the same are one term.
     """
@@ -67,6 +68,7 @@ def _kept(step: StepResult, built: BuiltStep, costs: CostModel) -> Iterator[Memo
     in_flight = passes_in_flight(step, pp_rank)
     stages = built.setting.rank_stages(pp_rank)
     kinds = (kind for stage in stages for kind, _ in stage.passes)
+    # Bytes of the blocks as costs have them, so that kernels decide what is saved.
     blocks = block_bytes(costs.blocks, built.setting.shape, others=kinds)
     alike: dict[tuple[BlockKind, int, int], list[int]] = {}
     for number, stage in enumerate(stages):
@@ -76,15 +78,15 @@ def _kept(step: StepResult, built: BuiltStep, costs: CostModel) -> Iterator[Memo
         saved = blocks[kind].saved
         size = len(numbers) * passes * count * saved
         if size:
-            where = _stages_text(numbers) if len(in_flight) > 1 else ""
+            suffix = _stages_text(numbers) if len(in_flight) > 1 else ""
             several = f"{len(numbers)} x " if len(numbers) > 1 else ""
             blocks_text = f"{count} {kind}s" if count > 1 else kind
             factors = f"{several}{passes} in flight x {blocks_text} x {format_bytes(saved)}"
-            yield MemoryTerm(f"{kind} activations{where}", size, factors)
+            yield MemoryTerm(f"{kind} activations{suffix}", size, factors)
 
 
 def _stages_text(numbers: Sequence[int]) -> str:
-    """Return which virtual stages they are.
+    """Return the numbers of virtual stages as text.
 
     >>> _stages_text([3]), _stages_text([0, 1, 2, 5])
     (' of stage 3', ' of stages 0-2, 5')
@@ -100,7 +102,7 @@ def _stages_text(numbers: Sequence[int]) -> str:
 
 
 def passes_in_flight(step: StepResult, pp_rank: int) -> list[int]:
-    """Return the passes of each virtual stage that have kept something, at the fullest instant.
+    """Return the passes of each virtual stage whose activations are live at the peak.
 
     The pass of that instant is among them, but for a forward pass beside a backward pass, which
     keeps what this frees.
@@ -108,10 +110,11 @@ def passes_in_flight(step: StepResult, pp_rank: int) -> list[int]:
     assert step.times is not None  # a mesh has times
     rank, peak_ps = step.times.ranks[pp_rank], step.memory.by_stage[pp_rank].peak_time_ps
     counts = [0] * step.plan.num_virtual_stages
-    for place, ((phase, virtual_stage, _), start_ps, end_ps) in enumerate(rank.passes()):
+    for index, ((phase, virtual_stage, _), start_ps, end_ps) in enumerate(rank.passes()):
         is_kept = start_ps <= peak_ps
-        if place in rank.pairs:
-            is_kept = rank.ends_ps[place + 1] <= peak_ps
+        if index in rank.pairs:
+            is_kept = rank.ends_ps[index + 1] <= peak_ps
+        # A forward pass keeps its activations until its backward pass has ended.
         if phase.direction > 0 and is_kept:
             counts[virtual_stage] += 1
         elif phase.direction < 0 and end_ps <= peak_ps:

@@ -26,7 +26,7 @@ MOST_NEIGHBOURS = 8
 
 
 def explanation_document(explanation: Explanation) -> dict[str, Json]:
-    """Return the document of an explanation: the step's own, and why it is so."""
+    """Return the document of an explanation: that of the step, and its causes."""
     path = explanation.path
     return {
         **step_document(explanation.step),
@@ -69,7 +69,7 @@ def _neighbour_fields(neighbour: Neighbour) -> dict[str, Json]:
 def explanation_report(explanation: Explanation) -> RenderableType:
     """Return the report of an explanation."""
     step = explanation.step
-    place = f"{counted(step.plan.world_size, 'GPU')} of {step.cluster.name}"
+    devices = f"{counted(step.plan.world_size, 'GPU')} of {step.cluster.name}"
     memory = step.memory
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     need, have = format_bytes(memory.device_bytes), format_bytes(memory.usable_bytes)
@@ -80,14 +80,14 @@ def explanation_report(explanation: Explanation) -> RenderableType:
         ("memory", f"{verdict}: {need} of {have}"),
     ]
     return Group(
-        Text(headline(step.job, place, step.stack.name), style="bold"),
+        Text(headline(step.job, devices, step.stack.name), style="bold"),
         facts_table(facts),
         Text(),
         _causes(explanation),
         *_path_lines(explanation),
         Text(),
         _gains(explanation),
-        *_room_lines(explanation),
+        *_memory_lines(explanation),
         Text(),
         *_neighbours(explanation),
         Text(),
@@ -97,21 +97,26 @@ def explanation_report(explanation: Explanation) -> RenderableType:
 
 
 def _causes(explanation: Explanation) -> ColumnTable:
-    """Return where the time goes: along the critical path, and averaged over ranks."""
+    """Return a table of times by cause: along the critical path, and averaged over ranks."""
     step, path = explanation.step, explanation.path
     mean = time_terms(step)
     along = mean if path is None else {name.value: ps for name, ps in path.time_ps.items()}
     names = [name for name in mean if mean[name] or along[name]]
+    # Ordered by the critical path: time that is overlapped does not lengthen the step.
     names.sort(key=lambda name: (-along[name], -mean[name]))
     columns = [
-        _words("cause", [name.replace("_", " ") for name in names]),
-        *([] if path is None else _times("critical path", [along[n] for n in names], step.step_ps)),
-        *_times("mean of ranks", [mean[name] for name in names], step.step_ps),
+        _text_column("cause", [name.replace("_", " ") for name in names]),
+        *(
+            []
+            if path is None
+            else _time_columns("critical path", [along[n] for n in names], step.step_ps)
+        ),
+        *_time_columns("mean of ranks", [mean[name] for name in names], step.step_ps),
     ]
     return ColumnTable(columns)
 
 
-def _times(head: str, values_ps: list[int], step_ps: int) -> Iterator[Column]:
+def _time_columns(head: str, values_ps: list[int], step_ps: int) -> Iterator[Column]:
     yield Column(head=head, cells=[_time(each) for each in values_ps])
     yield Column(head="share", cells=[f"{each / step_ps:.1%}" for each in values_ps])
 
@@ -120,7 +125,7 @@ def _time(time_ps: int) -> str:
     return format_time(time_ps / PS_PER_S) if time_ps else "-"
 
 
-def _words(head: str, cells: list[str]) -> Column:
+def _text_column(head: str, cells: list[str]) -> Column:
     return Column(head=head, cells=cells, is_word=True, is_first=True)
 
 
@@ -142,7 +147,7 @@ def _gains(explanation: Explanation) -> ColumnTable:
     before_ps, gains = explanation.step.step_ps, explanation.gains
     return ColumnTable(
         [
-            _words("a tenth more of", [gain.resource.value for gain in gains]),
+            _text_column("a tenth more of", [gain.resource.value for gain in gains]),
             Column(head="step", cells=[_time(gain.step_ps) for gain in gains]),
             Column(head="less", cells=[_time(before_ps - gain.step_ps) for gain in gains]),
             Column(head="change", cells=[_change_text(gain, before_ps) for gain in gains]),
@@ -151,10 +156,11 @@ def _gains(explanation: Explanation) -> ColumnTable:
 
 
 def _change_text(gain: Gain, before_ps: int) -> str:
+    """Return the change of the step in percent."""
     return f"{gain.step_ps / before_ps - 1:+.2%}" if gain.step_ps != before_ps else "none"
 
 
-def _room_lines(explanation: Explanation) -> Iterator[Text]:
+def _memory_lines(explanation: Explanation) -> Iterator[Text]:
     roomier = explanation.roomier
     if roomier is not None:
         change = roomier.change
@@ -165,6 +171,7 @@ def _room_lines(explanation: Explanation) -> Iterator[Text]:
 
 def _neighbours(explanation: Explanation) -> Iterator[RenderableType]:
     """Yield the fastest plans one change away, and the term that makes each what it is."""
+    # They come the fastest first.
     near = [each for each in explanation.neighbours if each.fits][:MOST_NEIGHBOURS]
     over = [each for each in explanation.neighbours if not each.fits]
     if not near:
@@ -173,7 +180,7 @@ def _neighbours(explanation: Explanation) -> Iterator[RenderableType]:
         changes = [each.change for each in near]
         yield ColumnTable(
             [
-                _words("one change away", [each.options for each in changes]),
+                _text_column("one change away", [each.options for each in changes]),
                 Column(head="step", cells=[_time(each.step_ps) for each in changes], is_first=True),
                 Column(head="change", cells=[f"{each.slower_fraction:+.1%}" for each in changes]),
                 Column(
@@ -207,7 +214,7 @@ def _memory(explanation: Explanation) -> ColumnTable:
     factors = {term.name: term.factors for term in terms}
     return ColumnTable(
         [
-            _words(f"memory of rank {memory.worst_rank}, the fullest", list(sizes)),
+            _text_column(f"memory of rank {memory.worst_rank}, the fullest", list(sizes)),
             Column(head="GiB", cells=[f"{each / GIBI:.2f}" for each in sizes.values()]),
             Column(head="as", cells=[factors.get(name, "") for name in sizes], is_word=True),
         ]

@@ -6,11 +6,11 @@ from enum import StrEnum
 from meshwright.hwprofiles import Cluster, Link, StackProfile
 from meshwright.simulator import TrainingJob
 
-MORE = 1.1
+INCREASE = 1.1
 
 
 class Resource(StrEnum):
-    """What a step is limited by."""
+    """Resources that limit a step."""
 
     MATRIX_RATE = "matrix rate"
     MEMORY_BANDWIDTH = "memory bandwidth"
@@ -39,28 +39,31 @@ def resource_changes(
 
 
 def _matrix_rate(job: TrainingJob, cluster: Cluster, _stack: StackProfile) -> Facts:
+    # Of a step in 8 bits some products run in the storage format: both rates grow.
     for precision in dict.fromkeys((job.precision, job.precision.storage)):
-        rate = cluster.device.peak_flops_per_s[precision] * MORE
+        rate = cluster.device.peak_flops_per_s[precision] * INCREASE
         yield f"device.peak.{precision}", f"{rate!r} FLOP/s"
 
 
 def _memory_bandwidth(_job: TrainingJob, cluster: Cluster, _stack: StackProfile) -> Facts:
-    rate = cluster.device.memory_bandwidth_bytes_per_s * MORE
+    rate = cluster.device.memory_bandwidth_bytes_per_s * INCREASE
     yield "device.memory_bandwidth", f"{rate!r} B/s"
 
 
 def _memory_capacity(_job: TrainingJob, cluster: Cluster, _stack: StackProfile) -> Facts:
     device = cluster.device
-    yield "device.memory_capacity", f"{int(device.memory_capacity_bytes * MORE)} B"
+    yield "device.memory_capacity", f"{int(device.memory_capacity_bytes * INCREASE)} B"
+    # Where a cluster says what processes may use, that is what plans are checked against.
     if device.overheads is not None:
-        yield "device.overheads.usable", f"{int(device.usable_bytes * MORE)} B"
+        yield "device.overheads.usable", f"{int(device.usable_bytes * INCREASE)} B"
 
 
 def _link(key: str, link: Link) -> Facts:
     """Yield the bandwidth of a link, and what collectives are measured to reach on it."""
-    yield f"{key}.bandwidth", f"{link.bandwidth_bytes_per_s * MORE!r} B/s per direction"
+    yield f"{key}.bandwidth", f"{link.bandwidth_bytes_per_s * INCREASE!r} B/s per direction"
+    # Measured bus bandwidths go before the link's own: both grow.
     for number, each in enumerate(link.collectives, 1):
-        yield f"{key}.collectives.{number}.busbw", f"{each.busbw_bytes_per_s * MORE!r} B/s"
+        yield f"{key}.collectives.{number}.busbw", f"{each.busbw_bytes_per_s * INCREASE!r} B/s"
 
 
 def _host(_job: TrainingJob, cluster: Cluster, stack: StackProfile) -> Facts:
@@ -78,11 +81,12 @@ def _host(_job: TrainingJob, cluster: Cluster, stack: StackProfile) -> Facts:
     }
     for name, time_s in times.items():
         if time_s:
-            yield f"fitted.{name}", f"{time_s / MORE!r} s"
+            # A faster host takes less time.
+            yield f"fitted.{name}", f"{time_s / INCREASE!r} s"
     if cluster.host_link is not None:
         yield from _link("host_link", cluster.host_link)
     if cluster.host_memory_bandwidth_bytes_per_s is not None:
-        rate = cluster.host_memory_bandwidth_bytes_per_s * MORE
+        rate = cluster.host_memory_bandwidth_bytes_per_s * INCREASE
         yield "host_memory_bandwidth", f"{rate!r} B/s"
 
 

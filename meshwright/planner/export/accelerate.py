@@ -25,22 +25,24 @@ WHOLE, HYBRID = "NO_SHARD", "HYBRID_SHARD"
 
 
 def _write_mixed(roles: Roles, facts: Facts) -> Keys:
-    """Return the format of mixed precision, in which fp32 weights multiply."""
+    """Return the format of mixed precision, in which fp32 weights are multiplied."""
     precision = facts.get("precision")
+    # Weights that are stored in 16 bits need no autocast.
     is_mixed = precision is not Precision.FP32 and facts.get("stack.parameter_precision") is None
     return {roles["mixed"]: str(precision) if is_mixed else "no"}
 
 
 def _write_mesh(roles: Roles, facts: Facts) -> Keys:
-    """Return a mesh of several axes, which FSDP2 alone goes with."""
+    """Return a device mesh of several axes, which FSDP2 alone takes."""
     dp, shards, tp = (facts.number(name) for name in ("dp", "dp_shard", "tp"))
+    # Over one axis FSDP shards without a mesh.
     if shards == dp and tp == 1:
         return {}
     return {roles["replicas"]: dp // shards, roles["shards"]: shards, roles["tp"]: tp}
 
 
 def _read_mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return a mesh: where one is said each of its axes is 1 unless told, and all ranks are in it.
+    """Return the mesh: an axis that is absent is 1, and all ranks are in it.
 
     So ParallelismConfig checks it (parallelism_config.py).
     """
@@ -49,10 +51,10 @@ def _read_mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys
     if ranks % tp:
         raise words.unknown(roles["tp"], tp, (f"a divisor of {ranks} processes",))
     dp = ranks // tp
-    is_said = any(key in keys for key in roles.values())
+    has_mesh = any(key in keys for key in roles.values())
     if dp % replicas:
         raise words.unknown(roles["replicas"], replicas, (f"a divisor of {dp} ranks",))
-    shards = words.whole(keys, roles["shards"], 1 if is_said else dp)
+    shards = words.whole(keys, roles["shards"], 1 if has_mesh else dp)
     if shards * replicas != dp:
         raise words.unknown(roles["shards"], shards, (dp // replicas,))
     if shards == 1 and ranks > 1:
@@ -61,20 +63,23 @@ def _read_mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys
 
 
 def _read_strategy(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return what ShardingStrategy means, by its name or its number."""
+    """Return the sharding strategy of FSDP, which has a name and a number."""
     key, ranks, nodes = roles["strategy"], facts.world_size, facts.number("num_nodes")
-    said = str(keys.get(key, STRATEGIES[0])).upper()
-    if said.isdecimal() and 0 < int(said) <= len(STRATEGIES):
-        said = STRATEGIES[int(said) - 1]
-    if said not in STRATEGIES or said == WHOLE:
+    strategy = str(keys.get(key, STRATEGIES[0])).upper()
+    if strategy.isdecimal() and 0 < int(strategy) <= len(STRATEGIES):
+        strategy = STRATEGIES[int(strategy) - 1]
+    if strategy not in STRATEGIES or strategy == WHOLE:
         raise words.unknown(key, keys[key], [each for each in STRATEGIES if each != WHOLE])
     shards = ranks
-    if said.startswith(HYBRID):
+    if strategy.startswith(HYBRID):
+        # Hybrid strategies shard within a node and replicate across nodes.
+        # Nodes of different sizes would have groups of different sizes.
         if ranks % nodes:
-            raise words.unknown(key, said, (f"others of {ranks} ranks on {nodes} machines",))
+            raise words.unknown(key, strategy, (f"others of {ranks} ranks on {nodes} machines",))
         shards = ranks // nodes
-    frees = said in {STRATEGIES[0], HYBRID}
-    return {"reshard_after_forward": frees, "dp_shard": shards}
+    # SHARD_GRAD_OP keeps gathered parameters from forward to backward, as ZeRO-2 does.
+    reshards = strategy in {STRATEGIES[0], HYBRID}
+    return {"reshard_after_forward": reshards, "dp_shard": shards}
 
 
 def _write_steps(roles: Roles, facts: Facts) -> Keys:
@@ -82,7 +87,7 @@ def _write_steps(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_steps(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the batch of the two that options do not say; the script says steps that are ``auto``.
+    """Return the batch of the accumulation steps; ``auto`` leaves them to the script.
 
     Where nothing says them DeepSpeedPlugin of Accelerate 1.15 takes ``auto``.
     """
@@ -91,14 +96,16 @@ def _read_steps(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     size = cast("int | None", facts.get("microbatch_size"))
     if keys.get(key, AUTO) == AUTO:
         return {"dp": ranks}
-    each = ranks * words.whole(keys, key, 1)
+    num_microbatches = ranks * words.whole(keys, key, 1)
     if batch is None:
         if size is None:
-            raise MissingError("global_batch_size", f"{key} is {each // ranks}")
-        return {"global_batch_size": size * each, "dp": ranks}
-    if batch % each:
-        raise PlanError(f"--global-batch {batch} is not a multiple of {each} = ranks x {key}")
-    return {"microbatch_size": batch // each, "dp": ranks}
+            raise MissingError("global_batch_size", f"{key} is {num_microbatches // ranks}")
+        return {"global_batch_size": size * num_microbatches, "dp": ranks}
+    if batch % num_microbatches:
+        raise PlanError(
+            f"--global-batch {batch} is not a multiple of {num_microbatches} = ranks x {key}"
+        )
+    return {"microbatch_size": batch // num_microbatches, "dp": ranks}
 
 
 PROGRAM = Program(

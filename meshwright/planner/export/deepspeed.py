@@ -28,7 +28,7 @@ MOST_WHOLE = 1_000_000
 
 
 def _write_batches(roles: Roles, facts: Facts) -> Keys:
-    """Return the three batch sizes, of which two tell the third and the ranks."""
+    """Return the three batch sizes, of which two and the ranks give the third."""
     return {
         roles["batch"]: facts.number("global_batch_size"),
         roles["micro"]: facts.number("microbatch_size"),
@@ -37,11 +37,12 @@ def _write_batches(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    said = {name: keys[roles[name]] for name in NAMES if keys.get(roles[name]) is not None}
-    given = {name: words.whole(keys, roles[name], 1) for name in said if said[name] != AUTO}
+    values = {name: keys[roles[name]] for name in NAMES if keys.get(roles[name]) is not None}
+    given = {name: words.whole(keys, roles[name], 1) for name in values if values[name] != AUTO}
     if len(given) < len(NAMES):
-        steps = None if said.get("steps") == AUTO else given.get("steps", 1)
+        steps = None if values.get("steps") == AUTO else given.get("steps", 1)
         return _completed(roles, given, steps, facts, words)
+    # With all three given, the data-parallel ranks are what is left of the batch.
     batch, size = given["batch"], given["micro"]
     rank = size * given["steps"]
     if batch % rank:
@@ -54,11 +55,12 @@ def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
 def _completed(
     roles: Roles, given: Mapping[str, int], steps: int | None, facts: Facts, words: FileWords
 ) -> Keys:
-    """Return what a file leaves open, as _set_batch_related_parameters of DeepSpeed fills it in.
+    """Return batch sizes completed as _set_batch_related_parameters of DeepSpeed does.
 
     What options say counts as said by the file, where transformers would fill it in; there *steps*
     are None.
     """
+    # With two of three sizes the ranks decide the third.
     if facts.get("world_size") is None:
         names = ", ".join(roles[name] for name in NAMES)
         raise MissingError("world_size", f"the file leaves out one of {names}")
@@ -82,15 +84,16 @@ def _completed(
 
 def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the format that is switched on: fp32 if none is, as in DeepSpeed."""
-    said = {name: keys.get(key) or False for name, key in roles.items()}
-    for name, value in said.items():
+    switches = {name: keys.get(key) or False for name, key in roles.items()}
+    for name, value in switches.items():
         if value not in (True, False, AUTO):
             raise words.unknown(roles[name], value, (True, False, AUTO))
-    switched_on = [name for name, value in said.items() if value is True]
+    switched_on = [name for name, value in switches.items() if value is True]
     if len(switched_on) > 1:
-        both = " and ".join(roles[name] for name in switched_on)
-        raise PlanError(f"{both} of {words.framework} are both true; allowed: one of them")
-    autos = [roles[name] for name, value in said.items() if value == AUTO]
+        keys_on = " and ".join(roles[name] for name in switched_on)
+        raise PlanError(f"{keys_on} of {words.framework} are both true; allowed: one of them")
+    # Only who fills `auto` in knows the format: it is asked for.
+    autos = [roles[name] for name, value in switches.items() if value == AUTO]
     if switched_on or not autos:
         return {"precision": value_of("precision", *(switched_on or ["fp32"]))}
     if facts.get("precision") is None:
@@ -99,33 +102,37 @@ def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
 
 
 def _read_stage(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the stage; of stage 3 what it gathers has to be as it is planned, a layer ahead.
+    """Return the ZeRO stage; with stage 3 parameters have to be prefetched a layer ahead.
 
     DeepSpeed takes ``auto`` for nothing, of which Accelerate has made a 2 where it reads the file.
     """
-    stage, ahead, whole, old = (roles[name] for name in ("stage", "ahead", "whole", "old"))
-    said = keys.get(stage)
-    if old in keys:
-        if type(keys[old]) is not bool:
-            raise words.unknown(old, keys[old], (True, False))
-        said = 1 if keys[old] else 0
-    if said == AUTO:
+    stage, prefetch, persistent, legacy = (
+        roles[name] for name in ("stage", "ahead", "whole", "old")
+    )
+    value = keys.get(stage)
+    if legacy in keys:
+        if type(keys[legacy]) is not bool:
+            raise words.unknown(legacy, keys[legacy], (True, False))
+        # Old files switch ZeRO on with a boolean, which is stage 1.
+        value = 1 if keys[legacy] else 0
+    if value == AUTO:
         if facts.get("zero_stage") is None:
             raise MissingError("zero_stage", f"{stage} is auto: 0 to DeepSpeed, 2 to Accelerate")
-        said = facts.get("zero_stage")
-    said = 0 if said is None else said
-    if type(said) is not int or said not in STAGES:
-        raise words.unknown(stage, said, STAGES)
-    if said == max(STAGES):
-        if not _is_between(keys.get(ahead, AUTO), 1, None):
-            raise words.unknown(ahead, keys[ahead], ("more than 0",))
-        if not _is_between(keys.get(whole, AUTO), 0, MOST_WHOLE):
-            raise words.unknown(whole, keys[whole], (f"up to {MOST_WHOLE}",))
-    return {"zero_stage": value_of("zero_stage", said)}
+        value = facts.get("zero_stage")
+    value = 0 if value is None else value
+    if type(value) is not int or value not in STAGES:
+        raise words.unknown(stage, value, STAGES)
+    # The other stages gather no parameters.
+    if value == max(STAGES):
+        if not _is_between(keys.get(prefetch, AUTO), 1, None):
+            raise words.unknown(prefetch, keys[prefetch], ("more than 0",))
+        if not _is_between(keys.get(persistent, AUTO), 0, MOST_WHOLE):
+            raise words.unknown(persistent, keys[persistent], (f"up to {MOST_WHOLE}",))
+    return {"zero_stage": value_of("zero_stage", value)}
 
 
 def _is_between(value: object, least: int, most: int | None) -> bool:
-    """Return whether a number, or what is filled in, lies between others."""
+    """Return True for a number within bounds, or a value that is filled in later."""
     if value in (None, AUTO):
         return True
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -134,43 +141,46 @@ def _is_between(value: object, least: int, most: int | None) -> bool:
 
 
 def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return what is on the host: of old files by switches, of others by sections."""
-    found = []
+    """Return the offload to the host: old files have switches, others sections."""
+    offloaded = []
     for part in ("optimizer", "parameters"):
-        device, pinned, old = (roles[f"{part}{end}"] for end in ("", "_pinned", "_old"))
-        said = keys.get(device)
-        if said not in (None, "none", "cpu", AUTO):
-            raise words.unknown(device, said, ("none", "cpu"))
-        if said == "cpu" or keys.get(old) is True:
+        device, pinned, legacy = (roles[f"{part}{end}"] for end in ("", "_pinned", "_old"))
+        target = keys.get(device)
+        if target not in (None, "none", "cpu", AUTO):
+            raise words.unknown(device, target, ("none", "cpu"))
+        if target == "cpu" or keys.get(legacy) is True:
+            # Only pinned memory is copied while the device computes.
             if keys.get(pinned, True) not in (True, AUTO):
                 raise words.unknown(pinned, keys[pinned], (True,))
-            found.append(part)
-        elif keys.get(old) not in (None, False):
-            raise words.unknown(old, keys[old], (True, False))
-    if found == ["parameters"]:
+            offloaded.append(part)
+        elif keys.get(legacy) not in (None, False):
+            raise words.unknown(legacy, keys[legacy], (True, False))
+    # No plan offloads parameters without the optimizer states.
+    if offloaded == ["parameters"]:
         raise words.unknown(roles["optimizer"], "none", (f"cpu beside {roles['parameters']}=cpu",))
-    return {"offload": value_of("offload", found[-1] if found else "none")}
+    return {"offload": value_of("offload", offloaded[-1] if offloaded else "none")}
 
 
 def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the parameters of a bucket; transformers and Accelerate take hidden_size squared."""
-    said = keys.get(roles["size"])
-    if said == AUTO:
+    """Return the bucket size in parameters; transformers' ``auto`` is hidden_size squared."""
+    size = keys.get(roles["size"])
+    if size == AUTO:
         return {} if facts.model is None else {STACK_BUCKET: facts.model.hidden_size**2}
-    if said is None:
+    if size is None:
         return {STACK_BUCKET: BUCKET}
-    whole = int(said) if isinstance(said, float) and said.is_integer() else said
+    # JSON writes 5e8 as a float.
+    whole = int(size) if isinstance(size, float) and size.is_integer() else size
     return {STACK_BUCKET: words.whole({roles["size"]: whole}, roles["size"], 1)}
 
 
 def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return whether gradients are reduced beside the backward pass: of stage 3 unless told."""
-    said = keys.get(roles["overlap"])
-    if said in (None, AUTO):
-        said = facts.get("zero_stage") == max(STAGES)
-    if type(said) is not bool:
-        raise words.unknown(roles["overlap"], said, (True, False))
-    return {"stack.overlap_gradient_reduce": value_of("stack.overlap_gradient_reduce", said)}
+    """Return the overlap of gradient reduction with backward: stage 3 has it unless told."""
+    overlaps = keys.get(roles["overlap"])
+    if overlaps in (None, AUTO):
+        overlaps = facts.get("zero_stage") == max(STAGES)
+    if type(overlaps) is not bool:
+        raise words.unknown(roles["overlap"], overlaps, (True, False))
+    return {"stack.overlap_gradient_reduce": value_of("stack.overlap_gradient_reduce", overlaps)}
 
 
 PROGRAM = Program(

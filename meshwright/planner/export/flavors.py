@@ -37,21 +37,21 @@ class _Models(Profile):
     flavors: dict[str, Sizes]
 
     def sizes(self, flavor: str) -> dict[str, object]:
-        """Return what a flavor says, with what the one says that it is like."""
-        own: dict[str, object] = {**self.flavors[flavor]}
-        like = own.pop("like", None)
-        return {**(self.usual if like is None else self.sizes(str(like))), **own}
+        """Return the sizes of a flavor, over those of the flavor that it is like."""
+        values: dict[str, object] = {**self.flavors[flavor]}
+        like = values.pop("like", None)
+        return {**(self.usual if like is None else self.sizes(str(like))), **values}
 
 
 class _Config(Profile):
-    """A configuration of 0.3: its flavor, which is as in 0.2, and what it says beside defaults."""
+    """Configuration of 0.3: its flavor, which is as in 0.2, and keys that are no defaults."""
 
     flavor: str
     keys: dict[str, Size]
 
 
 class Flavors(Profile):
-    """Models by name, why those of others are in no plan, and configurations of Llama 3."""
+    """Flavors by model, reasons why other models are in no plan, and configurations of Llama 3."""
 
     source: str
     refused: dict[str, str]
@@ -76,8 +76,10 @@ def flavor_model(name: str, flavor: str, seq_len: int) -> ModelSpec:
     128
     """
     sizes = load_flavors().models[name].sizes(flavor)
+    # Its attention mask is checked apart (`_check_sizes`).
     sizes.pop("attention", None)
     if "built_in" in sizes:
+        # Sizes of built-in models stand in their own files.
         return cast("ModelSpec", load_model(str(sizes["built_in"])))
     named = {"name": f"{name}-{flavor}", "seq_len": seq_len, "source": load_flavors().source}
     return parse_model({**LIKE_LLAMA, **sizes, **named}, origin="model.flavor of torchtitan")
@@ -90,25 +92,26 @@ def read_flavor(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
         return {}
     name = words.word(keys, of_name, "llama3")
     flavor = words.word(keys, of_flavor, "debugmodel")
-    known, refused = load_flavors().models, load_flavors().refused
+    models, refused = load_flavors().models, load_flavors().refused
     if name in refused:
         raise PlanError(
             f"{of_name}={name} of torchtitan is in no plan: {refused[name]}; "
-            f"allowed: {', '.join(known)}"
+            f"allowed: {', '.join(models)}"
         )
-    if name not in known:
-        raise words.unknown(of_name, name, known)
-    if flavor not in known[name].flavors:
-        raise words.unknown(of_flavor, flavor, known[name].flavors)
-    if not known[name].has_pipelines and words.whole(keys, DEGREE, 1) > 1:
+    if name not in models:
+        raise words.unknown(of_name, name, models)
+    if flavor not in models[name].flavors:
+        raise words.unknown(of_flavor, flavor, models[name].flavors)
+    if not models[name].has_pipelines and words.whole(keys, DEGREE, 1) > 1:
         raise words.unknown(DEGREE, keys[DEGREE], (f"1 with {name}",))
-    _check_sizes(known[name].sizes(flavor), roles, keys, facts)
+    _check_sizes(models[name].sizes(flavor), roles, keys, facts)
     return {"model": flavor_model(name, flavor, words.whole(keys, LENGTH, 2048))}
 
 
 def _check_sizes(sizes: Mapping[str, object], roles: Roles, keys: Keys, facts: Facts) -> None:
-    """Raise PlanError where a flavor is more than the sizes that are known of it."""
+    """Raise PlanError where a flavor's vocabulary or attention mask is not known."""
     flavor, tokenizer = roles["flavor"], roles["tokenizer"]
+    # Up to 0.1 the tokenizer's file decides the vocabulary.
     if keys.get(tokenizer) and "built_in" not in sizes:
         raise PlanError(
             f"{tokenizer}={keys[tokenizer]} of torchtitan says the vocabulary of such a flavor "
@@ -126,8 +129,8 @@ def read_config(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     module, config = keys.get(roles["module"]), keys.get(roles["config"])
     if module != "llama3":
         raise words.unknown(roles["module"], module, ("llama3",))
-    known = load_flavors().configs
-    if str(config) not in known:
-        raise words.unknown(roles["config"], config, known)
+    configs = load_flavors().configs
+    if str(config) not in configs:
+        raise words.unknown(roles["config"], config, configs)
     length = words.whole(keys, LENGTH, 2048)
-    return {"model": flavor_model("llama3", known[str(config)].flavor, length)}
+    return {"model": flavor_model("llama3", configs[str(config)].flavor, length)}

@@ -11,8 +11,8 @@ from meshwright.hwprofiles import Precision, ProfileError
 from meshwright.planner.export import megatron_core
 from meshwright.planner.export.bridge_overrides import (
     bridge_recipe,
+    keys_by_section,
     read_overrides,
-    said_of_section,
 )
 from meshwright.planner.export.megatron_core import CODECS
 from meshwright.planner.export.recipes import Recipe
@@ -46,8 +46,8 @@ def _command(export: Export) -> tuple[str, ...]:
     keys = dict(export.keys)
     recipe = str(keys.pop("recipe"))
     start = f"scripts/training/run_recipe.py --recipe {recipe} --mode pretrain --dataset mock"
-    said = said_of_section(bridge_recipe(recipe), keys)
-    return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in said.items()))
+    overrides = keys_by_section(bridge_recipe(recipe), keys)
+    return (start, *(single_quoted(f"{key}={_hydra(value)}") for key, value in overrides.items()))
 
 
 def _hydra(value: object) -> str:
@@ -75,6 +75,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     assert isinstance(model, ModelSpec)  # recipes of others are in no plan
     model = _resized(model, recipe.sizes, recipe.release)
     tokenizer = keys.get(roles["file"])
+    # With another tokenizer than the recipe's the vocabulary is another.
     if keys.get(roles["flag"]) and tokenizer != (recipe.release or None):
         if keys.get(roles["kind"]) == NULL_TOKENIZER:
             vocab_size = words.whole(keys, roles["size"], model.vocab_size)
@@ -88,7 +89,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
 
 
 def _resized(model: ModelSpec, sizes: Mapping[str, int], name: str) -> ModelSpec:
-    """Return a model of other sizes, by another name where they are others."""
+    """Return a model with other sizes, and another name if any of them differs."""
     if all(getattr(model, key) == value for key, value in sizes.items()):
         return model
     name = name.rpartition("/")[2].lower()
@@ -100,66 +101,70 @@ def _check_sizes(recipe: Recipe, model: ModelSpec | None) -> None:
     """Raise PlanError where a model given beside a recipe has other sizes than are known of it."""
     for key, value in recipe.sizes.items():
         if model is not None and key != "vocab_size" and getattr(model, key) != value:
-            said = f"{key} {theirs(getattr(model, key))}, not {theirs(value)}"
-            raise PlanError(f"{model.name} is not the model of this recipe: {said}")
+            difference = f"{key} {theirs(getattr(model, key))}, not {theirs(value)}"
+            raise PlanError(f"{model.name} is not the model of this recipe: {difference}")
 
 
 def _write_stages(roles: Roles, facts: Facts) -> Keys:
-    found = dict(CODECS["layout of Megatron"].write(roles, facts))  # type: ignore[misc]
-    return found | {roles["embedding"]: False, roles["loss"]: False}
+    layout = dict(CODECS["layout of Megatron"].write(roles, facts))  # type: ignore[misc]
+    return layout | {roles["embedding"]: False, roles["loss"]: False}
 
 
 def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return stages; embedding and loss may each count as one of the layers shared out evenly."""
-    found = dict(CODECS["layout of Megatron"].read(roles, keys, facts, words))  # type: ignore[misc]
+    """Return stages; embedding and loss may each count as a layer of the even split."""
+    layout = dict(CODECS["layout of Megatron"].read(roles, keys, facts, words))  # type: ignore[misc]
     first, last = (keys.get(roles[each]) is True for each in ("embedding", "loss"))
     if not (first or last):
-        return found
+        return layout
     if keys.get(roles["layout"]) is not None:
         raise words.unknown(roles["layout"], keys[roles["layout"]], ("leave it out",))
     if facts.model is None:
         raise MissingError("model", "its layers and ends are shared out evenly")
-    count = facts.number("pp") * cast("int", found["num_virtual_stages"])
+    # Layers are shared out over all virtual stages.
+    count = facts.number("pp") * cast("int", layout["num_virtual_stages"])
     each, rest = divmod(facts.model.num_layers + first + last, count)
     if rest:
         raise words.unknown(roles["embedding"], first, (f"layers and ends in {count} alike",))
     stages = [each] * count
+    # Both ends take the place of a layer.
     stages[0] -= first
     stages[-1] -= last
-    return found | {"stages": tuple(stages)}
+    return layout | {"stages": tuple(stages)}
 
 
 def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
     stored = cast("Precision | None", facts.get("storage"))
+    # Gradients of fp16 are kept in fp16 unless told, those of bf16 in fp32.
     is_half = keys.get(roles["fp32"], stored is not Precision.FP16) is False
     return {"gradient_precision": stored if is_half and stored is not None else Precision.FP32}
 
 
 def _overlap(fact: str) -> Codec:
-    """Return how collectives of replicas are told to run beside computation.
+    """Return the codec of overlapping data-parallel collectives with computation.
 
     Where comm_overlap decides it they do with several data-parallel ranks, of which those of
     context parallelism are none (_get_optimizer_overlap_cfgs of comm_overlap.py).
     """
 
     def read(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
-        said = keys.get(roles["switch"])
-        if said is None:
-            others = facts.number("tp") * facts.number("pp") * facts.number("cp")
-            return {fact: facts.world_size > others}
-        return {fact: said is True}
+        switch = keys.get(roles["switch"])
+        if switch is None:
+            model_ranks = facts.number("tp") * facts.number("pp") * facts.number("cp")
+            return {fact: facts.world_size > model_ranks}
+        return {fact: switch is True}
 
     return Codec(lambda roles, facts: {roles["switch"]: facts.get(fact)}, read)
 
 
 def _write_bucket(roles: Roles, facts: Facts) -> Keys:
-    each = cast("int", facts.get(f"stack.{PER_REPLICA}"))
+    per_replica = cast("int", facts.get(f"stack.{PER_REPLICA}"))
+    # Gradients are reduced over data-parallel and context-parallel ranks.
     ranks = facts.number("dp") * facts.number("cp")
-    return {roles["size"]: max(cast("int", facts.get(f"stack.{BUCKET}")), each * ranks)}
+    return {roles["size"]: max(cast("int", facts.get(f"stack.{BUCKET}")), per_replica * ranks)}
 
 
 def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the parameters of a bucket, unless they are as many as without a word.
+    """Return the bucket size in parameters, unless it is the default.
 
     That is distributed_data_parallel.py of megatron/core/distributed.
     """
@@ -167,8 +172,8 @@ def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
         return {}
     ranks = facts.world_size // (facts.number("tp") * facts.number("pp"))
     size = words.whole(keys, roles["size"], 1)
-    usual = max(USUAL_BUCKET, USUAL_PER_REPLICA * ranks)
-    return {} if size == usual else {f"stack.{BUCKET}": size, f"stack.{PER_REPLICA}": 0}
+    default_size = max(USUAL_BUCKET, USUAL_PER_REPLICA * ranks)
+    return {} if size == default_size else {f"stack.{BUCKET}": size, f"stack.{PER_REPLICA}": 0}
 
 
 def _write_moments(roles: Roles, facts: Facts) -> Keys:
@@ -182,16 +187,16 @@ def _write_moments(roles: Roles, facts: Facts) -> Keys:
 def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     if keys.get(roles["switch"]) is not True:
         return {}
-    said = {
+    formats = {
         role: words.word(keys, roles[role], "float32").removeprefix("torch.")
         for role in ("first", "second", "gradients")
     }
-    if said["first"] not in MOMENTS:
-        raise words.unknown(roles["first"], said["first"], MOMENTS)
-    for role, allowed in (("second", (said["first"],)), ("gradients", ("float32", "bfloat16"))):
-        if said[role] not in allowed:
-            raise words.unknown(roles[role], said[role], allowed)
-    return {"moment_precision": MOMENTS[said["first"]]}
+    if formats["first"] not in MOMENTS:
+        raise words.unknown(roles["first"], formats["first"], MOMENTS)
+    for role, allowed in (("second", (formats["first"],)), ("gradients", ("float32", "bfloat16"))):
+        if formats[role] not in allowed:
+            raise words.unknown(roles[role], formats[role], allowed)
+    return {"moment_precision": MOMENTS[formats["first"]]}
 
 
 PROGRAM = Program(

@@ -1,4 +1,4 @@
-"""What Megatron-Core is told in a way of its own, by Megatron-LM and by Megatron Bridge.
+"""Codecs of Megatron-Core, which Megatron-LM and Megatron Bridge share.
 
 Fields are those of TransformerConfig (megatron/core/transformer/transformer_config.py, 0.16.1).
 """
@@ -30,43 +30,45 @@ FULL: Keys = {"granularity": "full", "method": "uniform", "num_layers": 1}
 METHODS = (RecomputeMethod.BLOCK, RecomputeMethod.UNIFORM)
 MODULES = "modules"
 SHARDED = "optim_grads_params"
-TWO_LEVELS = 2  # of a ring of swaps: Transformer Engine takes no more
+TWO_LEVELS = 2  # of hybrid ring + all-to-all cp: Transformer Engine takes no more
 RECOMPUTE: Mapping[object, Keys] = {
     Recompute.NONE: {},
     Recompute.SELECTIVE: {"granularity": "selective"},
     Recompute.FULL: FULL,
 }
-PREDICTIONS, PLACE = "prediction_layers", "prediction_stage"
+MTP_LAYERS, MTP_STAGE = "prediction_layers", "prediction_stage"
 ALLOCATOR = "allocator"
-SEGMENTS = {
+SEGMENT_SETTINGS = {
     Allocator.FIXED: "expandable_segments:False",
     Allocator.EXPANDABLE: "expandable_segments:True",
 }
 
 
 def _read_zero(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return what replicas share, of the distributed optimizer's keys and Megatron-FSDP's."""
+    """Return the ZeRO stage of the distributed optimizer's keys, or Megatron-FSDP's."""
     strategy = roles["strategy"]
     if keys.get(roles["switch"]) is True:
+        # Of Megatron-FSDP's strategies a plan has full sharding alone.
         if keys.get(strategy) != SHARDED:
             raise words.unknown(strategy, keys.get(strategy), (SHARDED,))
         return {"zero_stage": 3}
     names = [roles[role] for role in ("optimizer", "other") if role in roles]
-    theirs = [keys[key] for key in names if key in keys]
-    if theirs[1:] not in ([], theirs[:1]):
+    values = [keys[key] for key in names if key in keys]
+    # Both options switch the same thing on, so they have to agree.
+    if values[1:] not in ([], values[:1]):
         raise words.unknown(names[0], keys[names[0]], (f"that of {names[1]}",))
-    if not theirs and "other" in roles:
+    if not values and "other" in roles:
         return {}  # a recipe says it
-    return {"zero_stage": int(theirs[:1] == [True])}
+    return {"zero_stage": int(values[:1] == [True])}
 
 
 def expert_fields(model: ModelSpec) -> Keys:
-    """Return what describes routed experts; shares are of a token's own experts in any case."""
+    """Return the keys of routed experts; router scores are of a token's own experts in any case."""
     experts = model.experts
     if experts is None:
         return {}
     has_experts = [int(experts.has_layer(number)) for number in range(model.num_layers)]
-    others: Keys = {
+    optional: Keys = {
         "moe_shared_expert_gate": experts.shared_gate,
         "moe_router_enable_expert_bias": experts.routing_bias,
         "moe_shared_expert_intermediate_size": experts.shared_hidden_size,
@@ -79,19 +81,19 @@ def expert_fields(model: ModelSpec) -> Keys:
         "moe_router_topk": experts.experts_per_token,
         "moe_ffn_hidden_size": experts.hidden_size,
         "moe_router_score_function": "sigmoid" if experts.scores == "sigmoid" else "softmax",
-        **{name: value for name, value in others.items() if value},
+        **{name: value for name, value in optional.items() if value},
     }
 
 
 def _write_instances(roles: Roles, facts: Facts) -> Keys:
-    """Return in how many sets of ranks the distributed optimizer's states are whole."""
+    """Return the number of distributed-optimizer instances, in each of which states are whole."""
     shards = cast("int | None", facts.get("dp_shard")) or facts.number("dp")
     instances = facts.number("dp") // shards
     return {roles["instances"]: instances} if instances > 1 else {}
 
 
 def _read_instances(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the ranks of an instance, which has whole sequences.
+    """Return the data-parallel ranks of a distributed-optimizer instance, with whole sequences.
 
     Raises:
         PlanError: If sequences would lie across instances, which no plan has.
@@ -100,53 +102,55 @@ def _read_instances(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
     instances = words.whole(keys, key, 1)
     if instances == 1:
         return {"dp_shard": facts.get("dp")}
-    others = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
-    dp = facts.world_size // others
+    model_ranks = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
+    # An instance takes data-parallel ranks alone, never a part of the sequence.
+    dp = facts.world_size // model_ranks
     if dp % instances:
         raise words.unknown(key, instances, (f"a divisor of the {dp} ranks of --dp",))
     return {"dp_shard": dp // instances}
 
 
 def _write_sizes(roles: Roles, facts: Facts) -> Keys:
-    """Return sizes of both groups of a ring of swaps, first of the one that swaps."""
+    """Return the group sizes of hybrid ring + all-to-all cp, first that of all-to-all."""
     inner = cast("int | None", facts.get("cp_inner"))
     return {roles["sizes"]: [inner, facts.number("cp") // inner]} if inner else {}
 
 
 def _read_sizes(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     sizes, ranks = roles["sizes"], roles["ranks"]
-    told = [int(each) for each in re.findall(r"\d+", str(keys.get(sizes)))]
-    if len(told) != TWO_LEVELS or prod(told) != keys[ranks]:
+    group_sizes = [int(each) for each in re.findall(r"\d+", str(keys.get(sizes)))]
+    if len(group_sizes) != TWO_LEVELS or prod(group_sizes) != keys[ranks]:
         allowed = f"{TWO_LEVELS} sizes whose product is {ranks}={keys[ranks]}"
         raise words.unknown(sizes, keys.get(sizes), (allowed,))
-    return {"cp_inner": told[0]}
+    return {"cp_inner": group_sizes[0]}
 
 
 def _write_recompute(roles: Roles, facts: Facts) -> Keys:
-    """Return what runs again; what says nothing is None."""
-    found = {**dict.fromkeys(FULL), **RECOMPUTE[facts.get("recompute")]}
+    """Return the keys of activation recomputation; None for those that say nothing."""
+    recompute_keys = {**dict.fromkeys(FULL), **RECOMPUTE[facts.get("recompute")]}
     if facts.get("recompute_layers"):
         method = facts.get("recompute_method") or RecomputeMethod.BLOCK
-        found |= {"method": str(method), "num_layers": facts.get("recompute_layers")}
+        recompute_keys |= {"method": str(method), "num_layers": facts.get("recompute_layers")}
     modules = cast("tuple[RecomputeModule, ...]", facts.get("recompute_modules"))
     if modules:
-        found |= {MODULES: [str(each) for each in modules]}
-    return {roles[name]: value for name, value in found.items()}
+        recompute_keys |= {MODULES: [str(each) for each in modules]}
+    return {roles[name]: value for name, value in recompute_keys.items()}
 
 
 def _read_recompute(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    theirs = {role: keys[key] for role, key in roles.items() if keys.get(key) is not None}
+    recompute_keys = {role: keys[key] for role, key in roles.items() if keys.get(key) is not None}
     parts = _modules(words, roles[MODULES], keys, RecomputeModule)
+    # Core attention alone is what selective recomputes without a list.
     named = () if parts == (RecomputeModule.CORE_ATTN,) else parts
-    theirs.pop(MODULES, None)
-    if named and theirs == RECOMPUTE[Recompute.SELECTIVE]:
+    recompute_keys.pop(MODULES, None)
+    if named and recompute_keys == RECOMPUTE[Recompute.SELECTIVE]:
         return {"recompute": Recompute.SELECTIVE, "recompute_modules": named}
-    for ours, each in RECOMPUTE.items():
-        if each == theirs:
-            return {"recompute": ours}
-    if (layers := _layers(theirs)) is not None:
+    for mode, each in RECOMPUTE.items():
+        if each == recompute_keys:
+            return {"recompute": mode}
+    if (layers := _layers(recompute_keys)) is not None:
         return layers
-    given = ", ".join(f"{roles[name]}={value}" for name, value in theirs.items())
+    given = ", ".join(f"{roles[name]}={value}" for name, value in recompute_keys.items())
     raise PlanError(
         f"{given} of {words.framework} is in no plan; allowed: none, "
         f"{roles['granularity']}=selective alone, or full with a method "
@@ -154,63 +158,71 @@ def _read_recompute(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     )
 
 
-def _layers(theirs: Keys) -> Keys | None:
-    """Return which layers are recomputed in full, None where the keys do not say it."""
-    method, number = theirs.get("method"), theirs.get("num_layers")
-    is_full = theirs.keys() == FULL.keys() and theirs["granularity"] == FULL["granularity"]
+def _layers(recompute_keys: Keys) -> Keys | None:
+    """Return the layers that are recomputed in full; None where the keys do not say it."""
+    method, number = recompute_keys.get("method"), recompute_keys.get("num_layers")
+    is_full = (
+        recompute_keys.keys() == FULL.keys()
+        and recompute_keys["granularity"] == FULL["granularity"]
+    )
     if not is_full or method not in METHODS or not isinstance(number, int):
         return None
-    said = None if method == RecomputeMethod.BLOCK else RecomputeMethod.UNIFORM
-    return {"recompute": Recompute.FULL, "recompute_layers": number, "recompute_method": said}
+    recompute_method = None if method == RecomputeMethod.BLOCK else RecomputeMethod.UNIFORM
+    return {
+        "recompute": Recompute.FULL,
+        "recompute_layers": number,
+        "recompute_method": recompute_method,
+    }
 
 
-def _modules(words: FileWords, key: str, keys: Keys, known: Iterable[Part]) -> tuple[Part, ...]:
-    """Return the parts of a layer that a key names, in one text or as a list."""
-    found = keys.get(key)
-    if isinstance(found, str):
-        keys = {key: re.findall(r"\w+", found)}
-    said = () if found is None else words.names(keys, key, ())
-    parts = tuple(known)
-    for each in said:
+def _modules(words: FileWords, key: str, keys: Keys, kinds: Iterable[Part]) -> tuple[Part, ...]:
+    """Return the modules of a layer that a key names, in one text or as a list."""
+    value = keys.get(key)
+    if isinstance(value, str):
+        keys = {key: re.findall(r"\w+", value)}
+    named = () if value is None else words.names(keys, key, ())
+    parts = tuple(kinds)
+    for each in named:
         if each not in parts:
             raise words.unknown(key, each, parts)
-    return tuple(each for each in parts if each in said)
+    return tuple(each for each in parts if each in named)
 
 
 def _write_offload(roles: Roles, facts: Facts) -> Keys:
-    """Return what waits on the host of activations, which some frameworks are told to switch on."""
+    """Return the keys of activation offloading, which some frameworks have to switch on."""
     layers = facts.get("offload_layers")
     modules = cast("tuple[OffloadModule, ...]", facts.get("offload_modules"))
     if layers is not None:
         return {roles[role]: True for role in ("switch",) if role in roles} | {
             roles["layers"]: layers
         }
-    told = [str(each) for each in modules]
-    return {roles["fine"]: True, roles[MODULES]: told} if modules else {}
+    names = [str(each) for each in modules]
+    return {roles["fine"]: True, roles[MODULES]: names} if modules else {}
 
 
 def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    found: Keys = {}
+    offload: Keys = {}
     if "switch" not in roles or keys.get(roles["switch"]) is True:
         number = words.whole(keys, roles["layers"], 0, least=0)
-        found["offload_layers"] = number or None
+        offload["offload_layers"] = number or None
     if keys.get(roles["fine"]) is True:
-        found["offload_modules"] = _modules(words, roles[MODULES], keys, OffloadModule)
-    return found
+        offload["offload_modules"] = _modules(words, roles[MODULES], keys, OffloadModule)
+    return offload
 
 
 def _write_stages(roles: Roles, facts: Facts) -> Keys:
-    """Return even stages by their number, others as a layout; what says nothing is None."""
-    count, place = facts.number("num_virtual_stages"), facts.get(PLACE)
+    """Return even stages by their number, others as a layout; None for keys that say nothing."""
+    count, mtp_stage = facts.number("num_virtual_stages"), facts.get(MTP_STAGE)
     stages = cast("tuple[int, ...]", facts.get("stages"))
-    text = layout_text(stages, facts.number(PREDICTIONS), cast("int | None", place))
-    is_even = len(set(stages)) == 1 and place is None
+    text = layout_text(stages, facts.number(MTP_LAYERS), cast("int | None", mtp_stage))
+    # A stage that is chosen for MTP layers needs a layout, however even the others are.
+    is_even = len(set(stages)) == 1 and mtp_stage is None
     number = None if count == 1 or not (is_even or "virtual" in roles) else count
     return {roles["layout"]: None if is_even else text, _virtual(roles): number}
 
 
 def _virtual(roles: Roles) -> str:
-    """Return the key of virtual stages, which some write of even stages alone."""
+    """Return the key of virtual stages, which some frameworks have for even stages alone."""
     return roles.get("virtual") or roles["virtual_of_even"]
 
 
@@ -220,41 +232,42 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
         count = words.whole({virtual: keys.get(virtual) or 1}, virtual, 1)
         ends = any(keys.get(roles[each]) is True for each in ("embedding", "loss") if each in roles)
         if facts.model is not None and not ends and facts.model.num_layers % (pp * count):
-            said = f"{keys.get(virtual) or 1} on {pp} pipeline ranks"
+            virtual_text = f"{keys.get(virtual) or 1} on {pp} pipeline ranks"
             raise PlanError(
-                f"{virtual}={said} of {words.framework} does not divide its "
+                f"{virtual}={virtual_text} of {words.framework} does not divide its "
                 f"{facts.model.num_layers} layers"
             )
         return {"num_virtual_stages": count} | ({"stages": StageSplit.EVEN} if pp > 1 else {})
     text = words.word(keys, layout, "")
     try:
         stages = read_layout(text)
-        check_predictions(text, facts.number(PREDICTIONS))
+        check_predictions(text, facts.number(MTP_LAYERS))
     except PlanError as error:
         raise PlanError(f"{layout} of {words.framework}: {error}") from None
+    # Stages go round the ranks: as many on each.
     if len(stages) % pp:
         raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
-    place = {PLACE: prediction_place(text)}
+    place = {MTP_STAGE: prediction_place(text)}
     return place | {"stages": stages, "num_virtual_stages": len(stages) // pp}
 
 
-def _smallest(facts: Facts) -> int | None:
-    """Return the microbatches in a row that the framework takes, or refuses to run (core 0.16)."""
+def _core_group_size(facts: Facts) -> int | None:
+    """Return the microbatch group size that core 0.16 takes, or refuses to run with."""
     if facts.number("num_virtual_stages") == 1:
         return None
     return core_group(facts.number("pp"), facts.num_microbatches)
 
 
 def _write_group(roles: Roles, facts: Facts) -> Keys:
-    """Return the microbatches in a row where they are not as many as ranks."""
-    size = facts.get("microbatch_group_size") or _smallest(facts)
+    """Return the microbatch group size where it is not the number of pipeline ranks."""
+    size = facts.get("microbatch_group_size") or _core_group_size(facts)
     return {} if size in {None, facts.number("pp")} else {roles["size"]: size}
 
 
 def _read_group(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     key = roles["size"]
     size = None if keys.get(key) is None else words.whole(keys, key, 1)
-    return {} if size in {None, _smallest(facts)} else {"microbatch_group_size": size}
+    return {} if size in {None, _core_group_size(facts)} else {"microbatch_group_size": size}
 
 
 # Parts of a layer that are captured where rows of experts vary (CudaGraphScope).
@@ -265,11 +278,12 @@ GRAPHS, IMPL, CAPACITY = "stack.cuda_graphs", "stack.cuda_graph_impl", "stack.ex
 
 
 def _leaves_experts_out(facts: Facts) -> bool:
+    """Return True if CUDA graphs end before the experts, whose rows vary."""
     return facts.get("model.experts") is not None and facts.get(CAPACITY) is None
 
 
 def _write_graphs(roles: Roles, facts: Facts) -> Keys:
-    """Return what is captured; a whole step is a scope until core 0.17, where it has that role."""
+    """Return the keys of CUDA graphs; a whole step is a scope until core 0.17, by that role."""
     graphs = facts.get(GRAPHS)
     if graphs == CudaGraphs.WHOLE_STEP:
         scope = roles.get("whole")
@@ -278,26 +292,34 @@ def _write_graphs(roles: Roles, facts: Facts) -> Keys:
         return {roles["impl"]: str(CudaGraphImpl.LOCAL), scope: [FULL_ITERATION]}
     if graphs != CudaGraphs.LAYERS:
         return {}
-    found: Keys = {roles["impl"]: str(facts.get(IMPL))}
-    return found | ({roles["scope"]: [*UP_TO_EXPERTS]} if _leaves_experts_out(facts) else {})
+    graph_keys: Keys = {roles["impl"]: str(facts.get(IMPL))}
+    return graph_keys | ({roles["scope"]: [*UP_TO_EXPERTS]} if _leaves_experts_out(facts) else {})
 
 
 def _read_graphs(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return what is captured: layers as far as a plan has them captured, or a whole step."""
-    usual, scope = str(CudaGraphs.NONE), roles["scope"]
-    impl = words.word({roles["impl"]: keys.get(roles["impl"]) or usual}, roles["impl"], usual)
-    said = keys.get(scope) or ()
-    parts = set(words.names({scope: said.split(",") if isinstance(said, str) else said}, scope, ()))
-    if impl == usual:
+    """Return the CUDA graphs: of layers as far as a plan has them captured, or of a whole step."""
+    no_graphs, scope = str(CudaGraphs.NONE), roles["scope"]
+    impl = words.word(
+        {roles["impl"]: keys.get(roles["impl"]) or no_graphs}, roles["impl"], no_graphs
+    )
+    scopes = keys.get(scope) or ()
+    parts = set(
+        words.names({scope: scopes.split(",") if isinstance(scopes, str) else scopes}, scope, ())
+    )
+    if impl == no_graphs:
         return {}
+    # Core 0.17 has a whole step as an implementation, earlier ones as a scope of `local`.
     if impl == FULL_ITERATION or (impl == CudaGraphImpl.LOCAL and parts == {FULL_ITERATION}):
         return {GRAPHS: str(CudaGraphs.WHOLE_STEP)}
     if impl not in [*CudaGraphImpl]:
-        raise words.unknown(roles["impl"], impl, (usual, *CudaGraphImpl, FULL_ITERATION))
-    known = [set(UP_TO_EXPERTS)] if _leaves_experts_out(facts) else [*WHOLE_LAYER]
-    if parts not in known:
-        told = ",".join(sorted(parts)) or "full"
-        raise words.unknown(scope, told, (",".join(sorted(each)) or "full" for each in known))
+        raise words.unknown(roles["impl"], impl, (no_graphs, *CudaGraphImpl, FULL_ITERATION))
+    # A graph has fixed shapes: experts whose rows vary are left out.
+    allowed = [set(UP_TO_EXPERTS)] if _leaves_experts_out(facts) else [*WHOLE_LAYER]
+    if parts not in allowed:
+        scope_text = ",".join(sorted(parts)) or "full"
+        raise words.unknown(
+            scope, scope_text, (",".join(sorted(each)) or "full" for each in allowed)
+        )
     layers: Keys = {GRAPHS: str(CudaGraphs.LAYERS)}
     return layers if impl == CudaGraphImpl.TRANSFORMER_ENGINE else layers | {IMPL: impl}
 
@@ -308,33 +330,38 @@ def _write_capacity(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_capacity(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return the rows that experts take; what drops tokens and fills nothing up is in no plan."""
-    factor, pads = keys.get(roles["factor"]), keys.get(roles["pad"]) is True
+    """Return the capacity factor of experts; dropping tokens without padding is in no plan."""
+    factor, has_padding = keys.get(roles["factor"]), keys.get(roles["pad"]) is True
     if isinstance(factor, int | float) and factor < 0:  # as no word (TransformerConfig)
         factor = None
-    if (factor is None) == pads:
-        raise words.unknown(roles["pad"], pads, (f"true exactly with {roles['factor']}",))
+    if (factor is None) == has_padding:
+        raise words.unknown(roles["pad"], has_padding, (f"true exactly with {roles['factor']}",))
     return {} if factor is None else {CAPACITY: factor}
 
 
 def _write_segments(roles: Roles, facts: Facts) -> Keys:
-    """Return a variable of the environment; graphs then go without registered buffers of NCCL.
+    """Return the allocator's variables; CUDA graphs then go without registered buffers of NCCL.
 
     TECudaGraphHelper of megatron/core/transformer/cuda_graphs.py, core 0.16.
     """
     allocator = Allocator(str(facts.get(f"stack.{ALLOCATOR}")))
-    found: Keys = {roles["grow"]: SEGMENTS[allocator]}
+    variables: Keys = {roles["grow"]: SEGMENT_SETTINGS[allocator]}
     if allocator is Allocator.FIXED:
+        # Fixed segments are PyTorch's default: only a user who set them gets the variable.
         changed = {each.field for each in changed_facts(facts.stack)} if facts.stack else set()
-        return found if ALLOCATOR in changed else {}
-    return found | ({roles["registers"]: "0"} if facts.get(GRAPHS) != CudaGraphs.NONE else {})
+        return variables if ALLOCATOR in changed else {}
+    return variables | ({roles["registers"]: "0"} if facts.get(GRAPHS) != CudaGraphs.NONE else {})
 
 
 def _read_segments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     words.held(keys, roles["registers"], ("0", "1"))
-    words.held(keys, roles["grow"], tuple(SEGMENTS.values()))
-    told = keys.get(roles["grow"])  # without a word they are as the stack has them
-    return {f"stack.{ALLOCATOR}": str(each) for each, word in SEGMENTS.items() if word == told}
+    words.held(keys, roles["grow"], tuple(SEGMENT_SETTINGS.values()))
+    setting = keys.get(roles["grow"])  # without a word they are as the stack has them
+    return {
+        f"stack.{ALLOCATOR}": str(each)
+        for each, word in SEGMENT_SETTINGS.items()
+        if word == setting
+    }
 
 
 CODECS: Mapping[str, Codec] = {

@@ -21,16 +21,16 @@ MOMENTS = Precision.FP32, Precision.FP16, Precision.BF16, Precision.FP8
 BACKENDS = {"auto": "flash", "flash": "flash", "fused": "flash", "unfused": "unfused"}
 
 
-def _others(roles: Roles, keys: Keys, words: FileWords) -> int:
-    """Return the ranks that train one replica."""
+def _ranks_of_replica(roles: Roles, keys: Keys, words: FileWords) -> int:
+    """Return the ranks of one replica: tp x pp x cp."""
     return prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
 
 
 def _read_ranks(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    world, others = facts.world_size, _others(roles, keys, words)
-    if world % others:
-        raise PlanError(f"{world} ranks are no multiple of the {others} of tp, pp and cp")
-    return {"dp": world // others}
+    world, replica_ranks = facts.world_size, _ranks_of_replica(roles, keys, words)
+    if world % replica_ranks:
+        raise PlanError(f"{world} ranks are no multiple of the {replica_ranks} of tp, pp and cp")
+    return {"dp": world // replica_ranks}
 
 
 def _write_batch(roles: Roles, facts: Facts) -> Keys:
@@ -38,21 +38,22 @@ def _write_batch(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the batch of a step: without a word one microbatch of each replica."""
+    """Return the global batch size: by default one microbatch of each replica."""
     if roles["batch"] in keys:
         return {"global_batch_size": keys[roles["batch"]]}
     size = words.whole(keys, roles["microbatch"], facts.number("microbatch_size"))
-    return {"global_batch_size": size * (facts.world_size // _others(roles, keys, words))}
+    return {"global_batch_size": size * (facts.world_size // _ranks_of_replica(roles, keys, words))}
 
 
 def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return the kernel; variables of Transformer Engine switch some off (language_module.py)."""
+    """Return the attention kernel; NVTE_ variables exclude some (language_module.py)."""
     backend = words.word(keys, roles["backend"], "auto")
     if backend not in BACKENDS:
         raise words.unknown(roles["backend"], backend, BACKENDS)
     kernels = [roles[role] for role in ("flash", "fused")]
     for key in kernels:
         words.held(keys, key, ("0", "1"))
+    # Transformer Engine then falls back to unfused attention.
     if BACKENDS[backend] == "flash" and all(keys.get(key) == "0" for key in kernels):
         raise PlanError(
             f"{'=0 and '.join(kernels)}=0 leave {words.framework} unfused attention, which "
@@ -62,16 +63,17 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 
 
 def _read_sequence_parallel(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
-    """Return what a file says; of one rank it is switched off."""
+    """Return sequence parallelism, which is off on one tensor-parallel rank."""
     return {"sequence_parallel": keys.get(roles["switch"]) is True and facts.number("tp") > 1}
 
 
 def _stored(facts: Facts) -> Precision:
+    """Return the format in which weights are stored."""
     return cast("Precision", facts.get("precision")).storage
 
 
 def _write_gradients(roles: Roles, facts: Facts) -> Keys:
-    """Return the format in which gradients are kept, and so reduced."""
+    """Return the key of the format in which gradients are kept, and so reduced."""
     stored = _stored(facts)
     if stored is Precision.FP32:
         return {}
@@ -85,6 +87,7 @@ def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Key
         return {}  # which is refused
     stored = _stored(facts)
     is_half = roles["fp32"] not in keys
+    # With bf16 gradients are accumulated and reduced in fp32 by default (arguments.py).
     if stored is Precision.BF16:
         is_half = roles["bf16"] in keys or keys.get(roles["main"]) == Precision.BF16
     return {"gradient_precision": stored if is_half else Precision.FP32}
@@ -96,43 +99,44 @@ def _write_weights(roles: Roles, facts: Facts) -> Keys:
 
 
 def _read_weights(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return whether weights are those of 8 bits alone, of MXFP8 gathered by way of gradients."""
-    said = {key: keys.get(key) is True for key in roles.values()}
-    if len({*said.values()}) > 1:
+    """Return the fact that weights are 8-bit alone; MXFP8 ones are gathered in gradient buffers."""
+    switches = {key: keys.get(key) is True for key in roles.values()}
+    if len({*switches.values()}) > 1:
         text = " and ".join(roles.values())
         raise PlanError(f"of {text} of {words.framework} one stands alone; allowed: both or none")
-    return {f"stack.{facts.get('precision')}.holds_parameters": said[roles["gather"]]}
+    return {f"stack.{facts.get('precision')}.holds_parameters": switches[roles["gather"]]}
 
 
 def _write_moments(roles: Roles, facts: Facts) -> Keys:
     moments = facts.get("moment_precision")
     if moments is None:
         return {}
-    found: Keys = {
+    moment_keys: Keys = {
         roles["switch"]: True,
         roles["first"]: str(moments),
         roles["second"]: str(moments),
     }
-    kept = facts.get("gradient_precision")
-    return found | ({roles["gradients"]: "bf16"} if kept is Precision.BF16 else {})
+    gradient_format = facts.get("gradient_precision")
+    return moment_keys | ({roles["gradients"]: "bf16"} if gradient_format is Precision.BF16 else {})
 
 
 def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     first, second = roles["first"], roles["second"]
     on = roles["switch"] in keys
-    usual = str(Precision.FP32)
-    said: Keys = {key: words.word(keys, key, usual) for key in (first, second)}
-    if said[first] not in (MOMENTS if on else MOMENTS[:1]):
-        raise words.unknown(first, said[first], MOMENTS if on else MOMENTS[:1])
-    words.held(said, second, (said[first],))
+    default = str(Precision.FP32)
+    formats: Keys = {key: words.word(keys, key, default) for key in (first, second)}
+    if formats[first] not in (MOMENTS if on else MOMENTS[:1]):
+        raise words.unknown(first, formats[first], MOMENTS if on else MOMENTS[:1])
+    words.held(formats, second, (formats[first],))
     words.held(keys, roles["gradients"], (Precision.FP32, Precision.BF16) if on else MOMENTS[:1])
-    return {"moment_precision": Precision(str(said[first]))} if on else {}
+    return {"moment_precision": Precision(str(formats[first]))} if on else {}
 
 
 def _read_dispatcher(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return how tokens go to experts; those of one rank go nowhere."""
+    """Return the token dispatcher of experts; on one rank tokens go nowhere."""
     kind = words.word(keys, roles["type"], "allgather")
     backends = Dispatcher.DEEPEP, Dispatcher.HYBRIDEP
+    # A plan without a dispatcher has this one.
     if kind == "alltoall":
         return {"dispatcher": None}
     if kind == "flex":
@@ -140,13 +144,14 @@ def _read_dispatcher(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -
         if backend not in backends:
             raise words.unknown(roles["backend"], backend, backends)
         return {"dispatcher": Dispatcher(backend)}
+    # allgather is the default, which matters only where experts have several ranks.
     if kind != "allgather" or facts.number("ep") * facts.number("etp") > 1:
         raise words.unknown(roles["type"], kind, ("alltoall", "flex"))
     return {}
 
 
-def _own(codec: str, roles: Roles) -> tuple[Codec, Roles]:
-    """Return what Megatron-Core reads of an entry, and those of its keys."""
+def _core_codec(codec: str, roles: Roles) -> tuple[Codec, Roles]:
+    """Return Megatron-Core's codec of an entry, with its roles."""
     return megatron_core.CODECS[codec], {name: roles[name] for name in CORE_ROLES[codec]}
 
 
@@ -160,13 +165,13 @@ CORE_ROLES = {
 
 
 def _write_core(codec: str, roles: Roles, facts: Facts) -> Keys:
-    own, known = _own(codec, roles)
-    assert own.write is not None
-    return own.write(known, facts)
+    core_codec, core_roles = _core_codec(codec, roles)
+    assert core_codec.write is not None
+    return core_codec.write(core_roles, facts)
 
 
 def _read_recompute(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return what runs again, which releases before 2022-05 said by switches."""
+    """Return the recomputation, which releases before 2022-05 set by switches."""
     keys = dict(keys)
     if keys.get(roles["selective"]) is True:
         keys[roles["granularity"]] = "selective"
@@ -174,32 +179,36 @@ def _read_recompute(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
         keys[roles["granularity"]] = "full"
         keys[roles["method"]] = keys.get(roles["full_method"], "uniform")
         keys.setdefault(roles["num_layers"], 1)
-    own, known = _own(RECOMPUTE, roles)
-    assert own.read is not None
-    return own.read(known, keys, facts, words)
+    core_codec, core_roles = _core_codec(RECOMPUTE, roles)
+    assert core_codec.read is not None
+    return core_codec.read(core_roles, keys, facts, words)
 
 
 def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the layers of stages, which Megatron-LM tells in ways of its own too."""
-    own, known = _own(LAYOUT, roles)
-    assert own.read is not None
-    told = [roles[role] for role in STAGE_ROLES if role not in known and roles[role] in keys]
-    if told and roles["layout"] in keys:
-        raise words.unknown(told[0], keys[told[0]], (f"without {roles['layout']}",))
+    """Return the layers of stages, for which Megatron-LM has options of its own, too."""
+    core_codec, core_roles = _core_codec(LAYOUT, roles)
+    assert core_codec.read is not None
+    stage_keys = [
+        roles[role] for role in STAGE_ROLES if role not in core_roles and roles[role] in keys
+    ]
+    if stage_keys and roles["layout"] in keys:
+        raise words.unknown(stage_keys[0], keys[stage_keys[0]], (f"without {roles['layout']}",))
     virtual = [roles[role] for role in VIRTUAL_ROLES if roles[role] in keys]
     if len(virtual) > 1:
         raise words.unknown(virtual[1], keys[virtual[1]], (f"without {virtual[0]}",))
-    found = (_stages if told else own.read)(roles if told else known, keys, facts, words)
-    if found.get("num_virtual_stages", 1) != 1 and facts.number("pp") == 1:
+    split = (_stages if stage_keys else core_codec.read)(
+        roles if stage_keys else core_roles, keys, facts, words
+    )
+    if split.get("num_virtual_stages", 1) != 1 and facts.number("pp") == 1:
         key = virtual[0] if virtual else roles["layout"]
         raise words.unknown(key, keys.get(key), ("one stage a rank, or pipeline ranks",))
-    return found
+    return split
 
 
 def _stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the stages of get_num_layers_to_build (core/transformer/transformer_block.py)."""
-    pp, usual = facts.number("pp"), 1 if facts.model is None else facts.model.num_layers
-    layers = words.whole(keys, roles["layers"], usual)
+    pp, num_layers = facts.number("pp"), 1 if facts.model is None else facts.model.num_layers
+    layers = words.whole(keys, roles["layers"], num_layers)
     ends = {role: roles[role] in keys for role in ("embedding", "loss")}
     fixed = {
         rank: words.whole(keys, roles[role], 1)
@@ -211,22 +220,25 @@ def _stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
             f"{roles['first']} or {roles['last']} of {words.framework} goes without "
             f"{roles['embedding']} and {roles['loss']}"
         )
-    left = layers + sum(ends.values()) - sum(fixed.values())
-    each, rest = divmod(left, pp - len(fixed)) if pp > len(fixed) else (0, left)
+    # Layers of an even split, in which ends may count, without those of fixed stages.
+    remaining = layers + sum(ends.values()) - sum(fixed.values())
+    each, rest = divmod(remaining, pp - len(fixed)) if pp > len(fixed) else (0, remaining)
     count = words.whole(keys, roles["virtual_of_even"], 1)
+    # --num-layers-per-virtual-pipeline-stage gives virtual stages by their layers.
     if roles["per_stage"] in keys:
         count, odd = divmod(each, words.whole(keys, roles["per_stage"], 1))
         rest += odd + len(fixed)
     ranks = [fixed.get(rank, each) for rank in range(pp)]
     stages = [size // max(count, 1) for _ in range(count) for size in ranks]
     if stages:
+        # The ends took a layer's place in the split; they are none.
         stages[0] -= ends["embedding"]
         stages[-1] -= ends["loss"]
     if rest or min(stages, default=-1) < 0 or any(size % count for size in ranks):
-        said = ", ".join(
+        layout_options = ", ".join(
             f"{roles[role]}={keys[roles[role]]}" for role in STAGE_ROLES if roles[role] in keys
         )
-        raise PlanError(f"{said} of {words.framework} does not divide {layers} layers")
+        raise PlanError(f"{layout_options} of {words.framework} does not divide {layers} layers")
     is_even = len({*stages}) == 1
     split = {"stages": StageSplit.EVEN if is_even else tuple(stages)} if pp > 1 else {}
     return {"num_virtual_stages": count, **split}

@@ -17,7 +17,7 @@ Said = bool | int | float | str | list[str | int] | dict[str, str | int]
 
 
 class Recipe(Profile):
-    """What a recipe returns, of the keys that say a layout or that no plan says.
+    """Keys of a recipe that say a layout, or that no plan says.
 
     Args:
         aliases: Further names of it.
@@ -34,7 +34,7 @@ class Recipe(Profile):
     keys: dict[str, Said] = Field({})
 
     def has_section(self, name: str) -> bool:
-        """Return whether it fills a section, so that an override may set keys in it."""
+        """Return True if it fills a section, so that an override may set keys in it."""
         return any(key.startswith(f"{name}.") for key in self.keys)
 
 
@@ -63,10 +63,8 @@ class Recipes(NamedTuple):
             raise ProfileError(f"recipe {name} is in no plan: {self.refused[name]}")
         if any(each in f"_{name}_" for each in FINE_TUNING):
             raise ProfileError(f"recipe {shown(name)} is in no plan: it fine-tunes")
-        others = " (benchmarks of perf_recipes are not read)" if "gpu_" in name else ""
-        raise ProfileError(
-            f"recipe {shown(name)} is unknown{others}; {suggestion(name, self.known)}"
-        )
+        hint = " (benchmarks of perf_recipes are not read)" if "gpu_" in name else ""
+        raise ProfileError(f"recipe {shown(name)} is unknown{hint}; {suggestion(name, self.known)}")
 
 
 @cache
@@ -80,9 +78,9 @@ def load_recipes(name: str) -> Recipes:
     'llama3-405b'
     """
     text = (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
-    read = _File.trusted(tomllib.loads(text))
-    known: dict[str, Recipe] = {}
-    for own_name, recipe in read.recipes.items():
-        whole = recipe.model_copy(update={"keys": {**read.usual, **recipe.keys}})
-        known |= dict.fromkeys((own_name, *recipe.aliases), whole)
-    return Recipes(known, read.refused)
+    file = _File.trusted(tomllib.loads(text))
+    by_name: dict[str, Recipe] = {}
+    for own_name, recipe in file.recipes.items():
+        whole = recipe.model_copy(update={"keys": {**file.usual, **recipe.keys}})
+        by_name |= dict.fromkeys((own_name, *recipe.aliases), whole)
+    return Recipes(by_name, file.refused)

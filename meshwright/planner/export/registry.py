@@ -1,4 +1,4 @@
-"""The frameworks that plans are handed to and read from, and the way there and back."""
+"""Frameworks that plans are exported to and imported from."""
 
 import shlex
 from collections.abc import Mapping
@@ -56,8 +56,8 @@ FRAMEWORKS: Mapping[str, Framework] = {
 BATCH_SCRIPT = "run.sbatch"
 
 
-class Handover(NamedTuple):
-    """What an export writes, and what it leaves to be done by hand."""
+class ExportedFiles(NamedTuple):
+    """Files of an export, and notes on what is left to be done by hand."""
 
     files: dict[str, str]
     notes: list[str]
@@ -76,7 +76,7 @@ def get_framework(name: str) -> Framework:
 
 def export_plan(
     saved: SavedPlan, framework: Framework, version: str | None = None, *, slurm: bool = False
-) -> Handover:
+) -> ExportedFiles:
     """Return the files that start *saved* with a framework.
 
     Args:
@@ -90,49 +90,56 @@ def export_plan(
     """
     facts = facts_of(saved)
     profile, program = framework.profile, framework.program
-    wanted = _version(framework, version, saved.stack)
-    told, table = keys_of(saved, framework, facts, wanted)
+    release = _version(framework, version, saved.stack)
+    written, table = keys_of(saved, framework, facts, release)
+    # Variables of the environment are set by the script that starts the job.
     variables = {key for each in table.fields.values() if each.of_launch for key in each.all_keys}
     before = [
-        f"export {key}={shlex.quote(str(value))}" for key, value in told.items() if key in variables
+        f"export {key}={shlex.quote(str(value))}"
+        for key, value in written.items()
+        if key in variables
     ]
-    keys = {key: value for key, value in told.items() if key not in variables}
-    is_started = slurm or program.is_script(wanted)
+    keys = {key: value for key, value in written.items() if key not in variables}
+    is_started = slurm or program.is_script(release)
     facts.notes.extend(table.notes)
+    # Without a script nobody sets them: they are told to the user.
     facts.notes.extend(() if is_started else (f"your launch: {each}" for each in before))
-    own, notes = _of_release(saved.stack, table, has_remarks=is_started or program.has_remarks)
+    release_lines, notes = _release_notes(
+        saved.stack, table, has_remarks=is_started or program.has_remarks
+    )
     facts.notes.extend(notes)
-    remarks = [_summary(saved), f"for {profile.release_of(wanted)}", *own, *facts.notes]
-    export = Export(keys=keys, facts=facts, remarks=remarks, version=wanted)
+    remarks = [_summary(saved), f"for {profile.release_of(release)}", *release_lines, *facts.notes]
+    export = Export(keys=keys, facts=facts, remarks=remarks, version=release)
     files = dict(program.files(export))
     if is_started:
         name, text = _script(framework, export, saved, before, slurm=slurm)
         files[name] = text
-    return Handover(files, facts.notes)
+    return ExportedFiles(files, facts.notes)
 
 
 def keys_of(
     saved: SavedPlan, framework: Framework, facts: Facts, version: str | None = None
 ) -> tuple[Keys, FrameworkTable]:
-    """Return what a framework is told of a plan, and the table that says it.
+    """Return the framework's keys of a plan, and the table that they are from.
 
     Raises:
         PlanError: If the framework cannot be told, and what.
     """
-    wanted, profile = _version(framework, version, saved.stack), framework.profile
-    _check(saved, framework, wanted, facts)
+    release, profile = _version(framework, version, saved.stack), framework.profile
+    _check_gaps(saved, framework, release, facts)
+    # Conditions of tables exclude each other: one holds.
     (table,) = (
         table
-        for table, held in chosen_tables(profile, wanted, saved.stack)
-        if all(map(facts.holds, held))
+        for table, conditions in chosen_tables(profile, release, saved.stack)
+        if all(map(facts.holds, conditions))
     )
-    return _without_nothing(write_keys(table, facts, framework.program.codecs), framework), table
+    return _without_absent(write_keys(table, facts, framework.program.codecs), framework), table
 
 
-def _of_release(
+def _release_notes(
     stack: StackProfile, table: FrameworkTable, *, has_remarks: bool
 ) -> tuple[list[str], list[str]]:
-    """Return remarks and notes of whose release a plan is, where its file would not say it."""
+    """Return remarks and notes that name the release of a plan where its file would not."""
     name = stack.release if stack.release and not release_changes(stack) else stack.name
     if not table.is_of(name):
         of_table = f"of {table.stack}: meshwright simulate --plan PLAN --stack {table.stack}"
@@ -142,16 +149,16 @@ def _of_release(
     return [release_remark(name)], [] if has_remarks else [f"import it with --stack {name}"]
 
 
-def _check(saved: SavedPlan, framework: Framework, version: str, facts: Facts) -> None:
-    """Raise PlanError for the first thing of a plan that a framework cannot be told."""
+def _check_gaps(saved: SavedPlan, framework: Framework, version: str, facts: Facts) -> None:
+    """Raise PlanError for the first field of a plan that a framework has no key for."""
     profile = framework.profile
     for gap in all_gaps(profile, version, saved.stack, saved.job):
         if gap.lacks(saved.plan.number):
             raise PlanError(refusal_text(gap, facts.get(gap.field), profile.name))
 
 
-def _without_nothing(keys: Keys, framework: Framework) -> Keys:
-    """Return the keys of which a command has options: a switch that is off has none."""
+def _without_absent(keys: Keys, framework: Framework) -> Keys:
+    """Return the keys without those of switches that are off: a command has no option for them."""
     if not framework.profile.has_options:
         return keys
     return {key: each for key, each in keys.items() if each is not None and each is not False}
@@ -161,10 +168,10 @@ def _version(framework: Framework, version: str | None, stack: StackProfile) -> 
     if version is None or not version:
         return framework.profile.version_for(stack.release or stack.name)
     if version not in framework.versions:
-        known = ", ".join(framework.versions) or "leave it out"
+        allowed = ", ".join(framework.versions) or "leave it out"
         raise PlanError(
             f"--framework-version {shown(version)} is unknown for {framework.name}; "
-            f"allowed: {known}"
+            f"allowed: {allowed}"
         )
     return version
 
@@ -178,6 +185,7 @@ def _summary(saved: SavedPlan) -> str:
 def _script(
     framework: Framework, export: Export, saved: SavedPlan, before: list[str], *, slurm: bool
 ) -> tuple[str, str]:
+    # Refuses ranks that do not fill their nodes.
     num_nodes, per_node = nodes_of(saved.plan.world_size, saved.cluster.devices_per_node)
     launch = Launch(
         name=job_name(f"{framework.name}-{saved.job.model.name}"),
@@ -194,11 +202,12 @@ def _script(
 
 
 def facts_of(saved: SavedPlan) -> Facts:
-    """Return all that a plan says, by the names of the fields.
+    """Return the facts of a plan, by the names of its fields.
 
     Raises:
         PlanError: If the model is no transformer, or its ranks are not those of a mesh.
     """
+    # Frameworks here lay ranks out as a mesh.
     if saved.stack.strategy is not Strategy.MESH:
         raise PlanError(
             f"stack={saved.stack.name} trains with a strategy of its own; allowed: stacks with "
@@ -219,7 +228,7 @@ def facts_of(saved: SavedPlan) -> Facts:
 
 def export(
     step: StepResult | SavedPlan, to: str, version: str | None = None, *, slurm: bool = False
-) -> Handover:
+) -> ExportedFiles:
     """Return the files that start the plan of a simulated *step*, or of a plan file.
 
     Args:

@@ -35,7 +35,9 @@ def _write_model(_: Roles, facts: Facts) -> Keys:
     model, fused = facts.model, facts.get("stack.fused_qkv")
     return {
         **{key: getattr(model, name) for key, name in MODEL.items()},
+        # A stack that says `model` leaves it to the model's own code.
         "FUSED_QKV": model.fused_qkv if fused == "model" else fused,
+        # The rate changes no time: that of GPT-2.
         "DROPOUT": 0.1 if model.dropout else 0.0,
         "ROTARY_BASE": 10_000.0,
     }
@@ -45,6 +47,7 @@ def _files(export: Export) -> Mapping[str, str]:
     lines = [
         '"""Trains a model on random tokens, laid out as a plan says.',
         "",
+        # As in a Python literal: a remark may hold quotes and backslashes.
         *(quoted(single_line(line))[1:-1] for line in export.remarks),
         '"""',
         "",

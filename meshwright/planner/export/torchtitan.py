@@ -45,7 +45,7 @@ MODES: Mapping[str, Recompute] = {
 
 
 def _write_replicas(roles: Roles, facts: Facts) -> Keys:
-    """Return the data-parallel ranks, in groups that share a set of shards."""
+    """Return the data-parallel degrees: replicate groups, and the shards of each."""
     shards = facts.number("dp_shard")
     return {roles["replicate"]: facts.number("dp") // shards, roles["shard"]: shards}
 
@@ -54,39 +54,41 @@ def _read_replicas(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
     shard = roles["shard"]
     replicas = words.whole(keys, roles["replicate"], 1)
     shards = words.whole(keys, shard, -1, least=-1)
-    others = facts.number("tp") * facts.number("pp") * facts.number("cp")
+    model_ranks = facts.number("tp") * facts.number("pp") * facts.number("cp")
+    # -1 stands for all ranks that are left.
     if shards == -1:
         if facts.get("world_size") is None:
             raise MissingError("world_size", f"{shard} is what it leaves")
-        shards = facts.world_size // (others * replicas)
+        shards = facts.world_size // (model_ranks * replicas)
     dp = replicas * shards
-    return {"dp": dp, "dp_shard": shards, "world_size": dp * others}
+    return {"dp": dp, "dp_shard": shards, "world_size": dp * model_ranks}
 
 
 def _write_batches(roles: Roles, facts: Facts) -> Keys:
-    """Return the batches: a pipeline takes all microbatches of a rank in one call."""
-    batch, local, own = (roles[name] for name in ("batch", "local", "own"))
+    """Return the batch sizes: a pipeline takes all microbatches of a rank in one call."""
+    batch, local, micro = (roles[name] for name in ("batch", "local", "own"))
     size = facts.number("microbatch_size")
-    found: Keys = {batch: facts.number("global_batch_size")}
+    batches: Keys = {batch: facts.number("global_batch_size")}
     if facts.number("pp") == 1:
-        return {**found, local: size}
-    return {**found, local: size * facts.num_microbatches, own: size}
+        return {**batches, local: size}
+    return {**batches, local: size * facts.num_microbatches, micro: size}
 
 
 def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     local = words.whole(keys, roles["local"], 8)
-    once = local * facts.number("dp")
+    pass_size = local * facts.number("dp")
     batch = words.whole(keys, roles["batch"], -1, least=-1)
-    batch = once if batch < 0 else batch
+    batch = pass_size if batch < 0 else batch
     if facts.number("pp") == 1:
         return {"global_batch_size": batch, "microbatch_size": local}
-    if batch != once:
+    # A pipeline takes the whole batch of a rank in one call: nothing accumulates.
+    if batch != pass_size:
         raise words.unknown(roles["local"], local, (batch // facts.number("dp"),))
     return {"global_batch_size": batch, "microbatch_size": keys.get(roles["own"], 1)}
 
 
 def _write_stages(head: str, roles: Roles, facts: Facts) -> Keys:
-    """Return the layers of each stage: its modules by name, a model's last one being its *head*."""
+    """Return the modules of each stage by name, the last with the model's *head*."""
     if facts.number("pp") == 1:
         return {}
     layers = iter(range(sum(stages := cast("tuple[int, ...]", facts.get("stages")))))
@@ -104,8 +106,9 @@ def _read_stages(head: str, roles: Roles, keys: Keys, facts: Facts, words: FileW
         return _even_stages(roles["size"], keys, facts, words)
     parts = words.lists(keys, key)
     stages = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
-    again = _write_stages(head, roles, Facts({"pp": pp, "stages": stages}))
-    if again != {key: parts} or len(parts) % pp:
+    # Written again as a plan has them, so that any other order of modules is refused.
+    rewritten = _write_stages(head, roles, Facts({"pp": pp, "stages": stages}))
+    if rewritten != {key: parts} or len(parts) % pp:
         raise PlanError(
             f"{key} of torchtitan is in no plan; allowed: the modules in their order, "
             f"stages a multiple of {pp}"
@@ -114,10 +117,11 @@ def _read_stages(head: str, roles: Roles, keys: Keys, facts: Facts, words: FileW
 
 
 def _even_stages(key: str, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return stages as pipeline_llm makes them: two on a rank that interleaves, or of a size.
+    """Return stages as pipeline_llm makes them: two on a rank that interleaves, or by a size.
 
     Ends count as a layer each.
     """
+    # Schedules of several stages a rank get two by default.
     interleaves, pp = facts.get("schedule") == "interleaved", facts.number("pp")
     virtual = 2 if interleaves else 1
     if keys.get(key) is not None:
@@ -133,18 +137,19 @@ def _even_stages(key: str, keys: Keys, facts: Facts, words: FileWords) -> Keys:
 
 
 def _write_reshard(roles: Roles, facts: Facts) -> Keys:
-    frees = facts.get("reshard_after_forward")
-    if frees == (facts.number("pp") == 1):
+    reshards = facts.get("reshard_after_forward")
+    # By default FSDP reshards after forward, but not within a pipeline.
+    if reshards == (facts.number("pp") == 1):
         return {}
-    return {roles["policy"]: "always" if frees else "never"}
+    return {roles["policy"]: "always" if reshards else "never"}
 
 
 def _read_reshard(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     choices = {"default": facts.number("pp") == 1, "always": True, "never": False}
-    theirs = str(keys.get(roles["policy"], "default"))
-    if theirs not in choices:
-        raise words.unknown(roles["policy"], theirs, choices)
-    return {"reshard_after_forward": choices[theirs]}
+    policy = str(keys.get(roles["policy"], "default"))
+    if policy not in choices:
+        raise words.unknown(roles["policy"], policy, choices)
+    return {"reshard_after_forward": choices[policy]}
 
 
 def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
@@ -155,22 +160,23 @@ def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     converters = words.names(keys, roles["converters"], ())
     if not converters:
         return {"precision": FORMATS[param]}
+    # Other converters (MXFP8, expert quantization) change formats that no plan has.
     if converters not in FLOAT8:
         raise words.unknown(roles["converters"], list(converters), ([], list(FLOAT8[0])))
-    held: Mapping[str, tuple[object, ...]] = {
+    allowed_values: Mapping[str, tuple[object, ...]] = {
         "param": ("bfloat16",),
         "filtered": (["output"],),
         "recipe": (None, "tensorwise"),
         "emulates": (False,),
     }
-    usual: Keys = {roles["param"]: "bfloat16", roles["filtered"]: []}
-    for role, allowed in held.items():
-        words.held({**usual, **keys}, roles[role], allowed)
+    defaults: Keys = {roles["param"]: "bfloat16", roles["filtered"]: []}
+    for role, allowed in allowed_values.items():
+        words.held({**defaults, **keys}, roles[role], allowed)
     return {"precision": Precision.FP8}
 
 
 def _read_compiled(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
-    """Return the kernels of layers; a loss that is compiled is in no plan."""
+    """Return the kernels of layers; a compiled loss is in no plan."""
     components = words.names(keys, COMPILED, ("model", "loss"))
     switch = keys.get("compile.enable", False)
     if type(switch) is not bool:
@@ -187,8 +193,8 @@ def _write_checkpoints(roles: Roles, facts: Facts) -> Keys:
     number = facts.get("recompute_layers")
     if number is not None:
         return {mode: SELECTIVE, option: str(number)}
-    said = next(each for each, ours in MODES.items() if ours is facts.get("recompute"))
-    return {mode: said, **({option: OPERATORS} if said == SELECTIVE else {})}
+    mode_name = next(each for each, ours in MODES.items() if ours is facts.get("recompute"))
+    return {mode: mode_name, **({option: OPERATORS} if mode_name == SELECTIVE else {})}
 
 
 def _read_checkpoints(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
@@ -217,6 +223,7 @@ def _command(export: Export) -> tuple[str, ...]:
     start = "-m torchtitan.train"
     if export.version == TOML:
         return (start, "--job.config_file train.toml")
+    # The configuration is the command itself: there is no file.
     keys = dict(export.keys)
     checkpoint = keys.pop("activation-checkpoint")  # a subcommand, which has to be the last word
     return (start, *tyro_options(keys), f"activation-checkpoint:{checkpoint}")
@@ -228,20 +235,21 @@ def _read_words(words: Sequence[OptionWord]) -> Options:
     What it leaves out is as in the configuration that it names.
     """
     checkpoint = [each for each in words if each.text.startswith(CHECKPOINT)]
-    others = [each for each in words if each not in checkpoint]
-    found = read_options(others, load_options(COMMAND_OPTIONS))
-    for key in [each for each in found.keys if ".no-" in each or ".no_" in each]:
-        value, line = found.keys.pop(key), found.lines.pop(key)
+    other_words = [each for each in words if each not in checkpoint]
+    parsed = read_options(other_words, load_options(COMMAND_OPTIONS))
+    for key in [each for each in parsed.keys if ".no-" in each or ".no_" in each]:
+        value, line = parsed.keys.pop(key), parsed.lines.pop(key)
+        # tyro turns the name of a flag around instead of giving it a value.
         positive = re.sub(r"\.no[-_]", ".", key).replace("-", "_")
-        found.keys[positive], found.lines[positive] = value is not True, line
+        parsed.keys[positive], parsed.lines[positive] = value is not True, line
     for key, split in ((PARTS, _parts), (COMPILED, _names)):
-        if key in found.keys:
-            found.keys[key] = split(found.keys[key])
+        if key in parsed.keys:
+            parsed.keys[key] = split(parsed.keys[key])
     key = CHECKPOINT.rstrip(":")
     for each in checkpoint:
-        found.keys[key], found.lines[key] = each.text.removeprefix(CHECKPOINT), each.line
-    config = load_flavors().configs.get(str(found.keys.get("config")))
-    return found if config is None else found._replace(keys={**config.keys, **found.keys})
+        parsed.keys[key], parsed.lines[key] = each.text.removeprefix(CHECKPOINT), each.line
+    config = load_flavors().configs.get(str(parsed.keys.get("config")))
+    return parsed if config is None else parsed._replace(keys={**config.keys, **parsed.keys})
 
 
 def _words_of(value: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""Configurations of frameworks that are only read: what their tables cannot say."""
+"""Frameworks whose configurations are only read: codecs of what their tables cannot say."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer, LLaMA-Factory and axolotl: what their tables cannot say.
+"""Codecs of transformers' Trainer, LLaMA-Factory and axolotl.
 
 Rules are those of transformers 5.23 (training_args.py, trainer.py, integrations/deepspeed.py),
 LLaMA-Factory 0.9.6.dev0 and axolotl 0.18.
@@ -45,18 +45,19 @@ HUB_TABLE = FileKind(title="table of models", most_bytes=1_000_000)
 
 
 def model_of(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
-    """Return the model that a path of a configuration, or a name on the hub, stands for."""
+    """Return the model of a path in a configuration, or of a name on the hub."""
     paths = listed(roles, "path")
     value = next((keys[key] for key in paths if keys.get(key) is not None), None)
+    # A config.json at hand says more than a name on the hub.
     if isinstance(value, str) and Path(value).name == CONFIG:
         return {"model": load_model(value)}
-    known = hub_models().get(str(value))
-    if known is not None:
-        return {"model": known}
+    model = hub_models().get(str(value))
+    if model is not None:
+        return {"model": model}
     if facts.get("model") is not None or facts.model is not None:
         return {}
-    said = f"{paths[-1]}={shown(value)}" if value else f"no {paths[-1]}"
-    raise MissingError("model", f"{said} is no model that is known by its name")
+    path_text = f"{paths[-1]}={shown(value)}" if value else f"no {paths[-1]}"
+    raise MissingError("model", f"{path_text} is no model that is known by its name")
 
 
 def hub_models() -> Mapping[str, str]:
@@ -72,59 +73,62 @@ def batches(dialect: Dialect) -> Codec:
         size = _count(roles, keys, words, "micro", dialect.microbatch_size)
         steps = _count(roles, keys, words, "steps", 1)
         total = roles.get("total", "")
+        # A total batch gives the accumulation steps that nobody sets.
         if keys.get(total) is not None and keys.get(roles["steps"]) is None:
             steps = words.whole(keys, total, size) // size
         dp = facts.world_size // facts.number("tp")
-        found = {"micro": size, "steps": steps, "batch": size * steps * dp}
-        for name, value in found.items():
+        sizes = {"micro": size, "steps": steps, "batch": size * steps * dp}
+        for name, value in sizes.items():
             # transformers fills in what is auto, and refuses what is not the same.
             key = roles.get(f"deepspeed_{name}", "")
             if key in keys and keys[key] not in (AUTO, value):
                 raise words.unknown(key, keys[key], (value, AUTO))
-        return {"microbatch_size": size, "global_batch_size": found["batch"], "dp": dp}
+        return {"microbatch_size": size, "global_batch_size": sizes["batch"], "dp": dp}
 
     return Codec(read=read)
 
 
-def _count(roles: Roles, keys: Keys, words: FileWords, role: str, usual: int) -> int:
+def _count(roles: Roles, keys: Keys, words: FileWords, role: str, default: int) -> int:
+    """Return the count of a role; *default* where no key has it."""
     key = roles[role]
-    return usual if keys.get(key) is None else words.whole(keys, key, usual)
+    return default if keys.get(key) is None else words.whole(keys, key, default)
 
 
 def checkpoints(dialect: Dialect) -> Codec:
     """Return the codec of recomputation: all layers, one by one, or none."""
 
     def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-        said = [key for key in listed(roles, "switch") if keys.get(key) is not None]
-        is_on = any(switch(words, keys, key, usual=False) for key in said)
+        switches = [key for key in listed(roles, "switch") if keys.get(key) is not None]
+        is_on = any(switch(words, keys, key, default=False) for key in switches)
         off, fsdp = roles.get("off", ""), roles.get("fsdp", "")
         if off:
-            is_on = is_on or not switch(words, keys, off, usual=not dialect.recomputes)
-        by_fsdp = switch(words, keys, fsdp, usual=False)
+            is_on = is_on or not switch(words, keys, off, default=not dialect.recomputes)
+        by_fsdp = switch(words, keys, fsdp, default=False)
         if is_on and by_fsdp:
-            asked = off or ", ".join(said)
+            asked = off or ", ".join(switches)
             raise PlanError(f"{fsdp} of {words.framework} does not go with {asked}")
-        older = listed(roles, "reentrant")
-        is_older = any(
-            switch(words, keys, key, usual=dialect.is_reentrant)
-            for key in older
+        reentrant_keys = listed(roles, "reentrant")
+        uses_reentrant = any(
+            switch(words, keys, key, default=dialect.is_reentrant)
+            for key in reentrant_keys
             if key in keys or dialect.is_reentrant
         )
-        if is_on and is_older and "fsdp" in roles:
-            raise words.unknown(older[0], value=True, allowed=("false with FSDP",))
-        found: Keys = {"recompute": "full" if is_on or by_fsdp else "none"}
-        return {**found, "stack.recompute_stops_early": not (is_on and is_older)}
+        if is_on and uses_reentrant and "fsdp" in roles:
+            raise words.unknown(reentrant_keys[0], value=True, allowed=("false with FSDP",))
+        recompute: Keys = {"recompute": "full" if is_on or by_fsdp else "none"}
+        # Non-reentrant recomputation ends with the last tensor that backward needs.
+        return {**recompute, "stack.recompute_stops_early": not (is_on and uses_reentrant)}
 
     return Codec(read=read)
 
 
 def _unused(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return whether DDP searches unused weights: without recomputation it does."""
-    usual = facts.get("recompute") != "full"
+    """Return DDP's search for unused parameters: without recomputation it is on."""
+    default = facts.get("recompute") != "full"
     key = roles["switch"]
     if keys.get(key) is None:
-        return {"find_unused": usual}
-    return {"find_unused": switch(words, keys, key, usual=usual)}
+        return {"find_unused": default}
+    return {"find_unused": switch(words, keys, key, default=default)}
 
 
 GATHERS_AHEAD = ("BACKWARD_PRE", "1")
@@ -132,34 +136,35 @@ SHARDING = {"full_shard": True, "shard_grad_op": False}
 
 
 def shards(dialect: Dialect) -> Codec:
-    """Return the codec of FSDP: what is gathered again, and what the host keeps."""
+    """Return the codec of FSDP: reshard after forward, and CPU offload."""
 
     def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
         version = fsdp_version(dialect, roles, keys, words)
         options = _fsdp_options(roles["fsdp"], keys, words)
-        known = {*SHARDING, "auto_wrap", "offload"}
+        keywords = {*SHARDING, "auto_wrap", "offload"}
         for each in options:
-            if each not in known:
-                raise words.unknown(roles["fsdp"], each, sorted(known))
+            if each not in keywords:
+                raise words.unknown(roles["fsdp"], each, sorted(keywords))
         if "wraps" in roles and "auto_wrap" not in options:
             raise words.unknown(roles["fsdp"], " ".join(options), ("full_shard auto_wrap",))
         named = [SHARDING[each] for each in options if each in SHARDING]
         ahead = roles.get("ahead", "")
+        # FSDP 1 prefetches in backward only if it is asked to.
         if version == 1 and not ahead:
             allowed = "2: with 1 its configuration drops what is gathered ahead, which no plan has"
             raise words.unknown(roles["version"], version, (allowed,))
         if version == 1 and spelled(keys.get(ahead)).upper() not in GATHERS_AHEAD:
             allowed = f"{GATHERS_AHEAD[0]} with FSDP 1, which else gathers nothing ahead"
             raise words.unknown(ahead, keys.get(ahead), (allowed,))
-        gathers = _gathers(version, roles["reshard"], keys, words)
-        if gathers is None:
-            gathers = named[0] if named else True
+        reshards = _reshards(version, roles["reshard"], keys, words)
+        if reshards is None:
+            reshards = named[0] if named else True
         offloads = "offload" in options or switch(
-            words, keys, roles.get("offload", ""), usual=False
+            words, keys, roles.get("offload", ""), default=False
         )
         return {
             "zero_stage": 3,
-            "reshard_after_forward": gathers,
+            "reshard_after_forward": reshards,
             "offload": "parameters" if offloads else "none",
         }
 
@@ -167,25 +172,25 @@ def shards(dialect: Dialect) -> Codec:
 
 
 def _fsdp_options(key: str, keys: Keys, words: FileWords) -> list[str]:
-    said = keys.get(key)
-    if said is None or said is True or said == MARK or str(said).lower() == "true":
+    value = keys.get(key)
+    if value is None or value is True or value == MARK or str(value).lower() == "true":
         return []
-    if isinstance(said, list):
-        return [str(each) for each in said]
-    if not isinstance(said, str):
-        raise words.unknown(key, shown(said), ("full_shard auto_wrap",))
-    return said.replace(",", " ").split()
+    if isinstance(value, list):
+        return [str(each) for each in value]
+    if not isinstance(value, str):
+        raise words.unknown(key, shown(value), ("full_shard auto_wrap",))
+    return value.replace(",", " ").split()
 
 
-def _gathers(version: int, key: str, keys: Keys, words: FileWords) -> bool | None:
-    said = keys.get(key)
-    if said is None:
+def _reshards(version: int, key: str, keys: Keys, words: FileWords) -> bool | None:
+    value = keys.get(key)
+    if value is None:
         return None
-    word = str(said).lower()
-    known = SHARDING if version == 1 else {"true": True, "false": False}
-    if word not in known:
-        raise words.unknown(key, said, known)
-    return known[word]
+    word = str(value).lower()
+    words_to_reshard = SHARDING if version == 1 else {"true": True, "false": False}
+    if word not in words_to_reshard:
+        raise words.unknown(key, value, words_to_reshard)
+    return words_to_reshard[word]
 
 
 def attention(names: Mapping[str, str], *, on_deepspeed: bool) -> Codec:
@@ -198,21 +203,22 @@ def attention(names: Mapping[str, str], *, on_deepspeed: bool) -> Codec:
 
     def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         key = roles["word"]
-        said = keys.get(key)
-        found = "flash"
+        value = keys.get(key)
+        kernel_name = "flash"
         if facts.model is not None and facts.model.attention_sinks:
-            found = "unfused"  # modeling_gpt_oss.py: none of PyTorch's has them
-        if said is not None:
-            if str(said) not in names:
-                raise words.unknown(key, said, names)
-            found = names[str(said)] or found
-        for old, kernel in OLD_ATTENTION.items():
-            if old in roles and switch(words, keys, roles[old], usual=False):
-                found = kernel
-        if not on_deepspeed or found != "flash":
-            return {"attention": found}
+            kernel_name = "unfused"  # modeling_gpt_oss.py: none of PyTorch's has them
+        if value is not None:
+            if str(value) not in names:
+                raise words.unknown(key, value, names)
+            kernel_name = names[str(value)] or kernel_name
+        for role, kernel in OLD_ATTENTION.items():
+            if role in roles and switch(words, keys, roles[role], default=False):
+                kernel_name = kernel
+        if not on_deepspeed or kernel_name != "flash":
+            return {"attention": kernel_name}
+        # The stack of DeepSpeed has unfused attention alone unless it is told.
         offered = {"stack.attention_kernels": '["unfused", "flash"]'}
-        return {"attention": found, **offered, "stack.flash_kernel": "sdpa-fa2"}
+        return {"attention": kernel_name, **offered, "stack.flash_kernel": "sdpa-fa2"}
 
     return Codec(read=read)
 
@@ -227,7 +233,7 @@ LLAMA_FACTORY_ATTENTION = {"auto": "", "disabled": "unfused", "sdpa": "flash", "
 
 
 def _mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the ranks that share shards: all, or as many as both sizes together say."""
+    """Return the data-parallel ranks and the shards among them: all of them unless told."""
     dp = facts.world_size
     replicas, size = (_count(roles, keys, words, name, 1) for name in ("replicas", "shards"))
     if replicas * size == 1:

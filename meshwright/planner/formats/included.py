@@ -1,4 +1,4 @@
-"""Files, and texts of JSON, that a configuration of Hugging Face's trainers names."""
+"""Files and JSON texts that configurations of Hugging Face's trainers name."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def with_included(keys: Keys, folder: Path) -> Keys:
     Raises:
         PlanError: If a file is not there, or holds no JSON object.
     """
-    found: Keys = {}
+    included: Keys = {}
     for key, value in keys.items():
         name = key.replace("-", "_")
         section, _, inner = key.partition(".")
@@ -41,13 +41,14 @@ def with_included(keys: Keys, folder: Path) -> Keys:
         if inner and section.replace("-", "_") in (DEEPSPEED, FSDP):
             if value is None:
                 continue
-            found.setdefault(section, MARK)
-        found[_without_prefix(key)] = value
+            # Its keys stand in the configuration itself: there is no file to read.
+            included.setdefault(section, MARK)
+        included[_without_prefix(key)] = value
         if name in DICTIONARIES and value not in (None, {}):
-            found |= _dictionary(key, value, folder)
+            included |= _dictionary(key, value, folder)
         elif name in MODELS and isinstance(value, str):
-            found[key] = _model(value, folder)
-    return found
+            included[key] = _model(value, folder)
+    return included
 
 
 def _without_prefix(key: str) -> str:
@@ -60,6 +61,7 @@ def _dictionary(key: str, value: object, folder: Path) -> Keys:
     """Return the keys of a section that is JSON, or the name of a file of it."""
     if not isinstance(value, str):
         raise PlanError(f"{key}={shown(value)} is no section; allowed: the name of a JSON file")
+    # The command line takes JSON itself in the place of a file.
     is_text = value.lstrip().startswith("{")
     text = value if is_text else FRAMEWORK_FILE.read_text(_file(key, value, folder))
     try:
@@ -78,10 +80,10 @@ def _model(value: str, folder: Path) -> str:
 
 def _file(key: str, value: str, folder: Path) -> Path:
     """Return the file that a key names; raises PlanError if there is none where it may be."""
-    found = named_file(value, folder)
-    if found is None:
+    path = named_file(value, folder)
+    if path is None:
         raise PlanError(
             f"{key}={shown(value)} is not there; allowed: a file beside the configuration or in "
             f"one of the {PARENTS} folders above"
         )
-    return found
+    return path

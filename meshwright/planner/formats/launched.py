@@ -1,4 +1,4 @@
-"""What Accelerate's launcher tells the trainer that it starts: a configuration of its own."""
+"""Accelerate's configuration as keys of the trainer that it launches."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -13,7 +13,7 @@ DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
 TYPE, MIXED, FSDP = "distributed_type", "mixed_precision", "fsdp_config.fsdp_"
 ENGINES = ("FSDP", "DEEPSPEED", "MULTI_GPU", "NO")
 # Its steps of accumulation are the trainer's.
-READ = (
+READ_KEYS = (
     TYPE,
     MIXED,
     "num_machines",
@@ -28,7 +28,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
 
 
 class Spelling(NamedTuple):
-    """The keys of a trainer that say what Accelerate may say in their place.
+    """Keys of a trainer for what Accelerate may say in their place.
 
     Args:
         fsdp: Switches FSDP on; none where no plan says what the launcher's FSDP does.
@@ -48,46 +48,49 @@ class Spelling(NamedTuple):
 
 
 def with_accelerate(spelling: Spelling) -> Callable[[Keys, Keys], Keys]:
-    """Return what adds to a trainer's keys those that Accelerate's configuration says.
+    """Return a function that adds Accelerate's configuration to the keys of a trainer.
 
     It raises PlanError for what no plan says of a trainer.
     """
 
     def added(keys: Keys, configuration: Keys) -> Keys:
-        said = _checked(configuration)
-        found = {**_mixed(said, keys), **keys} if spelling.is_mixed else dict(keys)
-        if said.get(TYPE) == "DEEPSPEED":
-            found |= _deepspeed(said, keys)
-        if said.get(TYPE) == "FSDP":
-            found |= _fsdp(said, keys, spelling)
-        return found
+        accelerate_keys = _plan_keys(configuration)
+        # Keys of the trainer override the launcher's precision.
+        trainer_keys = (
+            {**_mixed_precision(accelerate_keys, keys), **keys} if spelling.is_mixed else dict(keys)
+        )
+        if accelerate_keys.get(TYPE) == "DEEPSPEED":
+            trainer_keys |= _deepspeed(accelerate_keys, keys)
+        if accelerate_keys.get(TYPE) == "FSDP":
+            trainer_keys |= _fsdp(accelerate_keys, keys, spelling)
+        return trainer_keys
 
     return added
 
 
-def _checked(configuration: Keys) -> Keys:
-    """Return what a configuration says of a plan, by the present names of its keys."""
-    options, said = load_options(CONFIGURATION), dict[str, object]()
+def _plan_keys(configuration: Keys) -> Keys:
+    """Return the keys of a configuration that concern a plan, by their present names."""
+    options, plan_keys = load_options(CONFIGURATION), dict[str, object]()
     for key, value in configuration.items():
         option = known_option(key, options)
         if option is None:
-            known = suggestion(key, options)
-            raise PlanError(f"{shown(key)} of accelerate is unknown, and may change it; {known}")
-        if value not in (None, {}, []) and _says(option, value):
-            said[option.key] = value
-    for key, value in said.items():
-        is_known = key in READ or key == DEEPSPEED_FILE or key.startswith(FSDP)
+            nearest = suggestion(key, options)
+            raise PlanError(f"{shown(key)} of accelerate is unknown, and may change it; {nearest}")
+        if value not in (None, {}, []) and _concerns_plan(option, value):
+            plan_keys[option.key] = value
+    for key, value in plan_keys.items():
+        is_known = key in READ_KEYS or key == DEEPSPEED_FILE or key.startswith(FSDP)
         if not is_known or spelled(value) not in ALLOWED.get(key, (spelled(value),)):
             allowed = ", ".join(ALLOWED.get(key, ("leave it out",)))
             raise PlanError(
                 f"{key}={theirs(value)} of accelerate is in no plan of a trainer; "
                 f"allowed: {allowed}"
             )
-    return said
+    return plan_keys
 
 
-def _says(option: Option, value: object) -> bool:
-    """Return whether a key says something of a plan; raises PlanError if no plan says it."""
+def _concerns_plan(option: Option, value: object) -> bool:
+    """Return True if a key concerns a plan; raises PlanError if no plan says it."""
     if option.effect is not Effect.HELD or option.key == DEEPSPEED_FILE:
         return option.effect is not Effect.NONE
     if spelled(value) not in option.allowed and not (value is False and not option.allowed):
@@ -98,45 +101,48 @@ def _says(option: Option, value: object) -> bool:
     return False
 
 
-def _mixed(said: Keys, keys: Keys) -> Keys:
-    """Return the format of mixed precision where the trainer says none."""
-    word = spelled(said.get(MIXED, "no"))
+def _mixed_precision(accelerate_keys: Keys, keys: Keys) -> Keys:
+    """Return the format of mixed precision where the trainer sets none."""
+    word = spelled(accelerate_keys.get(MIXED, "no"))
+    # The trainer sets Accelerate's mixed precision where it has one itself.
     is_said = any(keys.get(each) not in (None, False) for each in ("bf16", "fp16"))
     return {} if is_said or word == "no" else {word: True}
 
 
-def _deepspeed(said: Keys, keys: Keys) -> Keys:
+def _deepspeed(accelerate_keys: Keys, keys: Keys) -> Keys:
+    # The trainer's own DeepSpeed file goes before the launcher's.
     if "deepspeed" in keys:
         return {}
-    if DEEPSPEED_FILE not in said:
+    if DEEPSPEED_FILE not in accelerate_keys:
         raise PlanError(f"DeepSpeed of accelerate is read of its own file alone: {DEEPSPEED_FILE}")
-    return {"deepspeed": said[DEEPSPEED_FILE]}
+    return {"deepspeed": accelerate_keys[DEEPSPEED_FILE]}
 
 
-def _fsdp(said: Keys, keys: Keys, spelling: Spelling) -> Keys:
+def _fsdp(accelerate_keys: Keys, keys: Keys, spelling: Spelling) -> Keys:
     """Return the trainer's keys of Accelerate's FSDP, whose version is 1 by default."""
     if not spelling.fsdp:
         raise PlanError(f"{TYPE}=FSDP of accelerate is in no plan of this trainer")
     section = spelling.section
     if keys.get(spelling.fsdp) or any(key.startswith(f"{section}.") for key in keys):
         raise PlanError(f"accelerate and {spelling.fsdp} both say FSDP; allowed: one of them")
-    version = spelled(said.get(f"{FSDP}version", 1))
-    gathers = said.get(f"{FSDP}reshard_after_forward")
+    version = spelled(accelerate_keys.get(f"{FSDP}version", 1))
+    reshards = accelerate_keys.get(f"{FSDP}reshard_after_forward")
     if version == "1":
-        gathers = said.get(f"{FSDP}sharding_strategy", gathers)
-        gathers = {"1": "full_shard", "2": "shard_grad_op"}.get(spelled(gathers), gathers)
-    found: Keys = {spelling.fsdp: spelling.words, f"{section}.version": version}
-    if gathers is not None:
-        found[f"{section}.reshard_after_forward"] = spelled(gathers)
-    ahead = said.get(f"{FSDP}backward_prefetch")
+        # FSDP 1 has a sharding strategy instead, by name or by number.
+        reshards = accelerate_keys.get(f"{FSDP}sharding_strategy", reshards)
+        reshards = {"1": "full_shard", "2": "shard_grad_op"}.get(spelled(reshards), reshards)
+    fsdp_keys: Keys = {spelling.fsdp: spelling.words, f"{section}.version": version}
+    if reshards is not None:
+        fsdp_keys[f"{section}.reshard_after_forward"] = spelled(reshards)
+    ahead = accelerate_keys.get(f"{FSDP}backward_prefetch")
     if ahead is not None:
-        found[f"{section}.backward_prefetch"] = ahead
-    checkpoints = said.get(f"{FSDP}activation_checkpointing")
+        fsdp_keys[f"{section}.backward_prefetch"] = ahead
+    checkpoints = accelerate_keys.get(f"{FSDP}activation_checkpointing")
     if checkpoints is not None:
-        found[f"{section}.activation_checkpointing"] = checkpoints
-    if spelled(said.get(f"{FSDP}offload_params", "false")).lower() == "true":
+        fsdp_keys[f"{section}.activation_checkpointing"] = checkpoints
+    if spelled(accelerate_keys.get(f"{FSDP}offload_params", "false")).lower() == "true":
         if spelling.offload:
-            found[f"{section}.{spelling.offload}"] = True
+            fsdp_keys[f"{section}.{spelling.offload}"] = True
         else:
-            found[spelling.fsdp] = f"{spelling.words} offload"
-    return {**found, **(spelling.beside if version == "2" else {})}
+            fsdp_keys[spelling.fsdp] = f"{spelling.words} offload"
+    return {**fsdp_keys, **(spelling.beside if version == "2" else {})}

@@ -1,4 +1,4 @@
-"""llm-foundry: what of its YAML no table says.
+"""Codecs of llm-foundry: what no table says of its YAML.
 
 Rules are those of llm-foundry 0.22 (commit 8c8dd48f) and of Composer 0.30.
 """
@@ -28,17 +28,21 @@ AUTOMATIC = "auto"
 def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     """Return the model of an MPTConfig, with its defaults."""
     width, heads = (
-        words.whole(keys, MODEL + name, usual)
-        for name, usual in (("d_model", 2048), ("n_heads", 16))
+        words.whole(keys, MODEL + name, default)
+        for name, default in (("d_model", 2048), ("n_heads", 16))
     )
     norm = words.word(keys, f"{MODEL}norm_type", "low_precision_layernorm")
     if norm not in NORMS:
         raise words.unknown(f"{MODEL}norm_type", norm, NORMS)
+    # Gated and expert MLPs of MPT are in no plan.
     words.held(keys, f"{MODEL}ffn_config.ffn_type", ("mptmlp",))
     words.held(keys, f"{MODEL}no_bias", (False,))  # norms would have none, too
-    own, window = keys.get(f"{MODEL}attention_bias"), keys.get(f"{ATTENTION}sliding_window_size")
+    attention_bias, window = (
+        keys.get(f"{MODEL}attention_bias"),
+        keys.get(f"{ATTENTION}sliding_window_size"),
+    )
     longest = words.whole(keys, f"{MODEL}max_seq_len", 2048)
-    found: dict[str, object] = {
+    model_facts: dict[str, object] = {
         "name": "mpt",
         "num_layers": words.whole(keys, f"{MODEL}n_layers", 24),
         "hidden_size": width,
@@ -50,7 +54,7 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         "max_positions": longest,
         "positions": _positions(keys),
         "norm": NORMS[norm],
-        "attention_bias": own is not False,
+        "attention_bias": attention_bias is not False,
         "output_bias": True,
         "mlp_bias": True,
         "tied_embeddings": keys.get(f"{MODEL}tie_word_embeddings", True),
@@ -59,13 +63,14 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         "source": "a configuration of llm-foundry",
     }
     head_dim = keys.get(f"{MODEL}head_dim")
-    found |= {} if head_dim is None else {"head_dim": head_dim}
-    found |= {} if window in {None, -1} else {"window": window, "layer_pattern": "W"}
-    return {"model": parse_model(found, origin="model of llm-foundry")}
+    model_facts |= {} if head_dim is None else {"head_dim": head_dim}
+    # -1 stands for no window.
+    model_facts |= {} if window in {None, -1} else {"window": window, "layer_pattern": "W"}
+    return {"model": parse_model(model_facts, origin="model of llm-foundry")}
 
 
 def _positions(keys: Keys) -> str:
-    """Return where positions come from; ALiBi takes the place of learned ones (MPTConfig)."""
+    """Return the kind of positions; ALiBi takes the place of learned ones (MPTConfig)."""
     is_rotary, has_alibi = (keys.get(ATTENTION + name) is True for name in ("rope", "alibi"))
     learned = keys.get(f"{MODEL}learned_pos_emb", True) and not has_alibi
     if is_rotary + has_alibi + bool(learned) != 1:
@@ -77,7 +82,7 @@ def _positions(keys: Keys) -> str:
 
 
 def _groups(keys: Keys, heads: int, words: FileWords) -> object:
-    """Return the heads of keys and values."""
+    """Return the number of heads of keys and values."""
     key, groups = f"{ATTENTION}attn_type", f"{ATTENTION}kv_n_heads"
     kinds = {MULTI_HEAD: heads, MULTI_QUERY: 1, GROUPED: keys.get(groups, heads)}
     kind = words.word(keys, key, MULTI_HEAD)
@@ -110,6 +115,7 @@ def _read_microbatch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -
     batch, ranks = words.whole(keys, roles["batch"], 1), facts.world_size
     if batch % ranks:
         raise words.unknown(roles["batch"], batch, (f"multiples of {ranks} ranks",))
+    # auto is found while training: nothing in the file says it.
     size = keys.get(roles["micro"], AUTOMATIC)
     if size == AUTOMATIC:
         size = facts.get("microbatch_size")
@@ -121,7 +127,7 @@ def _read_microbatch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -
 
 
 def _read_shards(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return that parameters are shared, and whether forward frees what it gathered."""
+    """Return full sharding, and whether parameters are resharded after forward."""
     key = roles["strategy"]
     if not any(each.startswith("fsdp_config.") for each in keys):
         raise PlanError(
@@ -137,6 +143,7 @@ def _read_shards(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
 
 def _read_reduction(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     precision, key = facts.get("precision"), roles["mixed"]
+    # PURE reduces in the storage format, DEFAULT in fp32 (Composer).
     kinds: dict[str, object] = {"DEFAULT": Precision.FP32}
     if isinstance(precision, Precision):
         kinds["PURE"] = precision.storage

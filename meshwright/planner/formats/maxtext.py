@@ -1,4 +1,4 @@
-"""MaxText: what of its YAML no table says.
+"""Codecs of MaxText: what no table says of its YAML.
 
 Defaults are those of src/maxtext/configs/base.yml, rules those of create_device_mesh and of
 MaxTextConfig, commit e591f30c.
@@ -23,7 +23,7 @@ SIZES: Mapping[str, tuple[str, int]] = {
     "vocab_size": ("vocab_size", 32000),
 }
 # The same names, of a Llama or as one of its family.
-OTHERS = {
+MODEL_ALIASES = {
     "llama3.1-8b": "llama3-8b",
     "llama3.1-70b": "llama3-70b",
     "llama3.3-70b": "llama3-70b",
@@ -33,7 +33,7 @@ DEFAULT, LLAMA = "default", ("llama2", "mistral")
 GATED = ["silu", "linear"]
 AXES = ("data", "fsdp", "tensor", "tensor_sequence", "context", "pipeline", "expert")
 FREE = -1
-SHORT = 128  # tokens below which no flash attention is chosen (attention_op.py)
+SHORTEST_FLASH_TOKENS = 128  # tokens below which no flash attention is chosen (attention_op.py)
 
 
 def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
@@ -41,12 +41,13 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     name = words.word(keys, roles["name"], DEFAULT)
     of_sizes = [key for key, _ in SIZES.values() if key in keys]
     if name != DEFAULT:
-        known = OTHERS.get(name, name)
-        if known not in NAMED:
-            raise words.unknown(roles["name"], name, (DEFAULT, *NAMED, *OTHERS))
+        built_in = MODEL_ALIASES.get(name, name)
+        if built_in not in NAMED:
+            raise words.unknown(roles["name"], name, (DEFAULT, *NAMED, *MODEL_ALIASES))
         if of_sizes:
             raise PlanError(f"{of_sizes[0]} of maxtext stands beside {roles['name']}={name}")
-        return {"model": known}
+        return {"model": built_in}
+    # Decoders without a name are read as Llama's: what would make others is refused.
     for key, values in {
         "decoder_block": (*LLAMA, None),
         "global_parameter_scale": (1,),
@@ -55,8 +56,8 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
         "dropout_rate": (0,),
     }.items():
         words.held(keys, key, values)
-    sizes = {ours: words.whole(keys, key, usual) for ours, (key, usual) in SIZES.items()}
-    found: dict[str, object] = {
+    sizes = {ours: words.whole(keys, key, default) for ours, (key, default) in SIZES.items()}
+    model_facts: dict[str, object] = {
         **sizes,
         "name": "maxtext-llama",
         "seq_len": facts.get("seq_len") or words.whole(keys, "max_target_length", 2048),
@@ -71,7 +72,7 @@ def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
         "fused_qkv": keys.get("fused_qkv", False),
         "source": "a configuration of MaxText",
     }
-    return {"model": parse_model(found, origin="model of maxtext")}
+    return {"model": parse_model(model_facts, origin="model of maxtext")}
 
 
 NAMED = tuple(
@@ -80,21 +81,24 @@ NAMED = tuple(
 
 
 class _Axes(NamedTuple):
-    """Degrees of the axes, and whether those of data and fsdp are open between them."""
+    """Degrees of the axes; ``is_open`` where nobody says how data and fsdp share their ranks."""
 
     degrees: dict[str, int]
     is_open: bool = False
 
 
 def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the degrees of all axes; of ours, data, fsdp and expert are one."""
+    """Return the degrees of all axes; data, fsdp and expert are one axis here."""
     degrees, is_open = _axes(roles, keys, facts, words)
-    tensor, both = degrees["tensor"], degrees["tensor_sequence"]
-    if tensor > 1 and both > 1:
-        raise words.unknown(roles["ici_tensor_sequence"], both, (f"1 beside tensor={tensor}",))
-    found: Keys = {
-        "tp": tensor * both,
-        "sequence_parallel": both > 1,
+    tensor, tensor_sequence = degrees["tensor"], degrees["tensor_sequence"]
+    # Both split tensors; tensor_sequence splits activations along the sequence, too.
+    if tensor > 1 and tensor_sequence > 1:
+        raise words.unknown(
+            roles["ici_tensor_sequence"], tensor_sequence, (f"1 beside tensor={tensor}",)
+        )
+    degrees_here: Keys = {
+        "tp": tensor * tensor_sequence,
+        "sequence_parallel": tensor_sequence > 1,
         "pp": degrees["pipeline"],
         "cp": degrees["context"],
         "ep": degrees["expert"],
@@ -102,50 +106,56 @@ def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys
         "world_size": prod(degrees.values()),
     }
     if is_open:
-        return {**found, "zero_stage": 3}
+        return {**degrees_here, "zero_stage": 3}
     shards = degrees["fsdp"] * degrees["expert"]
     stage = 3 if degrees["fsdp"] > 1 else int(bool(keys.get(roles["optimizer"], False)))
-    return {**found, "zero_stage": stage, "dp_shard": shards if stage == 3 else found["dp"]}
+    return {
+        **degrees_here,
+        "zero_stage": stage,
+        "dp_shard": shards if stage == 3 else degrees_here["dp"],
+    }
 
 
 def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> _Axes:
     """Return the degree of each axis; of data and fsdp, where both are free, the product alone."""
-    usual = {"ici_fsdp": FREE, "dcn_data": FREE}
-    told = {
+    defaults = {"ici_fsdp": FREE, "dcn_data": FREE}
+    given = {
         (place, axis): words.whole(
-            keys, roles[f"{place}_{axis}"], usual.get(f"{place}_{axis}", 1), least=FREE
+            keys, roles[f"{place}_{axis}"], defaults.get(f"{place}_{axis}", 1), least=FREE
         )
         for place in ("ici", "dcn")
         for axis in AXES
     }
-    if 0 in told.values():
+    if 0 in given.values():
         raise PlanError("a degree of an axis of maxtext is 0; allowed: -1, or 1 and more")
-    known = {
-        place: prod(each for at, each in told.items() if at[0] == place and each > 0)
+    products = {
+        place: prod(each for at, each in given.items() if at[0] == place and each > 0)
         for place in ("ici", "dcn")
     }
-    degrees = {axis: max(told["ici", axis], 1) * max(told["dcn", axis], 1) for axis in AXES}
-    free = {place: axis for (place, axis), each in told.items() if each == FREE}
-    if sum(each == FREE for each in told.values()) > len(free):
+    # An axis may span slices (dcn) and the chips within them (ici).
+    degrees = {axis: max(given["ici", axis], 1) * max(given["dcn", axis], 1) for axis in AXES}
+    free = {place: axis for (place, axis), each in given.items() if each == FREE}
+    # Two free axes of one place would leave their degrees open.
+    if sum(each == FREE for each in given.values()) > len(free):
         raise PlanError("two axes of maxtext within slices, or between them, are -1; allowed: one")
     if not free:
         return _Axes(degrees)
-    ranks, both = facts.world_size, known["ici"] * known["dcn"]
+    ranks, fixed_ranks = facts.world_size, products["ici"] * products["dcn"]
     slices = words.whole(keys, roles["slices"], FREE, least=FREE)
     if slices > 0 and "dcn" in free:
-        degrees[free.pop("dcn")] *= _share(slices, known["dcn"], "num_slices")
-        both = prod(degrees.values())
+        degrees[free.pop("dcn")] *= _share(slices, products["dcn"], "num_slices")
+        fixed_ranks = prod(degrees.values())
     if len({*free.values()}) == 1:
-        degrees[next(iter(free.values()))] *= _share(ranks, both, "--gpus")
+        degrees[next(iter(free.values()))] *= _share(ranks, fixed_ranks, "--gpus")
     elif free:
-        return _open(degrees, free, facts, _share(ranks, both, "--gpus"))
+        return _open(degrees, free, facts, _share(ranks, fixed_ranks, "--gpus"))
     if prod(degrees.values()) != ranks:
         raise PlanError(f"axes of maxtext are {prod(degrees.values())} ranks; --gpus is {ranks}")
     return _Axes(degrees)
 
 
 def _open(degrees: dict[str, int], free: Mapping[str, str], facts: Facts, rest: int) -> _Axes:
-    """Return the degrees where *rest* ranks go to two axes: only --dp-shard says how."""
+    """Return the degrees where *rest* ranks go to two axes: --dp-shard alone decides how."""
     if {*free.values()} != {"data", "fsdp"}:
         raise PlanError(
             f"num_slices of maxtext is missing: {free['ici']} within slices and {free['dcn']} "
@@ -155,25 +165,28 @@ def _open(degrees: dict[str, int], free: Mapping[str, str], facts: Facts, rest: 
     if not isinstance(shards, int):
         degrees["data"] *= rest
         return _Axes(degrees, is_open=True)
-    own = _share(shards, degrees["fsdp"] * degrees["expert"], "--dp-shard")
-    degrees["fsdp"] *= own
-    degrees["data"] *= _share(rest, own, "--gpus")
+    shard_share = _share(shards, degrees["fsdp"] * degrees["expert"], "--dp-shard")
+    degrees["fsdp"] *= shard_share
+    degrees["data"] *= _share(rest, shard_share, "--gpus")
     return _Axes(degrees)
 
 
 def _share(whole: int, part: int, name: str) -> int:
+    """Return the quotient of ranks; raises PlanError where they do not divide."""
     if whole % part:
         raise PlanError(f"{name} {whole} is no multiple of the {part} that axes of maxtext take")
     return whole // part
 
 
 def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the batch of all devices, and what a data-parallel rank has in a microbatch."""
+    """Return the global batch, and the microbatch of a data-parallel rank."""
     key, pp = roles["device"], facts.number("pp")
+    # A batch of a device may be a fraction: 0.5 is a sequence on two devices.
     device, steps = keys.get(key, 12.0), words.whole(keys, roles["steps"], 1)
     if type(device) not in {int, float}:
         raise words.unknown(key, device, ("a number",))
     count = words.whole(keys, roles["microbatches"], FREE, least=FREE)
+    # Without a number MaxText runs as many microbatches as there are stages.
     count = 1 if pp == 1 else pp if count < 0 else count
     if steps > 1 and pp > 1:
         raise words.unknown(roles["steps"], steps, (f"1 with {pp} stages",))
@@ -185,7 +198,7 @@ def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
 
 
 def _read_pipeline(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the order of a pipeline in which each rank has one stage: all forward, all back."""
+    """Return the schedule of a pipeline with one stage a rank: GPipe."""
     pp, named = facts.number("pp"), facts.get("model")
     model = facts.model or named
     if pp == 1 or not isinstance(model, ModelSpec):
@@ -201,7 +214,8 @@ def _read_pipeline(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
 
 def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     kernel = words.word(keys, roles["kernel"], "autoselected")
-    is_short = words.whole(keys, roles["length"], 2048) < SHORT
+    # `autoselected` goes by the length of sequences and the hardware.
+    is_short = words.whole(keys, roles["length"], 2048) < SHORTEST_FLASH_TOKENS
     is_cpu = words.word(keys, roles["hardware"], "tpu") == "cpu"
     kernels = {
         "autoselected": "unfused" if is_short or is_cpu else "flash",

@@ -1,4 +1,4 @@
-"""NeMo 1: what of its YAML no table says.
+"""Codecs of NeMo 1: what no table says of its YAML.
 
 Rules are those of MegatronGPTModel and MegatronBaseModel (nemo/collections/nlp/models/
 language_modeling), commit 8cfedd72.
@@ -33,23 +33,23 @@ FORMATS |= {32: "fp32", "32": "fp32", "32-true": "fp32"}
 
 
 def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return the model, if the file or ``--model`` says how many words it has."""
+    """Return the model, if the file or ``--model`` says the size of its vocabulary."""
     _check_defaults(keys, words)
     vocabulary = _vocabulary(keys, facts)
-    found = _dense(keys, facts, words) | {"vocab_size": vocabulary}
-    if found["positions"] == "rotary":
-        found["rotary_fraction"] = keys.get(f"{MODEL}rotary_percentage", 1.0)
+    model_facts = _dense(keys, facts, words) | {"vocab_size": vocabulary}
+    if model_facts["positions"] == "rotary":
+        model_facts["rotary_fraction"] = keys.get(f"{MODEL}rotary_percentage", 1.0)
     if (number := keys.get(f"{MODEL}num_moe_experts")) is not None:
-        found["experts"] = {
+        model_facts["experts"] = {
             "num_experts": number,
             "experts_per_token": keys.get(f"{MODEL}moe_router_topk", 2),
-            "hidden_size": found["ffn_hidden_size"],
+            "hidden_size": model_facts["ffn_hidden_size"],
         }
-    return {"model": parse_model(found, origin="model of nemo"), "vocab_size": vocabulary}
+    return {"model": parse_model(model_facts, origin="model of nemo"), "vocab_size": vocabulary}
 
 
 def _dense(keys: Keys, facts: Facts, words: FileWords) -> dict[str, object]:
-    """Return the facts of a model without experts, but its vocabulary."""
+    """Return the fields of a model without experts, but its vocabulary."""
     width, heads = (_size(keys, name, words) for name in ("hidden_size", "num_attention_heads"))
     activation = _choice(keys, "activation", "gelu", tuple(ACTIVATIONS), words)
     positions = POSITIONS[
@@ -62,8 +62,8 @@ def _dense(keys: Keys, facts: Facts, words: FileWords) -> dict[str, object]:
         "num_layers": _size(keys, "num_layers", words),
         "hidden_size": width,
         "num_heads": heads,
-        "num_kv_heads": _given(keys, "num_query_groups", heads),
-        "head_dim": _given(keys, "kv_channels", width // heads),
+        "num_kv_heads": _value_or_default(keys, "num_query_groups", heads),
+        "head_dim": _value_or_default(keys, "kv_channels", width // heads),
         "ffn_hidden_size": _size(keys, "ffn_hidden_size", words),
         "seq_len": facts.get("seq_len") or words.whole(keys, f"{MODEL}encoder_seq_length", 512),
         "positions": positions,
@@ -80,7 +80,7 @@ def _dense(keys: Keys, facts: Facts, words: FileWords) -> dict[str, object]:
 
 
 def _check_defaults(keys: Keys, words: FileWords) -> None:
-    """Raise PlanError where a file is laid on others: their keys are not here."""
+    """Raise PlanError where a file extends others: their keys are not here."""
     names = keys.get("defaults") or []
     for each in names if isinstance(names, list) else [names]:
         is_optional = isinstance(each, Mapping) and all(key.startswith("optional ") for key in each)
@@ -89,16 +89,16 @@ def _check_defaults(keys: Keys, words: FileWords) -> None:
 
 
 def _vocabulary(keys: Keys, facts: Facts) -> object:
-    told = keys.get(f"{MODEL}override_vocab_size")
-    if told is not None:
-        return told
+    override = keys.get(f"{MODEL}override_vocab_size")
+    if override is not None:
+        return override
     tokenizer = keys.get(f"{MODEL}tokenizer.library"), keys.get(f"{MODEL}tokenizer.type")
     if tokenizer in GPT2:
         return GPT2_WORDS
-    found = facts.get("vocab_size") or facts.get("model.vocab_size")
-    if found is None:
+    vocab_size = facts.get("vocab_size") or facts.get("model.vocab_size")
+    if vocab_size is None:
         raise MissingError("vocab_size", "in the files of a tokenizer; with --model that model's")
-    return found
+    return vocab_size
 
 
 def _size(keys: Keys, name: str, words: FileWords) -> int:
@@ -107,15 +107,15 @@ def _size(keys: Keys, name: str, words: FileWords) -> int:
     return words.whole(keys, MODEL + name, 1)
 
 
-def _given(keys: Keys, name: str, usual: int) -> object:
+def _value_or_default(keys: Keys, name: str, default: int) -> object:
     value = keys.get(MODEL + name)
-    return usual if value is None else value
+    return default if value is None else value
 
 
-def _choice(keys: Keys, name: str, usual: str, known: tuple[str, ...], words: FileWords) -> str:
-    word = words.word(keys, MODEL + name, usual)
-    if word not in known:
-        raise words.unknown(MODEL + name, word, known)
+def _choice(keys: Keys, name: str, default: str, allowed: tuple[str, ...], words: FileWords) -> str:
+    word = words.word(keys, MODEL + name, default)
+    if word not in allowed:
+        raise words.unknown(MODEL + name, word, allowed)
     return word
 
 
@@ -130,26 +130,29 @@ def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     devices, nodes = keys.get(roles["devices"], "auto"), words.whole(keys, roles["nodes"], 1)
     if devices in ("auto", -1, "-1"):
         return {}
+    # The trainer counts the devices of a node.
     ranks = words.whole(keys, roles["devices"], 1) * nodes
-    others = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
-    if ranks % others:
-        raise words.unknown(roles["devices"], devices, (f"multiples of {others} ranks in all",))
-    return {"world_size": ranks, "dp": ranks // others}
+    model_ranks = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
+    if ranks % model_ranks:
+        raise words.unknown(
+            roles["devices"], devices, (f"multiples of {model_ranks} ranks in all",)
+        )
+    return {"world_size": ranks, "dp": ranks // model_ranks}
 
 
 def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return the format: with 16 bits weights are copies in it, which O2 alone has."""
-    theirs = keys.get(roles["trainer"])
-    if theirs is None:
+    """Return the number format: 16-bit weights are copies of masters, which O2 alone has."""
+    trainer_precision = keys.get(roles["trainer"])
+    if trainer_precision is None:
         return {}
-    known = [key for key, each in FORMATS.items() if each != "fp16"]  # O2 has no fp16
-    if theirs not in known:
-        raise words.unknown(roles["trainer"], theirs, dict.fromkeys(map(str, known)))
+    allowed = [key for key, each in FORMATS.items() if each != "fp16"]  # O2 has no fp16
+    if trainer_precision not in allowed:
+        raise words.unknown(roles["trainer"], trainer_precision, dict.fromkeys(map(str, allowed)))
     is_eight = keys.get(roles["eight"], False) is True
-    if FORMATS[theirs] == "bf16" and keys.get(roles["weights"], False) is not True:
+    if FORMATS[trainer_precision] == "bf16" and keys.get(roles["weights"], False) is not True:
         raise words.unknown(roles["weights"], value=False, allowed=(True,))
     if not is_eight:
-        return {"precision": Precision(FORMATS[theirs])}
+        return {"precision": Precision(FORMATS[trainer_precision])}
     if keys.get(roles["hybrid"], False) is not True or keys.get(roles["e4m3"], False):
         raise words.unknown(roles["hybrid"], keys.get(roles["hybrid"], False), (True,))
     return {"precision": Precision.FP8}
@@ -167,13 +170,14 @@ def _read_gradients(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
 
 
 def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    """Return whether gradients are reduced beside backward, and added up in its products.
+    """Return the overlap of gradient reduction with backward, and the fusion of accumulation.
 
     What the file leaves out is as the optimizer has it.
     """
     optimizer, pp = keys.get(roles["optimizer"], PLAIN), words.whole(keys, roles["pp"], 1)
     fuses = keys.get(roles["fusion"], False) is True
     if optimizer == PLAIN:
+        # fused_adam overlaps the reduction of plain data parallelism alone.
         overlaps = pp == 1 and not fuses and not keys.get(roles["sequence"], False)
         fuses = fuses and (pp > 1 or facts.number("dp") == 1)
     else:
@@ -182,8 +186,9 @@ def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
 
 
 def _read_buckets(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return how many parameters a bucket of Apex's, or core's, optimizer holds."""
+    """Return the bucket size of Apex's, or core's, optimizer in parameters."""
     if keys.get(roles["optimizer"]) == APEX:
+        # Apex sizes buckets in megabytes of the format that is reduced.
         size = 2 if keys.get(roles["sync"]) == "bf16" else 4
         count = words.whole(keys, roles["megabytes"], 100) * MEBI // size
     elif keys.get(roles["optimizer"]) == CORE and keys.get(roles["parameters"]) is not None:

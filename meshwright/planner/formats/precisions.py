@@ -1,4 +1,4 @@
-"""Number formats of Hugging Face's trainers: of mixed precision, and of the weights beside it."""
+"""Number formats of Hugging Face's trainers: mixed precision, and stored weights."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,7 +14,7 @@ IN_16_BITS: Mapping[str, object] = {"stack.parameter_precision": Precision.BF16}
 
 
 class Dialect(NamedTuple):
-    """What a trainer does where its configuration says nothing.
+    """Defaults of a trainer.
 
     Args:
         microbatch_size: Sequences of a rank's pass.
@@ -39,19 +39,19 @@ LLAMA_FACTORY = Dialect(
 AXOLOTL = Dialect(microbatch_size=1, bf16=AUTO, fsdp_version=1)
 
 
-def switch(words: FileWords, keys: Keys, key: str, *, usual: bool) -> bool:
-    """Return whether a switch is on; of a command its value may be a word.
+def switch(words: FileWords, keys: Keys, key: str, *, default: bool) -> bool:
+    """Return the value of a switch; on a command line it is a word.
 
     Raises:
         PlanError: If it is neither on nor off.
     """
-    value = keys.get(key, usual) if key else usual
+    value = keys.get(key, default) if key else default
     if value is None:
         return False
-    known = SWITCH.get(str(value).lower())
-    if known is None:
+    is_on = SWITCH.get(str(value).lower())
+    if is_on is None:
         raise words.unknown(key, shown(value), (True, False))
-    return known
+    return is_on
 
 
 def listed(roles: Roles, role: str) -> list[str]:
@@ -65,10 +65,10 @@ def fsdp_version(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -
     Raises:
         PlanError: If there is none such.
     """
-    said = [key for key in listed(roles, "version") if keys.get(key) is not None]
-    value = keys[said[0]] if said else dialect.fsdp_version
+    version_keys = [key for key in listed(roles, "version") if keys.get(key) is not None]
+    value = keys[version_keys[0]] if version_keys else dialect.fsdp_version
     if str(value) not in ("1", "2"):
-        raise words.unknown(said[0], value, (1, 2))
+        raise words.unknown(version_keys[0], value, (1, 2))
     return int(str(value))
 
 
@@ -76,15 +76,16 @@ def mixed_format(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -
     """Return the format of mixed precision; None where there is none."""
     bf16, fp16 = roles["bf16"], roles["fp16"]
     is_auto = keys.get(bf16, dialect.bf16) == AUTO
-    is_half = switch(words, keys, fp16, usual=False)
-    is_bf16 = not is_half if is_auto else switch(words, keys, bf16, usual=False)
+    is_half = switch(words, keys, fp16, default=False)
+    # auto is bf16 unless fp16 is asked for.
+    is_bf16 = not is_half if is_auto else switch(words, keys, bf16, default=False)
     if is_half and is_bf16:
         raise PlanError(f"{bf16} and {fp16} of {words.framework} are both on; allowed: one of them")
     return Precision.BF16 if is_bf16 else Precision.FP16 if is_half else None
 
 
 def plain_precision(dialect: Dialect) -> Codec:
-    """Return the codec of DDP's formats: its weights are as a script loads them."""
+    """Return the codec of DDP's formats: weights are as the script loads them."""
 
     def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
         mixed, weights = mixed_format(dialect, roles, keys, words), _loaded(roles, keys, words)
@@ -113,12 +114,12 @@ def sharded_precision(dialect: Dialect) -> Codec:
 
 def _loaded(roles: Roles, keys: Keys, words: FileWords) -> Precision | None:
     """Return the format in which a script loads weights; None where it is the checkpoint's."""
-    known = {"float32": Precision.FP32, "bfloat16": Precision.BF16, AUTO: None}
+    formats = {"float32": Precision.FP32, "bfloat16": Precision.BF16, AUTO: None}
     options = listed(roles, "dtype")
-    said = next((keys[key] for key in options if key in keys), AUTO)
-    if said not in known:
-        raise words.unknown(options[0], said, known)
-    return known[str(said)]
+    dtype = next((keys[key] for key in options if key in keys), AUTO)
+    if dtype not in formats:
+        raise words.unknown(options[0], dtype, formats)
+    return formats[str(dtype)]
 
 
 def _unmixed(weights: Precision | None, facts: Facts, roles: Roles) -> Keys:
@@ -134,6 +135,7 @@ def _unmixed(weights: Precision | None, facts: Facts, roles: Roles) -> Keys:
 def _ddp_formats(mixed: Precision, weights: Precision, words: FileWords) -> Keys:
     if weights is Precision.FP32:
         return {"precision": mixed, "gradient_precision": weights}
+    # PyTorch's GradScaler refuses to unscale fp16 gradients of fp16 weights.
     if weights is not Precision.BF16 or mixed is not Precision.BF16:
         raise PlanError(f"weights in {weights} of {words.framework} do not train in {mixed}")
     return {"precision": mixed, "gradient_precision": weights, **IN_16_BITS}
@@ -150,7 +152,7 @@ def master_precision(dialect: Dialect) -> Codec:
 
 
 def axolotl_ddp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
-    """Return the formats of axolotl's DDP: it loads weights in the format of the products.
+    """Return the formats of axolotl's DDP: weights are loaded in the format of matrix products.
 
     Norms and embeddings become fp32 ones unless FlashAttention is asked for (loaders/model.py).
     """
@@ -176,6 +178,7 @@ def axolotl_fsdp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     if mixed is None or fsdp_version(AXOLOTL, roles, keys, words) == 1:
         return {"precision": mixed or Precision.FP32, "gradient_precision": Precision.FP32}
     if mixed is Precision.FP16:
+        # fp16 weights cannot be trained with gradient scaling.
         raise words.unknown(roles["fp16"], value=True, allowed=("false with fsdp_version 2",))
     return {"precision": mixed, "gradient_precision": mixed, **IN_16_BITS}
 
@@ -185,10 +188,10 @@ def engine_precision(dialect: Dialect) -> Codec:
 
     def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
         mixed = mixed_format(dialect, roles, keys, words)
-        for name, own in (("bf16", Precision.BF16), ("fp16", Precision.FP16)):
+        for name, precision in (("bf16", Precision.BF16), ("fp16", Precision.FP16)):
             key = roles[f"deepspeed_{name}"]
-            if key in keys and keys[key] not in (AUTO, mixed is own):
-                raise words.unknown(key, keys[key], (mixed is own, AUTO))
+            if key in keys and keys[key] not in (AUTO, mixed is precision):
+                raise words.unknown(key, keys[key], (mixed is precision, AUTO))
         return {"precision": mixed or Precision.FP32}
 
     return Codec(read=read)

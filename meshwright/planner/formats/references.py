@@ -48,6 +48,7 @@ class _Resolver:
 
     def value(self, key: str, path: tuple[str, ...]) -> object:
         """Return the value of a key, to which *path* leads; lists are left as they are."""
+        # A reference in a loop would be resolved for ever.
         if key in path or len(path) > MOST_STEPS:
             raise PlanError(
                 f"{path[0]}={self.keys[path[0]]} leads back to itself, or through more than "
@@ -61,19 +62,20 @@ class _Resolver:
 
     def _read(self, text: str, path: tuple[str, ...]) -> object:
         whole = REFERENCE.fullmatch(text)
+        # A value that is a reference and nothing else keeps its type.
         if whole is not None:
             name = _named(whole, path[-1])
             return self.value(name, path) if name in self.keys else text
         return REFERENCE.sub(lambda match: self._part(match, path), text)
 
     def _part(self, match: "re.Match[str]", path: tuple[str, ...]) -> str:
-        """Return what a reference within a text stands for."""
+        """Return the text of a reference within a longer text."""
         name = _named(match, path[-1])
-        found = str(self.value(name, path)) if name in self.keys else match[0]
-        self.size += len(found)
+        value_text = str(self.value(name, path)) if name in self.keys else match[0]
+        self.size += len(value_text)
         if self.size > MOST_CHARACTERS:
             raise PlanError(f"{path[0]}: references make over {MOST_CHARACTERS} characters of text")
-        return found
+        return value_text
 
 
 def _named(match: "re.Match[str]", key: str) -> str:

@@ -1,4 +1,4 @@
-"""From a configuration to what is known of its job and plan, with all that is wrong with it."""
+"""Job and plan of a configuration, with all that is wrong with it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from meshwright.planner.tables import Facts, theirs
 from meshwright.simulator import MistakesError, ModelSpec, PlanError, load_model
 from meshwright.simulator.model import list_models
 
-# What decides no size and no time of a step: labels, the usual length, the spelling of code.
+# Fields that decide no size and no time of a step: labels, usual length, spelling of code.
 LABELS = {"name", "title", "source", "seq_len", "scored_fraction", "spelling", "left_out"}
 # The option of a value that is of the job, and what it is asked for with.
 JOB_OPTIONS: Mapping[str, str] = {
@@ -44,7 +44,7 @@ REQUIRED: Mapping[str, str] = {
 
 
 class Row(NamedTuple):
-    """A value, and the lines of the configuration, or in words who else, that say it."""
+    """Value of a field, with the lines of the configuration that say it, or its other origin."""
 
     name: str
     value: str
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imported:
-    """What a configuration and the options beside it say.
+    """Values of a configuration and of the options beside it.
 
     Args:
         values: By the names of fields and facts.
@@ -74,7 +74,7 @@ class Imported:
 def import_source(
     source: Source, given: Mapping[str, object], model: ModelSpec | None, stack: str | None
 ) -> Imported:
-    """Return what a configuration says of a job and its plan.
+    """Return the job and the plan of a configuration.
 
     Args:
         source: The configuration.
@@ -85,22 +85,23 @@ def import_source(
     Raises:
         MistakesError: If it says what no plan can, or what is not understood; a line each.
     """
-    beside = dict(given)
+    known_facts = dict(given)
     complaints = [Complaint("", each) for each in source.refusals]
-    complaints += _disagreements(beside, source.launched)
-    beside |= source.launched
+    complaints += _disagreements(known_facts, source.launched)
+    known_facts |= source.launched
     profile = source.framework.profile
     table = table_of(profile, source.keys)
     codecs = source.framework.program.codecs
-    reading = read_keys(profile, table, source.keys, Facts(beside, model), codecs)
+    reading = read_keys(profile, table, source.keys, Facts(known_facts, model), codecs)
     complaints += reading.complaints
+    # A field whose keys are refused has no value to compare, and is not missing.
     refused = _refused_fields(table, reading.complaints)
     values = {name: each for name, each in reading.values.items() if name not in refused}
-    complaints += _disagreements(beside, values, source.launched)
+    complaints += _disagreements(known_facts, values, source.launched)
     complaints += _other_model(reading, model)
     if "vocab_size" in given and "vocab_size" not in reading.origins:
         complaints.append(Complaint("", "--vocabulary has no effect: the model is told otherwise"))
-    own = _release(source, table) or table.stack or stack
+    stack_name = _release(source, table) or table.stack or stack
     missing = {
         name: reading.missing.get(name) or why
         for name, why in {**REQUIRED, **reading.missing}.items()
@@ -110,24 +111,24 @@ def import_source(
     missing = {
         name: why
         for name, why in missing.items()
-        if name not in refused and _has_choice(name, stack or own)
+        if name not in refused and _has_choice(name, stack or stack_name)
     }
     if "vocab_size" in missing:
         missing.pop("model", None)  # it is all that is missing of the model
-    if own is None:
+    if stack_name is None:
         missing["stack"] = f"the training software: {profile.name} is none of the built-in ones"
     _refuse(source, complaints, missing)
     return Imported(
         values=reading.values,
         model=_named(reading.values["model"]),
         framework=profile.name,
-        stack=own,
+        stack=stack_name,
         rows=tuple(_rows(source, reading, given)),
     )
 
 
 def _release(source: Source, table: FrameworkTable) -> str | None:
-    """Return the release of which an export says that it is.
+    """Return the release that an export names in its file.
 
     Raises:
         PlanError: If it is of another framework.
@@ -138,14 +139,14 @@ def _release(source: Source, table: FrameworkTable) -> str | None:
 
 
 def _refused_fields(table: FrameworkTable, complaints: Iterable[Complaint]) -> set[str]:
-    """Return the fields that keys say which are refused: they need not be said again."""
+    """Return the fields of refused keys: they need not be set again."""
     keys = {each.key for each in complaints}
     entries = [item for item in table.fields.items() if keys & {*item[1].all_keys}]
     return {each for name, entry in entries for each in (name, *entry.fields)}
 
 
 def _has_choice(name: str, stack: str | None) -> bool:
-    """Return whether a stack has several values of what its plans may have."""
+    """Return True if a stack has several values of a field."""
     offered = {"attention": "attention_kernels", "recompute": "recompute_modes"}.get(name)
     if stack is None or offered is None:
         return True
@@ -160,31 +161,35 @@ def _disagreements(
     values: Mapping[str, object],
     launched: Mapping[str, object] | None = None,
 ) -> list[Complaint]:
-    """Return where an option, or a launcher, says other than the configuration."""
-    found = []
+    """Return a complaint for each option, or launcher, that contradicts the configuration."""
+    complaints = []
     for name, value in given.items():
-        said = values.get(name, value)
-        if name != "model" and said not in (value, str(value)) and str(said) != str(value):
-            who = f"the launcher's {name}" if name in (launched or {}) else asked_by(name)
-            text = f"{who} {value} is not what the file says; allowed: {theirs(said)}"
-            found.append(Complaint("", text))
-    return found
+        file_value = values.get(name, value)
+        if (
+            name != "model"
+            and file_value not in (value, str(value))
+            and str(file_value) != str(value)
+        ):
+            asking = f"the launcher's {name}" if name in (launched or {}) else asked_by(name)
+            text = f"{asking} {value} is not what the file says; allowed: {theirs(file_value)}"
+            complaints.append(Complaint("", text))
+    return complaints
 
 
 def asked_by(name: str) -> str:
-    """Return the option that says a value."""
+    """Return the option that sets a value."""
     return option_name(OPTIONS[name]) if name in OPTIONS else option_of(name)
 
 
 def _other_model(reading: Reading, model: ModelSpec | None) -> list[Complaint]:
-    """Return where the configuration's model is not that of ``--model``."""
-    said = reading.values.get("model")
-    own = load_model(said) if isinstance(said, str) else said
-    if model is None or not isinstance(own, ModelSpec):
+    """Return a complaint where the configuration's model is not that of ``--model``."""
+    value = reading.values.get("model")
+    file_model = load_model(value) if isinstance(value, str) else value
+    if model is None or not isinstance(file_model, ModelSpec):
         return []
     texts = [
         f"{each.field} {theirs(each.first)}, not {theirs(each.second)}"
-        for each in differences(own, model)
+        for each in differences(file_model, model)
     ]
     if not texts:
         return []
@@ -201,13 +206,15 @@ def _name(model: ModelSpec) -> str:
 
 
 def _refuse(source: Source, complaints: Iterable[Complaint], missing: Mapping[str, str]) -> None:
-    """Raise all that is wrong, in the order of the file, and then all that is missing."""
+    """Raise all mistakes, in the order of the file, and then all that is missing."""
+    # Those of no key stand first, as they concern the whole.
     complaints = sorted(complaints, key=lambda each: source.lines.get(each.key, 0))
     placed = [(source.place(each.key), each.text) for each in complaints]
     lines = [f"{place}: {text}" if place else text for place, text in placed]
     if missing:
-        asked = "; ".join(f"{asked_by(name)} ({why})" for name, why in missing.items())
-        lines.append(f"does not say: {asked}")
+        questions = "; ".join(f"{asked_by(name)} ({why})" for name, why in missing.items())
+        lines.append(f"does not say: {questions}")
+    # Several keys may be refused for one reason.
     lines = list(dict.fromkeys(lines))
     if len(lines) > MOST_LINES:
         lines = [*lines[:MOST_LINES], f"and {len(lines) - MOST_LINES:,} lines like these"]
@@ -221,19 +228,19 @@ def _of_file(source: Source, key: str) -> str:
 
 
 def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iterable[Row]:
-    """Yield each value with where it is from: its lines, or who says it where there are none."""
+    """Yield each value with its origin: lines of the configuration, a launcher, or an option."""
     for name, value in reading.values.items():
         origin, keys = reading.origins.get(name, (Origin.OPTION, ()))
         text = _name(value) if isinstance(value, ModelSpec) else theirs(value)
-        told = tuple(
+        lines = tuple(
             (source.lines.get(key, 0), f"{_of_file(source, key)}{key}={theirs(source.keys[key])}")
             for key in keys
             if key in source.keys
         )
         if value is None or name == "vocab_size":  # the model's lines say it
             continue
-        if origin is Origin.FILE and told:
-            yield Row(name, text, told)
+        if origin is Origin.FILE and lines:
+            yield Row(name, text, lines)
         elif name in source.launched:
             yield Row(name, text, source.launcher)
         else:
@@ -257,12 +264,12 @@ def differences(first: ModelSpec, second: ModelSpec) -> list[Difference]:
     ['vocab_size', 'num_kv_heads', 'ffn_hidden_size']
     """
     unused = set() if "learned" in {first.positions, second.positions} else {"max_positions"}
-    found = _differences("", _facts(first), _facts(second))
-    return [each for each in found if each.field not in LABELS | unused]
+    fields = _differences("", _facts(first), _facts(second))
+    return [each for each in fields if each.field not in LABELS | unused]
 
 
 def _facts(model: ModelSpec) -> dict[str, object]:
-    """Return all facts of a model, rare ones that are as usual, too."""
+    """Return all facts of a model, defaults of rare ones included."""
     return {**{name: getattr(model, name) for name in ModelSpec.model_fields}, **model.model_dump()}
 
 
@@ -280,7 +287,7 @@ def _differences(
 def built_in_name(model: ModelSpec) -> str | None:
     """Return the name of the built-in model that *model* is; None where it is none."""
     for name in list_models():
-        known = load_model(name)
-        if isinstance(known, ModelSpec) and not differences(model, known):
+        built_in = load_model(name)
+        if isinstance(built_in, ModelSpec) and not differences(model, built_in):
             return name
     return None

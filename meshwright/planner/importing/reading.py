@@ -1,4 +1,4 @@
-"""Reads what a configuration says of a plan by its framework's table, and where each value is from.
+"""Reader of a configuration by its framework's table, with the origin of each value.
 
 Every key is read, or known to change neither time nor memory, or refused; all refusals are told.
 """
@@ -47,7 +47,7 @@ COUNTS |= {"prediction_layers": 0}
 
 
 class Origin(StrEnum):
-    """Where the value of a field is from."""
+    """Origin of the value of a field."""
 
     FILE = "the file"
     DEFAULT = "the framework's default"
@@ -56,7 +56,7 @@ class Origin(StrEnum):
 
 
 class Complaint(NamedTuple):
-    """What is wrong with a key of a configuration; the key is empty where it is of none."""
+    """Mistake in a key of a configuration; the key is empty where it is of none."""
 
     key: str
     text: str
@@ -64,7 +64,7 @@ class Complaint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a configuration says.
+    """Values, origins and mistakes of a configuration.
 
     Args:
         values: By the names of fields and facts.
@@ -80,38 +80,40 @@ class Reading:
 
 
 def table_of(framework: FrameworkProfile, keys: Keys) -> FrameworkTable:
-    """Return the table of a framework by which a file is read.
+    """Return the table that a configuration is read by.
 
     Raises:
         PlanError: If it is of none.
     """
     tables = framework.tables.values()
     for table in tables:
-        told = table.told_by.items()
-        if told and all(key in keys and value in (ANY, keys[key]) for key, value in told):
+        conditions = table.told_by.items()
+        if conditions and all(
+            key in keys and value in (ANY, keys[key]) for key, value in conditions
+        ):
             return table
     for table in tables:
         if not table.told_by:
             return table
     (key, _), *_ = next(iter(tables)).told_by.items()
-    known = dict.fromkeys(each.told_by[key] for each in tables)
-    raise FileWords(framework.name).unknown(key, shown(keys.get(key)), known)
+    allowed = dict.fromkeys(each.told_by[key] for each in tables)
+    raise FileWords(framework.name).unknown(key, shown(keys.get(key)), allowed)
 
 
 def options_of(table: FrameworkTable) -> Mapping[str, Option]:
-    """Return the options that a configuration of a table's may hold, by key."""
+    """Return the options that a configuration may hold by a table, by key."""
     return _options(table.options, tuple(table.sections.items()))
 
 
 @cache
 def _options(files: tuple[str, ...], sections: tuple[tuple[str, str], ...]) -> Mapping[str, Option]:
     names = (ENVIRONMENT, *files)
-    found = {key: each for name in names for key, each in load_options(name).items()}
+    options = {key: each for name in names for key, each in load_options(name).items()}
     for section, framework in sections:
         for other in load_framework(framework).tables.values():
             inner = options_of(other).items()
-            found |= {f"{section}.{key}": _in_section(section, each) for key, each in inner}
-    return found
+            options |= {f"{section}.{key}": _in_section(section, each) for key, each in inner}
+    return options
 
 
 def _in_section(section: str, option: Option) -> Option:
@@ -124,7 +126,7 @@ def _in_section(section: str, option: Option) -> Option:
 def read_keys(
     framework: FrameworkProfile, table: FrameworkTable, keys: Keys, facts: Facts, codecs: Codecs
 ) -> Reading:
-    """Return what *keys* of a configuration say.
+    """Return the reading of the *keys* of a configuration.
 
     Args:
         framework: Whose configuration it is.
@@ -133,23 +135,27 @@ def read_keys(
         facts: What is known beside it.
         codecs: Of the framework.
     """
-    read = frozenset(table.keys)
+    read_by_table = frozenset(table.keys)
     sections = frozenset(
-        key[: dot.start()] for key in {*options_of(table), *read} for dot in re.finditer(r"\.", key)
+        key[: dot.start()]
+        for key in {*options_of(table), *read_by_table}
+        for dot in re.finditer(r"\.", key)
     )
-    found = Reading(dict(facts.values))
-    reader = _Reader(framework, table, facts, codecs, found, read, sections)
-    known = {key: value for key, value in keys.items() if reader.takes(key, value)}
-    reader.check_held(known, whatever=True)
+    reading = Reading(dict(facts.values))
+    reader = _Reader(framework, table, facts, codecs, reading, read_by_table, sections)
+    accepted = {key: value for key, value in keys.items() if reader.takes(key, value)}
+    reader.check_held(accepted, whatever=True)
     # What a framework does in any case depends on what it is told.
     for name, entry in sorted(table.fields.items(), key=lambda each: not each[1].all_keys):
-        reader.read_entry(name, entry, known)
-    reader.check_held(known, whatever=False)
+        reader.read_entry(name, entry, accepted)
+    reader.check_held(accepted, whatever=False)
     return reader.found
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
+    """Reader of one configuration."""
+
     framework: FrameworkProfile
     table: FrameworkTable
     beside: Facts
@@ -159,12 +165,13 @@ class _Reader:
     sections: frozenset[str]
 
     def takes(self, key: str, value: object) -> bool:
-        """Return whether a key is one to read; complain of what is not understood."""
+        """Return True if a key is one to read; complain of what is not understood."""
         if key in self.read:
             if not isinstance(value, Unknown):
                 return True
             self.found.complaints.append(Complaint(key, value.why))
             return False
+        # Only keys that no table reads are looked up among the options.
         options, name = options_of(self.table), self.framework.name
         if (value is None or value == {}) and key in self.sections and key not in options:
             return False  # a section without a word in it
@@ -176,18 +183,19 @@ class _Reader:
 
     def check_held(self, keys: Keys, *, whatever: bool) -> None:
         """Complain of keys of no plan: first of those held *whatever* the plan is."""
+        # Held keys depend on fields that are read by now.
         facts, words = self._known(), FileWords(self.framework.name)
-        for key, held in self.table.held.items():
-            if bool(held.when) == whatever or not facts.holds(held.when):
+        for key, rule in self.table.held.items():
+            if bool(rule.when) == whatever or not facts.holds(rule.when):
                 continue
             try:
-                if held.is_required and key not in keys:
-                    allowed = ", ".join(map(theirs, held.values))
+                if rule.is_required and key not in keys:
+                    allowed = ", ".join(map(theirs, rule.values))
                     self.found.complaints.append(
                         Complaint(key, f"{key} of {words.framework} is missing; allowed: {allowed}")
                     )
                 elif keys.get(key) is not None:
-                    words.held(keys, key, held.values)
+                    words.held(keys, key, rule.values)
             except PlanError as error:
                 self.found.complaints.append(Complaint(key, str(error)))
 
@@ -196,35 +204,42 @@ class _Reader:
         facts = self._known()
         if not facts.holds(entry.when):
             return
-        words, own = FileWords(self.framework.name), [key for key in entry.all_keys if key in keys]
-        read = self.codecs[entry.codec].read if entry.codec else None
+        words, own_keys = (
+            FileWords(self.framework.name),
+            [key for key in entry.all_keys if key in keys],
+        )
+        reader = self.codecs[entry.codec].read if entry.codec else None
         try:
-            found = (
-                _plainly_read(name, entry, keys, facts, words)
-                if read is None
-                else read(entry.roles, keys, facts, words)
+            values = (
+                _read_plain(name, entry, keys, facts, words)
+                if reader is None
+                else reader(entry.roles, keys, facts, words)
             )
-            _check_counts(found, entry, keys, self.framework.name)
+            _check_counts(values, entry, keys, self.framework.name)
         except MissingError as error:
             self.found.missing[error.name] = error.why
             return
         except PlanError as error:
-            key = next((each for each in own if each in str(error)), own[0] if own else "")
+            # Of several keys the error names the one at fault.
+            key = next(
+                (each for each in own_keys if each in str(error)), own_keys[0] if own_keys else ""
+            )
             self.found.complaints.append(Complaint(key, str(error)))
             return
-        if entry.asks and name not in {**self.found.values, **found}:
+        if entry.asks and name not in {**self.found.values, **values}:
             self.found.missing[name] = entry.why
-        self._keep(found, entry, tuple(own))
+        self._keep(values, entry, tuple(own_keys))
 
-    def _keep(self, found: Keys, entry: FieldEntry, own: tuple[str, ...]) -> None:
-        origin = Origin.FILE if own else Origin.DEFAULT if entry.all_keys else Origin.ALWAYS
-        for name, value in found.items():
+    def _keep(self, values: Keys, entry: FieldEntry, own_keys: tuple[str, ...]) -> None:
+        origin = Origin.FILE if own_keys else Origin.DEFAULT if entry.all_keys else Origin.ALWAYS
+        for name, value in values.items():
             self.found.values[name] = value
-            if name not in self.found.origins or own:
-                self.found.origins[name] = origin, own
+            # A default does not replace the origin of a value that the file says.
+            if name not in self.found.origins or own_keys:
+                self.found.origins[name] = origin, own_keys
 
     def _known(self) -> Facts:
-        """Return what is known by now: the file's model where nobody else says one."""
+        """Return the facts that are known so far: the file's model where no other is given."""
         model, said = self.beside.model, self.found.values.get("model")
         if isinstance(said, ModelSpec):
             model = model or said
@@ -243,20 +258,24 @@ def mistake(
     *,
     is_hinted: bool = True,
 ) -> str:
-    """Return why a key that no table reads may not stand there; nothing where it may."""
+    """Return the mistake of a key that no table reads; empty where it may stand there."""
     option = options.get(key) or _section(key, options)
     if option is None:
-        what = f"{shown(key)} of {framework} is unknown, and may change the plan"
+        unknown_key = f"{shown(key)} of {framework} is unknown, and may change the plan"
         if not is_hinted:
-            return what
+            return unknown_key
         nearest = ", ".join(nearest_names(key, {*options, *keys})[:MOST_NEAREST])
-        return f"{what}; nearest: {nearest}" if nearest else f"{what}; no known one is near"
+        return (
+            f"{unknown_key}; nearest: {nearest}"
+            if nearest
+            else f"{unknown_key}; no known one is near"
+        )
     if option.effect is not Effect.HELD:
         return ""
     if isinstance(value, Unknown):
         return value.why
-    said = spelled(value)
-    if said in option.allowed or (not option.allowed and value in (False, None, "", [])):
+    spelling = spelled(value)
+    if spelling in option.allowed or (not option.allowed and value in (False, None, "", [])):
         return ""
     allowed = ", ".join(option.allowed) or "leave it out"
     why = f" ({option.why})" if option.why else ""
@@ -274,42 +293,44 @@ def _section(key: str, options: Mapping[str, Option]) -> Option | None:
     return None
 
 
-def _plainly_read(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_plain(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     if entry.values and not entry.key:
-        word = _matched(entry, keys, words)
+        word = _matched_value(entry, keys, words)
         return {} if word is None else {name: value_of(name, word)}
     if entry.key and not entry.tells:
-        return _of_one_key(name, entry, keys, facts, words)
+        return _read_one_key(name, entry, keys, facts, words)
     if entry.same_as:
         is_world = entry.same_as == "world_size"
         return {name: facts.world_size if is_world else facts.get(entry.same_as)}
+    # The first condition that holds decides, `otherwise` the rest.
     for word, condition in entry.always.items():
         if condition == OTHERWISE or facts.holds(condition):
             return {name: value_of(name, word)}
     return {name: value_of(name, entry.only[0])} if entry.only and not entry.script else {}
 
 
-def _of_one_key(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
-    said = keys.get(entry.key)
-    if said is None or said in entry.nothing:
+def _read_one_key(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    value = keys.get(entry.key)
+    if value is None or value in entry.nothing:
         if entry.absent_as:
-            usual = facts.get(entry.absent_as)
-            return {} if usual is None else {name: value_of(name, usual)}
-        said = None if entry.of_launch and not facts.is_launched else entry.absent
-    if said is None:
+            default = facts.get(entry.absent_as)
+            return {} if default is None else {name: value_of(name, default)}
+        # Variables of a launch are absent only where a launch is read.
+        value = None if entry.of_launch and not facts.is_launched else entry.absent
+    if value is None:
         return {}
-    if spelled(said) in entry.also:
-        return {name: value_of(name, entry.also[spelled(said)])}
+    if spelled(value) in entry.also:
+        return {name: value_of(name, entry.also[spelled(value)])}
     if not entry.values:
-        return {name: said}
+        return {name: value}
     for word, told in entry.values.items():
-        if told == said:
+        if told == value:
             return {name: value_of(name, word)}
-    raise words.unknown(entry.key, said, (*entry.values.values(), *entry.also))
+    raise words.unknown(entry.key, value, (*entry.values.values(), *entry.also))
 
 
-def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
-    """Return the value whose keys a file has, and no others of them; None where it has none.
+def _matched_value(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
+    """Return the value of a field by keys that a file has, all of them; None where it has none.
 
     A key that the file lacks, or that a value says nothing of, is as where it is absent.
     """
@@ -319,19 +340,21 @@ def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
     }
     names = dict.fromkeys(key for each in tables.values() for key in each)
     nothing = (None, *entry.nothing)
-    said = {key: keys[key] for key in names if key in keys and keys[key] not in nothing}
+    given_keys = {key: keys[key] for key in names if key in keys and keys[key] not in nothing}
     for word, told in tables.items():
-        is_told = all(said.get(key, absent.get(key)) == value for key, value in told.items())
-        if is_told and all(key in told or said[key] == absent.get(key) for key in said):
+        is_told = all(given_keys.get(key, absent.get(key)) == value for key, value in told.items())
+        if is_told and all(key in told or given_keys[key] == absent.get(key) for key in given_keys):
             return word
-    if not said and not absent:
+    if not given_keys and not absent:
         return None
-    said = said or absent
-    for key, value in said.items():
-        known = dict.fromkeys(str(each[key]) for each in [*tables.values(), absent] if key in each)
-        if str(value) not in known:
-            raise words.unknown(key, value, known)
-    given = ", ".join(f"{key}={theirs(value)}" for key, value in said.items())
+    given_keys = given_keys or absent
+    for key, value in given_keys.items():
+        allowed = dict.fromkeys(
+            str(each[key]) for each in [*tables.values(), absent] if key in each
+        )
+        if str(value) not in allowed:
+            raise words.unknown(key, value, allowed)
+    given = ", ".join(f"{key}={theirs(value)}" for key, value in given_keys.items())
     listed = [
         ", ".join(f"{key}={theirs(value)}" for key, value in told.items()) or "none"
         for told in tables.values()
@@ -339,13 +362,13 @@ def _matched(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
     raise PlanError(f"{given} of {words.framework} is in no plan; allowed: {'; or '.join(listed)}")
 
 
-def _check_counts(found: Keys, entry: FieldEntry, keys: Keys, framework: str) -> None:
-    """Raise PlanError where a count is none, naming the keys of an entry and their values."""
-    said = ", ".join(f"{key}={shown(keys[key])}" for key in entry.all_keys if key in keys)
-    for name, value in found.items():
+def _check_counts(values: Keys, entry: FieldEntry, keys: Keys, framework: str) -> None:
+    """Raise PlanError where a count is out of range, naming the keys of an entry."""
+    key_texts = ", ".join(f"{key}={shown(keys[key])}" for key in entry.all_keys if key in keys)
+    for name, value in values.items():
         if name not in COUNTS or value is None:
             continue
         if type(value) is not int:
-            raise PlanError(f"{said} of {framework} is in no plan; allowed: a whole number")
+            raise PlanError(f"{key_texts} of {framework} is in no plan; allowed: a whole number")
         if value < COUNTS[name]:
-            raise PlanError(f"{said or name} of {framework} leaves {name}={shown(value)}")
+            raise PlanError(f"{key_texts or name} of {framework} leaves {name}={shown(value)}")

@@ -1,4 +1,4 @@
-"""Launch scripts: the framework that a command starts, and what its words and files say.
+"""Launch scripts: the framework that a command starts, and the keys of its words and files.
 
 Options of launchers are read, known or refused as those of frameworks are; Accelerate's say a
 layout themselves, beside the configuration that it names.
@@ -34,25 +34,25 @@ from meshwright.planner.importing.sources import (
     Source,
     all_options,
     completed,
+    document_source,
     dotted_names,
     kind_of,
-    of_document,
-    recognised,
+    matching_framework,
 )
 from meshwright.planner.shell import Launch, Word, find_launches, read_commands
-from meshwright.planner.tables import Framework, told_release
+from meshwright.planner.tables import Framework, named_release
 from meshwright.simulator import PlanError
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
 SUBCOMMANDS = ("train",)  # of a program that names a configuration
 # Options that name a configuration.
-NAMING = re.compile(r"--?(job\.|deepspeed_)?config([-_]?(file|path|name))?")
+CONFIG_OPTION = re.compile(r"--?(job\.|deepspeed_)?config([-_]?(file|path|name))?")
 
 ACCELERATE = "accelerate"
 PYTHON = "python"  # starts one rank
 SLURM = ("srun", "sbatch")
 # Accelerate's options that say how many ranks there are, which any launch reads.
-RANKS = ("num-machines", "num-processes", "multi-gpu", "gpu-ids")
+RANK_OPTIONS = ("num-machines", "num-processes", "multi-gpu", "gpu-ids")
 TYPE = "distributed_type"
 SECTIONS = ("", "fsdp_config.", "deepspeed_config.", "parallelism_config.", "megatron_lm_config.")
 STRATEGIES = {
@@ -73,7 +73,7 @@ def read_source(
     defines: Mapping[str, str],
     program: str | None = None,
 ) -> Source:
-    """Return what a file says, and of which release an export says that it is.
+    """Return the source of a file, with the release that an export names.
 
     Args:
         path: Of the file; None where its *text* is an expanded command.
@@ -85,8 +85,8 @@ def read_source(
     Raises:
         PlanError: If it cannot be read, or is of no framework.
     """
-    found = _read_source(path, text, framework, defines, program)
-    return replace(found, release=told_release(text))
+    source = _read_source(path, text, framework, defines, program)
+    return replace(source, release=named_release(text))
 
 
 def _read_source(
@@ -101,7 +101,7 @@ def _read_source(
         if defines or program:
             option = "--define" if defines else "--launch"
             raise PlanError(f"{option} goes with scripts; this is {kind.upper()}")
-        return of_document(text, kind, framework, folder)
+        return document_source(text, kind, framework, folder)
     commands = read_commands(text, file=path, defines=defines)
     (launch,) = find_launches(commands, program=program)
     _check_program(launch)
@@ -121,24 +121,28 @@ def _check_program(launch: Launch) -> None:
 
 
 def _of_launch(launch: Launch, framework: Framework, folder: Path) -> Source:
-    """Return what a command says, the files that it names and its launchers."""
-    said, files = _said(launch, framework, folder)
-    told, sizes, beside = said.keys, _sizes(launch), ""
+    """Return the source that a command is: its options, the files that it names, its launchers."""
+    parsed, files = _said(launch, framework, folder)
+    launch_keys, sizes, beside = parsed.keys, _sizes(launch), ""
+    # Of a user's own script the launcher's configuration is all that says a layout.
     if framework.name == ACCELERATE:
         beside = ACCELERATE
     elif framework.program.launched is not None and ACCELERATE in launch.launcher_words:
         beside, configuration = ACCELERATE, _accelerate(launch, folder)[0].keys
-        told = framework.program.launched(told, configuration)
+        launch_keys = framework.program.launched(launch_keys, configuration)
         ranks = configuration.get("num_processes")
         if isinstance(ranks, int) and ranks > 0:
+            # A count on the command line goes before that of the configuration.
             sizes.setdefault("world_size", ranks)
     launchers = _launchers(launch)
     environment = {name: word.line for name, word in launch.environment.items()}
-    seen = _variables(launch, framework)
-    keys, lines = completed(framework, {**told, **seen}, {**said.lines, **environment}, folder)
+    variables = _variables(launch, framework)
+    keys, lines = completed(
+        framework, {**launch_keys, **variables}, {**parsed.lines, **environment}, folder
+    )
     stray = [
         f"line {each.line}: {each.unknown or f'{shown(each.text)} belongs to no option'}"
-        for each in said.words
+        for each in parsed.words
     ]
     return Source(
         framework=framework,
@@ -147,19 +151,19 @@ def _of_launch(launch: Launch, framework: Framework, folder: Path) -> Source:
         files=files,
         launched=sizes,
         launcher=tuple(_counts(launchers)),
-        refusals=[*_mistakes(launch, launchers, beside), *said.refusals, *stray],
+        refusals=[*_mistakes(launch, launchers, beside), *parsed.refusals, *stray],
     )
 
 
 def _sizes(launch: Launch) -> dict[str, int]:
-    """Return how many ranks and nodes a launch tells of; a plain python is one rank."""
+    """Return the numbers of ranks and nodes of a launch; a plain python is one rank."""
     is_alone = launch.launcher == PYTHON and not set(launch.launcher_words) & {*LAUNCHERS}
-    told = {
+    counts = {
         "world_size": 1 if is_alone else launch.world_size,
         "num_nodes": launch.nodes,
         "ranks_per_node": launch.ranks_per_node if launch.nodes is None else None,
     }
-    return {name: number for name, number in told.items() if number is not None}
+    return {name: number for name, number in counts.items() if number is not None}
 
 
 def _started(launch: Launch, folder: Path) -> Framework:
@@ -184,13 +188,14 @@ def _started(launch: Launch, folder: Path) -> Framework:
         kind = SUFFIXES.get(Path(word.text).suffix)
         if kind is not None:
             document = READERS[kind](FRAMEWORK_FILE.read_text(_found_file(word, folder)))
-            return recognised(document, kind, named)
+            return matching_framework(document, kind, named)
     if named:
         return FORMATS[named[0]]
+    # A user's own script is told by the options of a framework that it takes.
     starts = [each.text.lstrip("-").partition("=")[0] for each in launch.arguments]
     for each in FORMATS.values():
-        known = all_options(each.profile)
-        if any(known_option(start, known) for start in starts if start in each.profile.known_by):
+        options = all_options(each.profile)
+        if any(known_option(start, options) for start in starts if start in each.profile.known_by):
             return each
     if ACCELERATE in launch.launcher_words:
         return FORMATS[ACCELERATE]
@@ -207,42 +212,45 @@ def _started(launch: Launch, folder: Path) -> Framework:
 
 
 def _said(launch: Launch, framework: Framework, folder: Path) -> tuple[Options, dict[str, str]]:
-    """Return what the words of a launch say, and the files of keys that stand elsewhere."""
-    profile, read = framework.profile, framework.program.read_words
+    """Return the options of a launch, and the files of keys that stand elsewhere."""
+    profile, read_words = framework.profile, framework.program.read_words
     if framework.name == ACCELERATE:
         return _accelerate(launch, folder)
     kind = str(profile.format)
     files = [each for each in launch.arguments if SUFFIXES.get(Path(each.text).suffix) == kind]
-    if kind in READERS and (read is None or files):
+    if kind in READERS and (read_words is None or files):
         return _named(launch, framework, files, folder)
     options = all_options(profile)
-    return read_options(launch.arguments, options) if read is None else read(launch.arguments), {}
+    return read_options(launch.arguments, options) if read_words is None else read_words(
+        launch.arguments
+    ), {}
 
 
 def _named(
     launch: Launch, framework: Framework, files: list[Word], folder: Path
 ) -> tuple[Options, dict[str, str]]:
-    """Return the configuration that a launch names, with what its command overrides."""
+    """Return the keys of the configuration that a launch names, with its command's overrides."""
     kind, program = str(framework.profile.format), launch.program
     if not files:
         raise PlanError(f"line {program.line}: {program.text} names no {kind.upper()} file")
     path = _found_file(files[0], folder)
     document = READERS[kind](FRAMEWORK_FILE.read_text(path))
-    place = launch.arguments.index(files[0])
-    names_it = place > 0 and NAMING.fullmatch(launch.arguments[place - 1].text) is not None
-    others = [*launch.arguments[: place - names_it], *launch.arguments[place + 1 :]]
-    said = read_options(others, all_options(framework.profile))
+    index = launch.arguments.index(files[0])
+    # `--config FILE` takes the option out of the command with its file.
+    names_it = index > 0 and CONFIG_OPTION.fullmatch(launch.arguments[index - 1].text) is not None
+    other_words = [*launch.arguments[: index - names_it], *launch.arguments[index + 1 :]]
+    parsed = read_options(other_words, all_options(framework.profile))
     stray = []
-    for word in said.words:
+    for word in parsed.words:
         match = OVERRIDE.fullmatch(word.text)
         if match and not word.unknown:
-            said.keys[match["key"]] = read_yaml(f"a: {match['value']}").keys["a"]
-            said.lines[match["key"]] = word.line
+            parsed.keys[match["key"]] = read_yaml(f"a: {match['value']}").keys["a"]
+            parsed.lines[match["key"]] = word.line
         elif word.text not in SUBCOMMANDS:
             stray.append(word)
-    files_of = {key: path.name for key in document.keys if key not in said.keys}
-    keys, lines = {**document.keys, **said.keys}, {**document.lines, **said.lines}
-    refusals = [*(f"{path.name} {each}" for each in dotted_names(document)), *said.refusals]
+    files_of = {key: path.name for key in document.keys if key not in parsed.keys}
+    keys, lines = {**document.keys, **parsed.keys}, {**document.lines, **parsed.lines}
+    refusals = [*(f"{path.name} {each}" for each in dotted_names(document)), *parsed.refusals]
     return Options(keys, lines, stray, refusals), files_of
 
 
@@ -255,20 +263,21 @@ def _found_file(word: OptionWord, folder: Path) -> Path:
     if word.unknown:
         raise PlanError(f"line {word.line}: {word.unknown}")
     name = word.text.partition("=")[2] or word.text
-    found = None if Path(name).is_absolute() else named_file(name, folder)
-    if found is None:
+    # An absolute path is of the machine that the script was written for.
+    path = None if Path(name).is_absolute() else named_file(name, folder)
+    if path is None:
         raise PlanError(f"line {word.line}: {shown(name)} is not there; it says the layout")
-    return found
+    return path
 
 
 def _variables(launch: Launch, framework: Framework) -> dict[str, object]:
-    """Return the variables of the environment of which a plan depends, or may depend."""
-    known = all_options(framework.profile)
-    starts = tuple(each for each in ENGINES if any(key.startswith(each) for key in known))
+    """Return the variables of the environment that a plan may depend on."""
+    options = all_options(framework.profile)
+    starts = tuple(each for each in ENGINES if any(key.startswith(each) for key in options))
     return {
         name: Unknown(word.unknown) if word.unknown else word.text
         for name, word in launch.environment.items()
-        if name.isupper() and (name in known or name.startswith(starts or "-"))
+        if name.isupper() and (name in options or name.startswith(starts or "-"))
     }
 
 
@@ -278,12 +287,12 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
     Of the options of a user's own script those alone are known that change nothing.
     """
     words = launch.launcher_words.get(ACCELERATE, ())
-    said = read_options(words, load_options(LAUNCHERS[ACCELERATE]))
+    parsed = read_options(words, load_options(LAUNCHERS[ACCELERATE]))
     keys: dict[str, object] = {}
     lines: dict[str, int] = {}
     files: dict[str, str] = {}
     refusals: list[str] = []
-    name = said.keys.get("config-file")
+    name = parsed.keys.get("config-file")
     for word in words:
         if (name is not None and word.text.partition("=")[2] == name) or word.text == name:
             path = _found_file(word, folder)
@@ -291,47 +300,49 @@ def _accelerate(launch: Launch, folder: Path) -> tuple[Options, dict[str, str]]:
             keys, lines = dict(document.keys), dict(document.lines)
             files = dict.fromkeys(keys, path.name)
             refusals = [f"{path.name} {each}" for each in dotted_names(document)]
-    known = all_options(FORMATS[ACCELERATE].profile)
-    for key, value in said.keys.items():
+    options = all_options(FORMATS[ACCELERATE].profile)
+    for key, value in parsed.keys.items():
         names = (f"{section}{key.replace('-', '_')}" for section in SECTIONS)
-        theirs = next((each for each in names if each in known), None)
-        if theirs is not None:
-            keys[theirs], lines[theirs] = value, said.lines[key]
-            files.pop(theirs, None)
-    told = [kind for key, kind in STRATEGIES.items() if key in said.keys]
-    if told or TYPE not in keys:
+        known_key = next((each for each in names if each in options), None)
+        if known_key is not None:
+            keys[known_key], lines[known_key] = value, parsed.lines[key]
+            # Options of the command override the file that it names.
+            files.pop(known_key, None)
+    strategies = [kind for key, kind in STRATEGIES.items() if key in parsed.keys]
+    if strategies or TYPE not in keys:
         # Without a word it starts several processes as with --multi_gpu (launch.py).
-        keys[TYPE] = told[0] if told else "MULTI_GPU"
-    known = all_options(FORMATS[TRAINER].profile)
-    own = read_options(launch.arguments, known)
-    refusals += [*own.refusals, *_of_own_script(launch, own, known)]
-    return Options(keys, lines, own.words, refusals), files
+        keys[TYPE] = strategies[0] if strategies else "MULTI_GPU"
+    options = all_options(FORMATS[TRAINER].profile)
+    user_options = read_options(launch.arguments, options)
+    refusals += [*user_options.refusals, *_of_own_script(launch, user_options, options)]
+    return Options(keys, lines, user_options.words, refusals), files
 
 
-def _of_own_script(launch: Launch, said: Options, known: Mapping[str, Option]) -> Iterator[str]:
-    for key, line in said.lines.items():
-        option = known.get(key)
+def _of_own_script(launch: Launch, parsed: Options, options: Mapping[str, Option]) -> Iterator[str]:
+    """Yield the options of a user's own script that may change the plan."""
+    for key, line in parsed.lines.items():
+        option = options.get(key)
         if option is None or option.effect is not Effect.NONE:
             yield f"line {line}: --{key} of {launch.program.text} may change the plan"
 
 
 def _launchers(launch: Launch) -> dict[str, Options]:
     """Return the options of each launcher of a launch, by its name."""
-    found = {}
+    by_launcher = {}
     for name, words in launch.launcher_words.items():
         if name in LAUNCHERS:
-            known = load_options(LAUNCHERS[name])
-            found[name] = read_options([*_separated(words, known)], known)
-    return found
+            options = load_options(LAUNCHERS[name])
+            by_launcher[name] = read_options([*_separated(words, options)], options)
+    return by_launcher
 
 
 def _counts(launchers: Mapping[str, Options]) -> Iterator[tuple[int, str]]:
-    """Yield line and words of the launchers' options that say how many ranks there are."""
-    for name, said in launchers.items():
-        known = load_options(LAUNCHERS[name])
-        for key, value in said.keys.items():
-            if key in known and known[key].effect is Effect.READ:
-                yield said.lines[key], f"{key}={value}"
+    """Yield line and text of the launchers' options that count ranks."""
+    for name, parsed in launchers.items():
+        options = load_options(LAUNCHERS[name])
+        for key, value in parsed.keys.items():
+            if key in options and options[key].effect is Effect.READ:
+                yield parsed.lines[key], f"{key}={value}"
 
 
 def _mistakes(launch: Launch, launchers: Mapping[str, Options], beside: str) -> Iterator[str]:
@@ -343,26 +354,29 @@ def _mistakes(launch: Launch, launchers: Mapping[str, Options], beside: str) -> 
         beside: The launcher whose options are read as a configuration.
     """
     yield from launch.unknown
-    for name, said in launchers.items():
-        known = load_options(LAUNCHERS[name])
-        yield from said.refusals
-        dashed = {f"--{key}": each for key, each in known.items()}
-        for key, value in said.keys.items():
+    for name, parsed in launchers.items():
+        options = load_options(LAUNCHERS[name])
+        yield from parsed.refusals
+        # Messages have options as they are written.
+        dashed = {f"--{key}": each for key, each in options.items()}
+        for key, value in parsed.keys.items():
             text = mistake(name, f"--{key}", value, dashed, ())
-            if name != beside and _is_layout(name, known.get(key)):
+            if name != beside and _is_layout(name, options.get(key)):
                 text = f"--{key} of {name} says a layout beside that of {launch.program.text}"
             if name in SLURM:
                 text = text or _other_count(launch, key, value)
             if text:
-                yield f"line {said.lines[key]}: {text}"
+                yield f"line {parsed.lines[key]}: {text}"
 
 
-def _separated(words: Iterable[Word], known: Mapping[str, Option]) -> Iterator[Word]:
+def _separated(words: Iterable[Word], options: Mapping[str, Option]) -> Iterator[Word]:
     """Yield words, and a short option and its value apart where they are joined: ``-N2``."""
     for word in words:
         name, text = word.text[1:2], word.text[1:]
-        is_joined = word.text[:1] == "-" and len(text) > 1 and name in known and text not in known
-        if is_joined and known[name].takes is not Takes.NOTHING and text[1] != "=":
+        is_joined = (
+            word.text[:1] == "-" and len(text) > 1 and name in options and text not in options
+        )
+        if is_joined and options[name].takes is not Takes.NOTHING and text[1] != "=":
             yield word._replace(text=f"-{name}")
             yield word._replace(text=text[1:])
         else:
@@ -370,16 +384,16 @@ def _separated(words: Iterable[Word], known: Mapping[str, Option]) -> Iterator[W
 
 
 def _other_count(launch: Launch, key: str, value: object) -> str:
-    """Return how an option of Slurm says other counts than the launcher below it does."""
+    """Return the mismatch of an option of Slurm with the counts of the launcher below it."""
     gpus = launch.ranks_per_node
     counts = {"nodes": launch.nodes, "gpus-per-node": gpus, "gres": gpus}
-    own, said = counts.get(key), re.search(r"(?:^|:)([0-9]+)$", str(value))
-    if own is None or (said and int(said[1]) == own):
+    launched, stated = counts.get(key), re.search(r"(?:^|:)([0-9]+)$", str(value))
+    if launched is None or (stated and int(stated[1]) == launched):
         return ""
-    return f"--{key} {value} does not go with {own}, which the launcher starts"
+    return f"--{key} {value} does not go with {launched}, which the launcher starts"
 
 
 def _is_layout(launcher: str, option: Option | None) -> bool:
-    """Return whether an option of a launcher says more than how many ranks there are."""
-    is_read = option is not None and option.effect is Effect.READ and option.key not in RANKS
+    """Return True if an option of a launcher sets more than the number of ranks."""
+    is_read = option is not None and option.effect is Effect.READ and option.key not in RANK_OPTIONS
     return launcher == ACCELERATE and is_read

@@ -1,4 +1,4 @@
-"""What a file is: which framework's, and what it says by which keys."""
+"""Sources of a configuration: its framework, its keys and their lines."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ SCRIPTS = (".sh", ".bash", ".sbatch", ".slurm", ".args")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A configuration: whose it is, its values and lines by key, and how many ranks it starts.
+    """Source of a plan: a framework, its keys and their lines, and the ranks that it starts.
 
     Args:
         framework: Whose it is.
@@ -65,23 +65,25 @@ class Source:
         Raises:
             PlanError: If it does not have one.
         """
-        left = dict(self.keys)
+        remaining = dict(self.keys)
         for key in keys:
             names = (key, key.replace("_", "-"), key.replace("-", "_"))
-            name = next((each for each in names if each in left), None)
+            name = next((each for each in names if each in remaining), None)
             if name is None:
-                raise PlanError(f"--without {shown(key)} is not in it; {suggestion(key, left)}")
-            del left[name]
-        return replace(self, keys=left)
+                raise PlanError(
+                    f"--without {shown(key)} is not in it; {suggestion(key, remaining)}"
+                )
+            del remaining[name]
+        return replace(self, keys=remaining)
 
     def place(self, key: str) -> str:
-        """Return where a key stands; nothing where that is nowhere."""
+        """Return the file and the line of a key; empty where it has none."""
         line = self.lines.get(key)
         return "" if line is None else f"{self.files.get(key, '')} line {line}".lstrip()
 
 
 def kind_of(path: Path | None, text: str, framework: Framework | None) -> str:
-    """Return what a text is: of a configuration, or a script."""
+    """Return the kind of a text: the format of a configuration, or a script."""
     suffix = "" if path is None else path.suffix.lower()
     if suffix in SUFFIXES:
         return SUFFIXES[suffix]
@@ -93,15 +95,17 @@ def kind_of(path: Path | None, text: str, framework: Framework | None) -> str:
     if first.startswith("{"):
         return "json"
     if framework is not None and framework.profile.format in READERS:
+        # A text that names a program of the framework starts it.
         starts = any(each in text for each in framework.profile.programs)
         return SCRIPT if starts else framework.profile.format
+    # TOML begins with a section, YAML with a key.
     if re.fullmatch(r"\[[\w.-]+\]", first):
         return "toml"
     return "yaml" if re.fullmatch(r"[\w.-]+:( .*)?", first) else SCRIPT
 
 
-def of_document(text: str, kind: str, framework: Framework | None, folder: Path) -> Source:
-    """Return what the text of a configuration says.
+def document_source(text: str, kind: str, framework: Framework | None, folder: Path) -> Source:
+    """Return the source that the text of a configuration is.
 
     Args:
         text: Of it.
@@ -113,14 +117,14 @@ def of_document(text: str, kind: str, framework: Framework | None, folder: Path)
         PlanError: If it is none, or is of no framework.
     """
     document = READERS[kind](text)
-    found = framework or recognised(document, kind)
-    if found.profile.format != kind:
+    framework = framework or matching_framework(document, kind)
+    if framework.profile.format != kind:
         raise PlanError(
-            f"--from {found.name} reads {found.profile.format}, not {kind.upper()}; "
+            f"--from {framework.name} reads {framework.profile.format}, not {kind.upper()}; "
             f"allowed for {kind.upper()}: {', '.join(_of_format(kind))}"
         )
-    keys, lines = completed(found, document.keys, document.lines, folder)
-    return Source(framework=found, keys=keys, lines=lines, refusals=dotted_names(document))
+    keys, lines = completed(framework, document.keys, document.lines, folder)
+    return Source(framework=framework, keys=keys, lines=lines, refusals=dotted_names(document))
 
 
 def dotted_names(document: Document) -> list[str]:
@@ -134,24 +138,25 @@ def dotted_names(document: Document) -> list[str]:
 def completed(
     framework: Framework, keys: Mapping[str, object], lines: Mapping[str, int], folder: Path
 ) -> tuple[dict[str, object], dict[str, int]]:
-    """Return values and lines by today's names, with those of the files that keys name.
+    """Return values and lines by the names of today, with those of files that keys name.
 
     These have the line that names their file.
 
     Raises:
         PlanError: If a file is not there, or a key stands there by its old and its new name.
     """
-    found, placed = dict(keys), dict(lines)
+    values, placed = dict(keys), dict(lines)
+    # Before files are read: a reference may name one.
     if framework.profile.has_references:
-        found = resolved(found)
+        values = resolved(values)
     if framework.program.included is not None:
-        found = framework.program.included(found, folder)
-        sections = {key: key.partition(".")[0] for key in found if key not in placed}
+        values = framework.program.included(values, folder)
+        sections = {key: key.partition(".")[0] for key in values if key not in placed}
         placed |= {key: lines[name] for key, name in sections.items() if name in lines}
-    return by_present_names(found, placed, all_options(framework.profile))
+    return with_current_names(values, placed, all_options(framework.profile))
 
 
-def by_present_names(
+def with_current_names(
     keys: Mapping[str, object], lines: Mapping[str, int], options: Mapping[str, Option]
 ) -> tuple[dict[str, object], dict[str, int]]:
     """Return values and lines of a configuration by the keys' names of today.
@@ -160,7 +165,7 @@ def by_present_names(
         PlanError: If a key stands there by its old and its new name.
     """
     named = {key: known_option(key, options) for key in (*keys, *lines)}
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     spelt: dict[str, str] = {}
     for key, value in keys.items():
         option = named[key]
@@ -168,19 +173,19 @@ def by_present_names(
         if (other := spelt.setdefault(name, key)) != key:
             line = f"line {lines.get(key, 0)}"
             raise PlanError(f"{line}: {key} and {other} are one key; allowed: one of them")
-        found[name] = value if option is None else converted(option, value)
+        values[name] = value if option is None else converted(option, value)
     placed = {
         key if (option := named[key]) is None else option.key: line for key, line in lines.items()
     }
-    return found, placed
+    return values, placed
 
 
 def _of_format(kind: str) -> list[str]:
     return [name for name, each in FORMATS.items() if each.profile.format == kind]
 
 
-def recognised(document: Document, kind: str, among: Collection[str] = ()) -> Framework:
-    """Return the framework most of whose keys a document has.
+def matching_framework(document: Document, kind: str, among: Collection[str] = ()) -> Framework:
+    """Return the framework that has most of a document's keys.
 
     Args:
         document: The document.
@@ -190,6 +195,7 @@ def recognised(document: Document, kind: str, among: Collection[str] = ()) -> Fr
     Raises:
         PlanError: If there is none.
     """
+    # Frameworks share keys: the most specific one has most of them.
     ranked = [
         (len([key for key in document.keys if key in _keys_of(each.profile)]), name)
         for name, each in FORMATS.items()
@@ -199,8 +205,8 @@ def recognised(document: Document, kind: str, among: Collection[str] = ()) -> Fr
     ]
     best = max(ranked, default=(0, ""), key=lambda each: each[0])
     if not best[1]:
-        known = ", ".join(_of_format(kind)) or "none"
-        raise PlanError(f"is of no framework that is known; {kind.upper()} is read of: {known}")
+        readable = ", ".join(_of_format(kind)) or "none"
+        raise PlanError(f"is of no framework that is known; {kind.upper()} is read of: {readable}")
     return FORMATS[best[1]]
 
 
@@ -211,11 +217,11 @@ def _keys_of(profile: FrameworkProfile) -> set[str]:
 
 
 def all_options(profile: FrameworkProfile) -> Mapping[str, Option]:
-    """Return the options of all tables of a framework; of a key that several have the first."""
-    found: dict[str, Option] = {}
+    """Return the options of all tables of a framework; the first one of a key in several."""
+    by_key: dict[str, Option] = {}
     for table in profile.tables.values():
-        found |= {key: each for key, each in options_of(table).items() if key not in found}
-    return found
+        by_key |= {key: each for key, each in options_of(table).items() if key not in by_key}
+    return by_key
 
 
 def get_format(name: str) -> Framework:
@@ -231,25 +237,29 @@ def get_format(name: str) -> Framework:
 
 def meanings(profile: FrameworkProfile) -> Iterator[tuple[str, str]]:
     """Yield each key of a framework's configurations with what it means here."""
-    read: dict[str, list[str]] = {}
+    fields_by_key: dict[str, list[str]] = {}
     options: dict[str, Option] = {}
     for table in profile.tables.values():
         options |= options_of(table)
         for name, entry in table.fields.items():
             for key in entry.all_keys:
-                read.setdefault(key, []).append(_read(name, entry))
-    for key in sorted({*read, *options}):
-        said = ", ".join(dict.fromkeys(read[key])) if key in read else _unread(options[key])
-        yield key, said
+                fields_by_key.setdefault(key, []).append(_field_text(name, entry))
+    for key in sorted({*fields_by_key, *options}):
+        meaning = (
+            ", ".join(dict.fromkeys(fields_by_key[key]))
+            if key in fields_by_key
+            else _effect_text(options[key])
+        )
+        yield key, meaning
 
 
-def _read(name: str, entry: FieldEntry) -> str:
-    """Return what an entry reads, and what it takes where it finds nothing."""
+def _field_text(name: str, entry: FieldEntry) -> str:
+    """Return the field of an entry, with its default in brackets."""
     plain = entry.absent is not None and not isinstance(entry.absent, dict)
     return f"{name} [{spelled(entry.absent)}]" if plain else name
 
 
-def _unread(option: Option) -> str:
+def _effect_text(option: Option) -> str:
     allowed = ", ".join(option.allowed)
     return {
         Effect.NONE: "no effect on time or memory",

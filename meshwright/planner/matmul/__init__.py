@@ -1,4 +1,4 @@
-"""The command `matmul`: every way to split a product, as text, files and a picture."""
+"""Command `matmul`: every placement of a matrix product, as text, files and a picture."""
 
 from meshwright.planner.matmul.report import matmul_document, matmul_report, write_matmul
 from meshwright.planner.matmul.study import read_study

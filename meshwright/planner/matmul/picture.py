@@ -1,4 +1,4 @@
-"""Who holds what of a product of matrices: one panel a signature, one colour a device."""
+"""Picture of the placements of a matrix product: one panel a signature, one colour a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class PlacementPanel:
 
 
 def plot_matmul_split(study: MatmulStudy) -> Figure:
-    """Return a picture of which device holds what, a panel for each way to place the matrices."""
+    """Return a picture of who holds what, a panel for each way to place the matrices."""
     panels = panels_of(study)
     scale = _Scale(study, panels)
     num_columns = 1 if scale.width_cells > MOST_CELLS_OF_HALF else 2
@@ -76,10 +76,12 @@ def plot_matmul_split(study: MatmulStudy) -> Figure:
     width = (canvas.WIDTH_INCHES - MARGIN_INCHES) / num_columns
     ratio = (width - MARGIN_INCHES) / scale.width_cells * scale.height_cells
     height = WORDS_INCHES + min(max(ratio, LEAST_PANEL_INCHES), MOST_PANEL_INCHES)
+    # The tighter of both scales says which slices have room for a number.
     shown = (height - WORDS_INCHES) / scale.height_cells
     least_cells = LEAST_NUMBERED_INCHES / min((width - MARGIN_INCHES) / scale.width_cells, shown)
     total = HEAD_INCHES + height * num_rows + MARGIN_INCHES
     figure = canvas.new_figure()
+    # Panels are placed by hand: their scale decides the height of the picture.
     figure.set_layout_engine("none")
     figure.set_size_inches(canvas.WIDTH_INCHES, total)
     for number, panel in enumerate(panels):
@@ -94,7 +96,7 @@ def plot_matmul_split(study: MatmulStudy) -> Figure:
 
 
 def panels_of(study: MatmulStudy) -> tuple[PlacementPanel, ...]:
-    """Return what is drawn: signatures of a single product; chains and pipeline of several."""
+    """Return the panels: signatures of a single product; chains and pipeline of several."""
     if len(study.products) == 1:
         return tuple(_row_panel(study, row) for row in study.rows)
     chains = [_chain_panel(study, chain) for chain in study.chains]
@@ -183,18 +185,19 @@ class _Scale:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a cell is an element."""
+        """True if a cell is an element."""
         return self._largest <= MAX_CELLS
 
     def __call__(self, size: int) -> float:
-        """Return a side's length in cells."""
+        """Return the length of a side in cells."""
         if self.is_exact:
             return size
+        # By the root of sizes, so that 8 and 8192 fit one picture.
         return max(SMALLEST, LARGEST * sqrt(size / self._largest))
 
 
 class _Devices(NamedTuple):
-    """How many devices there are, and the least side in cells of a slice that gets a number."""
+    """Number of devices, and the least side in cells of a slice that gets a number."""
 
     num: int
     least_cells: float
@@ -205,6 +208,7 @@ def _draw_panel(axes: Axes, panel: PlacementPanel, scale: _Scale, devices: _Devi
     axes.set_axis_off()
     axes.set_aspect("equal", anchor="NW")
     axes.set_xlim(-0.1, scale.width_cells - 0.1)
+    # Rows of a matrix count downwards.
     axes.set_ylim(scale.height_cells - scale.above_cells, -scale.above_cells)
     x = 0.0
     for name, drawn in zip(ascii_uppercase, panel.matrices, strict=False):
@@ -244,6 +248,7 @@ def _draw_matrix(
                 _write_number(axes, part, device)
     else:
         is_partial = isinstance(drawn.placement, Partial)
+        # From behind: the card of the first device lies on top.
         for device in reversed(range(min(devices.num, MAX_CARDS))):
             shift = CARD_SHIFT * device
             card = _Box(box.x + shift, box.y - shift, box.width, box.height)
@@ -327,12 +332,12 @@ def _write_words(axes: Axes, panel: PlacementPanel) -> None:
 
 
 def _write_head(figure: Figure, study: MatmulStudy, total_inches: float) -> None:
-    """Write what is multiplied and where, how to read it, and whose colour is whose."""
+    """Write the headline, the key to placements, and the legend of devices."""
     matrices = " x ".join(shape_text(shape) for shape in study.shapes)
     devices = f"{study.num_devices} device{'s' * (study.num_devices > 1)}"
-    place = f"on {devices} of {study.cluster.name}, {study.precision}"
-    most = MAX_HEADLINE - len(place)
-    headline = f"{shorten(matrices, most, placeholder=' ...')} {place}"
+    hardware = f"on {devices} of {study.cluster.name}, {study.precision}"
+    most = MAX_HEADLINE - len(hardware)
+    headline = f"{shorten(matrices, most, placeholder=' ...')} {hardware}"
     left = MARGIN_INCHES / canvas.WIDTH_INCHES
     top = 1 - MARGIN_INCHES / total_inches
     title = figure.text(left, top, headline, fontsize=canvas.TITLE_POINTS, fontweight="bold")
@@ -341,6 +346,7 @@ def _write_head(figure: Figure, study: MatmulStudy, total_inches: float) -> None
     key = figure.text(left, top, WHO_HOLDS, fontsize=canvas.TEXT_POINTS, va="top")
     key.set(color=canvas.DARK_GREY)
     shown = min(study.num_devices, len(COLOURS))
+    # Colours repeat beyond their number.
     repeats = "..." if study.num_devices > shown else ""
     handles = [Patch(color=_colour(n), label=f"{n}{repeats}") for n in range(shown)]
     figure.legend(

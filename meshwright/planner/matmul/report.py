@@ -46,10 +46,10 @@ class Rows:
             [
                 Column(
                     head=name.removeprefix(">"),
-                    cells=[row[place] for row in self._rows],
+                    cells=[row[index] for row in self._rows],
                     is_word=not name.startswith(">"),
                 )
-                for place, name in enumerate(self._names)
+                for index, name in enumerate(self._names)
             ]
         )
 
@@ -57,9 +57,9 @@ class Rows:
 def matmul_report(study: MatmulStudy) -> RenderableType:
     """Return the report of a product of matrices: signatures, or chains and the pipeline."""
     matrices = " x ".join(shape_text(shape) for shape in study.shapes)
-    place = f"{counted(study.num_devices, 'device')} of {study.cluster.name}"
+    devices = f"{counted(study.num_devices, 'device')} of {study.cluster.name}"
     parts: list[RenderableType] = [
-        Text(f"{matrices} on {place}, {study.precision}", style="bold"),
+        Text(f"{matrices} on {devices}, {study.precision}", style="bold"),
         Text(),
     ]
     if len(study.products) == 1:
@@ -195,7 +195,7 @@ def _facts(study: MatmulStudy) -> Iterator[tuple[str, str]]:
     device = cluster.device
     source = single_line(device.gemm.source)
     yield "compute", f"{device.gemm.kind}, without kernel launch: {source}"
-    kinds = _kinds(study)
+    kinds = _comm_sources(study)
     if kinds:
         yield "comm", ", ".join(f"{name} {kind}" for name, kind in kinds.items())
     for link in (cluster.intra_node, cluster.inter_node):
@@ -213,7 +213,7 @@ def _boxing_meaning(study: MatmulStudy) -> str:
     return "what changes placements between the products and makes the result replicated"
 
 
-def _kinds(study: MatmulStudy) -> dict[str, Source]:
+def _comm_sources(study: MatmulStudy) -> dict[str, Source]:
     """Return the evidence behind each kind of communication that the tables show."""
     boxings = [row.boxing for row in study.rows if isinstance(row, ProductRow)]
     boxings += [boxing for chain in study.chains for boxing in chain.boxings]
@@ -225,7 +225,7 @@ def _kinds(study: MatmulStudy) -> dict[str, Source]:
 
 
 def _source_ps(study: MatmulStudy, source: Source) -> int:
-    """Return the part of the fastest time that rests on *source*."""
+    """Return the picoseconds of the fastest chain whose costs are of *source*."""
     steps = [step for each in study.best.boxings for step in each.steps]
     costs = [cost for step in study.best.steps for cost in step.run.costs]
     costs += [step.cost for step in steps]

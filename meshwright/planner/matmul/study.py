@@ -38,7 +38,7 @@ _MATRIX = re.compile(r"([0-9]{1,8})x([0-9]{1,8})")
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A signature that these sizes do not allow, and why."""
+    """Signature that these sizes do not allow, and the reason."""
 
     signature: Signature
     reason: str
@@ -112,12 +112,13 @@ class Pipeline:
     @property
     def period_ps(self) -> int:
         """Time between results when inputs follow each other: the slowest device or wire."""
+        # Messages overlap with computation in a stream: the slowest resource sets the pace.
         return max(*self.stage_ps, *(each.transfer.time_ps for each in self.messages))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulStudy:
-    """What ``meshwright matmul`` shows.
+    """Result of ``meshwright matmul``.
 
     Args:
         shapes: The matrices in order.
@@ -241,6 +242,7 @@ def study_matmul(
         for signature in products[0].signatures
     )
     everywhere = (Replicate(),)
+    # One chain for each signature of the first product: the others are chosen for it.
     chains = tuple(
         best_chain(
             [replace(products[0], signatures=(row.signature,)), *products[1:]],
@@ -286,14 +288,14 @@ def _product_row(
 
 
 def _refusal_reason(product: PlacedOperator, signature: Signature, num_devices: int) -> str | None:
-    """Return which dim does not divide, in a few words for a table."""
+    """Return the dim that does not divide, in a few words for a table."""
     placements = (*signature.inputs, signature.out)
     for name, shape, placement in zip(
         "ABC", (*product.inputs, product.out), placements, strict=True
     ):
         if isinstance(placement, Split) and shape[placement.dim] % num_devices:
-            what = ("rows", "columns")[placement.dim]
-            return f"{shape[placement.dim]} {what} of {name} over {num_devices}"
+            dim_name = ("rows", "columns")[placement.dim]
+            return f"{shape[placement.dim]} {dim_name} of {name} over {num_devices}"
     return None
 
 
@@ -306,6 +308,7 @@ def _pipeline(
         return None
     alone = DeviceMesh((1,), mesh.cluster)
     runs = [_whole_run(each, alone, precision) for each in products]
+    # All cuts are tried: there are few products.
     splits = ((0, *cuts, len(runs)) for cuts in combinations(range(1, len(runs)), num_stages - 1))
     candidates = (
         tuple(tuple(runs[first:end]) for first, end in pairwise(bounds)) for bounds in splits
@@ -332,6 +335,7 @@ def _message(shape: Shape, sender: int, cluster: Cluster, precision: Precision) 
     cost = p2p_cost(
         size_bytes,
         cluster,
+        # Devices are numbered node by node.
         crosses_nodes=(sender + 1) % cluster.devices_per_node == 0,
         network_fraction=cluster.inter_node.busbw_fraction,
     )
@@ -340,5 +344,5 @@ def _message(shape: Shape, sender: int, cluster: Cluster, precision: Precision) 
 
 def _check_precision(cluster: Cluster, precision: Precision) -> None:
     if precision.is_eight_bit:
-        known = ", ".join(sorted(cluster.device.peak_flops_per_s.keys() - set(EIGHT_BITS)))
-        raise PlanError(f"precision={precision} is a mix for whole layers; allowed: {known}")
+        allowed = ", ".join(sorted(cluster.device.peak_flops_per_s.keys() - set(EIGHT_BITS)))
+        raise PlanError(f"precision={precision} is a mix for whole layers; allowed: {allowed}")

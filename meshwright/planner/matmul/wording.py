@@ -1,4 +1,4 @@
-"""How products, changes of placement and bytes are called, in tables and in pictures."""
+"""Texts of matrix products, placements and bytes, for tables and pictures."""
 
 from fractions import Fraction
 

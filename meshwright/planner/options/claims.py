@@ -1,4 +1,4 @@
-"""Locks of a process: claims on folders to write, and scratch that nobody takes from it.
+"""Locks of a process: claims on output folders, and scratch folders.
 
 Imports are local: most commands write no folder.
 """
@@ -27,10 +27,13 @@ def claim(path: Path, folder: Path) -> None:
     """
     import hashlib
 
+    # Resolved, so that all spellings of a folder share one lock.
     real = os.path.realpath(path)
     mark = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
     lock = Path(os.path.realpath(folder)) / f".meshwright-{mark}.lock"
+    # Again if the lock that was taken is of a file that its owner has removed.
     while lock not in _claims:
+        # O_NOFOLLOW: a link that others left at this name is not followed.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(lock, flags, 0o666)
         if _lock(descriptor) is False:
@@ -47,16 +50,17 @@ def claim(path: Path, folder: Path) -> None:
 
 
 def release_claims() -> None:
-    """Let others write again."""
+    """Release all claims of this process."""
     while _claims:
         lock, descriptor = _claims.popitem()
+        # Removed before it is unlocked, so that whoever waits for it sees that it is gone.
         lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder in *parent* that goes when the block ends.
+    """Yield a new folder in *parent* that is removed when the block ends.
 
     A process that is killed leaves it; the next one that makes scratch in *parent* clears it.
 
@@ -95,12 +99,14 @@ def _clear_scratch(parent: Path) -> None:
     """
     import shutil
 
-    for left in parent.glob(f"{_scratch_prefix()}*"):
+    for scratch in parent.glob(f"{_scratch_prefix()}*"):
         with suppress(OSError):
-            descriptor = os.open(left, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(
+                scratch, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
+            )
             try:
                 if _lock(descriptor):
-                    shutil.rmtree(left, ignore_errors=True)
+                    shutil.rmtree(scratch, ignore_errors=True)
             finally:
                 os.close(descriptor)
 
@@ -113,7 +119,7 @@ def _scratch_prefix() -> str:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Return whether an open file is now locked for us; None where there are no such locks."""
+    """Lock an open file: True if it is locked now, None where there are no such locks."""
     try:
         import fcntl  # not on every system
     except ModuleNotFoundError:

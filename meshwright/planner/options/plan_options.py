@@ -1,4 +1,4 @@
-"""The options that set fields of a plan, or pin and limit those that a search varies.
+"""Options of the fields of a plan, and of pins and limits of a search.
 
 They are made from the declarations of the fields (`meshwright.simulator.layout`).
 """
@@ -20,26 +20,27 @@ from meshwright.simulator.layout import (
 BUCKET_SIZE = Option(
     "bucket_size", "bucket_size", str, "SIZE", 'Gradients reduced at a time, as "25 MB".'
 )
-ASKABLE = {
+OPT_IN_FIELDS = {
     option_name(each.option)[2:]: each for each in SEARCHED_FIELDS if each.declaration.is_asked
 }
 ALL = "all"
-# What numbers are in, together: gradients, what is sent of them, and moments.
-TOGETHER = {"precision": tuple(each for each in ASKABLE if each.endswith("-precision"))}
+# Number formats that are asked for together: of gradients, of their reduction, of moments.
+TOGETHER = {"precision": tuple(each for each in OPT_IN_FIELDS if each.endswith("-precision"))}
 ALSO = Option(
     "also",
     "also",
     str,
     "LIST",
-    f"Vary fields that are held unless asked for: {', '.join([*ASKABLE, *TOGETHER])} or {ALL}.",
+    "Vary fields that are held unless asked for: "
+    f"{', '.join([*OPT_IN_FIELDS, *TOGETHER])} or {ALL}.",
 )
 FOR = Option("framework", "for", str, "FRAMEWORK", "Launch with it [what launches the stack].")
 ANY = Option(
     "any_layout", "any", bool, help="Also layouts that no framework launches.", flags="--any"
 )
-OF_SEARCHES = {each.key: each for each in (ALSO, FOR, ANY)}  # of which one layout says nothing
+SEARCH_OPTIONS = {each.key: each for each in (ALSO, FOR, ANY)}  # of which one layout says nothing
 SEARCHED = {each.name for each in SEARCHED_FIELDS}
-BEHIND = {"reshard_after_forward": [BUCKET_SIZE]}
+FOLLOWING_OPTIONS = {"reshard_after_forward": [BUCKET_SIZE]}
 
 
 def _option(field: PlanField) -> Option:
@@ -65,7 +66,7 @@ def _options(group: str) -> Iterable[Option]:
             yield from map(_option, SERVER_FIELDS.values())
         else:
             yield _option(field)
-        yield from BEHIND.get(field.name, [])
+        yield from FOLLOWING_OPTIONS.get(field.name, [])
 
 
 def _limit(field: PlanField) -> Option:
@@ -73,12 +74,12 @@ def _limit(field: PlanField) -> Option:
     return Option(field.limit, f"max_{field.option}", int, "N", text)
 
 
-def _given(values: Given) -> Given:
+def _present(values: Given) -> Given:
     return {key: value for key, value in values.items() if value is not None}
 
 
-LAYOUT = OptionGroup(tuple(_options("layout")), _given)
-REPLICATION = OptionGroup(tuple(_options("replication")), _given)
+LAYOUT = OptionGroup(tuple(_options("layout")), _present)
+REPLICATION = OptionGroup(tuple(_options("replication")), _present)
 # What a search takes beside the layout: largest values, and pins of the switches that it varies.
 LIMITS = OptionGroup(
     (
@@ -88,7 +89,7 @@ LIMITS = OptionGroup(
         FOR,
         ANY,
     ),
-    _given,
+    _present,
 )
 # What a sweep takes: all that a search does, and what only a simulation does.
 SWEPT = OptionGroup(
@@ -97,7 +98,7 @@ SWEPT = OptionGroup(
         *LIMITS.options,
         *(each for each in REPLICATION.options if each.key not in SEARCHED),
     ),
-    _given,
+    _present,
 )
 # The options of a job without its model, for commands that take several.
 SHARED_JOB = OptionGroup(
@@ -117,7 +118,7 @@ def option_of(key: str) -> str:
 
 
 def check_given(given: Given) -> None:
-    """Raise PlanError when a whole number that was given is out of range.
+    """Raise PlanError when a count that was given is out of range.
 
     A ZeRO stage is a number of a list, not a count; the stack says which it knows. What shares
     states among data-parallel ranks is checked where the plan is made.

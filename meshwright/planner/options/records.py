@@ -1,4 +1,4 @@
-"""The options of the command line, as records.
+"""Options of the command line as records.
 
 A command takes records (`JobOptions`, `LayoutOptions`, ...); `words.as_command` turns
 each of their fields into an option.  Fields are None where an option was not given.
@@ -20,13 +20,13 @@ MAX_COUNT = 10_000_000
 MAX_TOP = 1_000
 MAX_JOBS = 1_000
 MAX_TOKENS = 1e18
-GROWING = "|".join(Quantity), "Find the largest that fits."
-PREDICTING = "N", "Layers that predict a further token each [the model's]."
+MAXIMUM_OPTION = "|".join(Quantity), "Find the largest that fits."
+MTP_OPTION = "N", "Layers that predict a further token each [the model's]."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What is trained, on what, with what software."""
+    """Job, hardware and software of a command."""
 
     model: str | None = argument(None, "MODEL", "Built-in name, config.json or model TOML.")
     cluster: str | None = option(None, "NAME|FILE", "Built-in name or cluster TOML.")
@@ -36,7 +36,7 @@ class JobOptions:
     precision: Precision | None = option(
         None, "|".join(Precision), "Number format [bf16; fp16 on older devices and stacks]."
     )
-    prediction_layers: int | None = option(None, *PREDICTING)
+    prediction_layers: int | None = option(None, *MTP_OPTION)
     imbalance: float | None = option(None, "X", "Load of the hottest expert over the mean [1].")
     stack: str | None = option(None, "NAME|FILE", "Training software [megatron-core].")
     memory_limit: str | None = option(None, "SIZE", 'Most a device may use, such as "72 GiB".')
@@ -47,7 +47,7 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordOptions:
-    """Plans, or one model, to set beside each other."""
+    """Plans, or one model, to compare."""
 
     words: list[str] | None = argument(
         None, "PLAN...|MODEL", "Several plan.json, or a model as in search."
@@ -56,16 +56,16 @@ class WordOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingOptions:
-    """What a search makes as large as fits, and how many plans it reports."""
+    """Quantity to make as large as fits, and the number of plans to report."""
 
-    max: Quantity | None = option(None, *GROWING)
+    max: Quantity | None = option(None, *MAXIMUM_OPTION)
     top: int = option(10, "N", "Plans to report.")
     count: bool = flag("--count", "Size every layout, to count how many fit.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoneyOptions:
-    """A whole training run, to tell its days and its cost."""
+    """Tokens of a whole training run, and the price of a GPU."""
 
     tokens: float | None = option(None, "N", "Tokens, images or rows of the run, as 300e9 or 15T.")
     price: str | None = option(None, "PRICE", "USD of a GPU-hour, as 2.5 [the cluster's].")
@@ -73,14 +73,14 @@ class MoneyOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonOptions:
-    """Where the document goes."""
+    """Destination of the JSON document."""
 
     json: str | None = option(None, "FILE|-", "Write the result as JSON; - for standard output.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions(JsonOptions):
-    """Where results go besides the terminal."""
+    """Destinations of results besides the terminal."""
 
     out: str | None = option(None, "DIR", "Write plan, result, CSV and PNG files.")
     force: bool = flag("--force", "Write into a folder in use.")
@@ -88,22 +88,22 @@ class OutputOptions(JsonOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """The plan file that a simulation starts from."""
+    """Plan file that a simulation starts from."""
 
     plan: str | None = option(None, "FILE", "A plan.json; other options override what it says.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileOptions(PlanOptions):
-    """The plan file that a simulation starts from, what it makes as large as fits, its trace."""
+    """Plan file, quantity to make as large as fits, and trace of a simulation."""
 
-    max: Quantity | None = option(None, *GROWING)
+    max: Quantity | None = option(None, *MAXIMUM_OPTION)
     trace: str | None = option(None, "FILE", "Write a trace for Perfetto.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepOptions:
-    """What a sweep varies, what is done in each cell, and where."""
+    """Variations of a sweep, the work of a cell, and its workers."""
 
     vary: list[str] | None = option(None, "NAME=A,B", "Values of an option or a fact; repeatable.")
     weak: bool = flag("--weak", "Grow the batch with --vary gpus=..., from the first.")
@@ -115,14 +115,14 @@ class SweepOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NameOptions:
-    """One thing of a list, or all of it."""
+    """One entry of a list, or all."""
 
     name: str | None = argument(None, "NAME", "Show all about one.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """One profile of a list as people read it or as a file, or all of it."""
+    """One profile of a list, as text or as a file, or all."""
 
     name: str | None = argument(None, "NAME", "Show all about one.")
     toml: bool = flag("--toml", "As a file, whose keys --set can change.")
@@ -154,7 +154,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportOptions:
-    """A framework's configuration, and what it does not say."""
+    """Configuration of a framework, and values that it does not say."""
 
     file: str | None = argument(
         None, "FILE|-", "A configuration or a launch script; - reads an expanded command."
@@ -178,7 +178,7 @@ class ImportOptions:
     seq_len: int | None = option(None, "N", "Tokens of a sequence [the model's].")
     vocabulary: int | None = option(None, "N", "Tokens that a tokenizer's files have.")
     precision: Precision | None = option(None, "|".join(Precision), "Number format.")
-    prediction_layers: int | None = option(None, *PREDICTING)
+    prediction_layers: int | None = option(None, *MTP_OPTION)
     stack: str | None = option(None, "NAME|FILE", "Training software [the framework's].")
     set: list[str] | None = option(
         None, "KEY=VALUE", "Change a fact of stack or cluster; repeatable."
@@ -204,6 +204,7 @@ def check_count(name: str, value: object) -> None:
         "seq_len": 10**8,
         "prediction_layers": MAX_PREDICTION_LAYERS,
     }
+    # A model may have no MTP layer.
     least, limit = int(name != "prediction_layers"), most.get(name, MAX_COUNT)
     if not least <= value <= limit:
         raise PlanError(f"{option_name(name)} {value} is out of range; allowed {least} to {limit}")

@@ -1,4 +1,4 @@
-"""Options of commands: how they are declared, how words are read as their values.
+"""Options of commands: their declaration, and the reading of their values.
 
 What is not plainly right is left to typer (`meshwright.command_line`), which is imported for that
 alone: it helps, completes, and says what is wrong with words.
@@ -66,12 +66,12 @@ class Option(NamedTuple):
 
     @property
     def spellings(self) -> list[str]:
-        """How it is written; second what takes a switch back."""
+        """Its spellings; the second one of a switch turns it off."""
         return (self.flags or option_name(self.name)).split("/")
 
 
 class OptionGroup(NamedTuple):
-    """Options that a command takes together, and what it takes them as."""
+    """Options that a command takes together, and the record that they build."""
 
     options: tuple[Option, ...]
     build: Callable[[Given], object]
@@ -79,6 +79,7 @@ class OptionGroup(NamedTuple):
     @classmethod
     def of(cls, record: type) -> "OptionGroup":
         """Return the options of a record of `records`: one for each of its fields."""
+        # Annotations may be texts.
         hints = get_type_hints(record)
         options = tuple(
             Option(
@@ -102,7 +103,7 @@ def option(default: T, metavar: str, text: str, *, name: str = "") -> T:
 
 
 def flag(name: str, text: str) -> bool:
-    """Return the field of an option without a value, called *name*, of which help says *text*."""
+    """Return the field of an option without a value, with its *name* and help *text*."""
     return field(default=False, metadata={"flags": name, "help": text})
 
 
@@ -112,7 +113,7 @@ def argument(default: T, metavar: str, text: str) -> T:
 
 
 class Command(NamedTuple):
-    """A command: what it does with what its groups of options build.
+    """Command: a function, and the groups of options that build its arguments.
 
     Args:
         run: Takes what each group builds, in order; returns the exit status.
@@ -130,33 +131,34 @@ class Command(NamedTuple):
         return [each for group in self.groups for each in group.options]
 
     def typed(self, words: Sequence[str]) -> dict[str, object] | None:
-        """Return the texts and switches typed, by option; None where it is for typer to say more.
+        """Return the texts and switches typed, by option; None where typer has to say more.
 
         Raises:
             PlanError: If an option that is not a list is given more than once.
         """
-        found = {
+        by_flag = {
             flag: each for each in self.options if not each.is_argument for flag in each.spellings
         }
         texts: dict[str, Any] = {}
         loose: list[str] = []
-        is_plain = _is_text(words)
+        is_plain = _is_unicode(words)
         rest = iter(words)
         for word in rest:
             name, sign, value = word.partition("=")
+            # All from here on belongs to another program, or is no option.
             if word == "--" or (self.ends_in_words and not word.startswith("-")):
                 loose += [*rest] if word == "--" else [word, *rest]
             elif word == "-" or not word.startswith("-"):
                 loose.append(word)
-            elif name not in found:
+            elif name not in by_flag:
                 is_plain = False
-            elif found[name].kind is bool:
+            elif by_flag[name].kind is bool:
                 is_plain = is_plain and not sign
-                _give(texts, found[name], value=name == found[name].spellings[0])
+                _set_value(texts, by_flag[name], value=name == by_flag[name].spellings[0])
             else:
                 text = value if sign else next(rest, None)
                 is_plain = is_plain and text is not None
-                _give(texts, found[name], value=text)
+                _set_value(texts, by_flag[name], value=text)
         for each in self.options:
             if each.is_argument and loose:
                 count = len(loose) if each.kind is list else 1
@@ -188,7 +190,7 @@ def as_command(
 
 
 def _kind(hint: object) -> type:
-    """Return ``int`` of ``int | None``, ``list`` of one of texts."""
+    """Return the type of an annotation: ``int`` of ``int | None``, ``list`` of one of texts."""
     kinds = [hint]
     if get_origin(hint) in (Union, UnionType):
         kinds = [each for each in get_args(hint) if each is not NoneType]
@@ -206,9 +208,9 @@ def _read(option: Option, value: object) -> object:
         return value
     name, text = option_name(option.name), value.strip()
     if issubclass(kind, StrEnum):
-        known = [str(member) for member in kind]
-        if text not in known:
-            raise PlanError(f"{name} {shown(value)} is unknown; {suggestion(text, known)}")
+        choices = [str(member) for member in kind]
+        if text not in choices:
+            raise PlanError(f"{name} {shown(value)} is unknown; {suggestion(text, choices)}")
         return kind(text)
     number = _number(text, is_whole=kind is int)
     if number is None:
@@ -241,16 +243,17 @@ def _number(text: str, *, is_whole: bool) -> float | None:
     >>> [_number(text, is_whole=False) for text in ("300e9", "15T", "1.5 B")]
     [300000000000.0, 15000000000000.0, 1500000000.0]
     """
-    found = _NUMBER.fullmatch(text)
-    if found is None or (is_whole and found["scale"]):
+    match = _NUMBER.fullmatch(text)
+    if match is None or (is_whole and match["scale"]):
         return None
-    digits = found["digits"].replace(",", "")
-    scale = _SCALES[(found["scale"] or "").strip().upper()]
+    digits = match["digits"].replace(",", "")
+    scale = _SCALES[(match["scale"] or "").strip().upper()]
     if not is_whole:
-        return float(digits + found["rest"]) * scale
-    if "e" not in found["rest"].lower():
-        return None if found["rest"] else int(digits)
-    value = Decimal(digits + found["rest"])
+        return float(digits + match["rest"]) * scale
+    # A fraction is no whole number, an exponent may make one: 1.5e3.
+    if "e" not in match["rest"].lower():
+        return None if match["rest"] else int(digits)
+    value = Decimal(digits + match["rest"])
     return (
         int(value)
         if value == value.to_integral_value() and value.adjusted() < MOST_DIGITS
@@ -258,8 +261,8 @@ def _number(text: str, *, is_whole: bool) -> float | None:
     )
 
 
-def _is_text(words: Sequence[str]) -> bool:
-    """Return whether all is text, and nothing of another encoding that Python keeps as it is."""
+def _is_unicode(words: Sequence[str]) -> bool:
+    """Return True if all is text, without bytes of another encoding (surrogate escapes)."""
     try:
         "".join(words).encode()
     except UnicodeEncodeError:
@@ -267,7 +270,7 @@ def _is_text(words: Sequence[str]) -> bool:
     return True
 
 
-def _give(typed: dict[str, Any], option: Option, *, value: object) -> None:
+def _set_value(typed: dict[str, Any], option: Option, *, value: object) -> None:
     if option.kind is list:
         typed.setdefault(option.key, []).append(value)
     elif option.key in typed:

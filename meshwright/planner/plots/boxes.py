@@ -1,4 +1,4 @@
-"""What the pipeline timeline of a step is made of: boxes of a colour, in lanes of ranks."""
+"""Boxes of the pipeline timeline of a step: their colours, and their lanes of ranks."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -38,7 +38,7 @@ PALEST_FRACTION = 0.62  # of the way to white: the last of many virtual stages
 
 
 class Box(NamedTuple):
-    """A stretch of a rank's row; ``number`` is its microbatch, -1 for none."""
+    """Stretch of a rank's row; ``number`` is its microbatch, -1 for none."""
 
     rank: int
     start_s: float
@@ -55,7 +55,7 @@ def corners_of(
 
 
 class ColouredBoxes(NamedTuple):
-    """Boxes of one colour and what they mean; collectives have a lane of their own."""
+    """Boxes of one colour and their name; collectives have a lane of their own."""
 
     name: str
     colour: str
@@ -63,7 +63,7 @@ class ColouredBoxes(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        """Whether they stand beside computation."""
+        """True if they are drawn in the lane of collectives, below computation."""
         return self.name in COLLECTIVE_COLOURS
 
 
@@ -99,10 +99,12 @@ def _rank_boxes(step: StepResult, pp_rank: int) -> Iterator[tuple[str, int, int,
             yield _pass_name(phase, virtual_stage, count), *computed, microbatch
         for wait in each.waits:
             yield WAIT, *wait, -1
+    # Only messages that block take time of a rank's own row.
     if step.work.blocking_messages:
         for start_ps, end_ps in rank.sent_ps:
             yield MESSAGES, start_ps, end_ps, -1
     for span in rank.closing:
+        # What ends a step is work of the rank, or waiting for other replicas.
         name = span.kind if span.kind in OTHER_COLOURS else WAIT
         yield name, span.start_ps, span.end_ps, -1
     end_ps = max(each.end_ps for each in step.times.ranks)
@@ -130,6 +132,7 @@ def _pass_colours(step: StepResult) -> dict[str, str]:
 
 
 def _paler(colour: str, fraction: float) -> str:
+    """Return a colour mixed with white; *fraction* 1 is white."""
     red, green, blue = (channel + (1 - channel) * fraction for channel in to_rgb(colour))
     return to_hex((red, green, blue))
 
@@ -137,7 +140,7 @@ def _paler(colour: str, fraction: float) -> str:
 def column_shares(
     boxes: tuple[Box, ...], window: Window, pp: int, num_columns: int
 ) -> NDArray[np.float64]:
-    """Return for each rank and column of time which share of it *boxes* fill.
+    """Return the share of each column of time that *boxes* fill, by rank.
 
     Args:
         boxes: Of one rank in order of time and disjoint.
@@ -156,6 +159,7 @@ def column_shares(
         if times_s.size:
             ends_s = np.cumsum(times_s[:, 1] - times_s[:, 0])
             busy_s = np.stack((ends_s - (times_s[:, 1] - times_s[:, 0]), ends_s), axis=1)
+            # Busy time before each edge of a column, from a piecewise-linear running sum.
             until_s = np.interp(edges_s, times_s.ravel(), busy_s.ravel())
             shares[rank] = np.diff(until_s) / np.diff(edges_s)
     return shares

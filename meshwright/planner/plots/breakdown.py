@@ -1,4 +1,4 @@
-"""Where the time of a step goes: one stacked bar a step."""
+"""Breakdown of the time of steps: one stacked bar a step."""
 
 from collections.abc import Sequence
 
@@ -64,13 +64,14 @@ def plot_breakdown(*steps: StepResult, names: Sequence[str] = ()) -> Figure:
         raise ValueError("plot_breakdown needs at least one step")
     figure = canvas.new_figure()
     axes = figure.add_subplot()
-    shown = [each for each in Category if any(step.breakdown_ps[each] > 0 for step in steps)]
+    categories = [each for each in Category if any(step.breakdown_ps[each] > 0 for step in steps)]
     left_s = [0.0] * len(steps)
-    for category in shown:
+    for category in categories:
         widths_s = [step.breakdown_ps[category] / PS_PER_S for step in steps]
         _draw_part(axes, category, widths_s, left_s, steps)
         left_s = [left + width for left, width in zip(left_s, widths_s, strict=True)]
     _finish(axes, steps, names)
+    # Labels of a single step have its times and shares.
     columns = 3 if len(steps) > 1 else 2
     figure.legend(ncols=columns, handlelength=2.2, handleheight=1.2, **canvas.BELOW)
     return figure
@@ -108,6 +109,7 @@ def _draw_part(
     for text in axes.bar_label(
         bars, texts, label_type="center", fontsize=canvas.TEXT_POINTS, color=colour
     ):
+        # A hatch would run through the number.
         if hatch:
             text.set_bbox({"facecolor": face, "edgecolor": "none", "pad": 1.2})
 
@@ -147,7 +149,7 @@ def _finish(axes: Axes, steps: tuple[StepResult, ...], names: Sequence[str]) -> 
 
 
 def _name_bars(steps: tuple[StepResult, ...], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what all steps have in common, a line each, and what each bar is called."""
+    """Return the lines that all steps share, and the label of each bar."""
     tasks = [canvas.describe_task(step.job, step.cluster, step.plan.world_size) for step in steps]
     stacks = [step.stack.name for step in steps]
     options = [canvas.describe_options(step.plan) for step in steps]

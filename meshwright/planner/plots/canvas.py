@@ -1,4 +1,4 @@
-"""The sheet that every picture is drawn on: size, type, colours, titles, and the file."""
+"""Canvas of every picture: size, type, colours, titles, and the file."""
 
 from io import BytesIO
 from pathlib import Path
@@ -38,10 +38,10 @@ class Picture(Figure):
     """A figure that a notebook shows, though no figure manager knows it."""
 
     def _repr_png_(self) -> bytes:
-        """Return what IPython displays: the bytes of `save_figure`."""
-        shown = BytesIO()
-        save_figure(self, shown)
-        return shown.getvalue()
+        """Return the PNG that IPython displays."""
+        png = BytesIO()
+        save_figure(self, png)
+        return png.getvalue()
 
     def draw(self, renderer: RendererBase) -> None:
         """Draw the figure with its texts as they stand: a name with dollars is no formula.
@@ -84,7 +84,7 @@ def save_figure(figure: Figure, path: Path | BytesIO) -> None:
 
 
 def write_titles(axes: Axes, headline: str, *details: str) -> None:
-    """Write what the picture shows in bold, and in smaller lines below it of what."""
+    """Write the headline in bold, and details in smaller lines below it."""
     lines = [line for detail in details for line in wrap(detail, DETAIL_CHARACTERS)]
     pad = LINE_POINTS * len(lines) + 9
     axes.set_title(
@@ -126,7 +126,7 @@ def label_time(axis: Axis, label: str, longest_s: float) -> None:
 
 
 def ink_on(colour: str) -> str:
-    """Return which of white and ink is read better on *colour*.
+    """Return white or ink, which of them is read better on *colour*.
 
     By relative luminance, weights and threshold of equal contrast of WCAG 2.1 (1.4.3).
 
@@ -158,19 +158,19 @@ def describe_plan(plan: ResolvedPlan) -> str:
 
 
 def describe_step(step: StepResult) -> tuple[str, str]:
-    """Return the two lines that say of what job and layout a picture of a step is."""
+    """Return the two lines that describe the job and the layout of a step."""
     plan = step.plan
     job = describe_job(step.job, step.cluster, step.stack, plan.world_size)
     return job, f"{describe_plan(plan)}, {', '.join(describe_options(plan))}"
 
 
 def step_headline(step: StepResult) -> str:
-    """Return how long a step takes and how much of it nothing is computed."""
+    """Return the headline of a step: its time, and its bubble."""
     return f"One training step: {format_time(step.step_time_s)}, {step.bubble_fraction:.1%} idle"
 
 
 def describe_options(plan: ResolvedPlan) -> list[str]:
-    """Return what a layout has besides its degrees, each in a few words."""
+    """Return the fields of a layout besides its degrees, each in a few words."""
     options = [f"recompute {plan.recompute}", f"ZeRO-{plan.zero_stage}", plan.schedule]
     if plan.offload is not Offload.NONE:
         options.append(f"offload {plan.offload}")

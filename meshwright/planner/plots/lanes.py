@@ -1,4 +1,4 @@
-"""The timeline of a step that is no pipeline: what each device, host and link does when."""
+"""Timeline of a step that is no pipeline: each device, host and link."""
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -35,7 +35,7 @@ ROW_FRACTION = 0.84
 
 
 def plot_lanes(step: StepResult) -> Figure:
-    """Return one row a lane with what holds it; lanes in which nothing happens are left out.
+    """Return one row a lane with its tasks; idle lanes are left out.
 
     Of asynchronous workers the first rounds are shown, of very many lanes the first ones.
     """
@@ -46,6 +46,7 @@ def plot_lanes(step: StepResult) -> Figure:
     last_ps = max(span.end_ps for lane in busy for span in lane.spans)
     end_ps = last_ps
     if step.asynchronous is not None:
+        # All rounds of a run would press each to a line.
         end_ps = min(last_ps, SHOWN_ROUNDS * step.step_ps)
     kinds = _draw(axes, lanes, end_ps)
     canvas.style_axes(axes, "", "")

@@ -41,7 +41,7 @@ Line = Literal["-", "--", ""]
 
 
 def _counted(result: SearchResult) -> str:
-    """Return how many layouts the picture has."""
+    """Return the number of layouts in the picture as text."""
     counts = counted(result.feasible, "layout")
     return counts if result.is_counted else f"{counts}, the fastest for their memory,"
 
@@ -103,7 +103,7 @@ def _filled_cells(density: Density) -> list[Point]:
 
 
 def _proof(result: SearchResult) -> str:
-    """Return in words how much of the space the picture shows and what is proven."""
+    """Return the proof in words: how much of the space is shown, and whether it is optimal."""
     counts = f"{result.simulated:,} simulated of {counted(result.space_size, 'layout')}"
     if result.density is not None and result.density.num_slower:
         slowest_s = result.density.time_edges_ps[-1] / PS_PER_S
@@ -117,6 +117,7 @@ def _proof(result: SearchResult) -> str:
 
 def _draw_density(figure: Figure, axes: Axes, density: Density) -> None:
     """Shade each cell by its layouts, and say what the shades mean."""
+    # Empty cells stay white instead of the palest shade.
     counts = np.ma.masked_equal(density.counts, 0)
     shades = axes.pcolormesh(
         [each / GIBI for each in density.memory_edges_bytes],
@@ -196,7 +197,7 @@ def _draw_frontier(axes: Axes, frontier: Sequence[FrontierPoint]) -> None:
 
 
 def _limits(result: SearchResult) -> list[tuple[str, int, Line]]:
-    """Return what a device has and, where a plan fitted, what of it may be used."""
+    """Return the capacity of a device and, where a plan fits, its usable memory."""
     capacity_bytes = result.cluster.device.memory_capacity_bytes
     limits: list[tuple[str, int, Line]] = [("capacity", capacity_bytes, "-")]
     if result.plans and result.plans[0].memory.usable_bytes != capacity_bytes:
@@ -205,7 +206,7 @@ def _limits(result: SearchResult) -> list[tuple[str, int, Line]]:
 
 
 def _draw_limits(axes: Axes, result: SearchResult, most_gib: float) -> None:
-    """Draw what is not so far to the right of all layouts that they would be pressed together."""
+    """Draw the limits but those so far to the right that all layouts would be pressed together."""
     for _, size_bytes, style in _limits(result):
         if size_bytes / GIBI < FAR_RATIO * most_gib:
             axes.axvline(
@@ -225,6 +226,7 @@ def _scale(axes: Axes, points: Sequence[Point], room_below: float) -> None:
             axis.set_minor_formatter(NullFormatter())
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     canvas.label_time(axes.yaxis, "Time of one training step ({unit})", max(y for _, y in points))
+    # The edges of the density are sticky: without this they would take the margins away.
     axes.use_sticky_edges = False
     axes.margins(0.05, 0.05 if room_below else 0.15)
     axes.autoscale_view()  # now, since the note on the best plan is placed by it

@@ -34,6 +34,7 @@ def plot_stage_memory(step: StepResult) -> Figure:
         colour, label = COLOURS.get(name, canvas.YELLOW), name.replace("_", " ")
         axes.bar(numbers, heights_gib, 0.82, bottom_gib, color=colour, label=label)
         bottom_gib = [low + high for low, high in zip(bottom_gib, heights_gib, strict=True)]
+    # Each rank has its own allocator: what it reserves follows its own peak.
     tops_gib = [step.memory.stage_device_bytes(stage) / GIBI for stage in stages]
     axes.bar(
         numbers,
@@ -76,7 +77,7 @@ def _draw_limits(axes: Axes, step: StepResult) -> None:
 
 def _mark_worst(axes: Axes, step: StepResult, worst_gib: float, top_gib: float) -> None:
     """Point at the fullest rank and say when it is fullest."""
-    worst, what = step.memory.worst_stage, "device" if step.lanes else "rank"
+    worst, owner = step.memory.worst_stage, "device" if step.lanes else "rank"
     last = len(step.memory.by_stage) - 1
     position = worst.stage / last if last else 0.5
     # The text runs towards the middle of the picture; the arrow leaves from its outer end.
@@ -84,9 +85,9 @@ def _mark_worst(axes: Axes, step: StepResult, worst_gib: float, top_gib: float) 
     if position > 2 / 3:
         side, anchor = "right", 0.98
     axes.annotate(
-        f"fullest: {what} {worst.stage}, {worst.peak_bytes / GIBI:.1f} GiB of live tensors, "
+        f"fullest: {owner} {worst.stage}, {worst.peak_bytes / GIBI:.1f} GiB of live tensors, "
         f"{worst_gib:.1f} GiB on the device,\n"
-        f"{_moment(step, worst)}",
+        f"{_peak_text(step, worst)}",
         (worst.stage, worst_gib),
         xytext=(worst.stage, 1.17 * top_gib),
         fontsize=canvas.TEXT_POINTS,
@@ -102,8 +103,8 @@ def _mark_worst(axes: Axes, step: StepResult, worst_gib: float, top_gib: float) 
     )
 
 
-def _moment(step: StepResult, stage: StageMemory) -> str:
-    """Return the fullest instant in words."""
+def _peak_text(step: StepResult, stage: StageMemory) -> str:
+    """Return the instant of the peak in words."""
     when = f"{stage.peak_time_ps / PS_PER_S:.4g} s into the step"
     for action in () if step.work is None else step.work.actions[stage.stage]:
         if str(action) == stage.peak_moment:
@@ -114,9 +115,10 @@ def _moment(step: StepResult, stage: StageMemory) -> str:
 def _finish(axes: Axes, step: StepResult, top_gib: float) -> None:
     """Scale and label the axes and write the title."""
     stages = step.memory.by_stage
-    what, short = ("device", "device") if step.lanes else ("pipeline rank", "rank")
+    owner, short = ("device", "device") if step.lanes else ("pipeline rank", "rank")
     label = f"Memory at the {short}'s fullest instant (GiB)"
-    canvas.style_axes(axes, what.capitalize(), label)
+    canvas.style_axes(axes, owner.capitalize(), label)
+    # A few bars alone would be as wide as the picture.
     margin = 1.5 if len(stages) <= 4 else 0.0
     axes.set_xlim(-0.6 - margin, len(stages) - 0.4 + margin)
     axes.set_ylim(0, 1.26 * top_gib)
@@ -125,5 +127,5 @@ def _finish(axes: Axes, step: StepResult, top_gib: float) -> None:
         axes.set_xticks([stage.stage for stage in stages])
     axes.grid(axis="y", color=canvas.LIGHT_GREY, linewidth=0.6)
     verdict = "fits" if step.memory.fits else "does not fit"
-    headline = f"Memory by {what}: the plan {verdict}"
+    headline = f"Memory by {owner}: the plan {verdict}"
     canvas.write_titles(axes, headline, *canvas.describe_step(step))

@@ -1,4 +1,4 @@
-"""The pipeline timeline of a step: what each pipeline rank does when."""
+"""Pipeline timeline of a step: the passes, waits and collectives of each pipeline rank."""
 
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ FEW_COLLECTIVES, ENLARGED_COLLECTIVES = 60, 12
 
 
 class Band(NamedTuple):
-    """What of a rank's row a lane fills, from top to bottom; the row is 1 high around 0.
+    """Part of a rank's row that a lane fills, from top to bottom; the row is 1 high around 0.
 
     >>> f"{Band(-0.44, 0.14).centre:.2f}"
     '-0.15'
@@ -66,7 +66,7 @@ COMPUTATION, COLLECTIVES = Band(-0.44, 0.14), Band(0.2, 0.44)
 
 
 class Sheet(NamedTuple):
-    """What all panels of a timeline share: its boxes, rows and unit of time."""
+    """Boxes, rows and unit of time that all panels of a timeline share."""
 
     layers: tuple[ColouredBoxes, ...]
     pp: int
@@ -77,13 +77,14 @@ class Sheet(NamedTuple):
         """Return the sheet of *step*; collectives stand on it where rows have room for them."""
         layers = timeline_layers(step)
         names = {layer.name for layer in layers}
+        # Thin rows have no room for a second lane.
         if step.plan.pp > FEW_RANKS or names.isdisjoint((GATHER, REDUCTION)):
             layers = tuple(layer for layer in layers if not layer.is_collective)
         return cls(layers, step.plan.pp, step.step_time_s)
 
     @property
     def bands(self) -> dict[Band, tuple[ColouredBoxes, ...]]:
-        """What stands in each lane of a row."""
+        """Layers of each lane of a row."""
         collectives = tuple(layer for layer in self.layers if layer.is_collective)
         if not collectives:
             return {WHOLE_ROW: self.layers}
@@ -133,7 +134,7 @@ def plot_timeline(step: StepResult) -> Figure:
 
 
 def _is_crowded(step: StepResult, sheet: Sheet) -> bool:
-    """Whether passes, or the collectives of the only row, cannot be told apart."""
+    """Return True if passes, or the collectives of the only row, cannot be told apart."""
     num_passes = 2 * step.num_microbatches * step.plan.num_virtual_stages
     is_narrow = canvas.WIDTH_INCHES * canvas.DOTS_PER_INCH / num_passes < NARROW_PIXELS
     return is_narrow or (sheet.pp == 1 and sheet.num_collectives > FEW_COLLECTIVES)
@@ -149,6 +150,7 @@ def _ends(step: StepResult, sheet: Sheet) -> dict[str, Window]:
     if sheet.pp == 1 and sheet.num_collectives > FEW_COLLECTIVES:
         share = min(share, ENLARGED_COLLECTIVES / sheet.num_collectives)
     least_ps = share * (ranks[0].ends_ps[-1] - ranks[0].starts_ps[0])
+    # Together the two ends do not cover the step.
     most_ps = 0.45 * step.step_ps
     start_s, end_s = (
         min(most_ps, max(least_ps, 1.5 * each_ps)) / PS_PER_S for each_ps in (fill_ps, drain_ps)
@@ -160,7 +162,7 @@ def _ends(step: StepResult, sheet: Sheet) -> dict[str, Window]:
 
 
 def _draw_panel(axes: Axes, sheet: Sheet, window: Window) -> None:
-    """Draw what of each layer lies in *window*: as shapes, or as an image where they are tiny."""
+    """Draw the layers within *window*: as shapes, or as an image where they are tiny."""
     pp = sheet.pp
     has_strips = len(sheet.bands) > 1
     rows = "Pipeline rank" + ",\ncollectives below" * has_strips  # panels may be low
@@ -221,6 +223,7 @@ def _draw_image(
             filled = slice(0, rows)
         for layer in layers:
             shares = column_shares(layer.boxes, window, pp, IMAGE_COLUMNS)
+            # From white each layer takes its share of what its colour lacks.
             darker = shares[:, :, np.newaxis] * (1.0 - np.asarray(to_rgb(layer.colour)))
             image[:, filled] -= darker[:, np.newaxis]
     axes.imshow(
@@ -240,7 +243,7 @@ def _mean_pixels(axes: Axes, layers: tuple[ColouredBoxes, ...], window: Window) 
 
 
 def _mark_window(axes: Axes, name: str, window: Window, pp: int) -> None:
-    """Frame in the whole step what a panel below shows enlarged."""
+    """Frame the part of the whole step that a panel below enlarges."""
     width = window.end_s - window.start_s
     frame = Rectangle(
         (window.start_s, -0.5), width, pp, fill=False, edgecolor=canvas.INK, linewidth=1.2

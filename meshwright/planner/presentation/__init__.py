@@ -1,5 +1,5 @@
-"""How results tell themselves in Python: the documents, tables and pictures of the commands."""
+"""Presentation of results in Python: the documents, tables and pictures of the commands."""
 
-from meshwright.planner.presentation.presenters import known_kind, presenter_of
+from meshwright.planner.presentation.presenters import picture_kind, presenter_of
 
-__all__ = ["known_kind", "presenter_of"]
+__all__ = ["picture_kind", "presenter_of"]

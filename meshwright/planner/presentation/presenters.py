@@ -1,4 +1,4 @@
-"""What steps, searches and comparisons show of themselves in Python: what their commands write."""
+"""Presenters of steps, searches and comparisons in Python: what their commands write."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _pictures_of_steps() -> "Mapping[str, Callable[[StepResult], Figure]]":
-    """Return the pictures that there are of a step, by name."""
+    """Return the pictures of a step, by name."""
     # matplotlib is slow to import
     from meshwright.planner.plots import plot_breakdown, plot_stage_memory, plot_timeline  # noqa: PLC0415
 
@@ -27,7 +27,7 @@ def _pictures_of_steps() -> "Mapping[str, Callable[[StepResult], Figure]]":
     }
 
 
-def known_kind(kind: str | None, known: tuple[str, ...]) -> str:
+def picture_kind(kind: str | None, known: tuple[str, ...]) -> str:
     """Return the name of a picture, the first of *known* where none is asked for.
 
     Raises:
@@ -41,7 +41,7 @@ def known_kind(kind: str | None, known: tuple[str, ...]) -> str:
 def _picture_of_step(step: StepResult, kind: str | None) -> "Figure":
     """Return the timeline, the breakdown, or the memory of stages."""
     drawn = _pictures_of_steps()
-    return drawn[known_kind(kind, tuple(drawn))](step)
+    return drawn[picture_kind(kind, tuple(drawn))](step)
 
 
 def _picture_of_search(result: SearchResult, kind: str | None) -> "Figure":
@@ -49,7 +49,7 @@ def _picture_of_search(result: SearchResult, kind: str | None) -> "Figure":
     from meshwright.planner.plots import plot_memory_time  # noqa: PLC0415
 
     of_best = _pictures_of_steps() if result.plans else {}
-    chosen = known_kind(kind, ("memory_time", *of_best))
+    chosen = picture_kind(kind, ("memory_time", *of_best))
     if chosen == "memory_time":
         return plot_memory_time(result)
     if chosen == "breakdown":
@@ -61,12 +61,12 @@ def _picture_of_comparison(comparison: Comparison, kind: str | None) -> "Figure"
     """Return the breakdowns of the steps."""
     from meshwright.planner.plots import plot_breakdown  # noqa: PLC0415
 
-    known_kind(kind, ("breakdown",))
+    picture_kind(kind, ("breakdown",))
     return plot_breakdown(*comparison.steps, names=comparison.names)
 
 
 def presenter_of(result: object) -> Presenter:
-    """Return what shows *result*: a step, a search or a comparison, as its command does."""
+    """Return the presenter of a step, a search or a comparison, as its command shows it."""
     if isinstance(result, SearchResult):
         return Presenter(
             document=partial(search_document, result),

@@ -1,4 +1,4 @@
-"""What is built in, as text: models, clusters, stacks and schedules, with their sources."""
+"""Built-in models, clusters, stacks and schedules as text, with their sources."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -33,9 +33,9 @@ from meshwright.simulator import (
 )
 
 Facts = Iterator[tuple[str, str]]
-# What says which stack it is, and what is told of it in words.
+# Fields that identify a stack, and those that are listed in words.
 IDENTITY = ("name", "release", "alike", "title", "date", "source")
-TOLD = ("switches", "ruled_by", "rules", "refused")
+LISTED_FIELDS = ("switches", "ruled_by", "rules", "refused")
 
 
 def models_table(name: str | None) -> RenderableType:
@@ -58,10 +58,10 @@ def stacks_table(name: str | None) -> RenderableType:
         "switches, --set KEY=VALUE": _switch_lines(),
         "stacks of published runs": _alias_lines(),
     }
-    shown: list[RenderableType] = []
+    parts_shown: list[RenderableType] = []
     for title, facts in parts.items():
-        shown += [Text(f"\n{title}", style="bold")] * bool(title) + [facts_table(facts)]
-    return Group(*shown)
+        parts_shown += [Text(f"\n{title}", style="bold")] * bool(title) + [facts_table(facts)]
+    return Group(*parts_shown)
 
 
 def schedules_table(name: str | None) -> RenderableType:
@@ -95,7 +95,7 @@ def _cluster_lines() -> Facts:
 
 
 def _framework_lines() -> Facts:
-    """Yield what each framework is, and which release its name alone means."""
+    """Yield the title of each framework, and the release that its name alone means."""
     for framework in stack_frameworks():
         newest = load_stack(framework)
         yield framework, f"{newest.title} (newest: {newest.name.partition('@')[2]})"
@@ -103,10 +103,11 @@ def _framework_lines() -> Facts:
 
 def _release_lines() -> Facts:
     for framework in stack_frameworks():
+        # The newest first.
         for name in reversed(list_releases(framework)):
             stack = load_stack(name)
-            held = f"; also {', '.join(stack.alike)}" if stack.alike else ""
-            yield name, f"{stack.date}{held}"
+            aliases = f"; also {', '.join(stack.alike)}" if stack.alike else ""
+            yield name, f"{stack.date}{aliases}"
 
 
 def _switch_lines() -> Facts:
@@ -123,13 +124,13 @@ def _alias_lines() -> Facts:
     for stack in map(load_stack, list_stacks()):
         if stack.release:
             changes = {each.key: each.value for each in release_changes(stack)}
-            said = [
+            switch_texts = [
                 f"{key}={_switch_word(changes.pop(key))}"
                 for key in stack.switches
                 if key in changes
             ]
             rest = f" and {counted(len(changes), 'other fact')}" if changes else ""
-            yield stack.name, " ".join([stack.release, *said]) + rest
+            yield stack.name, " ".join([stack.release, *switch_texts]) + rest
 
 
 def _schedule_facts(schedule: Schedule) -> Facts:
@@ -145,7 +146,7 @@ def _schedule_facts(schedule: Schedule) -> Facts:
 
 
 def _stack_facts(stack: StackProfile) -> Facts:
-    """Yield what a stack is, what a user may choose, what it refuses, and its other facts."""
+    """Yield identity, switches, refusals and other facts of a stack."""
     yield from _record_facts(stack, fields=IDENTITY)
     yield from _headed("switches", stack.switches)
     yield from _headed("not offered", (f"{each}: {stack.rule(each)}" for each in stack.rules))
@@ -156,7 +157,7 @@ def _stack_facts(stack: StackProfile) -> Facts:
         if each.when
     )
     yield from _headed("refused", refused)
-    others = (each for each in type(stack).model_fields if each not in (*IDENTITY, *TOLD))
+    others = (each for each in type(stack).model_fields if each not in (*IDENTITY, *LISTED_FIELDS))
     yield from _record_facts(stack, fields=others)
 
 

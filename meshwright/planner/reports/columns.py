@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: what all rows share moves to the heading, the rest stacks."""
+"""Tables that fit a terminal: values that all rows share move to the heading, the rest stacks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Column(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether several rows have the same."""
+        """True if several rows have the same."""
         return self.is_layout and len(self.cells) > 1 and len(set(self.cells)) == 1
 
     def text(self, cell: str) -> str:
@@ -65,8 +65,8 @@ class ColumnTable:
         """Yield the heading and the lines of the rows."""
         columns, shared = list(self.columns), list(self.shared)
         if _line_width(columns) > options.max_width:
-            said = [f"{each.head}={each.cells[0]}" for each in columns if each.is_constant]
-            columns, shared = [each for each in columns if not each.is_constant], said + shared
+            constants = [f"{each.head}={each.cells[0]}" for each in columns if each.is_constant]
+            columns, shared = [each for each in columns if not each.is_constant], constants + shared
         if shared:
             yield Text(f"all with {' '.join(shared)}")
         lines = list(_stacked(columns, options.max_width))
@@ -92,14 +92,15 @@ def _joined(line: Sequence[Column], cells: Sequence[str], number: int) -> str:
 
 def _stacked(columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
     """Yield the columns of each line, those that come first before the others; order is kept."""
-    left, number = list(columns), 0
-    while left:
+    remaining, number = list(columns), 0
+    while remaining:
         room = width - INDENT * (number > 0)
         chosen: list[Column] = []
-        for column in sorted(left, key=lambda each: not each.is_first):
+        # A first column that does not fit may still leave room for a narrower one.
+        for column in sorted(remaining, key=lambda each: not each.is_first):
             if not chosen or _line_width([*chosen, column]) <= room:
                 chosen.append(column)
             elif not column.is_first:
                 break
-        yield [each for each in left if each in chosen]
-        left, number = [each for each in left if each not in chosen], number + 1
+        yield [each for each in remaining if each in chosen]
+        remaining, number = [each for each in remaining if each not in chosen], number + 1

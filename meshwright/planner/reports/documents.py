@@ -44,7 +44,7 @@ COST = ("days", "gpu_hours", "cost_usd")
 
 
 def named(record: object, *names: str) -> dict[str, Json]:
-    """Return what a record says under *names*, under the same names.
+    """Return attributes of a record by name.
 
     >>> named(1 + 2j, "real", "imag")
     {'real': 1.0, 'imag': 2.0}
@@ -90,6 +90,7 @@ def step_document(
         "provenance": {source: result.source_fractions[source] for source in Source},
         "warnings": list(result.warnings),
     }
+    # Ways to make a plan fit are told only of one that does not.
     if not result.memory.fits:
         document["changes"] = [_change_fields(each) for each in changes]
     if result.lanes:
@@ -106,7 +107,7 @@ def step_document(
 
 
 def _task_fields(result: StepResult | SearchResult, num_gpus: int) -> dict[str, Json]:
-    """Return what is trained, on what and with what."""
+    """Return model, job, cluster, stack and GPUs of a result."""
     return {
         "model": model_fields(result.job),
         "job": job_fields(result.job),
@@ -117,7 +118,7 @@ def _task_fields(result: StepResult | SearchResult, num_gpus: int) -> dict[str, 
 
 
 def changed_fields(cluster: Cluster, stack: StackProfile) -> dict[str, Json]:
-    """Return what differs from the built-in cluster and stack by the name of the fact, if any."""
+    """Return the facts that differ from the built-in cluster and stack, by name."""
     changes = (*changed_facts(stack), *changed_facts(cluster))
     if not changes:
         return {}
@@ -173,7 +174,7 @@ def memory_fields(memory: MemoryResult) -> dict[str, Json]:
 
 
 def stage_fields(stage: StageMemory) -> dict[str, Json]:
-    """Return the bytes of one pipeline rank at its fullest instant, and when that is."""
+    """Return the bytes of one pipeline rank at its peak, and the time of the peak."""
     return {
         "stage": stage.stage,
         **stage.terms,
@@ -216,7 +217,7 @@ def search_document(
 
 
 def proof_fields(result: SearchResult) -> dict[str, Json]:
-    """Return how many layouts there are, were laid out, fit and were simulated, and the proof."""
+    """Return the size of the space, the layouts that fit and were simulated, and the proof."""
     feasible = "feasible" if result.is_counted else "feasible_at_least"
     return {
         **named(result, "space_size", "looked_at"),
@@ -226,7 +227,7 @@ def proof_fields(result: SearchResult) -> dict[str, Json]:
 
 
 def _verdict_fields(verdict: Verdict) -> dict[str, Json]:
-    """Return why nothing fits, the layouts of each cause, and ways out."""
+    """Return the cause for which nothing fits, the layouts of each cause, and ways out."""
     return {
         **named(verdict, "cause", "text"),
         "layouts": {str(cause): count for cause, count in verdict.layouts.items()},

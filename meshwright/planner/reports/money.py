@@ -1,4 +1,4 @@
-"""What a whole training run takes: days, GPU hours and money."""
+"""Cost of a whole training run: days, GPU hours and money."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ HOURS_PER_DAY = 24
 
 
 class Budget(NamedTuple):
-    """A number of tokens to train on, and what a GPU costs.
+    """Tokens to train on, and the price of a GPU.
 
     Args:
         tokens: Tokens of the whole run.
@@ -42,7 +42,7 @@ class TrainingRun(NamedTuple):
 def training_run(
     tokens: float, *, tokens_per_s: float, num_gpus: int, price_usd_per_gpu_hour: float | None
 ) -> TrainingRun:
-    """Return what a run takes: ``tokens / rate`` hours on every GPU, at a price each.
+    """Return time and cost of a run: ``tokens / rate`` hours on every GPU, at a price each.
 
     Args:
         tokens: Tokens of the whole run.

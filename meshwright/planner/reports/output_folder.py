@@ -1,4 +1,4 @@
-"""Write results whole or not at all: one file, or a folder of files."""
+"""Output files and folders, written whole or not at all."""
 
 import os
 from collections.abc import Iterator
@@ -65,11 +65,13 @@ def check_folder(text: str, *, force: bool) -> Path:
             raise PlanError(f"--out {shown} is a file; allowed: a folder")
         if path.is_dir() and not force and any(path.iterdir()):
             raise PlanError(f"--out {shown} is not empty; allowed: a new folder, or --force")
+        # The folder is made later: the nearest one that exists has to allow it.
         existing = next(each for each in path.absolute().parents if each.exists())
         if not existing.is_dir():
             raise PlanError(f"--out {shown}: {shown_path(existing)} is no folder")
         if not os.access(existing, os.W_OK):
             raise PlanError(f"--out {shown} cannot be written: permission denied")
+        # From here on no other command writes there.
         claim(path, existing)
     except OSError as error:
         raise PlanError(f"--out {shown} cannot be written: {error.strerror}") from None
@@ -77,7 +79,7 @@ def check_folder(text: str, *, force: bool) -> Path:
 
 
 def _look_at(path: Path) -> None:
-    """Raise OSError where *path* leads nowhere, such as links that lead to each other."""
+    """Raise OSError where *path* leads nowhere, as a loop of links does."""
     with suppress(FileNotFoundError, NotADirectoryError):
         path.stat()
 
@@ -93,6 +95,7 @@ def new_file(path: Path) -> Iterator[Path]:
         PlanError: If it cannot be written, such as on a full disk; nothing is left of it then.
     """
     path = Path(os.path.realpath(path))
+    # /dev/stdout and pipes cannot be replaced by a rename.
     if path.exists() and not path.is_file():
         with _refusals_named(path):
             yield path
@@ -140,6 +143,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     with _refusals_named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(path) as scratch:
+        # Renamed at the end, so that nobody finds a folder half written.
         written = scratch / "files"
         written.mkdir(mode=FOLDER_MODE)
         yield written

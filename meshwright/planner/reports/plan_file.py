@@ -67,7 +67,7 @@ P = TypeVar("P", Cluster, StackProfile)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedPlan:
-    """What a plan file holds."""
+    """Job, plan, cluster and stack of a plan file."""
 
     job: TrainingJob
     plan: ResolvedPlan
@@ -83,7 +83,7 @@ class _JobEntry(Record):
 
 
 def _entry_type(field: PlanField) -> object:
-    """Return what a plan file may hold for a field; numbers and flags are taken as written."""
+    """Return the type of a field in a plan file; numbers and flags are taken as written."""
     kind: object = {
         int: Degree,
         bool: Annotated[bool, Field(strict=True)],
@@ -104,8 +104,8 @@ def _entry_type(field: PlanField) -> object:
 def _entry(name: str, fields: Mapping[str, PlanField], **parts: object) -> type[Record]:
     """Return the record of an entry; fields that are not basic may be left out."""
     kinds = {key: parts.get(key) or _entry_type(each) for key, each in fields.items()}
-    usual = {key: each.default for key, each in fields.items() if not each.declaration.is_basic}
-    return type(name, (Record,), {"__annotations__": kinds, **usual})
+    defaults = {key: each.default for key, each in fields.items() if not each.declaration.is_basic}
+    return type(name, (Record,), {"__annotations__": kinds, **defaults})
 
 
 @cache
@@ -114,8 +114,8 @@ def _plan_entry() -> type[Record]:
     return _entry("_PlanEntry", PLAN_FIELDS, parameter_server=servers | None)
 
 
-def _said(entry: Record) -> dict[str, object]:
-    """Return what an entry says of a plan; in files of old a field is null where its stack says it.
+def _plan_values(entry: Record) -> dict[str, object]:
+    """Return the fields of a plan in an entry; null in files of old stands for the stack's default.
 
     Files that leave rare fields out mean their defaults.
     """
@@ -139,7 +139,7 @@ def _plan_file() -> type[_PlanFile]:
 
 
 def plan_fields(plan: ResolvedPlan) -> dict[str, Json]:
-    """Return every field of a plan by name, rare ones that are not as usual."""
+    """Return every field of a plan by name; rare ones only where they differ from the default."""
     values: dict[str, Json] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, each in PLAN_FIELDS.items()
@@ -152,7 +152,7 @@ def plan_fields(plan: ResolvedPlan) -> dict[str, Json]:
 
 
 def job_fields(job: TrainingJob) -> dict[str, Json]:
-    """Return batch, sequence length and precision of a job, and of experts how even they are."""
+    """Return batch, sequence length and precision of a job, and the imbalance of experts."""
     fields: dict[str, Json] = {
         "global_batch_size": job.global_batch_size,
         "seq_len": job.seq_len,
@@ -174,7 +174,7 @@ def plan_document(saved: SavedPlan) -> dict[str, Json]:
 
 
 def is_plan_file(text: str) -> bool:
-    """Return whether a word names a plan file, and no model.
+    """Return True if a word names a plan file, and no model.
 
     >>> is_plan_file("gpt2"), is_plan_file("out/plan-2.json")
     (False, True)
@@ -182,6 +182,7 @@ def is_plan_file(text: str) -> bool:
     path = Path(text)
     if path.suffix != ".json":
         return False
+    # By its name: one that cannot be read is then refused as a plan.
     if re.fullmatch(r"plan(-[0-9]+)?", path.stem):
         return True
     try:
@@ -192,7 +193,7 @@ def is_plan_file(text: str) -> bool:
 
 
 def read_plan(path: Path) -> SavedPlan:
-    """Return what the plan file at *path* holds.
+    """Return the plan, the job, the cluster and the stack of the file at *path*.
 
     Raises:
         PlanError: If it cannot be read or says something that cannot be; names file and key.
@@ -203,7 +204,7 @@ def read_plan(path: Path) -> SavedPlan:
     def resolved(key: str, load: Callable[[str], T], build: Callable[[dict[str, object]], T]) -> T:
         value = getattr(entry, key)
         try:
-            return load(_beside(path, value)) if isinstance(value, str) else build(value)
+            return load(_path_beside(path, value)) if isinstance(value, str) else build(value)
         except (PlanError, ProfileError) as error:
             raise PlanError(f"{file}: {key}: {error}") from None
 
@@ -212,14 +213,14 @@ def read_plan(path: Path) -> SavedPlan:
     stack = resolved("stack", load_stack, lambda data: _profile(StackProfile, data))
     try:
         job = TrainingJob(model=model, **entry.job.model_dump())
-        plan = resolve(job, cluster, stack, _said(entry.plan))
+        plan = resolve(job, cluster, stack, _plan_values(entry.plan))
     except PlanError as error:
         raise PlanError(f"{file}: {error}") from None
     return SavedPlan(job=job, plan=plan, cluster=cluster, stack=stack)
 
 
 def read_runnable_plan(path: Path) -> SavedPlan:
-    """Return what the plan file at *path* holds, to be run as it stands.
+    """Return the content of the plan file at *path*, to be run as it stands.
 
     Raises:
         PlanError: As `read_plan`, or if the plan can never run: before anything is built of it.
@@ -230,13 +231,14 @@ def read_runnable_plan(path: Path) -> SavedPlan:
 
 
 def _reference(item: T, is_known: Callable[[str], bool], load: Callable[[str], T]) -> Json:
+    # A built-in that --set changed is written out in full.
     if is_known(item.name) and load(item.name) == item:
         return item.name
     document: dict[str, Json] = item.model_dump(mode="json")
     return document
 
 
-def _beside(path: Path, name: str) -> str:
+def _path_beside(path: Path, name: str) -> str:
     """Return *name*, or as a path relative to the folder of *path* where it names a file."""
     is_file = "/" in name or name.endswith((".toml", ".json"))
     return str(path.parent / name) if is_file else name
@@ -258,6 +260,7 @@ def _checked(data: object, file: str) -> _PlanFile:
         raise PlanError(
             f"{file}: format: {shown(data.get('format'))} is not a plan file; allowed: {FORMAT!r}"
         )
+    # A framework's name then meant one release; today it means the newest.
     if data["format"] == OLD_FORMAT:
         data = {**data, "stack": _dated(data.get("stack"))}
     from pydantic import ValidationError
@@ -282,7 +285,7 @@ def _first_mistake(error: "ValidationError") -> str:
         if details["type"] == "extra_forbidden":
             *parents, word = (str(part) for part in details["loc"])
             entries: dict[str, type[Record]] = {"job": _JobEntry, "plan": _plan_entry()}
-            known = entries.get(parents[0] if parents else "", _PlanFile).model_fields
-            where = ".".join([*parents, shown(word)])
-            return f"{where}: unknown key; {suggestion(word, known)}"
+            keys = entries.get(parents[0] if parents else "", _PlanFile).model_fields
+            path = ".".join([*parents, shown(word)])
+            return f"{path}: unknown key; {suggestion(word, keys)}"
     return one_line(error)

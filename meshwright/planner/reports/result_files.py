@@ -1,4 +1,4 @@
-"""The files that `--out` leaves: plans, documents, tables and pictures."""
+"""Files that `--out` leaves: plans, documents, tables and pictures."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -57,7 +57,7 @@ def write_search(
 
 
 def saved_plan(result: StepResult) -> SavedPlan:
-    """Return what a plan file keeps of a simulated step."""
+    """Return the content of a plan file for a simulated step."""
     return SavedPlan(job=result.job, plan=result.plan, cluster=result.cluster, stack=result.stack)
 
 
@@ -100,9 +100,9 @@ def _search_pictures(result: SearchResult) -> dict[str, "Figure"]:
 
 
 def search_breakdown(result: SearchResult) -> "Figure":
-    """Return where the time of the best layouts goes, side by side."""
+    """Return the breakdowns of the best layouts, side by side."""
     best = result.plans[:MOST_BARS]
-    return _breakdown(best, [_plan_file(place + 1).stem for place in range(len(best))])
+    return _breakdown(best, [_plan_file(index + 1).stem for index in range(len(best))])
 
 
 def _breakdown(steps: Sequence[StepResult], names: Sequence[str] = ()) -> "Figure":

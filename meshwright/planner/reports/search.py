@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_FRONTIER_LINES = 8
 WORD_COLUMNS = {each.declaration.heading for each in SEARCHED_FIELDS if each.choices} | {"proven"}
-HABIT = "-"  # a switch that the plan leaves to the stack
+DEFAULT_CELL = "-"  # a field that the plan leaves to the stack
 SHORT_SAMPLES = {"tokens": "tok"}
 TIME_COLUMN = "days"
 COST_COLUMN = "cost USD"
@@ -50,18 +50,18 @@ def search_report(
         budget: Adds days and cost of a number of tokens to each plan.
         largest: The largest value of a quantity that fits, if it was asked for.
     """
-    place = f"{counted(result.num_gpus, 'GPU')} of {result.cluster.name}"
+    devices = f"{counted(result.num_gpus, 'GPU')} of {result.cluster.name}"
     verdict = () if result.verdict is None else (*result.verdict.lines, "")
     parts: list[RenderableType] = [
         *map(Text, verdict),
-        Text(headline(result.job, place, result.stack.name), style="bold"),
+        Text(headline(result.job, devices, result.stack.name), style="bold"),
         facts_table([("job", job_text(result.job)), *changed_lines(result.cluster, result.stack)]),
         Text(),
     ]
     if result.plans:
         parts += [_plans_table(result, budget), Text()]
-    told = [] if largest is None else [("largest", str(largest))]
-    parts.append(facts_table([*told, *_facts(result)]))
+    largest_facts = [] if largest is None else [("largest", str(largest))]
+    parts.append(facts_table([*largest_facts, *_facts(result)]))
     parts += _frontier_parts(result)
     if result.plans:
         parts += warning_lines(result.plans[0].warnings)
@@ -70,7 +70,7 @@ def search_report(
 
 
 def proof_text(result: SearchResult) -> str:
-    """Return what the search proves about its first plan."""
+    """Return the proof of the first plan in words."""
     if not result.plans:
         return f"none of {result.space_size:,} layouts fits"
     over = counted(result.space_size, "layout")
@@ -93,9 +93,9 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
     yield "proof", proof_text(result)
     yield from _launch_facts(result)
     yield "searched", ", ".join(result.varied.searched) or "nothing"
-    for reason, names in _texts(result.varied.held):
+    for reason, names in _reasons(result.varied.held):
         yield "held", f"{names} ({reason})"
-    for reason, names in _texts(result.varied.left_out):
+    for reason, names in _reasons(result.varied.left_out):
         yield "left out", f"{names} ({reason})"
     laid_out, least = "", ""
     if not result.is_counted:
@@ -118,7 +118,7 @@ def _facts(result: SearchResult) -> Iterator[tuple[str, str]]:
 
 
 def _launch_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
-    """Say which framework starts the plans, and what of a faster one it cannot be told."""
+    """Yield the framework that launches the plans, and a faster plan that it cannot launch."""
     if result.launcher:
         yield "launch", f"each plan as it stands, with {result.launcher}"
     if result.not_launched:
@@ -134,11 +134,11 @@ def _launch_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
 
 def _shared(rows: Sequence[Row]) -> list[str]:
     """Return the fields that a table of *rows* leaves out, as all have the same."""
-    shown = _shown_fields(rows)
+    shown_fields = _shown_fields(rows)
     return [
         f"{each.declaration.heading}={value_text(value)}"
         for each in SEARCHED_FIELDS
-        if each not in shown
+        if each not in shown_fields
         and (value := rows[0][each.name]) not in {None, ()}
         and not (each.default_goes_without_saying and value == each.default)
     ]
@@ -147,25 +147,25 @@ def _shared(rows: Sequence[Row]) -> list[str]:
 def _fastest_facts(result: SearchResult) -> Iterator[tuple[str, str]]:
     """Say which plan the fastest is folded into, if it is."""
     best = result.plans[0]
-    for place in result.listed:
-        if best.plan in result.like[place]:
-            listed = result.plans[place]
+    for index in result.listed:
+        if best.plan in result.like[index]:
+            listed = result.plans[index]
             faster = listed.step_ps / best.step_ps - 1
             rows = [_row(result, each.plan) for each in (best, listed)]
             differing = " ".join(
-                f"{each.declaration.heading}={_text(rows[0][each.name])}"
+                f"{each.declaration.heading}={_cell_text(rows[0][each.name])}"
                 for each in _shown_fields(rows)
                 if getattr(best.plan, each.name) != getattr(listed.plan, each.name)
             )
-            yield "fastest", f"plan 1: plan {place + 1} with {differing}, {faster:.2%} faster"
+            yield "fastest", f"plan 1: plan {index + 1} with {differing}, {faster:.2%} faster"
 
 
-def _texts(held: Sequence[Held]) -> Iterator[tuple[str, str]]:
-    """Yield each reason why fields were held, or values left out, with these."""
-    for reason in dict.fromkeys(each.reason for each in held):
+def _reasons(fields: Sequence[Held]) -> Iterator[tuple[str, str]]:
+    """Yield each reason of fixed fields, or of excluded values, with these."""
+    for reason in dict.fromkeys(each.reason for each in fields):
         texts = (
             each.name if each.value is None else f"{each.name}={value_text(each.value)}"
-            for each in held
+            for each in fields
             if each.reason == reason
         )
         yield reason, ", ".join(texts)
@@ -186,15 +186,15 @@ def _plans_table(result: SearchResult, budget: Budget | None) -> ColumnTable:
     rows = [_row(result, each.plan) for each in steps]
     sample = result.job.model.sample
     columns = [
-        _column("", [str(place + 1) for place in range(len(steps))], is_first=True),
+        _column("", [str(index + 1) for index in range(len(steps))], is_first=True),
         *_layout_columns(rows),
         *_server_columns(result, [step.plan for step in steps]),
         *step_columns(steps, f"{SHORT_SAMPLES.get(sample, sample)}/s/GPU"),
         *([] if budget is None else _money_columns(budget, steps)),
     ]
     likes = [
-        _like_text(len(others)) if place in result.listed else "the fastest"
-        for place, others in enumerate(result.like)
+        _like_text(len(like)) if index in result.listed else "the fastest"
+        for index, like in enumerate(result.like)
     ]
     if any(likes):
         columns.append(Column(head=" ", cells=likes, is_word=True))
@@ -261,15 +261,15 @@ def _shown_fields(rows: Sequence[Row]) -> list[PlanField]:
 
 def _row(result: SearchResult, plan: ResolvedPlan) -> Row:
     """Return the fields of a plan in a table: of stages the rule, None where it is the stack's."""
-    said = without_defaults(result.job, result.stack, plan)
-    row = {each.name: getattr(said, each.name) for each in SEARCHED_FIELDS}
+    fields_set = without_defaults(result.job, result.stack, plan)
+    row = {each.name: getattr(fields_set, each.name) for each in SEARCHED_FIELDS}
     return {**row, "stages": stages_rule(result.job, plan, result.stack)}
 
 
 def _layout_columns(rows: Sequence[Row]) -> Iterator[Column]:
     """Yield a column for each field that is shown."""
     for field in _shown_fields(rows):
-        yield layout_column(field, [_text(row[field.name]) for row in rows])
+        yield layout_column(field, [_cell_text(row[field.name]) for row in rows])
 
 
 def _server_columns(result: SearchResult, plans: Sequence[ResolvedPlan]) -> Iterator[Column]:
@@ -290,7 +290,7 @@ def layout_column(field: PlanField, cells: Sequence[str]) -> Column:
 
 
 def step_columns(steps: Sequence[StepResult], rate: str) -> list[Column]:
-    """Return what the steps of plans come to; time and memory come first."""
+    """Return the columns of the results of steps; time and memory come first."""
     cells = [
         ("step s", [f"{step.step_time_s:.4g}" for step in steps]),
         (rate, [f"{step.tokens_per_s_per_gpu:,.0f}" for step in steps]),
@@ -310,5 +310,5 @@ def _money_columns(budget: Budget, steps: Sequence[StepResult]) -> Iterator[Colu
         yield _column(COST_COLUMN, [f"{run.cost_usd:,.0f}" for run in runs])
 
 
-def _text(value: object) -> str:
-    return HABIT if value is None else value_text(value)
+def _cell_text(value: object) -> str:
+    return DEFAULT_CELL if value is None else value_text(value)

@@ -66,9 +66,9 @@ def step_report(
         changes: Of a plan that does not fit: what makes it fit.
         largest: The largest value of a quantity that fits, if it was asked for.
     """
-    place = f"{counted(result.plan.world_size, 'GPU')} of {result.cluster.name}"
+    devices = f"{counted(result.plan.world_size, 'GPU')} of {result.cluster.name}"
     parts: list[RenderableType] = [
-        Text(headline(result.job, place, result.stack.name), style="bold"),
+        Text(headline(result.job, devices, result.stack.name), style="bold"),
         facts_table([*_plan_facts(result), ("", ""), *_speed_facts(result, budget)]),
         Text(),
         SideBySide(_breakdown_table(result), _memory_table(result)),
@@ -86,7 +86,7 @@ def step_report(
 
 
 def headline(job: TrainingJob, place: str, stack: str) -> str:
-    """Return what is trained, on what and with what, in one line."""
+    """Return model, cluster and stack in one line."""
     size = format_count(count_parameters(job.model))
     return f"{job.model.name} ({size} parameters) on {place}, stack {stack}"
 
@@ -145,7 +145,7 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def change_facts(changes: Sequence[Change]) -> list[tuple[str, str]]:
-    """Return what makes a plan fit, a line each."""
+    """Return the changes that make a plan fit, a line each."""
     lines = [str(each) for each in changes] or ["none of the changes that were tried"]
     return [("fits with" if number == 0 else "or", line) for number, line in enumerate(lines)]
 
@@ -161,6 +161,7 @@ def yes_no(value: bool) -> str:  # noqa: FBT001  (one value, nothing to mix it u
 
 
 def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
+    # Defaults of the stack are not shown.
     plan = without_defaults(result.job, result.stack, result.plan)
     microbatches = counted(result.num_microbatches, "microbatch")
     batches = f"{microbatches}, microbatch_size={plan.microbatch_size}"
@@ -173,28 +174,28 @@ def _plan_facts(result: StepResult) -> list[tuple[str, str]]:
     ]
     facts += changed_lines(result.cluster, result.stack)
     if plan.dp_shard is not None:
-        sets = plan.dp // plan.dp_shard
-        shards = f"{counted(sets, 'replica')} of {counted(plan.dp_shard, 'shard')}"
+        replicas = plan.dp // plan.dp_shard
+        shards = f"{counted(replicas, 'replica')} of {counted(plan.dp_shard, 'shard')}"
         facts.append(("shards", f"{shards} (dp_shard)"))
     if plan.reshard_after_forward is not None:
-        frees = plan.reshard_after_forward
-        what = "freed after forward" if frees else "kept from forward to backward"
-        facts.append(("gathered", f"parameters are {what}"))
+        reshards = plan.reshard_after_forward
+        lifetime = "freed after forward" if reshards else "kept from forward to backward"
+        facts.append(("gathered", f"parameters are {lifetime}"))
     facts.extend(_gradient_facts(plan))
     if plan.offload is not Offload.NONE:
         facts.append(("host", f"keeps and updates what is offloaded (offload={plan.offload})"))
     if plan.offload_layers is not None or plan.offload_modules:
-        whose = f"{', '.join(plan.offload_modules)} of layers"
+        tensors = f"{', '.join(plan.offload_modules)} of layers"
         if plan.offload_layers is not None:
-            whose = f"the first {counted(plan.offload_layers, 'layer')}"
-        facts.append(("host", f"keeps activations of {whose} from forward to backward"))
+            tensors = f"the first {counted(plan.offload_layers, 'layer')}"
+        facts.append(("host", f"keeps activations of {tensors} from forward to backward"))
     if plan.parameter_server is not None:
         facts.append(("servers", _servers_text(plan.parameter_server)))
     return facts
 
 
 def _gradient_facts(plan: ResolvedPlan) -> list[tuple[str, str]]:
-    """Return what the plan says about gradients beside the stack's habits."""
+    """Return the gradient fields that differ from the stack's defaults."""
     words = []
     if plan.gradient_precision is not None:
         words.append(f"kept in {plan.gradient_precision}")
@@ -233,7 +234,7 @@ def value_text(value: object) -> str:
 
 
 def switches_text(plan: ResolvedPlan, job: TrainingJob) -> str:
-    """Return the switches of a plan, and what else of it is not as usual and has no line."""
+    """Return the switches of a plan, and other fields without a line that are not defaults."""
     shown = (
         each
         for each in PLAN_FIELDS.values()
@@ -268,7 +269,7 @@ def _speed_facts(result: StepResult, budget: Budget | None) -> list[tuple[str, s
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Two tables beside each other, or one below the other where the terminal is narrow."""
+    """Two tables side by side, or one below the other where the terminal is narrow."""
 
     left: Table
     right: Table

@@ -51,7 +51,7 @@ def plan_rows(
 
 
 def known_by(job: TrainingJob, cluster: Cluster, stack: StackProfile, num_gpus: int) -> Row:
-    """Return what every row of every table has, so that tables can be joined."""
+    """Return the columns that every row of every table has, so that tables can be joined."""
     return {
         "model": job.model.name,
         "cluster": cluster.name,
@@ -116,7 +116,7 @@ def _plan_cells(result: StepResult, names: Sequence[str]) -> Row:
 def _stage_rows(rank: int, result: StepResult) -> Iterator[Row]:
     plan = result.plan
     for stage in result.memory.by_stage:
-        # Beside a mesh of ranks a row is a device, which holds or serves the whole model.
+        # Without a mesh of ranks a row is a device, which holds or serves the whole model.
         layers = plan.stages if result.lanes else plan.stages[stage.stage :: plan.pp]
         yield {
             "plan": rank,

@@ -90,6 +90,7 @@ def _unset(call: Call) -> Status:
 
 def _set(call: Call) -> Status:
     """Carry out ``set -e`` and the like; ``set -- A B`` is not read."""
+    # `set --` replaces the arguments of the script.
     if any(each.characters == "--" for each in call.arguments):
         raise call.refusal()
     return True
@@ -101,6 +102,7 @@ def _shift(call: Call) -> Status:
     if MARKS.search(text):
         return text[0]
     number = int(text) if text.isdecimal() else 1
+    # bash fails, and leaves the arguments as they are.
     if number > len(state.arguments):
         return False
     state.arguments = state.arguments[number:]
@@ -141,6 +143,7 @@ def _read(call: Call) -> Status:
     """Set the variables of ``read``: those of a here-string that is known, or to what is not."""
     shell, where = call.shell, call.shell.unknowns.where(call.place)
     name, flags = call.words[0].text.characters, [each.characters for each in call.arguments]
+    # Without -v printf sets no variable.
     if name == "printf" and flags[:1] != ["-v"]:
         return True
     names = [each for each in flags if NAME.fullmatch(each)]
@@ -156,9 +159,9 @@ def _read(call: Call) -> Status:
         for each, word in zip(names, [*words, *[Text()] * len(names)], strict=False):
             shell.assign(each, word, call.place)
     else:
-        what = "is read from outside the file" if name == "read" else f"is set by {name}"
+        reason = "is read from outside the file" if name == "read" else f"is set by {name}"
         for each in names:
-            cause = f"${each} at {where} {what}"
+            cause = f"${each} at {where} {reason}"
             unknown = Unknown(f"${each}", cause, each, is_open=name != "read")
             shell.assign(each, shell.mark(call.place, unknown), call.place)
     if name != "read" or call.text is not None:
@@ -177,15 +180,16 @@ def _words_read(call: Call, most: int, *, is_whole: bool) -> list[Text] | None:
     at, stop = 0, len(characters)
     if is_white:
         at, stop = stop - len(characters.lstrip()), len(characters.rstrip())
-    found: list[Text] = []
+    words: list[Text] = []
     for each in re.finditer(f"[{WHITE}]+" if is_white else re.escape(between) or "$.", characters):
-        if at <= each.start() < stop and len(found) + 1 != most:
-            found.append(call.text.part(at, each.start()))
+        if at <= each.start() < stop and len(words) + 1 != most:
+            words.append(call.text.part(at, each.start()))
             at = each.end()
-    return [*found, call.text.part(at, stop)]
+    return [*words, call.text.part(at, stop)]
 
 
 def _getopts(call: Call) -> Status:
+    # Options of the script's own arguments are not parsed.
     if call.shell.state.arguments:
         raise call.refusal("is read only without arguments")
     return False
@@ -207,7 +211,7 @@ def _echo(call: Call) -> Text | None:
 
 
 def _path_part(call: Call) -> Text | None:
-    """Return what ``dirname`` or ``basename`` prints."""
+    """Return the output of ``dirname`` or ``basename``."""
     if not 1 <= len(call.arguments) <= 2:
         return None
     path, *ending = [each.characters for each in call.arguments]
@@ -251,6 +255,7 @@ PRINTING: Mapping[str, Callable[[Call], Text | None]] = {
     "seq": _seq,
 }
 BUILTINS: Mapping[str, Callable[[Call], Status]] = {
+    # None of these changes the words of a command.
     **dict.fromkeys((":", "true", "trap", "wait", "umask", "ulimit", "shopt", "alias"), _succeed),
     **dict.fromkeys(("return", "break", "continue"), _leave),
     **dict.fromkeys(("cd", "pushd", "popd"), _cd),
@@ -288,8 +293,8 @@ def assign(shell: Interpreter, node: "Node", stop: int | None = None) -> str:
     parts = fragments(shell, whole, operator.end_byte, stop or node.end_byte, "word")
     text = field_of(parts).text
     if operator.type == "+=":
-        old = before.texts[:1] if before is not None else (shell.unset(name, place),)
-        text = shell.join([*old, text], place)
+        values = before.texts[:1] if before is not None else (shell.unset(name, place),)
+        text = shell.join([*values, text], place)
     shell.assign(name, text, place)
     return name
 
@@ -311,16 +316,16 @@ def _assign_element(shell: Interpreter, node: "Node", operator: "Node") -> str:
 
 def _elements(shell: Interpreter, node: "Node") -> list[Text]:
     """Return the elements of ``(a "b c" $D)``."""
-    found: list[Text] = []
+    elements: list[Text] = []
     for group in word_groups(
         shell, [each for each in node.named_children if each.type != "comment"]
     ):
         start, stop = group[0].start_byte, group[-1].end_byte
         if ELEMENT.fullmatch(shell.frame.source.characters[start:stop]):
             raise shell.refusal(shell.place(group[0]), "an array with keys is not read")
-        found += [each.text for each in fields(shell, node, group)]
-    shell.spend(shell.place(node), steps=1 + len(found) // 10)
-    return found
+        elements += [each.text for each in fields(shell, node, group)]
+    shell.spend(shell.place(node), steps=1 + len(elements) // 10)
+    return elements
 
 
 def run_declaration(shell: Interpreter, node: "Node") -> Status:

@@ -46,7 +46,7 @@ STATEMENTS = frozenset(
 
 @dataclass(slots=True)
 class Redirections:
-    """What redirections make of a command."""
+    """Redirections of a command: its input, and whether its output is seen."""
 
     text: Text | None = None  # what it reads, where that stands in the script
     is_quiet: bool = False  # what it prints goes elsewhere
@@ -59,36 +59,36 @@ def run_command(shell: Interpreter, node: "Node") -> Status:
     redirects = [] if body == node else [each for each in node.children if each != body]
     if body is not None and body.type in {"command", "unset_command"}:
         return _run_simple(shell, body, redirects)
-    output, given = shell.output, _redirections(shell, redirects)
-    shell.output = [] if given.is_quiet and output is not None else output
+    output, redirections = shell.output, _redirections(shell, redirects)
+    shell.output = [] if redirections.is_quiet and output is not None else output
     status = shell.run(shell, body) if body is not None else True
     shell.output = output
     return status
 
 
 def _redirections(shell: Interpreter, nodes: Sequence["Node"]) -> Redirections:
-    given = Redirections()
+    redirections = Redirections()
     waiting = list(nodes)
     for each in waiting:
         if each.type == "herestring_redirect":
-            given.text = single(shell, each.children[-1]).text
+            redirections.text = single(shell, each.children[-1]).text
         elif each.type == "file_redirect":
             descriptor = each.child_by_field_name("descriptor")
             is_output = any(inner.type.startswith((">", "&>")) for inner in each.children)
             is_first = descriptor is None or shell.text(descriptor) == "1"
-            given.is_quiet = given.is_quiet or (is_output and is_first)
+            redirections.is_quiet = redirections.is_quiet or (is_output and is_first)
             groups = word_groups(shell, each.children_by_field_name("destination"))
-            given.words += [inner for group in groups[1:] for inner in group]
+            redirections.words += [inner for group in groups[1:] for inner in group]
         elif each.type == "heredoc_redirect":
-            given.text = _here_document(shell, each)
+            redirections.text = _here_document(shell, each)
             for inner in each.named_children:
                 if inner.type in {"file_redirect", "herestring_redirect"}:
                     waiting.append(inner)
                 elif inner.type in STATEMENTS:
                     raise shell.refusal(shell.place(inner), "a command behind `<<` is not read")
                 elif not inner.type.startswith(("heredoc", "file_desc")):
-                    given.words.append(inner)
-    return given
+                    redirections.words.append(inner)
+    return redirections
 
 
 def _here_document(shell: Interpreter, node: "Node") -> Text:
@@ -124,10 +124,10 @@ def _run_simple(shell: Interpreter, node: "Node", redirects: Sequence["Node"]) -
     ):
         raise shell.refusal(shell.place(node), "where this command begins is not read")
     words = fields(shell, node, parts)
-    given = _redirections(shell, [*inner, *redirects])
-    for each in given.words:
+    redirections = _redirections(shell, [*inner, *redirects])
+    for each in redirections.words:
         words += fields(shell, each.parent or node, [each])
-    return _run_words(shell, words, prefix, given, shell.place(node)) if words else True
+    return _run_words(shell, words, prefix, redirections, shell.place(node)) if words else True
 
 
 def _is_divided(shell: Interpreter, start: int, stop: int) -> bool:
@@ -144,6 +144,7 @@ def _run_words(
     """Run a command with the variables that are assigned before it."""
     before, exported, output = dict(shell.state.variables), shell.state.exported, shell.output
     names = [assign(shell, each) for each in prefix]
+    # `A=1 python x` exports A to this command alone.
     shell.state.exported |= {*names}
     shell.output = [] if given.is_quiet and output is not None else output
     try:
@@ -162,6 +163,7 @@ def run_words(shell: Interpreter, words: Sequence[Field], text: Text | None, pla
     call = Call(shell, words, [each.text for each in words[1:]], text, place)
     if function is not None:
         return _call(call, function)
+    # Output counts only within `$(`.
     if name in PRINTING and shell.output is not None:
         printed = PRINTING[name](call)
         shell.output += [] if printed is None else [printed]
@@ -202,17 +204,20 @@ def _external(call: Call, fields_: Sequence[Field]) -> Status:
     )
     at = wrapped_at(words)
     name = words[at].text if at < len(words) else ""
+    # Each command takes a copy of the variables that it sees.
     shell.spend(place, steps=1 + len(shell.state.exported) // 4)
     if name in SHELLS and _run_script(call, [each.text for each in fields_[at:]], words[:at]):
         return True
     variables = {name: shell.state.variables.get(name) for name in sorted(shell.state.exported)}
-    seen = {
+    environment = {
         name: shell.unknowns.word(variable.texts[0], place)
         for name, variable in variables.items()
         if variable is not None and not variable.is_array
     }
-    seen |= environment_of(words[:at])
-    shell.commands.append(Command(words=words, environment=seen, launcher=shell.frame.launcher))
+    environment |= environment_of(words[:at])
+    shell.commands.append(
+        Command(words=words, environment=environment, launcher=shell.frame.launcher)
+    )
     where = shell.unknowns.where(place)
     shown = " ".join(each.text for each in words[:3])[:40]
     cause = f"whether `{shown}` at {where} succeeds is not known"
@@ -222,7 +227,7 @@ def _external(call: Call, fields_: Sequence[Field]) -> Status:
 
 def _run_script(call: Call, arguments: list[Text], launcher: tuple[Word, ...]) -> bool:
     """Read what ``bash -c``, ``bash FILE`` or ``bash <<EOF`` runs; False if that is not there."""
-    shell, outer, flags = call.shell, call.shell.state, ""
+    shell, saved_state, flags = call.shell, call.shell.state, ""
     name = arguments.pop(0)
     while arguments and arguments[0].characters.startswith("-"):
         flag = arguments.pop(0).characters
@@ -235,15 +240,18 @@ def _run_script(call: Call, arguments: list[Text], launcher: tuple[Word, ...]) -
         script = _read_beside(shell, name)
     if script is None:
         return False
-    exported = {each: value for each, value in outer.variables.items() if each in outer.exported}
-    shell.state = State(exported, outer.exported, name=name, folder=outer.folder)
+    # A new shell sees exported variables alone.
+    exported = {
+        each: value for each, value in saved_state.variables.items() if each in saved_state.exported
+    }
+    shell.state = State(exported, saved_state.exported, name=name, folder=saved_state.folder)
     shell.state.arguments, shell.state.knows_arguments = tuple(arguments), True
     try:
         run_text(shell, script, call.place, launcher)
     except Flow:
         pass
     finally:
-        shell.state = outer
+        shell.state = saved_state
     return True
 
 
@@ -267,6 +275,7 @@ def _read_beside(shell: Interpreter, path: Text) -> Text | None:
     file = (root / ("" if MARKS.search(folder) else folder) / path.characters).resolve()
     if not file.is_relative_to(root) or not file.is_file() or file.stat().st_size > MOST_BYTES:
         return None
+    # Files that source each other would be read for ever.
     if len(shell.unknowns.files) > 50:
         raise shell.refusal(path.place, "the script reads over 50 files")
     try:

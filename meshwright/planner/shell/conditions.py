@@ -29,14 +29,15 @@ def negated(status: Status) -> Status:
 
 
 def both(left: Status, right: Status) -> Status:
-    """Return whether two conditions hold."""
+    """Return the status of ``a && b``."""
+    # False decides, whether or not the other side is known.
     if left is False or right is False:
         return False
     return right if left is True else left
 
 
 def either(left: Status, right: Status) -> Status:
-    """Return whether one of two conditions holds."""
+    """Return the status of ``a || b``."""
     return negated(both(negated(left), negated(right)))
 
 
@@ -64,7 +65,8 @@ class Condition:
         return is_next
 
     def result(self) -> Status:
-        """Return whether the condition holds; refuse one that is not read."""
+        """Return the status of the test; refuse one that is not read."""
+        # `[ x ]` holds if x is not empty.
         if len(self.words) < 2:
             return bool(self.words) and self.filled(self.words[0].text)
         status = self.disjunction()
@@ -106,7 +108,7 @@ class Condition:
         return self.filled(following[0].text) if following else False
 
     def filled(self, text: Text) -> Status:
-        """Return whether a text has characters; what nothing sets has none."""
+        """Return True if a text has characters; an unset variable has none."""
         rest = self.shell.unknowns.without_unset(text.characters)
         return True if MARKS.sub("", rest) else rest[:1] or False
 
@@ -119,8 +121,8 @@ class Condition:
                 return True  # the word vanishes, and `[ -n ]` is true
             status = self.filled(word.text)
             return status if sign == "-n" else negated(status)
-        why = "asks for what is not in the file"
-        return self.shell.unread(self.place, f"the test `{sign} {characters}`", why).characters
+        reason = "asks for what is not in the file"
+        return self.shell.unread(self.place, f"the test `{sign} {characters}`", reason).characters
 
     def compared(self, left: Text, sign: Field, right: Field) -> Status:
         """Return the value of a comparison."""
@@ -147,6 +149,7 @@ class Condition:
         numbers: list[int] = []
         for each in sides:
             value: int | str
+            # `[[ ]]` evaluates arithmetic, `[ ]` takes whole numbers.
             if self.is_double or MARKS.search(each):
                 value = calculated(self.shell, each, self.place)
             elif re.fullmatch(r"\s*[-+]?[0-9]{1,19}\s*", each):
@@ -169,14 +172,14 @@ def leaves(node: "Node") -> Iterator["Node"]:
 
 
 def tested(shell: Interpreter, node: "Node") -> Status:
-    """Return whether ``[ ... ]`` or ``[[ ... ]]`` holds."""
+    """Return the status of ``[ ... ]`` or ``[[ ... ]]``."""
     inner = list(leaves(node))[1:-1]
     is_double = node.children[0].type == "[["
     words: list[Field] = []
     for group in _groups(shell, inner, is_double=is_double):
         start, stop = group[0].start_byte, group[-1].end_byte
-        found = fragments(shell, node, start, stop, "word")
-        words += [field_of(found)] if is_double else divided(shell, found)
+        parts = fragments(shell, node, start, stop, "word")
+        words += [field_of(parts)] if is_double else divided(shell, parts)
     return Condition(shell, words, shell.place(node), is_double).result()
 
 

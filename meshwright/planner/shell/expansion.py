@@ -81,6 +81,7 @@ def parse(source: Text, unknowns: Unknowns) -> "Node":
     if len(source.characters) > MOST_BYTES:
         raise unknowns.refusal(source.place, f"a script has at most {MOST_BYTES:,} characters")
     parser = Parser(Language(tree_sitter_bash.language()))
+    # One byte a character, so that offsets in the tree are those in the text.
     data = bytes(re.sub(r"[^\0-\x7f]", ".", source.characters), "ascii")
     root = parser.parse(data).root_node
     if root.has_error:
@@ -112,16 +113,16 @@ def _first_error(node: "Node") -> "Node":
 
 def specials(node: "Node", start: int, stop: int) -> list["Node"]:
     """Return the parts of a range that are expanded or quoted, the outermost of each."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     children = node.children
     first = bisect_right(children, start, key=lambda each: each.end_byte)
     last = bisect_left(children, stop, key=lambda each: each.start_byte)
     for each in children[first:last]:
         if each.type in SPECIAL and each.start_byte >= start and each.end_byte <= stop:
-            found.append(each)
+            nodes.append(each)
         else:
-            found += specials(each, start, stop)
-    return found
+            nodes += specials(each, start, stop)
+    return nodes
 
 
 def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str) -> list[Fragment]:
@@ -130,7 +131,7 @@ def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str
     The mode is ``word``; ``double`` between quotes; ``here`` in a here-document; ``raw`` in
     arithmetic; ``default`` in ``${X:-...}`` that is not quoted.
     """
-    found: list[Fragment] = []
+    parts: list[Fragment] = []
     at = start
     for each in specials(node, start, stop):
         literal = shell.frame.source.part(at, _begin(shell, each))
@@ -139,13 +140,13 @@ def fragments(shell: Interpreter, node: "Node", start: int, stop: int, mode: str
             continue  # the grammar expands what a backslash keeps
         if each.type == "string" and literal.characters.endswith("$"):
             literal = literal.part(0, len(literal.characters) - 1)
-        found += _literal(shell, literal, mode)
-        found += _expanded(shell, each, is_quoted=mode in {"double", "here"})
+        parts += _literal(shell, literal, mode)
+        parts += _expanded(shell, each, is_quoted=mode in {"double", "here"})
         at = each.end_byte
-    found += _literal(shell, shell.frame.source.part(at, stop), mode)
-    count = sum(len(each.text.characters) for each in found)
+    parts += _literal(shell, shell.frame.source.part(at, stop), mode)
+    count = sum(len(each.text.characters) for each in parts)
     shell.spend(shell.place_at(start), characters=count)
-    return found
+    return parts
 
 
 def _literal(shell: Interpreter, text: Text, mode: str) -> list[Fragment]:
@@ -154,22 +155,22 @@ def _literal(shell: Interpreter, text: Text, mode: str) -> list[Fragment]:
     The grammar takes the second ``$`` of ``$A/$B/c`` for a character: it is expanded here.
     """
     bare = {"word": Kind.LITERAL, "raw": Kind.LITERAL, "default": Kind.SPLIT}.get(mode, Kind.QUOTED)
-    found: list[Fragment] = []
+    parts: list[Fragment] = []
     at = 0
     for each in re.finditer(ESCAPES[mode], text.characters):
-        found.append(Fragment(text.part(at, each.start()), bare))
+        parts.append(Fragment(text.part(at, each.start()), bare))
         if each[2]:
             kind = Kind.QUOTED if bare is Kind.QUOTED else Kind.SPLIT
-            found += operated(shell, Parameter(each[2]), "", list, text.places[each.start()], kind)
+            parts += operated(shell, Parameter(each[2]), "", list, text.places[each.start()], kind)
         elif each[1] != "\n":
-            found.append(Fragment(text.part(*each.span(1)), Kind.QUOTED))
+            parts.append(Fragment(text.part(*each.span(1)), Kind.QUOTED))
         at = each.end()
-    found.append(Fragment(text.part(at, len(text.characters)), bare))
-    return [each for each in found if each.text.characters or each.begins]
+    parts.append(Fragment(text.part(at, len(text.characters)), bare))
+    return [each for each in parts if each.text.characters or each.begins]
 
 
 def _begin(shell: Interpreter, node: "Node") -> int:
-    """Return where an expansion starts: the grammar counts spaces before it as part of it."""
+    """Return the start of an expansion: the grammar counts spaces before it as part of it."""
     if node.children and not node.children[0].is_named:
         return node.children[0].end_byte - len(node.children[0].type)
     return node.end_byte - len(shell.text(node).lstrip())
@@ -199,35 +200,35 @@ def _expanded(shell: Interpreter, node: "Node", *, is_quoted: bool) -> list[Frag
 
 
 def _quoted(shell: Interpreter, node: "Node") -> list[Fragment]:
-    found = fragments(shell, node, _begin(shell, node) + 1, node.end_byte - 1, "double")
-    if found or specials(node, node.start_byte, node.end_byte):
-        return found  # of "$@" without arguments no word is left
+    parts = fragments(shell, node, _begin(shell, node) + 1, node.end_byte - 1, "double")
+    if parts or specials(node, node.start_byte, node.end_byte):
+        return parts  # of "$@" without arguments no word is left
     return [Fragment(Text(), Kind.QUOTED)]
 
 
 def _expansion(shell: Interpreter, node: "Node", kind: Kind) -> list[Fragment]:
-    """Return what ``${...}`` stands for; ``${!X}``, ``${X:1:2}``, ``${X/a/b}`` are not read."""
+    """Return the value of ``${...}``; ``${!X}``, ``${X:1:2}``, ``${X/a/b}`` are not read."""
     start, stop = _begin(shell, node) + 2, node.end_byte - 1
     place, characters = shell.place_at(start), shell.frame.source.characters
     inner = characters[start:stop]
     if re.fullmatch(r"[#@*?$!-]", inner):
         return operated(shell, Parameter(inner), "", list, place, kind)
-    found = PARAMETER.match(characters, start, stop)
-    if found is None:
+    match = PARAMETER.match(characters, start, stop)
+    if match is None:
         unread = shell.unread(place, f"${{{inner}}}", is_open=True)
         return [Fragment(unread, Kind.SPLIT if "@" in inner else kind)]  # or several words
     index: int | str = 0
-    if found["index"] in {"@", "*"}:
-        index = found["index"]
-    elif found["index"] is not None:
-        index = number(shell, node, *found.span("index"))
-    parameter = Parameter(found["name"], index, bool(found["length"]))
-    operator = found["operator"]
+    if match["index"] in {"@", "*"}:
+        index = match["index"]
+    elif match["index"] is not None:
+        index = number(shell, node, *match.span("index"))
+    parameter = Parameter(match["name"], index, bool(match["length"]))
+    operator = match["operator"]
 
     def word() -> list[Fragment]:
         mode = "double" if kind is Kind.QUOTED else "default"
         mode = "word" if operator[:1] in {"#", "%"} else mode
-        return fragments(shell, node, found.end(), stop, mode)
+        return fragments(shell, node, match.end(), stop, mode)
 
     return operated(shell, parameter, operator, word, place, kind)
 
@@ -256,22 +257,24 @@ def fields(shell: Interpreter, parent: "Node", nodes: Sequence["Node"]) -> list[
 
     Lists in braces are not read: of ``a{b,c}`` the words are not known.
     """
-    found: list[Field] = []
+    words: list[Field] = []
     for group in word_groups(shell, nodes):
         start, stop = group[0].start_byte, group[-1].end_byte
         parts = fragments(shell, parent, start, stop, "word")
         shell.spend(shell.place(group[0]), steps=len(parts) // 2)
         bare = ((e.text.characters if e.kind is Kind.LITERAL else "_") for e in parts)
+        # Braces make several words of one before anything else is expanded.
         if BRACES.fullmatch("".join(bare)):
             text = shell.frame.source.characters[start:stop]
             parts = [Fragment(shell.unread(shell.place(group[0]), text, is_open=True), Kind.SPLIT)]
-        found += divided(shell, parts)
-    return found
+        words += divided(shell, parts)
+    return words
 
 
 def divided(shell: Interpreter, parts: list[Fragment]) -> list[Field]:
     """Return the words that the parts of one make, where ``IFS`` is the usual one."""
     separators = shell.state.variables.get("IFS")
+    # Scripts set IFS for one `read`; splitting by another is not evaluated.
     if separators is not None and joined(separators.texts).characters != WHITE:
         place = next((each.text.place for each in parts if each.kind is Kind.SPLIT), None)
         if place is not None:
@@ -287,12 +290,13 @@ def single(shell: Interpreter, node: "Node") -> Field:
 
 
 def substitution(shell: Interpreter, node: "Node") -> Text:
-    """Return what commands print, where they are such as ``echo`` and ``dirname``."""
+    """Return the output of commands, where they are such as ``echo`` and ``dirname``."""
     place, text = shell.place(node), shell.text(node).lstrip()
     not_run = shell.unread(place, text, "is not executed here")
     if text.startswith("`") and "\\" in text:
         return not_run  # within back quotes a backslash has another meaning
     outer_state, outer_output, outer_commands = shell.state, shell.output, shell.commands
+    # A substitution is a subshell: its changes to variables are lost.
     shell.state, shell.output, shell.commands = shell.state.copy(), [], []
     is_known = text.startswith(("`", "$("))
     try:

@@ -72,7 +72,7 @@ class Variable:
     is_array: bool = False
 
     def same(self, other: "Variable | None") -> bool:
-        """Return whether another has the same characters, wherever they were written."""
+        """Return True if another has the same characters, wherever they were written."""
         return (
             other is not None
             and self.is_array == other.is_array
@@ -91,7 +91,7 @@ class Function:
 
 @dataclass(slots=True)
 class State:
-    """What a shell holds."""
+    """State of a shell: variables, functions, arguments and working folder."""
 
     variables: dict[str, Variable] = field(default_factory=dict)  # no others are set
     exported: frozenset[str] = frozenset()  # names of variables that commands see
@@ -122,7 +122,7 @@ class State:
 
 @dataclass(slots=True)
 class Frame:
-    """The text that is read, and the states of branches that may have left it early."""
+    """Text that is being read, and the states of branches that may have left it early."""
 
     source: Text
     launcher: tuple[Word, ...] = ()
@@ -132,7 +132,7 @@ class Frame:
 
 @dataclass(slots=True)
 class Interpreter:
-    """A script that is being read: what the shell holds, and what was found."""
+    """Interpreter of a script: the state of the shell, and the commands that were found."""
 
     run: Callable[["Interpreter", "Node"], Status]  # statements hold words, words statements
     state: State
@@ -147,11 +147,11 @@ class Interpreter:
     used: set[str] = field(default_factory=set)  # names among *defines* that were asked for
 
     def place(self, node: "Node") -> int:
-        """Return where a part of the text was written."""
+        """Return the place at which a part of the text was written."""
         return self.place_at(node.start_byte)
 
     def place_at(self, start: int) -> int:
-        """Return where a character of the text was written."""
+        """Return the place at which a character of the text was written."""
         places = self.frame.source.places
         return places[min(start, len(places) - 1)] if places else 0
 
@@ -184,10 +184,12 @@ class Interpreter:
     ) -> re.Match[str] | None:
         """Match a text with a pattern, or what a cut (``#``, ``%%``) leaves, and count the cost."""
         try:
+            # `#` cuts the shortest match, `##` the longest.
             star = ".*?" if cut == "#" else ".*"
             regex = re.compile(CUTS[cut].format(regex_of(pattern, star)), re.DOTALL)
         except (PlanError, re.error) as error:
             raise self.refusal(place, f"a pattern is not read: {error}") from None
+        # Each `.*` multiplies the backtracking by the length of the text.
         self.spend(place, steps=1 + len(characters) ** (regex.pattern.count(".*") + 1) // 10_000)
         return regex.fullmatch(characters)
 
@@ -209,7 +211,7 @@ class Interpreter:
         self.state = merged(states, cause, self.unknowns, self.told)
 
     def told(self, name: str) -> Text | None:
-        """Return what the user says of a variable, None where nothing."""
+        """Return the user's value of a variable, None where there is none."""
         if name not in self.defines:
             return None
         self.used.add(name)
@@ -217,20 +219,21 @@ class Interpreter:
 
     def unset(self, name: str, place: int) -> Text:
         """Return the text of a variable that nothing sets."""
+        # In a job Slurm sets its variables where the script runs.
         is_unset = name not in SET_EVERYWHERE and not (
             name.startswith("SLURM_") and "SLURM_JOB_ID" in self.state.variables
         )
-        what = "is not set in the file" if is_unset else "is known only where the script runs"
+        reason = "is not set in the file" if is_unset else "is known only where the script runs"
         if is_unset and self.state.missing and not name.isdigit():
-            is_unset, what = False, f"may be set in {self.state.missing}, which is not there"
+            is_unset, reason = False, f"may be set in {self.state.missing}, which is not there"
         where = self.unknowns.where(place)
         # Of `$?` and the like it is the variable that it is assigned to that can be given.
         told_by = name if name.isalnum() or name.isidentifier() else ""
-        unknown = Unknown(f"${name}", f"${name} at {where} {what}", told_by, is_unset)
+        unknown = Unknown(f"${name}", f"${name} at {where} {reason}", told_by, is_unset)
         return self.mark(place, unknown)
 
     def assign(self, name: str, text: Text, place: int) -> None:
-        """Set a variable; what the user says stands where *text* is unknown."""
+        """Set a variable; the user's value takes the place of an unknown one."""
         named = self._named(name, text, place)
         before = self.state.variables.get(name)
         rest = before.texts[1:] if before is not None and before.is_array else ()
@@ -239,17 +242,19 @@ class Interpreter:
 
     def _named(self, name: str, text: Text, place: int) -> Text:
         """Return a text to be assigned: what is unknown of it can be told by the variable."""
-        found = self.unknowns.first(text.characters)
-        if found is None:
+        unknown_part = self.unknowns.first(text.characters)
+        if unknown_part is None:
             return text
-        told = self.told(name) if not found.is_unset or found.name != name else None
-        if told is not None:
-            return told
-        if found.name:
+        user_value = (
+            self.told(name) if not unknown_part.is_unset or unknown_part.name != name else None
+        )
+        if user_value is not None:
+            return user_value
+        if unknown_part.name:
             return text
         where = self.unknowns.where(place)
-        unknown = Unknown(f"${name}", f"${name} at {where}: {found.cause}", name)
-        mark = re.escape(self.unknowns.mark(found))
+        unknown = Unknown(f"${name}", f"${name} at {where}: {unknown_part.cause}", name)
+        mark = re.escape(self.unknowns.mark(unknown_part))
         return Text(re.sub(mark, self.unknowns.mark(unknown), text.characters), text.places)
 
 
@@ -265,15 +270,16 @@ def merged(
     names = dict.fromkeys(name for state in states for name in state.variables)
     for name in names:
         each = [state.variables.get(name) for state in states]
-        known = next(one for one in each if one is not None)
-        if all(one is known for one in each):
+        first_value = next(one for one in each if one is not None)
+        if all(one is first_value for one in each):
             continue
-        if all(known.same(one) for one in each):
-            result.variables[name] = known
+        if all(first_value.same(one) for one in each):
+            result.variables[name] = first_value
             continue
         text = told(name)
         variable = _uncertain(name, each, cause, unknowns) if text is None else Variable((text,))
         result.variables[name] = variable
+    # What any branch exports or defines may be seen by what follows.
     for state in others:
         result.exported |= state.exported
         result.functions.update(state.functions)
@@ -290,13 +296,14 @@ def _uncertain(
 ) -> Variable:
     """Return a variable that has one of several values."""
     texts = [one.texts if one is not None else () for one in each]
+    # A value that may be no word, or several, may hold options.
     is_open = any(
         len(one) != 1 or len(one[0].characters.split()) != 1 or one[0].characters.startswith("-")
         for one in texts
     )
     root = cause.cause.rpartition(DEPENDS)[2]
-    why = root if name == cause.name else f"${name}{DEPENDS}{root}"
-    unknown = Unknown(f"${name}", why, cause.name or name, is_open=is_open)
+    reason = root if name == cause.name else f"${name}{DEPENDS}{root}"
+    unknown = Unknown(f"${name}", reason, cause.name or name, is_open=is_open)
     last = max((text.place for one in texts for text in one), default=0)
     element = written(unknowns.mark(unknown), last)
     if not any(one is not None and one.is_array for one in each):

@@ -1,4 +1,4 @@
-"""The command of a script that starts training, its launcher and its layout."""
+"""Command of a script that starts training, with its launcher and its layout."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,7 +77,7 @@ class Launch:
 
 
 class Start(NamedTuple):
-    """A command without its launchers: their options, the program with its arguments, its kind."""
+    """Command without its launchers: their options, the program and its arguments, its kind."""
 
     launchers: Mapping[str, tuple[Word, ...]]
     words: tuple[Word, ...]
@@ -104,21 +104,22 @@ def find_launches(commands: Sequence[Command], *, program: str | None = None) ->
     Raises:
         PlanError: If there is none, several, or one that may not run.
     """
+    # Headers of sbatch stand as the first command.
     is_batch = bool(commands) and commands[0].words[0].text == "sbatch"
     headers = commands[0].words[1:] if is_batch else ()
-    found = [(each, _launch(each, headers)) for each in commands[1 if is_batch else 0 :]]
-    launches = [(command, launch) for command, launch in found if launch is not None]
+    candidates = [(each, _launch(each, headers)) for each in commands[1 if is_batch else 0 :]]
+    launches = [(command, launch) for command, launch in candidates if launch is not None]
     chosen = _best([launch for _, launch in launches], program)
     if not chosen:
         raise _refusal(_nothing(commands, [launch for _, launch in launches], program))
     for command, launch in launches:
-        word, why = command.words[0], command.unknown
-        if why and any(launch is each for each in chosen):
-            raise _refusal(f"{where(word)}: whether {word.text} runs is not known: {why}")
+        word, reason = command.words[0], command.unknown
+        if reason and any(launch is each for each in chosen):
+            raise _refusal(f"{where(word)}: whether {word.text} runs is not known: {reason}")
     for launch in chosen:
         if _is_unknown(launch.program):
-            place, why = where(launch.program), launch.program.unknown
-            raise _refusal(f"{place}: what {launch.launcher} starts is not known: {why}")
+            place, reason = where(launch.program), launch.program.unknown
+            raise _refusal(f"{place}: what {launch.launcher} starts is not known: {reason}")
     words = {(each.program.text, *(word.text for word in each.arguments)): each for each in chosen}
     if len(words) > 1:
         raise _refusal(
@@ -133,7 +134,7 @@ def _refusal(problem: str) -> PlanError:
 
 
 def _is_unknown(word: Word) -> bool:
-    """Return whether the name of a program is not known; its folder may be unknown."""
+    """Return True if the name of a program is not known; its folder may be unknown."""
     return bool(word.unknown) and "$" in word.text.rpartition("/")[2]
 
 
@@ -154,13 +155,14 @@ def _best(found: Sequence[Launch], program: str | None) -> list[Launch]:
         ]
     trains = [each for each in found if TRAINING.search(each.program.text)]
     kept = [each for each in found if not TOOLS.search(each.program.text)] or trains
+    # Beside a launcher's program a plain python prepares something.
     kept = [each for each in kept if each.launcher != "python"] or kept
     named = [each for each in kept if each in trains or each.program.text in PROGRAMS]
     return named or kept
 
 
 def _nothing(commands: Sequence[Command], found: Sequence[Launch], program: str | None) -> str:
-    """Return why a file starts no training."""
+    """Return the reason why a file starts no training."""
     if program is not None:
         near = suggestion(program, [each.program.text for each in found])
         return f"no command starts {shown(program)}; {near}"
@@ -179,8 +181,8 @@ def _nothing(commands: Sequence[Command], found: Sequence[Launch], program: str 
     if found:
         return f"{start}: {_listed(found)} trains nothing"
     texts = list(dict.fromkeys(shown(each.text) for each in first_words))[:MOST_SHOWN]
-    known = "torchrun, deepspeed, accelerate launch, srun, python"
-    return f"{start} ({known}): it runs {', '.join(texts) or 'none'}"
+    launchers = "torchrun, deepspeed, accelerate launch, srun, python"
+    return f"{start} ({launchers}): it runs {', '.join(texts) or 'none'}"
 
 
 def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
@@ -189,12 +191,12 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
     if start is None or not start.words:
         return None
     program, *arguments = start.words
-    own = [name for name in start.launchers if name != "sbatch"]
+    launcher_names = [name for name in start.launchers if name != "sbatch"]
     name = program.text.rpartition("/")[2]
     trains = name == "composer" or any(e.text in {"train", "fine-tune"} for e in arguments[:1])
     if not start.is_python and not (trains and name in PROGRAMS):
         return None
-    launcher = name if name in PROGRAMS else own[-1] if own else "python"
+    launcher = name if name in PROGRAMS else launcher_names[-1] if launcher_names else "python"
     count = _counted(launcher, start.launchers)
     return Launch(
         launcher=launcher,
@@ -214,6 +216,7 @@ def _launch(command: Command, headers: tuple[Word, ...]) -> Launch | None:
 
 def _start(command: Command, launchers: dict[str, tuple[Word, ...]]) -> Start | None:
     """Return a command without wrappers and launchers; None where it runs no program of Python."""
+    # A launcher around `bash -c` starts what stands within.
     words = (*command.launcher, *command.words)
     while words:
         name = words[0].text.rpartition("/")[2]
@@ -234,7 +237,7 @@ def _start(command: Command, launchers: dict[str, tuple[Word, ...]]) -> Start | 
 def _started(
     name: str, words: tuple[Word, ...], launchers: dict[str, tuple[Word, ...]]
 ) -> Start | None:
-    """Return what a launcher starts; None of ``accelerate config`` and the like."""
+    """Return the program that a launcher starts; None of ``accelerate config`` and the like."""
     if name == "accelerate" and words and words[0].text == "launch":
         words = words[1:]
     elif name == "accelerate" and words and not re.match(r"-|.*\.py$", words[0].text):
@@ -243,6 +246,7 @@ def _started(
     launchers[name] = options.words
     if not options.rest and any(key.startswith("n") for key in options.values):
         raise PlanError(f"{where(words[0])}: {name} starts no program; does a blank end the line?")
+    # `deepspeed python train.py` starts train.py.
     is_doubled = name == "deepspeed" and options.rest and PYTHON.fullmatch(options.rest[0].text)
     return Start(launchers, options.rest[1 if is_doubled else 0 :], is_python=True)
 
@@ -267,18 +271,18 @@ def _of_python(words: tuple[Word, ...], launchers: dict[str, tuple[Word, ...]]) 
 
 def _counted(launcher: str, launchers: Mapping[str, tuple[Word, ...]]) -> Count:
     """Return the numbers of nodes and ranks that the launcher's options say."""
-    own = _values(launcher, launchers)
+    options = _values(launcher, launchers)
     if launcher == "torchrun":
-        nodes, ranks = own.get("nnodes"), own.get("nproc-per-node")
+        nodes, ranks = options.get("nnodes"), options.get("nproc-per-node")
         return Count(
-            1 if "standalone" in own or "nnodes" not in own else _whole(nodes),
-            1 if "nproc-per-node" not in own else _whole(ranks),
+            1 if "standalone" in options or "nnodes" not in options else _whole(nodes),
+            1 if "nproc-per-node" not in options else _whole(ranks),
             (nodes, ranks),
         )
     if launcher == "deepspeed":
-        return _counted_deepspeed(own)
+        return _counted_deepspeed(options)
     if launcher == "accelerate":
-        machines, processes = own.get("num-machines"), own.get("num-processes")
+        machines, processes = options.get("num-machines"), options.get("num-processes")
         count = _whole(machines)
         return Count(count, _quotient(_whole(processes), count), (machines, processes))
     return _counted_mpi(launchers[launcher]) if launcher in MPI else _counted_slurm(launchers)
@@ -296,6 +300,7 @@ def _started_twice(
     """Yield why srun or mpirun starts a launcher of ranks more often than once a node."""
     outer = next((each for each in ("srun", *MPI) if each in launchers), "")
     if outer == "srun":
+        # torchrun and the like start the ranks of a node: srun starts them once on each.
         tasks = _counted_slurm(launchers).ranks_per_node or 1
     else:
         tasks = (_counted_mpi(launchers.get(outer, ())).total or 1) // (count.nodes or 1)
@@ -308,21 +313,26 @@ def _values(name: str, launchers: Mapping[str, tuple[Word, ...]]) -> Values:
 
 
 def _whole(word: Word | None) -> int | None:
-    found = WHOLE.fullmatch(word.text) if word is not None and not word.unknown else None
-    return int(found[1]) if found else None
+    match = WHOLE.fullmatch(word.text) if word is not None and not word.unknown else None
+    return int(match[1]) if match else None
 
 
 def _quotient(total: int | None, count: int | None) -> int | None:
     return total // count if total and count and total % count == 0 else None
 
 
-def _counted_deepspeed(own: Values) -> Count:
-    nodes, ranks, include = own.get("num-nodes"), own.get("num-gpus"), own.get("include")
-    if "exclude" in own:
+def _counted_deepspeed(options: Values) -> Count:
+    nodes, ranks, include = (
+        options.get("num-nodes"),
+        options.get("num-gpus"),
+        options.get("include"),
+    )
+    if "exclude" in options:
         return Count()
     if include is not None and not include.unknown:
         hosts = [each.partition(":")[2].split(",") for each in include.text.split("@")]
         sizes = {len([each for each in slots if each]) for slots in hosts}
+        # Hosts with different slots have no one number of ranks.
         return Count(len(hosts), (sizes.pop() if len(sizes) == 1 else 0) or None, (include,))
     return Count(_whole(nodes), _whole(ranks), (nodes, ranks, include))
 
@@ -331,8 +341,8 @@ def _counted_slurm(launchers: Mapping[str, tuple[Word, ...]]) -> Count:
     srun, header = _values("srun", launchers), dict(_values("sbatch", launchers))
     if "ntasks" in srun:
         header.pop("ntasks-per-node", None)  # then the most that a node may have
-    own = {**header, **srun}
-    asked = tuple(own.get(each) for each in ("nodes", "ntasks-per-node", "ntasks"))
+    options = {**header, **srun}
+    asked = tuple(options.get(each) for each in ("nodes", "ntasks-per-node", "ntasks"))
     count, ranks, total = map(last_number, asked)
     ranks = ranks or _quotient(total, count)
     return Count(count or _quotient(total, ranks), ranks, asked)

@@ -42,7 +42,7 @@ Term = Callable[[], Number]  # evaluated when it is asked for: a side of `&&` ma
 
 
 class Parameter(NamedTuple):
-    """What stands between ``${`` and an operator."""
+    """Parameter between ``${`` and an operator."""
 
     name: str  # of the variable, or the number of an argument
     element: int | str = 0  # its index, or the mark of what that depends on; `@` or `*` all
@@ -50,7 +50,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Whether it stands for several values."""
+        """True if it stands for several values."""
         return self.name in {"@", "*"} or self.element in {"@", "*"}
 
 
@@ -66,9 +66,9 @@ def values(shell: Interpreter, parameter: Parameter, place: int) -> tuple[Text, 
         return _of_variable(shell, parameter, variable, place)
     places = {"PWD": state.folder, "BASH_SOURCE": state.name, "IFS": written(WHITE, place)}
     # What nothing sets here, but a file that is not there may, is no reason for a default.
-    found = places[name] if name in places else shell.unset(name, place)
-    first = shell.unknowns.first(found.characters) if name not in places else None
-    return None if first is not None and first.is_unset else (found,)
+    value = places[name] if name in places else shell.unset(name, place)
+    first = shell.unknowns.first(value.characters) if name not in places else None
+    return None if first is not None and first.is_unset else (value,)
 
 
 def _of_variable(
@@ -100,8 +100,8 @@ def _of_arguments(shell: Interpreter, name: str, place: int) -> tuple[Text, ...]
             shell.mark(place, first) if first and is_open else written(str(len(arguments)), place),
         )
     shell.used |= {name} & {*shell.defines}
-    found = (shell.state.name, *arguments)[int(name) :][:1]
-    return found or ((Text(),) if shell.state.knows_arguments else None)
+    arguments_from = (shell.state.name, *arguments)[int(name) :][:1]
+    return arguments_from or ((Text(),) if shell.state.knows_arguments else None)
 
 
 def calculated(shell: Interpreter, characters: str, place: int) -> int | str:
@@ -109,8 +109,8 @@ def calculated(shell: Interpreter, characters: str, place: int) -> int | str:
 
     def value_of(name: str) -> str:
         shell.spend(place)
-        found = values(shell, Parameter(name), place)
-        return (shell.unset(name, place) if found is None else joined(found)).characters
+        texts = values(shell, Parameter(name), place)
+        return (shell.unset(name, place) if texts is None else joined(texts)).characters
 
     def assign(name: str, value: str) -> None:
         shell.assign(name, written(value, place), place)
@@ -129,52 +129,53 @@ def operated(
     place: int,
     kind: Kind,
 ) -> list[Fragment]:
-    """Return what a parameter with an operator (``:-``, or none) stands for.
+    """Return the fragments of a parameter with an operator (``:-``, or none).
 
     *word* expands what stands after the operator; *kind* is the quoting of the whole.
     """
-    found = values(shell, parameter, place)
-    if parameter.is_length and found is not None:
-        found = (_length(shell, parameter, found, place),)
+    texts = values(shell, parameter, place)
+    if parameter.is_length and texts is not None:
+        texts = (_length(shell, parameter, texts, place),)
     if sign.lstrip(":") in {"-", "=", "?", "+"}:
-        fallback = _conditional(shell, parameter, sign, found, word)
+        fallback = _conditional(shell, parameter, sign, texts, word)
         if fallback is not None:
             return fallback or [Fragment(Text(), kind)]
-    if found is None:
-        found = (shell.unset(parameter.name, place),)
+    if texts is None:
+        texts = (shell.unset(parameter.name, place),)
     if sign[:1] in {"#", "%"}:
         pattern = word()
-        found = tuple(_changed(shell, each, sign, pattern, place) for each in found)
+        texts = tuple(_changed(shell, each, sign, pattern, place) for each in texts)
     elif sign in CASES:
         if word():
             raise shell.refusal(place, f"a pattern after `{sign}` is not read")
-        found = tuple(Text(CASES[sign](each.characters), each.places) for each in found)
+        texts = tuple(Text(CASES[sign](each.characters), each.places) for each in texts)
     if not parameter.is_all or parameter.is_length:
-        return [Fragment(each, kind) for each in found]
+        return [Fragment(each, kind) for each in texts]
+    # `"$*"` is one word, `"$@"` one for each argument.
     if "*" in (parameter.name, parameter.element) and kind is Kind.QUOTED:
-        shell.spend(place, characters=sum(len(each.characters) for each in found))
-        return [Fragment(field_of([Fragment(e, kind, begins=True) for e in found]).text, kind)]
-    return [Fragment(each, kind, begins=number > 0) for number, each in enumerate(found)]
+        shell.spend(place, characters=sum(len(each.characters) for each in texts))
+        return [Fragment(field_of([Fragment(e, kind, begins=True) for e in texts]).text, kind)]
+    return [Fragment(each, kind, begins=number > 0) for number, each in enumerate(texts)]
 
 
-def _length(shell: Interpreter, parameter: Parameter, found: tuple[Text, ...], place: int) -> Text:
-    first = shell.unknowns.first("".join(each.characters for each in found))
+def _length(shell: Interpreter, parameter: Parameter, texts: tuple[Text, ...], place: int) -> Text:
+    first = shell.unknowns.first("".join(each.characters for each in texts))
     if first is not None and (first.is_open or not parameter.is_all):
         return shell.mark(place, first)
-    return written(str(len(found) if parameter.is_all else len(found[0].characters)), place)
+    return written(str(len(texts) if parameter.is_all else len(texts[0].characters)), place)
 
 
 def _conditional(
     shell: Interpreter,
     parameter: Parameter,
     sign: str,
-    found: tuple[Text, ...] | None,
+    texts: tuple[Text, ...] | None,
     word: Callable[[], list[Fragment]],
 ) -> list[Fragment] | None:
     """Return the word after an operator where it counts; None where the value does."""
-    is_empty = not found
+    is_empty = not texts
     if sign[0] == ":":
-        characters = "".join(each.characters for each in found or ())
+        characters = "".join(each.characters for each in texts or ())
         is_empty = not shell.unknowns.without_unset(characters)
     if sign[-1] == "+":
         return [] if is_empty else word()
@@ -195,14 +196,15 @@ def _changed(
     mark = MARKS.search(characters + field_of(pattern).text.characters)
     if mark is not None:
         return written(mark[0], place)
-    found = shell.matched(pattern, characters, place, sign)
-    return text.part(*found.span(1)) if found else text
+    match = shell.matched(pattern, characters, place, sign)
+    return text.part(*match.span(1)) if match else text
 
 
 def _quotient(left: int, right: int) -> int:
     """Return a quotient rounded towards 0, as bash does."""
     if right == 0:
         raise PlanError("division by 0")
+    # Python rounds down.
     size = abs(left) // abs(right)
     return size if (left < 0) == (right < 0) else -size
 
@@ -210,6 +212,7 @@ def _quotient(left: int, right: int) -> int:
 def _power(left: int, right: int) -> int:
     if right < 0:
         raise PlanError("an exponent below 0")
+    # Values wrap at 64 bits: no higher power is built.
     return pow(left, right, 2**64)
 
 
@@ -240,10 +243,11 @@ class Formula:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def binary(self, level: int = 1) -> Term:
-        """Return what operators that bind at least as *level* make."""
+        """Return the term of operators that bind at least as *level*."""
         left = self.unary()
         while (sign := self.peek()) in OPERATORS and OPERATORS[sign][0] >= level:
             self.at += 1
+            # `**` groups to the right, all others to the left.
             right = self.binary(OPERATORS[sign][0] + (1 if sign != "**" else 0))
             left = partial(_combined, sign, left, right)
         return left
@@ -320,7 +324,7 @@ def _signed(sign: str, term: Term) -> Number:
 
 
 def _combined(sign: str, left: Term, right: Term) -> Number:
-    """Return what an operator makes of two values; of ``&&`` and ``||`` one may suffice."""
+    """Return the value of an operator; of ``&&`` and ``||`` one operand may suffice."""
     values: list[Number] = []
     for term in (left, right):
         value = term()
@@ -334,6 +338,7 @@ def _combined(sign: str, left: Term, right: Term) -> Number:
 
 
 def _number(text: str) -> int:
+    # As in C: a leading 0 is octal.
     base = 16 if text.lower().startswith("0x") else 8 if text.startswith("0") else 10
     try:
         return int(text, base)

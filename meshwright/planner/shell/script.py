@@ -1,4 +1,4 @@
-"""A script as the commands that it runs: nothing is executed, no process variable is read."""
+"""Commands that a script runs: nothing is executed, no process variable is read."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ SLURM = {
     "SLURM_GPUS_PER_NODE": "gpus-per-node",
     "SLURM_CPUS_PER_TASK": "cpus-per-task",
 }
-SAME = {
+SLURM_ALIASES = {
     "SLURM_JOB_NUM_NODES": "SLURM_NNODES",
     "SLURM_NPROCS": "SLURM_NTASKS",
     "SLURM_GPUS_ON_NODE": "SLURM_GPUS_PER_NODE",
@@ -55,6 +55,7 @@ def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -
     path = file.resolve() if file is not None else None
     state = _first_state(path, defines)
     shell = Interpreter(run_statement, state, Frame(whole), path, defines)
+    # Options of the header hold before the first command runs.
     headers = _headers(text)
     if headers:
         shell.commands.append(Command(words=(Word("sbatch", headers[0].line), *headers)))
@@ -70,7 +71,7 @@ def read_commands(text: str, *, file: Path | None, defines: Mapping[str, str]) -
 
 
 def _first_state(file: Path | None, defines: Mapping[str, str]) -> State:
-    """Return what the shell holds before the first command."""
+    """Return the state of the shell before the first command."""
     numbers = [int(each) for each in defines if each.isdigit()]
     if max(numbers, default=0) > MOST_ARGUMENTS:
         raise PlanError(f"--define {max(numbers)}: at most {MOST_ARGUMENTS:,} arguments")
@@ -96,9 +97,10 @@ def _headers(text: str) -> tuple[Word, ...]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip() and not line.startswith("#"):
             break
-        found = HEADER.match(line)
-        if found:
-            plain = found[1].partition(" #")[0].replace('"', "").replace("'", "")
+        match = HEADER.match(line)
+        if match:
+            # sbatch parses its lines itself, without a shell.
+            plain = match[1].partition(" #")[0].replace('"', "").replace("'", "")
             words += [Word(each, number) for each in plain.split()]
     return tuple(words)
 
@@ -107,12 +109,14 @@ def _set_slurm_variables(shell: Interpreter, options: Values) -> None:
     """Set what sbatch sets of its options."""
     counts = {variable: last_number(options.get(option)) for variable, option in SLURM.items()}
     nodes, per_node = counts["SLURM_NNODES"], counts["SLURM_NTASKS_PER_NODE"]
+    # Slurm derives the tasks from the nodes where they are not given.
     if counts["SLURM_NTASKS"] is None and nodes is not None and per_node is not None:
         counts["SLURM_NTASKS"] = nodes * per_node
+    # --gres=gpu:8 is the older spelling.
     counts["SLURM_GPUS_PER_NODE"] = counts["SLURM_GPUS_PER_NODE"] or last_number(
         options.get("gres")
     )
-    counts |= {name: counts[of] for name, of in SAME.items()}
+    counts |= {name: counts[of] for name, of in SLURM_ALIASES.items()}
     variables = shell.state.variables
     number = shell.mark(1, Unknown("$SLURM_JOB_ID", "$SLURM_JOB_ID is given by Slurm"))
     variables.setdefault("SLURM_JOB_ID", Variable((number,)))

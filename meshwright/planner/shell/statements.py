@@ -43,6 +43,7 @@ def run_all(shell: Interpreter, nodes: Block) -> Status:
     status: Status = True
     for at, each in enumerate(nodes):
         if each.is_named and each.type not in NO_STATEMENTS:
+            # A command in the background runs in a subshell.
             is_parallel = at + 1 < len(nodes) and nodes[at + 1].type == "&"
             status = _run_in_subshell(shell, [each]) if is_parallel else shell.run(shell, each)
     return status
@@ -50,13 +51,13 @@ def run_all(shell: Interpreter, nodes: Block) -> Status:
 
 def _run_in_subshell(shell: Interpreter, nodes: Block) -> Status:
     """Run statements whose changes to variables are lost."""
-    outer, shell.state = shell.state, shell.state.copy()
+    saved_state, shell.state = shell.state, shell.state.copy()
     try:
         return run_all(shell, nodes)
     except Flow:
         return True
     finally:
-        shell.state = outer
+        shell.state = saved_state
 
 
 def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], object]]) -> None:
@@ -64,7 +65,7 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
 
     A branch that ends the script, or leaves a loop or function, is not gone on with.
     """
-    before, outer = shell.state, shell.commands
+    before, saved_commands = shell.state, shell.commands
     ends: list[State] = []
     ran: list[list[Command]] = []
     flow = Flow("exit")
@@ -79,13 +80,16 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
         else:
             ends.append(shell.state)
         ran.append(shell.commands)
-    shell.state, shell.commands = before, outer
+    shell.state, shell.commands = before, saved_commands
+    # A command that all branches run, runs in any case.
     words = [[_words(each) for each in some] for some in ran]
     if all(each == words[0] for each in words):
-        outer += ran[0]
+        saved_commands += ran[0]
     else:
-        why = cause.message
-        outer += [replace(each, unknown=each.unknown or why) for some in ran for each in some]
+        reason = cause.message
+        saved_commands += [
+            replace(each, unknown=each.unknown or reason) for some in ran for each in some
+        ]
     if not ends:
         raise flow
     shell.spend(0, steps=len(before.variables) // 10)
@@ -93,16 +97,16 @@ def fork(shell: Interpreter, cause: Unknown, branches: Sequence[Callable[[], obj
 
 
 def _words(command: Command) -> tuple[list[str], dict[str, str]]:
-    """Return what makes a command the same in two branches."""
-    seen = {name: word.text for name, word in command.environment.items()}
-    return [each.text for each in command.words], seen
+    """Return the words and variables by which commands of two branches are the same."""
+    environment = {name: word.text for name, word in command.environment.items()}
+    return [each.text for each in command.words], environment
 
 
 def _rejoin(shell: Interpreter, kind: str) -> None:
     """Merge the states of branches that left early, of which it is not known whether they ran."""
-    left = shell.frame.left
-    for each in [each for each in left if each[0] == kind]:
-        left.remove(each)
+    early_ends = shell.frame.left
+    for each in [each for each in early_ends if each[0] == kind]:
+        early_ends.remove(each)
         shell.merge([shell.state, each[1]], each[2])
 
 
@@ -122,6 +126,7 @@ def _pipeline(shell: Interpreter, node: "Node") -> Status:
 def _list(shell: Interpreter, node: "Node") -> Status:
     left, sign, right = node.children[0], node.children[1].type, node.children[-1]
     status = run_statement(shell, left)
+    # `mkdir x && torchrun ...` counts on its first command.
     if isinstance(status, str) and shell.unknowns.meaning(status).is_usual:
         status = True
     if status is (sign == "&&"):
@@ -154,13 +159,13 @@ def _choose(shell: Interpreter, parts: Block) -> Status:
         return run_all(shell, parts[1:end])
     then = kinds.index("then")
     status = run_all(shell, parts[1:then])
-    body, others = (
+    body, rest = (
         partial(run_all, shell, parts[then + 1 : end]),
         partial(_choose, shell, parts[end:]),
     )
     if isinstance(status, bool):
-        return body() if status else others()
-    fork(shell, shell.unknowns.meaning(status), [body, others])
+        return body() if status else rest()
+    fork(shell, shell.unknowns.meaning(status), [body, rest])
     return status
 
 
@@ -179,6 +184,7 @@ def _case(shell: Interpreter, node: "Node") -> Status:
         bodies.append(body)
         if mark is None and any(shell.matched(each.parts, text, place) for each in patterns):
             return body()
+        # Nothing behind `*)` is reached.
         if patterns[-1].text.characters == "*":
             break
     else:
@@ -273,6 +279,7 @@ def _for(shell: Interpreter, node: "Node") -> Status:
 
 def _uncertain_rounds(shell: Interpreter, cause: Unknown, once: Callable[[], object]) -> None:
     """Run a loop of which it is not known how often it runs, until nothing changes."""
+    # States settle in a few rounds: a variable that once differs stays uncertain.
     for _ in range(10):
         before = shell.state.copy()
         fork(shell, cause, [once, lambda: None])

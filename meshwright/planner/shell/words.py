@@ -73,7 +73,7 @@ def joined(parts: Sequence[Text]) -> Text:
 
 
 class Unknown(NamedTuple):
-    """A part of a text that the script does not tell."""
+    """Part of a text that the script does not tell."""
 
     shown: str  # as it stands in messages: `$X`
     cause: str  # `$X at line 3 is not set in the file`
@@ -94,7 +94,7 @@ class Unknown(NamedTuple):
 
 @dataclass(slots=True)
 class Unknowns:
-    """What a script does not tell, each with the mark that stands for it, and the files read."""
+    """Unknown values of a script, each with the mark that stands for it, and the files read."""
 
     listed: list[Unknown] = field(default_factory=list)
     marks: dict[Unknown, str] = field(default_factory=dict)
@@ -103,6 +103,7 @@ class Unknowns:
     def mark(self, unknown: Unknown) -> str:
         """Return the character that stands for an unknown."""
         if unknown not in self.marks:
+            # The private plane has 65,534 characters.
             if len(self.listed) >= 60_000:
                 raise PlanError("the script has more than 60,000 unknown values")
             self.marks[unknown] = chr(FIRST_MARK + len(self.listed))
@@ -110,13 +111,13 @@ class Unknowns:
         return self.marks[unknown]
 
     def meaning(self, mark: str) -> Unknown:
-        """Return what a mark stands for."""
+        """Return the unknown that a mark stands for."""
         return self.listed[ord(mark) - FIRST_MARK]
 
     def first(self, characters: str) -> Unknown | None:
         """Return the first unknown part of a text, None where all is known."""
-        found = MARKS.search(characters)
-        return self.meaning(found[0]) if found else None
+        match = MARKS.search(characters)
+        return self.meaning(match[0]) if match else None
 
     def without_unset(self, characters: str) -> str:
         """Return a text in which unset variables are empty, as the script would find them."""
@@ -125,7 +126,7 @@ class Unknowns:
         )
 
     def shown(self, characters: str) -> str:
-        """Return a text in which what is unknown stands as it was written."""
+        """Return a text with its unknown parts as they were written."""
         return MARKS.sub(lambda found: self.meaning(found[0]).shown, characters)
 
     def where(self, place: int) -> str:
@@ -179,7 +180,7 @@ class Field:
 
     @property
     def is_quoted(self) -> bool:
-        """Whether any of it was quoted."""
+        """True if any of it was quoted."""
         return any(each.kind is Kind.QUOTED for each in self.parts)
 
 
@@ -201,11 +202,11 @@ def split(fragments: Sequence[Fragment]) -> list[Field]:
         if each.kind is not Kind.SPLIT:
             fields[-1].append(each)
             continue
-        for found in PARTS.finditer(each.text.characters):
-            if found[1]:
+        for match in PARTS.finditer(each.text.characters):
+            if match[1]:
                 fields.append([])
             else:
-                fields[-1].append(Fragment(each.text.part(*found.span()), Kind.SPLIT))
+                fields[-1].append(Fragment(each.text.part(*match.span()), Kind.SPLIT))
     return [field_of([Fragment(p.text, p.kind) for p in each]) for each in fields if each]
 
 
@@ -232,5 +233,6 @@ def regex_of(fragments: Sequence[Fragment], star: str = ".*") -> str:
         is_quoted = each.kind is Kind.QUOTED
         if not is_quoted and NOT_READ.search(characters):
             raise PlanError(f"the pattern {characters[:40]!a} is not read")
+        # Quotes take the meaning from `*`, `?` and `[`.
         regex += re.escape(characters) if is_quoted else PATTERN.sub(translated, characters)
     return regex

@@ -77,7 +77,7 @@ def split_options(words: Sequence[Word], program: str) -> Options:
     Raises:
         PlanError: If an option is unknown or lacks its value.
     """
-    known = load_options(LAUNCHERS[program])
+    options = load_options(LAUNCHERS[program])
     values: dict[str, Word | None] = {}
     at = 0
     while at < len(words) and words[at].text.startswith("-") and words[at].text != "-":
@@ -85,7 +85,7 @@ def split_options(words: Sequence[Word], program: str) -> Options:
         at += 1
         if word.text == "--":
             break
-        option, attached = _option(word, known, program)
+        option, attached = _option(word, options, program)
         value = None if attached is None else word._replace(text=attached)
         if attached is None and option.takes not in {Takes.NOTHING, Takes.OPTIONAL}:
             if at >= len(words):
@@ -104,6 +104,7 @@ def _option(word: Word, known: Mapping[str, Option], program: str) -> tuple[Opti
     for name in (text, text.replace("_", "-")):
         if name in known and (not is_short or len(name) <= 2):
             return known[name], attached
+    # Short options may be joined with their value, or with each other.
     if is_short and text[:1] in known:
         option = known[text[:1]]
         if option.takes is not Takes.NOTHING:
@@ -126,7 +127,7 @@ def last_number(word: Word | None) -> int | None:
 
 
 def wrapped_at(words: Sequence[Word]) -> int:
-    """Return where the command begins that others, such as srun and nohup, start."""
+    """Return the index of the command that others, such as srun and nohup, start."""
     at = 0
     while at < len(words) and (after := next_at(words, at)) is not None:
         at = after
@@ -134,9 +135,10 @@ def wrapped_at(words: Sequence[Word]) -> int:
 
 
 def next_at(words: Sequence[Word], at: int) -> int | None:
-    """Return where the command behind a wrapper begins; None where there is no wrapper."""
+    """Return the index of the command behind a wrapper; None where there is no wrapper."""
     name, start = words[at].text.rpartition("/")[2], at + 1
     if name == "srun":
+        # srun's options are known, so that none is taken for the command.
         return len(words) - len(split_options(words[start:], name).rest)
     wrapper = WRAPPERS.get(name)
     if wrapper is None:
@@ -153,6 +155,7 @@ def next_at(words: Sequence[Word], at: int) -> int | None:
         elif not text.startswith("-") or text == "-":
             break
         else:
+            # These name a variable, or a parameter, and give its value as a word of its own.
             start += 3 if text in {"--mca", "-mca", "-genv"} else 2 if text in takes else 1
     return min(start + wrapper.positionals, len(words))
 

@@ -1,4 +1,4 @@
-"""What ``meshwright sweep`` does with its options."""
+"""Command ``meshwright sweep``."""
 
 from collections.abc import Mapping
 from concurrent.futures import Executor
@@ -27,7 +27,7 @@ from meshwright.planner.sweep.files import write_sweep
 from meshwright.planner.sweep.grid import Request, cells_of
 from meshwright.planner.sweep.report import sweep_report
 from meshwright.planner.sweep.result import sweep_document
-from meshwright.planner.sweep.run import Place, run_cells, sweep_folder
+from meshwright.planner.sweep.run import ExecutorFactory, run_cells, sweep_folder
 from meshwright.planner.sweep.store import Store, manifest
 from meshwright.planner.sweep.varied import read_words
 from meshwright.planner.sweep.workers import dask_workers, local_processes, num_cores
@@ -43,6 +43,7 @@ def run_sweep(
 ) -> int:
     """Run ``meshwright sweep``; return its exit status."""
     check_counts(options)
+    # Without a cluster: each cell has the price of its own.
     budget = read_budget(money)
     request = Request(
         varied=read_words(options.vary or ()),
@@ -52,7 +53,7 @@ def run_sweep(
         is_weak=options.weak,
         is_simulation=options.simulate,
     )
-    place = _place(options)
+    executors = _place(options)
     check_json(output)
     folder = None if output.out is None else sweep_folder(output.out, force=output.force)
     store: Store | None = None
@@ -61,8 +62,8 @@ def run_sweep(
         tell(progress, "laying out cells")
         cells = cells_of(request)
         if folder is not None:
-            store = Store(folder, manifest(request, cells), begins_anew=output.force)
-        result = replace(run_cells(request, cells, store, place, progress), budget=budget)
+            store = Store(folder, manifest(request, cells), restarts=output.force)
+        result = replace(run_cells(request, cells, store, executors, progress), budget=budget)
         if folder is not None:
             tell(progress, "drawing pictures")
             written = write_sweep(result, folder)
@@ -71,8 +72,8 @@ def run_sweep(
     return 0 if result.num_found else NOTHING_FITS
 
 
-def _place(options: SweepOptions) -> Place:
-    """Return who runs cells.
+def _place(options: SweepOptions) -> ExecutorFactory:
+    """Return the factory of the executor that runs cells.
 
     Raises:
         PlanError: If both processes and Dask are asked for.

@@ -1,4 +1,4 @@
-"""From what is varied to cells: every combination, with its setting resolved before anything runs.
+"""Cells of a sweep: every combination of options, resolved before anything runs.
 
 What a cell needs travels with it, so that a process elsewhere needs none of the user's files.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from meshwright.hwprofiles import Cluster, ProfileError, StackProfile
 from meshwright.planner.cli import Setting, read_limits, read_setting, resolve_plan, with_buckets
-from meshwright.planner.options import OF_SEARCHES, REPLICATION, SWEPT, JobOptions
+from meshwright.planner.options import REPLICATION, SEARCH_OPTIONS, SWEPT, JobOptions
 from meshwright.planner.reports import job_fields, known_by, plan_fields
 from meshwright.planner.space import SpaceLimits
 from meshwright.planner.sweep.varied import MOST_CELLS, Value, Variation
@@ -27,7 +27,7 @@ SET = "--set"  # begins what is wrong with a fact that is set
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a sweep is asked for.
+    """Options of a sweep.
 
     Args:
         varied: What is varied, the last one fastest.
@@ -47,7 +47,7 @@ class Request:
 
 
 class Task(NamedTuple):
-    """What a process is given to run a cell: a search, or the simulation of a plan."""
+    """Work of a process for a cell: a search, or the simulation of a plan."""
 
     job: TrainingJob
     cluster: Cluster
@@ -59,19 +59,20 @@ class Task(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """A text that two tasks have in common where they are the same."""
+        """Digest that equal tasks share."""
         job = self.job
         content = [
             *(each.model_dump(mode="json") for each in (job.model, self.cluster, self.stack)),
             *(job_fields(job), self.num_gpus, self.memory_limit_bytes, repr(self.limits)),
             None if self.plan is None else plan_fields(self.plan),
         ]
+        # Sorted, so that the order of a dict does not make another task.
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Cell(NamedTuple):
-    """One combination of what is varied.
+    """One combination of the values of a sweep.
 
     Args:
         number: Counted from 1.
@@ -89,7 +90,7 @@ class Cell(NamedTuple):
 
     @property
     def sample(self) -> str:
-        """What its batch counts; nothing where it cannot be."""
+        """Unit of its batch; empty where the cell cannot run."""
         return self.task.job.model.sample if isinstance(self.task, Task) else ""
 
 
@@ -104,6 +105,7 @@ def cells_of(request: Request) -> tuple[Cell, ...]:
     """
     _check(request)
     combinations = list(product(*(each.values for each in request.varied)))
+    # Refused before any cell is resolved.
     if len(combinations) > MOST_CELLS:
         raise PlanError(f"{len(combinations):,} cells are too many; allowed: {MOST_CELLS:,}")
     cells = tuple(_cell(request, number, each) for number, each in enumerate(combinations, 1))
@@ -116,25 +118,25 @@ def _check_values(request: Request, cells: Sequence[Cell]) -> None:
     reasons = {each.task if isinstance(each.task, str) else "" for each in cells}
     if len(reasons) == 1 and len(cells) > 1 and "" not in reasons:
         raise PlanError(reasons.pop())  # whatever is varied
-    for place, variation in enumerate(request.varied):
+    for index, variation in enumerate(request.varied):
         for value in variation.values:
-            having = [each.task for each in cells if each.values[place] == value]
+            tasks = [each.task for each in cells if each.values[index] == value]
             # What is set of all, and one stack lacks, is no mistake in the stack's name.
-            is_lacking = variation.key == STACK and str(having[0]).startswith(SET)
-            if not is_lacking and all(isinstance(each, str) for each in having):
+            is_lacking = variation.key == STACK and str(tasks[0]).startswith(SET)
+            if not is_lacking and all(isinstance(each, str) for each in tasks):
                 prefix = f"--vary {variation.name}={value.text}: "
-                reason = str(having[0])
+                reason = str(tasks[0])
                 raise PlanError(reason if reason.startswith("--vary ") else f"{prefix}{reason}")
 
 
 def _check(request: Request) -> None:
-    """Raise PlanError when options do not go with what a cell is."""
+    """Raise PlanError when options do not fit a search, or a simulation."""
     names = {each.key: each.name for each in request.varied if each.key}
     if request.is_weak and GPUS not in names:
         raise PlanError("--weak needs --vary gpus=...: the batch grows with the devices")
     given = {each.key: f"--{each.name.replace('_', '-')}" for each in SWEPT.options}
     for key in (*request.fields, *names):
-        if (key.startswith("max_") or key in OF_SEARCHES) and request.is_simulation:
+        if (key.startswith("max_") or key in SEARCH_OPTIONS) and request.is_simulation:
             raise PlanError(f"{given[key]} has no effect on one layout; allowed: no --simulate")
         if key in REPLICATED - SEARCHED and not request.is_simulation:
             raise PlanError(f"{given[key]} is not searched; allowed: with --simulate")
@@ -160,10 +162,12 @@ def _cell(request: Request, number: int, values: Sequence[Value]) -> Cell:
     try:
         if request.is_weak:
             job = replace(job, global_batch=_grown_batch(request, job))
-        read = read_setting(job, plan_file)
-        setting = known_by(read.job, read.cluster, read.stack, read.world_size)
-        price = read.cluster.price_usd_per_gpu_hour
-        task: Task | str = _task(read, given, is_simulation=request.is_simulation)
+        cell_setting = read_setting(job, plan_file)
+        setting = known_by(
+            cell_setting.job, cell_setting.cluster, cell_setting.stack, cell_setting.world_size
+        )
+        price = cell_setting.cluster.price_usd_per_gpu_hour
+        task: Task | str = _task(cell_setting, given, is_simulation=request.is_simulation)
     except (PlanError, ProfileError) as error:
         task = _as_written(str(error), request, values)
     return Cell(number, tuple(values), setting, price, task)
@@ -201,6 +205,7 @@ def _task(setting: Setting, given: Mapping[str, object], *, is_simulation: bool)
     if not is_simulation:
         limits, plan = read_limits(setting, given), None
     else:
+        # A search does not vary the bucket size.
         setting = with_buckets(setting, given)
         limits, plan = None, resolve_plan(setting, given)
     return Task(

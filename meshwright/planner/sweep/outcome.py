@@ -1,4 +1,4 @@
-"""What a cell comes to, as the document that is kept of it: run here or in any other process."""
+"""Outcome of a cell, as the document that is kept of it: run here or in any other process."""
 
 import json
 from enum import StrEnum
@@ -23,7 +23,7 @@ Document: TypeAlias = dict[str, Json]
 
 
 class Outcome(StrEnum):
-    """How a cell ended."""
+    """Outcomes of a cell."""
 
     FITS = "fits"
     DOES_NOT_FIT = "does not fit"
@@ -32,18 +32,18 @@ class Outcome(StrEnum):
 
 
 def run_task(task: Task) -> Document:
-    """Return what comes of a task; the same task gives the same document."""
+    """Return the document of a task; the same task gives the same document."""
     try:
         document = _simulated(task, task.plan) if task.plan is not None else _searched(task)
     except (PlanError, ProfileError) as error:
         document = refused(str(error))
     # As a file of it is read, so that it is the same whether or not it went through one.
-    read: Document = json.loads(json.dumps(document))
-    return read
+    read_back: Document = json.loads(json.dumps(document))
+    return read_back
 
 
 def refused(reason: str) -> Document:
-    """Return the document of a cell that cannot be."""
+    """Return the document of a cell that cannot run."""
     return {"outcome": Outcome.REFUSED, "reason": reason}
 
 

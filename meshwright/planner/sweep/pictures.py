@@ -1,4 +1,4 @@
-"""Pictures of a sweep: how it scales, curves over one thing that is varied, maps over two."""
+"""Pictures of a sweep: scaling, curves over one variation, maps over two."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isnan
@@ -29,7 +29,7 @@ BATCH = "global_batch_size"
 
 
 class Measure(NamedTuple):
-    """What a panel shows of a cell."""
+    """Quantity that a panel shows of a cell."""
 
     name: str
     label: str
@@ -38,18 +38,18 @@ class Measure(NamedTuple):
 
 def pictures_of(result: SweepResult) -> Mapping[str, Callable[[SweepResult], Figure]]:
     """Return the pictures that say something of a sweep, by name."""
-    known: dict[str, Callable[[SweepResult], Figure]] = {}
+    pictures: dict[str, Callable[[SweepResult], Figure]] = {}
     if not result.num_found:
-        return known
+        return pictures
     several = [each for each in result.varied if len(each.values) > 1]
     over_gpus = any(each.column == GPUS for each in several)
     if over_gpus:
-        known["scaling"] = plot_scaling
+        pictures["scaling"] = plot_scaling
     elif several:
-        known["curves"] = plot_curves
+        pictures["curves"] = plot_curves
     if len(several) > 1:
-        known["heatmap"] = plot_heatmap
-    return known
+        pictures["heatmap"] = plot_heatmap
+    return pictures
 
 
 def plot_scaling(result: SweepResult) -> Figure:
@@ -82,7 +82,7 @@ def plot_scaling(result: SweepResult) -> Figure:
 
 
 def _scaling_title(result: SweepResult, axis: Variation) -> str:
-    """Return what kind of scaling is shown, and the best of what."""
+    """Return the title: weak or strong scaling, and the variations of which the best is shown."""
     kind = "Weak scaling: the batch grows with the GPUs" if result.is_weak else "Strong scaling"
     shown = axis, _next_one(result, axis)
     others = [each for each in result.varied if len(each.values) > 1 and each not in shown]
@@ -90,7 +90,7 @@ def _scaling_title(result: SweepResult, axis: Variation) -> str:
 
 
 def _best_of(others: Sequence[Variation]) -> str:
-    """Return that of other things that are varied the best is shown, if there are any."""
+    """Return the clause of a title on other variations, of which the best is shown."""
     return f", the best {', '.join(each.name for each in others)} of each" if others else ""
 
 
@@ -111,11 +111,11 @@ def plot_curves(result: SweepResult) -> Figure:
     """Return throughput and memory against the first thing that is varied."""
     axis = next(each for each in result.varied if len(each.values) > 1)
     panels = _per_gpu(result)
-    figure, both = _sheet(result, f"{_subject(result)} over {axis.name}", axis, panels)
+    figure, panels_drawn = _sheet(result, f"{_subject(result)} over {axis.name}", axis, panels)
     numbers = _numbers(axis)
-    for axes, panel in zip(both, panels, strict=True):
+    for axes, panel in zip(panels_drawn, panels, strict=True):
         lines = _lines(result, axis, panel)
-        _draw_lines(axes, lines, named=axes is both[0], joined=_is_ordered(axis))
+        _draw_lines(axes, lines, named=axes is panels_drawn[0], joined=_is_ordered(axis))
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _text(value)))
         if numbers is None:
@@ -133,14 +133,15 @@ def plot_heatmap(result: SweepResult) -> Figure:
     across, up, *others = [each for each in result.varied if len(each.values) > 1]
     panels = _per_gpu(result)
     title = f"{_subject(result)} over {across.name} and {up.name}{_best_of(others)}"
-    figure, both = _sheet(result, title, across, panels)
-    for axes, panel in zip(both, panels, strict=True):
+    figure, panels_drawn = _sheet(result, title, across, panels)
+    for axes, panel in zip(panels_drawn, panels, strict=True):
         axes.set_ylabel(up.name, fontsize=canvas.TEXT_POINTS)
         _draw_map(figure, axes, _map(result, across, up), panel)
         for axis, set_ticks in ((across, axes.set_xticks), (up, axes.set_yticks)):
+            # More labels than this would run into each other.
             step = -(-len(axis.values) // MOST_TICKS)
             places = range(0, len(axis.values), step)
-            set_ticks(places, [axis.values[place].text for place in places])
+            set_ticks(places, [axis.values[index].text for index in places])
     return figure
 
 
@@ -152,12 +153,12 @@ def _per_gpu(result: SweepResult) -> tuple[Measure, Measure]:
 
 
 def _subject(result: SweepResult) -> str:
-    """Return what each cell has: a search its best layout, a simulation the one given."""
+    """Return the subject of a title: a search has best layouts, a simulation has one."""
     return "Best layouts" if any("search" in each for each in result.documents) else "A layout"
 
 
 def _samples(result: SweepResult) -> str:
-    """Return what a batch counts, as the models have it."""
+    """Return the unit of a batch, as the models have it."""
     return " or ".join(dict.fromkeys(each.sample for each in result.cells if each.sample))
 
 
@@ -190,7 +191,7 @@ def _sheet(
 
 
 def _setting_text(result: SweepResult) -> str:
-    """Return what all cells share, in a line."""
+    """Return the options that all cells share, in a line."""
     rows = result.rows
     shared = [
         f"{rows[0][name]:,}{unit}" if isinstance(rows[0][name], int) else f"{rows[0][name]}{unit}"
@@ -216,14 +217,14 @@ def _lines(result: SweepResult, axis: Variation, panel: Measure) -> dict[str, li
 
     Of several cells at a point the one with the most throughput counts.
     """
-    place = result.varied.index(axis)
+    column = result.varied.index(axis)
     next_one = _next_one(result, axis)
     numbers = _numbers(axis)
     best: dict[tuple[str, int], Row] = {}
     for cell, row in zip(result.cells, result.rows, strict=True):
         if _rate(row):
             line = cell.values[result.varied.index(next_one)].text if next_one else ""
-            key = line, axis.values.index(cell.values[place])
+            key = line, axis.values.index(cell.values[column])
             if key not in best or row[RATE] > best[key][RATE]:
                 best[key] = row
     lines: dict[str, list[Point]] = {}
@@ -237,7 +238,7 @@ def _some(lines: Mapping[str, list[Point]]) -> Iterator[tuple[str, list[Point]]]
     """Yield all lines, or as many as can be told apart, evenly chosen."""
     names = list(lines)
     count = min(MOST_LINES, len(names))
-    chosen = {names[place * (len(names) - 1) // max(count - 1, 1)] for place in range(count)}
+    chosen = {names[index * (len(names) - 1) // max(count - 1, 1)] for index in range(count)}
     for name in names:
         if name in chosen:
             yield name, lines[name]
@@ -256,7 +257,7 @@ def _numbers(axis: Variation) -> list[float] | None:
 
 
 def _is_ordered(axis: Variation) -> bool:
-    """Return whether values are amounts, not names."""
+    """Return True if values are amounts, not names."""
     return all(value.text[:1].isdigit() for value in axis.values)
 
 
@@ -339,6 +340,7 @@ def _draw_map(figure: Figure, axes: Axes, table: Sequence[Sequence[Row]], panel:
         [row[panel.name] / panel.scale if _rate(row) else float("nan") for row in line]
         for line in table
     ]
+    # Cells without a layout are not drawn: this shows through.
     axes.set_facecolor(canvas.LIGHT_GREY)
     axes.grid(visible=False)
     image = axes.imshow(numbers, cmap="cividis", aspect="auto", origin="lower")

@@ -56,6 +56,7 @@ def _facts(result: SweepResult, rows: Sequence[Row]) -> Iterator[tuple[str, str]
     for each in result.varied:
         texts = [value.text for value in each.values]
         more = [f"... {len(texts):,} in all"] if len(texts) > MOST_VALUES else []
+        # As --vary takes them.
         sign = "; " if any("," in text for text in texts) else ", "
         yield "vary", f"{each.name} {sign.join([*texts[:MOST_VALUES], *more])}"
     shared = [
@@ -95,9 +96,9 @@ def _layout(result: SweepResult, rows: Sequence[Row]) -> tuple[list[Column], lis
     varied = {each.column for each in result.varied}
     columns: list[Column] = []
     shared: list[str] = []
-    found = [row for row in rows if "step_time_s" in row]
+    with_layout = [row for row in rows if "step_time_s" in row]
     for field in SEARCHED_FIELDS:
-        values = {_shown(row, field.name) for row in found}
+        values = {_shown(row, field.name) for row in with_layout}
         if field.name in varied or field.name == "stages" or values <= {NONE}:
             continue
         declaration, head = field.declaration, str(field.declaration.heading)

@@ -1,10 +1,10 @@
-"""What a sweep came to: a row a cell."""
+"""Result of a sweep: a row a cell."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from meshwright.planner.presentation import known_kind
+from meshwright.planner.presentation import picture_kind
 from meshwright.planner.reports import COST, FIGURES, Budget, Json, named, training_run
 from meshwright.planner.sweep.grid import Cell
 from meshwright.planner.sweep.outcome import Document, Outcome
@@ -66,6 +66,7 @@ class SweepResult(Shown):
         for cell, row in zip(self.cells, rows, strict=True):
             others = self._others(cell)
             if others is not None and row["outcome"] == Outcome.FITS:
+                # The first number of GPUs that fits is the reference.
                 row["scaling_efficiency"] = row[RATE] / first.setdefault(others, row[RATE])
         return list(rows)
 
@@ -81,7 +82,7 @@ class SweepResult(Shown):
         drawn = pictures_of(self)
         if not drawn:
             raise PlanError("there is nothing to draw: one cell, or none that has a layout")
-        return drawn[known_kind(kind, tuple(drawn))](self)
+        return drawn[picture_kind(kind, tuple(drawn))](self)
 
     def _row(self, cell: Cell, document: Document) -> dict[str, Any]:
         row: dict[str, Any] = {"cell": cell.number, **cell.setting}
@@ -103,6 +104,7 @@ class SweepResult(Shown):
     def _money(self, cell: Cell, step: Row) -> dict[str, Any]:
         if self.budget is None:
             return {}
+        # A price that is given holds for all cells.
         price = self.budget.price_usd_per_gpu_hour
         run = training_run(
             self.budget.tokens,
@@ -113,7 +115,7 @@ class SweepResult(Shown):
         return dict(named(run, *COST))
 
     def _others(self, cell: Cell) -> tuple[str, ...] | None:
-        """Return what a cell has of all that is varied but devices; None where these are not."""
+        """Return a cell's values of all variations but devices; None where these are not varied."""
         columns = [each.column for each in self.varied]
         pairs = zip(columns, cell.values, strict=True)
         others = tuple(value.text for column, value in pairs if column != GPUS)

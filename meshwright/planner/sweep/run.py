@@ -20,7 +20,7 @@ from meshwright.planner.sweep.varied import read_options, variations
 from meshwright.planner.sweep.workers import finished, local_processes
 
 RUNNING = "running cells"
-Place = Callable[[int], AbstractContextManager[Executor | None]]
+ExecutorFactory = Callable[[int], AbstractContextManager[Executor | None]]
 
 
 def sweep(  # noqa: PLR0913 -- the public entry; all but the first is keyword-only
@@ -77,11 +77,11 @@ def sweep(  # noqa: PLR0913 -- the public entry; all but the first is keyword-on
     cells = cells_of(request)
     try:
         folder = None if out is None else sweep_folder(str(out), force=force)
-        place = partial(local_processes, jobs) if executor is None else _lent(executor)
+        executors = partial(local_processes, jobs) if executor is None else _lent(executor)
         store = None
         if folder is not None:
-            store = Store(folder, manifest(request, cells), begins_anew=force)
-        result = run_cells(request, cells, store, place, progress)
+            store = Store(folder, manifest(request, cells), restarts=force)
+        result = run_cells(request, cells, store, executors, progress)
         result = replace(result, budget=budget)
         if folder is not None:
             write_sweep(result, folder)
@@ -90,8 +90,8 @@ def sweep(  # noqa: PLR0913 -- the public entry; all but the first is keyword-on
     return result
 
 
-def _lent(executor: Executor) -> Place:
-    """Return a place that leaves *executor* to whose it is."""
+def _lent(executor: Executor) -> ExecutorFactory:
+    """Return a factory that lends *executor*, and leaves it open."""
     return lambda _count: nullcontext(executor)
 
 
@@ -108,7 +108,7 @@ def run_cells(
     request: Request,
     cells: Sequence[Cell],
     store: Store | None,
-    place: Place,
+    executors: ExecutorFactory,
     progress: Progress | None,
 ) -> SweepResult:
     """Run the cells that are not finished, and return all.
@@ -117,17 +117,18 @@ def run_cells(
         request: What is asked for.
         cells: Its cells.
         store: What keeps them, if anything does.
-        place: Makes who runs so many, entered only if there is something to run.
+        executors: Makes who runs so many, entered only if there is something to run.
         progress: As of `sweep`.
     """
     tasks = dict(tasks_of(cells))
     documents = dict(store.finished(list(tasks))) if store is not None else {}
     tell = progress or (lambda _what, _done, _total: None)
     tell(RUNNING, len(documents), len(tasks))
-    left = {number: task for number, task in tasks.items() if number not in documents}
-    if left:
-        with place(len(left)) as executor:
-            for number, document in finished(executor, left):
+    # Cells that an earlier run finished are not run again.
+    remaining = {number: task for number, task in tasks.items() if number not in documents}
+    if remaining:
+        with executors(len(remaining)) as executor:
+            for number, document in finished(executor, remaining):
                 if store is not None:
                     store.keep(number, document)
                 documents[number] = document

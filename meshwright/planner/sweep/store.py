@@ -1,4 +1,4 @@
-"""What is kept of a sweep while it runs: each finished cell, whole or not at all.
+"""Store of a sweep while it runs: each finished cell, whole or not at all.
 
 A folder belongs to one sweep: ``sweep.json`` says which, and the same sweep goes on in it.
 """
@@ -25,12 +25,12 @@ DRAFTS = ".meshwright-*"  # what a killed command left of files that it was writ
 
 
 def is_sweep_folder(folder: Path) -> bool:
-    """Return whether a sweep has begun in *folder*."""
+    """Return True if a sweep has begun in *folder*."""
     return (folder / MANIFEST).is_file()
 
 
 def manifest(request: Request, cells: Sequence[Cell]) -> Document:
-    """Return what makes a sweep this one: what is varied, and what each cell runs."""
+    """Return the manifest of a sweep: its variations, and the task of each cell."""
     return {
         "format": FORMAT,
         "version": __version__,
@@ -57,26 +57,28 @@ class Store:
     Args:
         folder: Where; it is claimed, and need not exist.
         wanted: The manifest of the sweep.
-        begins_anew: Whether cells of another sweep, or of this one, are thrown away.
+        restarts: Whether cells of another sweep, or of this one, are thrown away.
 
     Raises:
         PlanError: If the folder holds another sweep.
     """
 
-    def __init__(self, folder: Path, wanted: Document, *, begins_anew: bool) -> None:
+    def __init__(self, folder: Path, wanted: Document, *, restarts: bool) -> None:
         self._cells = folder / CELLS
-        if is_sweep_folder(folder) and not begins_anew:
+        if is_sweep_folder(folder) and not restarts:
             _check_same(folder, wanted)
         elif self._cells.is_symlink():  # what it leads to is no sweep's of this folder
             self._cells.unlink()
-        if is_sweep_folder(folder) and begins_anew:
+        if is_sweep_folder(folder) and restarts:
             shutil.rmtree(self._cells, ignore_errors=True)
             for stale in folder.glob(NUMBERED_PLANS):
                 stale.unlink()
         self._cells.mkdir(parents=True, exist_ok=True)
+        # The folder is claimed: drafts in it are of a command that was killed.
         for each in (folder, self._cells):
             for draft in each.glob(DRAFTS):
                 shutil.rmtree(draft, ignore_errors=True)
+        # Last, so that a folder with a manifest has its cells' folder.
         write_output(folder / MANIFEST, json_text(wanted))
 
     def keep(self, number: int, document: Document) -> None:
@@ -103,8 +105,9 @@ class Store:
 def _cell_document(path: Path, number: int) -> Document:
     document = CELL_FILE.read_json(path)
     if isinstance(document, dict):
-        known = document.pop("cell", None), document.pop("sum", None)
-        if known == (number, _sum(document)):
+        identity = document.pop("cell", None), document.pop("sum", None)
+        # A cell that was edited, or cut short, is not taken for finished.
+        if identity == (number, _sum(document)):
             return document
     raise PlanError(
         f"{shown_path(path)} is not cell {number} as it was written; allowed: to remove it"
@@ -112,33 +115,33 @@ def _cell_document(path: Path, number: int) -> Document:
 
 
 def _sum(document: Mapping[str, object]) -> str:
-    """Return a text by which a document that was changed is told."""
+    """Return a checksum that tells a document that was changed."""
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:16]
 
 
 def _check_same(folder: Path, wanted: Document) -> None:
     """Raise PlanError when the folder holds another sweep, with what differs first."""
-    place = shown_path(folder)
-    found = SWEEP_FILE.read_json(folder / MANIFEST)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise PlanError(f"--out {place}: {MANIFEST} is of no sweep; allowed: another folder")
+    folder_text = shown_path(folder)
+    saved = SWEEP_FILE.read_json(folder / MANIFEST)
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise PlanError(f"--out {folder_text}: {MANIFEST} is of no sweep; allowed: another folder")
     asked: dict[str, Any] = json.loads(json.dumps(wanted))
     for key, value in asked.items():
-        if found.get(key) != value:
-            what = _difference(key, found.get(key), value)
+        if saved.get(key) != value:
+            difference = _difference(key, saved.get(key), value)
             raise PlanError(
-                f"--out {place} holds another sweep: {what}; allowed: another folder, or --force, "
-                "which begins anew"
+                f"--out {folder_text} holds another sweep: {difference}; allowed: another "
+                "folder, or --force, which begins anew"
             )
 
 
-def _difference(key: str, found: Json, asked: list[dict[str, object]]) -> str:
+def _difference(key: str, saved: Json, asked: list[dict[str, object]]) -> str:
     """Return in words how *found* differs from what is asked for."""
     if key != "cells":
-        return f"{key} {_short(found)}, not {_short(asked)}"
-    others = found if isinstance(found, list) else []
+        return f"{key} {_short(saved)}, not {_short(asked)}"
+    others = saved if isinstance(saved, list) else []
     number = next(
-        (place for place, each in enumerate(asked) if [each] != others[place : place + 1]), 0
+        (index for index, each in enumerate(asked) if [each] != others[index : index + 1]), 0
     )
     return f"cell {number + 1} has other options, or files that say something else"
 

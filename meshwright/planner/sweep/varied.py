@@ -1,4 +1,4 @@
-"""What a sweep varies: options and facts by name, each with its values."""
+"""Variations of a sweep: options and facts by name, each with its values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -29,7 +29,7 @@ MOST_CELLS = 10_000
 
 
 class Value(NamedTuple):
-    """One value of what is varied: as it is shown, and as an option takes it."""
+    """Value of a variation: as it is shown, and as an option takes it."""
 
     text: str
     content: object
@@ -51,12 +51,12 @@ class Variation:
 
     @property
     def is_fact(self) -> bool:
-        """Whether it is a fact of cluster, device or stack."""
+        """True for a fact of cluster, device or stack."""
         return not self.key
 
     @property
     def is_of_job(self) -> bool:
-        """Whether it is an option of the job, not of the layout."""
+        """True for an option of the job, not of the layout."""
         return self.key in OF_JOB
 
     @property
@@ -70,7 +70,7 @@ COLUMNS = {"gpus": "num_gpus", "global_batch": "global_batch_size"}
 
 
 def read_words(words: Sequence[str]) -> tuple[Variation, ...]:
-    """Return what texts ``NAME=A,B`` say; values that have commas are parted by semicolons.
+    """Return the variations of texts ``NAME=A,B``; semicolons part values that have commas.
 
     Raises:
         PlanError: If a name is unknown or given twice, or a value is none of it.
@@ -90,15 +90,15 @@ def read_words(words: Sequence[str]) -> tuple[Variation, ...]:
 
 
 def variations(given: Sequence[tuple[str, Sequence[object]]]) -> tuple[Variation, ...]:
-    """Return what is varied, from names and values; raises as `read_words`."""
-    found = tuple(_variation(name, values) for name, values in given)
-    if not found:
+    """Return the variations of names and values; raises as `read_words`."""
+    varied = tuple(_variation(name, values) for name, values in given)
+    if not varied:
         raise PlanError("--vary is missing; it is required, as --vary gpus=64,128,256")
-    names = [each.key or each.name for each in found]
+    names = [each.key or each.name for each in varied]
     for number, name in enumerate(names):
         if name in names[:number]:
-            raise PlanError(f"--vary {found[number].name} is given more than once; allowed: once")
-    return found
+            raise PlanError(f"--vary {varied[number].name} is given more than once; allowed: once")
+    return varied
 
 
 def _variation(name: str, values: Sequence[object]) -> Variation:
@@ -106,25 +106,26 @@ def _variation(name: str, values: Sequence[object]) -> Variation:
     option = OPTIONS.get(plain.replace("-", "_"))
     if option is None:
         _check_fact(plain)
-    read = [Value(text_of(each), _content(plain, option, text_of(each))) for each in values]
-    if not read:
+    parsed = [Value(text_of(each), _content(plain, option, text_of(each))) for each in values]
+    if not parsed:
         raise PlanError(f"--vary {plain} has no value; allowed: one or more")
-    contents = [each.content for each in read]
-    for number, each in enumerate(read):
+    contents = [each.content for each in parsed]
+    for number, each in enumerate(parsed):
+        # By content: 8 and +8 are one value.
         if each.content in contents[:number]:
             raise PlanError(f"--vary {plain} has {shown(each.text)} twice; allowed: once")
     shown_name = plain if option is None else option_name(option.name)[2:]
-    return Variation(name=shown_name, key=option.key if option else "", values=tuple(read))
+    return Variation(name=shown_name, key=option.key if option else "", values=tuple(parsed))
 
 
 def _check_fact(name: str) -> None:
     """Raise PlanError unless *name* may be the key of a fact."""
     if name in NOT_VARIED:
         raise PlanError(f"--vary {name} is not offered: {NOT_VARIED[name]}")
-    known = fact_keys()
-    if not any(name == each or name.startswith(f"{each}.") for each in known):
+    facts = fact_keys()
+    if not any(name == each or name.startswith(f"{each}.") for each in facts):
         options = [option_name(each)[2:] for each in OPTIONS]
-        raise PlanError(f"--vary {shown(name)} is unknown; {suggestion(name, [*options, *known])}")
+        raise PlanError(f"--vary {shown(name)} is unknown; {suggestion(name, [*options, *facts])}")
 
 
 def _content(name: str, option: Option | None, text: str) -> object:
@@ -155,9 +156,9 @@ def read_options(given: Mapping[str, object]) -> tuple[JobOptions, dict[str, obj
         target = job if name in OF_JOB else fields_given
         target[option.key] = value
     plan = fields_given.pop("plan", None)
-    made = JOB.build({each.key: job.get(each.key) for each in JOB.options})
-    assert isinstance(made, JobOptions)
-    return made, fields_given, None if plan is None else str(plan)
+    job_options = JOB.build({each.key: job.get(each.key) for each in JOB.options})
+    assert isinstance(job_options, JobOptions)
+    return job_options, fields_given, None if plan is None else str(plan)
 
 
 def _known(given: Mapping[str, object]) -> Iterator[tuple[str, Option, object]]:

@@ -1,4 +1,4 @@
-"""Who runs cells: this process, local ones, those of any executor, or Dask's workers."""
+"""Executors of cells: this process, local ones, any executor, or Dask's workers."""
 
 import os
 import signal
@@ -78,24 +78,25 @@ def local_processes(jobs: int, num_tasks: int) -> Iterator[Executor | None]:
         num_tasks: What there is to run.
     """
     count = min(jobs, num_tasks)
+    # A process of its own would only cost its start.
     if count == 1:
         yield None
         return
     context = get_context("spawn")
-    theirs, ours = context.Pipe(duplex=False)
-    pool = _Processes(count, mp_context=context, initializer=_begin, initargs=(theirs,))
+    child_end, parent_end = context.Pipe(duplex=False)
+    pool = _Processes(count, mp_context=context, initializer=_begin, initargs=(child_end,))
     try:
         yield pool
         pool.shutdown()
     finally:
         # What is left of an interrupted block: its processes end within a cell, not after it.
-        ours.close()
+        parent_end.close()
         pool.shutdown(cancel_futures=True)
-        theirs.close()
+        child_end.close()
 
 
 class _Processes(ProcessPoolExecutor):
-    """Processes that a task starts, and that a terminal's Ctrl-C does not reach."""
+    """Pool of processes, which a terminal's Ctrl-C does not reach."""
 
     def submit(self, run: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
         with _no_interrupt_for_children(), script_runs_once():
@@ -121,13 +122,15 @@ def script_runs_once() -> Iterator[None]:
     again in each, and starts processes in turn. What runs there is of this package.
     """
     main = sys.modules["__main__"]
-    known = {name: value for name, value in vars(main).items() if name in {"__spec__", "__file__"}}
+    attributes = {
+        name: value for name, value in vars(main).items() if name in {"__spec__", "__file__"}
+    }
     try:
         main.__spec__ = None
         vars(main).pop("__file__", None)
         yield
     finally:
-        vars(main).update(known)
+        vars(main).update(attributes)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Frameworks' tables: what is told by them, how a plan is written by one, and texts of launches."""
+"""Tables of frameworks: facts of a plan, its keys by a table, and texts of launches."""
 
 from meshwright.planner.tables.facts import (
     STACK_FACT,
@@ -32,10 +32,10 @@ from meshwright.planner.tables.texts import (
     flags,
     layer_numbers,
     layout_text,
+    named_release,
     release_remark,
     remarks,
     single_quoted,
-    told_release,
     tyro_options,
 )
 
@@ -59,6 +59,7 @@ __all__ = [
     "job_name",
     "layer_numbers",
     "layout_text",
+    "named_release",
     "nodes_of",
     "release_remark",
     "remarks",
@@ -66,7 +67,6 @@ __all__ = [
     "slurm_script",
     "spelled",
     "theirs",
-    "told_release",
     "tyro_options",
     "value_of",
     "write_keys",

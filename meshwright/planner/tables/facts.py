@@ -1,4 +1,4 @@
-"""What is known of a job and its plan while a framework is told of it, or is read."""
+"""Facts of a job and its plan, while a framework's keys are written or read."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Keys: TypeAlias = dict[str, object]
 
 
 class MissingError(PlanError):
-    """What a configuration leaves open and a plan needs.
+    """Error of a value that a configuration leaves open and a plan needs.
 
     Args:
         name: Of the field, or of the job's fact.
@@ -31,7 +31,7 @@ STACK_FACT, MODEL_FACT = "stack.", "model."  # begin the names of facts
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a job and its plan, by the names of their fields.
+    """Known facts of a job and its plan, by the names of their fields.
 
     In an export that is everything, in an import what the entries before have read.
     """
@@ -44,6 +44,7 @@ class Facts:
     def number(self, name: str) -> int:
         """Return a count; 1 where nothing is known of it."""
         value = self.num_microbatches if name == "num_microbatches" else self.values.get(name)
+        # A degree that nobody says is 1.
         return 1 if value is None else cast("int", value)
 
     def get(self, name: str) -> object:
@@ -63,7 +64,7 @@ class Facts:
         return self.values.get(name)
 
     def holds(self, text: str) -> bool:
-        """Return whether a condition holds; an empty one does."""
+        """Return True if a condition holds; an empty one does."""
         return not text or bool(parsed(text).holds(_Numbers(self)))
 
     @property
@@ -81,27 +82,27 @@ class Facts:
 
     @property
     def is_launched(self) -> bool:
-        """Whether what starts the job is read, too, not its file alone."""
+        """True if the command that starts the job is read, too, not its file alone."""
         return any(self.values.get(each) is not None for each in ("num_nodes", "ranks_per_node"))
 
 
 class _Numbers(NamedTuple):
-    """What the names of a condition stand for."""
+    """Numbers that the names of a condition stand for."""
 
     facts: Facts
 
     def number(self, name: str) -> Number:
         """Return the number of a field, or a fact; a count of which nothing is known is 1."""
-        value, known = self.facts.get(name), PLAN_FIELDS.get(name)
-        return code_of(name, known.default if known and value is None else value)
+        value, declared = self.facts.get(name), PLAN_FIELDS.get(name)
+        return code_of(name, declared.default if declared and value is None else value)
 
     def code(self, name: str, value: object) -> Number:
-        """Return what *value* is where a condition compares it with *name*."""
+        """Return the code of *value* where a condition compares it with *name*."""
         return code_of(name, value)
 
 
 def spelled(value: object) -> str:
-    """Return a value as tables of frameworks write it."""
+    """Return the spelling of a value in tables of frameworks."""
     if value is None:
         return UNSET
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -123,7 +124,7 @@ def value_of(name: str, word: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class FileWords:
-    """Reads values of one framework's files that are of a kind.
+    """Typed reader of the values of a framework's files.
 
     Args:
         framework: How it is called in errors.
@@ -131,35 +132,35 @@ class FileWords:
 
     framework: str
 
-    def whole(self, keys: Keys, key: str, usual: int, *, least: int = 1) -> int:
-        """Return the whole number of a file's *key*, or *usual* where there is none.
+    def whole(self, keys: Keys, key: str, default: int, *, least: int = 1) -> int:
+        """Return the whole number of a file's *key*, or *default* where there is none.
 
         Raises:
             PlanError: If it is something else, or smaller than *least*.
         """
-        value = keys.get(key, usual)
+        value = keys.get(key, default)
         if type(value) is not int or value < least:
             raise self.unknown(key, shown(value), (f"whole numbers from {least}",))
         return value
 
-    def word(self, keys: Keys, key: str, usual: str) -> str:
-        """Return the word of a file's *key*, or *usual* where there is none.
+    def word(self, keys: Keys, key: str, default: str) -> str:
+        """Return the word of a file's *key*, or *default* where there is none.
 
         Raises:
             PlanError: If it is none.
         """
-        value = keys.get(key, usual)
+        value = keys.get(key, default)
         if not isinstance(value, str):
             raise self.unknown(key, shown(value), ("a word",))
         return value
 
-    def names(self, keys: Keys, key: str, usual: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the words that a file's *key* lists, or *usual* where there is none.
+    def names(self, keys: Keys, key: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the words that a file's *key* lists, or *default* where there is none.
 
         Raises:
             PlanError: If it is no list of words.
         """
-        value = keys.get(key, usual)
+        value = keys.get(key, default)
         if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
             raise self.unknown(key, shown(value), ("a list of words",))
         return tuple(value)
@@ -182,12 +183,12 @@ class FileWords:
 
     def unknown(self, key: str, value: object, allowed: Iterable[object]) -> PlanError:
         """Return the error of a framework's value that no plan can have."""
-        known = ", ".join(theirs(each) for each in allowed)
+        allowed_text = ", ".join(theirs(each) for each in allowed)
         return PlanError(
-            f"{key}={theirs(value)} of {self.framework} is in no plan; allowed: {known}"
+            f"{key}={theirs(value)} of {self.framework} is in no plan; allowed: {allowed_text}"
         )
 
 
 def theirs(value: object) -> str:
-    """Return a framework's value in words."""
+    """Return the text of a framework's value."""
     return str(value).lower() if isinstance(value, bool) else str(value)

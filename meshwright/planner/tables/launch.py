@@ -1,4 +1,4 @@
-"""The scripts that start a job, with Slurm or by hand."""
+"""Scripts that start a job, with Slurm or by hand."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ PORT = 29500  # torchrun's own
 
 
 class Starter(StrEnum):
-    """What starts the ranks of a node."""
+    """Launchers of the ranks of a node."""
 
     TORCHRUN = "torchrun"
     ACCELERATE = "accelerate launch"
@@ -76,6 +76,7 @@ def slurm_script(launch: Launch) -> str:
     """Return a script for ``sbatch`` that starts *launch* on every node."""
     cpus = launch.cpus_per_rank
     gpus = [f"#SBATCH --gpus-per-node={launch.per_node}"] if launch.gpus else []
+    # One task a node starts all of its ranks.
     cpu_lines = [f"#SBATCH --cpus-per-task={launch.per_node * cpus}"] if cpus else []
     limit = [f"#SBATCH --time={launch.time_limit}"] if launch.time_limit else []
     results = [f'results={launch.results}/job-"$SLURM_JOB_ID"', 'mkdir -p "$results"', ""]
@@ -150,15 +151,15 @@ def _by_hand(launch: Launch) -> list[str]:
             '--main_process_ip "$HEAD_NODE"',
             f'--main_process_port "${{MASTER_PORT:-{PORT}}}"',
         ]
-    own = [f"--nproc-per-node={launch.per_node}"]
+    ranks_option = [f"--nproc-per-node={launch.per_node}"]
     if launch.num_nodes == 1:
-        return ["--standalone", *own]
+        return ["--standalone", *ranks_option]
     return [
         f"--nnodes={launch.num_nodes}",
         '--node-rank="$NODE_RANK"',
         '--master-addr="$HEAD_NODE"',
         f'--master-port="${{MASTER_PORT:-{PORT}}}"',
-        *own,
+        *ranks_option,
     ]
 
 
@@ -171,6 +172,7 @@ def _srun(launch: Launch) -> list[str]:
             "--main_process_ip $HEAD_NODE",
             f"--main_process_port {PORT}",
         ]
+        # A shell on each node fills in the number that Slurm gives it.
         inner = " ".join([launch.starter, *meeting, *launch.command])
         return ['export HEAD_NODE="${hosts[0]}"', f"{srun} bash -c {shlex.quote(inner)}"]
     return _joined(

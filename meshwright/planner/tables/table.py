@@ -1,4 +1,4 @@
-"""Writes a plan by a framework's table.
+"""Writer of a plan by a framework's table.
 
 A table says how each field of a plan is spelled (`meshwright.hwprofiles.FrameworkTable`); what is
 irregular has a codec. What it does not speak of is refused, in a plan and in a file.
@@ -26,7 +26,7 @@ IN_BRACES = re.compile(r"\{([a-z_]+)\}")
 
 
 class Codec(NamedTuple):
-    """Writes, or reads, what no table can say; None where the table does.
+    """Writer and reader of what no table can say; None where the table does.
 
     Args:
         write: From the keys' names and all values to those of the keys.
@@ -41,17 +41,17 @@ Codecs: TypeAlias = Mapping[str, Codec]
 
 
 def write_keys(table: FrameworkTable, facts: Facts, codecs: Codecs) -> Keys:
-    """Return the keys that a table makes of *facts*, of which no gap holds."""
-    known = {key for entry in table.fields.values() for key in entry.all_keys}
-    found: Keys = {
-        key: value for key, value in table.told_by.items() if value != ANY and key not in known
+    """Return the keys of *facts* by a table, of which no gap holds."""
+    declared = {key for entry in table.fields.values() for key in entry.all_keys}
+    keys: Keys = {
+        key: value for key, value in table.told_by.items() if value != ANY and key not in declared
     }
     for name, entry in table.fields.items():
-        found |= _written(name, entry, facts, codecs)
-    return found
+        keys |= _write_entry(name, entry, facts, codecs)
+    return keys
 
 
-def _written(name: str, entry: FieldEntry, facts: Facts, codecs: Codecs) -> Keys:
+def _write_entry(name: str, entry: FieldEntry, facts: Facts, codecs: Codecs) -> Keys:
     if not facts.holds(entry.when):
         return {} if entry.otherwise is None else {entry.key: entry.otherwise}
     for each in entry.script:
@@ -60,20 +60,20 @@ def _written(name: str, entry: FieldEntry, facts: Facts, codecs: Codecs) -> Keys
                 facts.notes.append(f"your script: {_filled(each.line, facts)}")
             break
     write = codecs[entry.codec].write if entry.codec else None
-    found = _plainly_written(name, entry, facts) if write is None else write(entry.roles, facts)
-    return {**found, **entry.beside}
+    keys = _write_plain(name, entry, facts) if write is None else write(entry.roles, facts)
+    return {**keys, **entry.beside}
 
 
-def _plainly_written(name: str, entry: FieldEntry, facts: Facts) -> Keys:
+def _write_plain(name: str, entry: FieldEntry, facts: Facts) -> Keys:
     value = facts.get(entry.tells or name)
     if entry.values:
         # A field without effect may have a value that the framework lacks: then any goes.
-        told = entry.values.get(spelled(value), next(iter(entry.values.values())))
-        if isinstance(told, dict):
-            return dict(told)
-        return {} if entry.leaves_out and told == entry.absent else {entry.key: told}
-    usual = facts.get(entry.absent_as) if entry.absent_as else entry.absent
-    return {} if not entry.key or (entry.leaves_out and value == usual) else {entry.key: value}
+        written = entry.values.get(spelled(value), next(iter(entry.values.values())))
+        if isinstance(written, dict):
+            return dict(written)
+        return {} if entry.leaves_out and written == entry.absent else {entry.key: written}
+    default = facts.get(entry.absent_as) if entry.absent_as else entry.absent
+    return {} if not entry.key or (entry.leaves_out and value == default) else {entry.key: value}
 
 
 def _filled(line: str, facts: Facts) -> str:
@@ -83,7 +83,7 @@ def _filled(line: str, facts: Facts) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """What is to be written of a plan.
+    """Content of an export.
 
     Args:
         keys: What the framework is told.
@@ -100,7 +100,7 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """The code of a framework: its texts, and what no table can say.
+    """Code of a framework: its files, its command, and the codecs of what no table can say.
 
     Args:
         files: Text of each file of an export, by its name.
@@ -131,7 +131,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framework:
-    """A framework that plans are handed to, or read from: its table and its program."""
+    """Framework that plans are exported to, or imported from: its table and its program."""
 
     profile: FrameworkProfile
     program: Program
@@ -148,5 +148,5 @@ class Framework:
 
     @property
     def is_read(self) -> bool:
-        """Whether files of it are read."""
+        """True if files of it are read."""
         return self.profile.format is not None

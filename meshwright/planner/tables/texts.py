@@ -18,18 +18,18 @@ def remarks(lines: Iterable[str]) -> str:
 
 
 def release_remark(stack: str) -> str:
-    """Return the line at the head of an export that says the release whose plan it is.
+    """Return the line at the head of an export that names the release of its plan.
 
-    >>> told_release(remarks([release_remark("megatron-core@0.16")]))
+    >>> named_release(remarks([release_remark("megatron-core@0.16")]))
     'megatron-core@0.16'
     """
     return f"stack {stack}"
 
 
-def told_release(text: str) -> str | None:
+def named_release(text: str) -> str | None:
     """Return the release that such a line of a file names; None where it has none."""
-    found = RELEASE.search(text)
-    return None if found is None else found[1]
+    match = RELEASE.search(text)
+    return None if match is None else match[1]
 
 
 def flags(keys: Keys) -> list[str]:
@@ -64,17 +64,17 @@ def tyro_options(keys: Keys) -> list[str]:
     >>> tyro_options({"a.b_c": False, "a.d_e": [["x", "y"], ["z"]]})
     ['--a.no-b-c', '--a.d_e x,y z']
     """
-    found = []
+    options = []
     for key, value in keys.items():
         section, _, name = key.rpartition(".")
         if isinstance(value, bool):
-            found.append(f"--{section}.{'' if value else 'no-'}{name.replace('_', '-')}")
+            options.append(f"--{section}.{'' if value else 'no-'}{name.replace('_', '-')}")
         elif isinstance(value, list):
             parts = [each if isinstance(each, str) else ",".join(each) for each in value]
-            found.append(f"--{key} {_shell_words(parts)}")
+            options.append(f"--{key} {_shell_words(parts)}")
         else:
-            found.append(f"--{key} {_shell_words(value)}")
-    return found
+            options.append(f"--{key} {_shell_words(value)}")
+    return options
 
 
 def layout_text(
@@ -86,6 +86,7 @@ def layout_text(
     ('Et*3|t*4|L', 'Et*3|t*2mL', 'Et*3|t*2|m|L')
     """
     parts = [f"t*{count}" if count else "" for count in stages]
+    # MTP layers follow the last layers of their stage.
     parts[-1 if prediction_stage is None else prediction_stage] += "m" * num_predictions
     return f"E{'|'.join(parts)}L"
 
