@@ -17,7 +17,7 @@ from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.blocks.dims import LayerDims
 from meshwright.simulator.blocks.ends import final_norm, head, predictions
 from meshwright.simulator.blocks.kinds import BLOCKS
-from meshwright.simulator.graph import Block, Memory
+from meshwright.simulator.graph import Block, BlockMemory
 from meshwright.simulator.graph import Tensor as Written
 from meshwright.simulator.model import HEAD, count_parameters, with_predictions
 from meshwright.validate.counting import RankOracle
@@ -95,7 +95,7 @@ def test_a_head_that_predicts_further_is_byte_exact(
     counted = counted_head(saved)
     shape = BlockShape.of(saved.job, saved.plan, saved.stack)
     walked = walk(shape, HEAD, ending=Ending(keeps_gradients=False))
-    found, buffer = as_measured(walked), Memory.of(walked).buffer
+    found, buffer = as_measured(walked), BlockMemory.of(walked).buffer
     tokens = saved.plan.microbatch_size * saved.job.seq_len
     lasting = buffer + kept_of_losses(saved, number)
     moment = counted.forward_peak_bytes - found.forward_peak_bytes - lasting
@@ -129,7 +129,7 @@ def test_layers_that_run_again_one_by_one_need_as_many_bytes(
     counted = counted_head(saved)
     shape = BlockShape.of(saved.job, saved.plan, saved.stack)
     walked = walk(shape, HEAD, ending=Ending(keeps_gradients=False))
-    found, buffer = as_measured(walked), Memory.of(walked).buffer
+    found, buffer = as_measured(walked), BlockMemory.of(walked).buffer
     # The scale of a softmax is made again, too.
     kept = kept_of_losses(saved, number) - number * SCALE_BYTES
     assert counted.saved_bytes == found.saved_bytes + buffer + kept
