@@ -93,12 +93,14 @@ def test_a_layer_of_megatrons_local_spec_is_byte_exact(
     tokens = saved.job.seq_len // (plan.tp if plan.sequence_parallel else 1)
     with megatron_job.built(saved) as job:
         gpt = job._chunks[0].module.module
-        layer, turned = gpt.decoder.layers[0], None
+        layer, rotary_embedding = gpt.decoder.layers[0], None
         if model.positions == "rotary":
-            turned = gpt.rotary_pos_emb(saved.job.seq_len)
+            rotary_embedding = gpt.rotary_pos_emb(saved.job.seq_len)
         given = Given((tokens, plan.microbatch_size, model.hidden_size))
         counted = count_pass(
-            lambda x: layer(x, None, rotary_pos_emb=turned)[0], [given], RankOracle(job.groups)
+            lambda x: layer(x, None, rotary_pos_emb=rotary_embedding)[0],
+            [given],
+            RankOracle(job.groups),
         )
     found, buffer = derived(BlockShape.of(saved.job, plan, saved.stack), keeps_gradients=False)
     lasting = buffer + SCALE_BYTES

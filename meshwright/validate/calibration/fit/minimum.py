@@ -1,4 +1,4 @@
-"""The lowest place of a function of a few numbers, each between limits."""
+"""Minimum of a function of a few bounded numbers: the simplex of Nelder and Mead."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,7 +14,7 @@ TOLERANCE = 1e-5
 
 
 class Bound(NamedTuple):
-    """Where a number starts and may go."""
+    """Start and limits of a number."""
 
     start: float
     low: float
@@ -59,6 +59,7 @@ def _simplex(function: Callable[[Point], float], start: Point, spread: float) ->
         if value < values[-1]:
             corners[-1], values[-1] = corner, value
             continue
+        # Nothing better on the line through the centroid: shrink towards the best corner.
         corners = [corners[0], *((corner + corners[0]) / 2 for corner in corners[1:])]
         values = [values[0], *(function(corner) for corner in corners[1:])]
     return corners[int(np.argmin(values))]
@@ -67,16 +68,16 @@ def _simplex(function: Callable[[Point], float], start: Point, spread: float) ->
 def _moved(
     function: Callable[[Point], float], corners: list[Point], values: list[float]
 ) -> tuple[Point, float]:
-    """Return the worst corner reflected in the others' middle, further out, or drawn in."""
-    middle = np.mean(corners[:-1], axis=0)
-    away = middle - corners[-1]
-    reflected = middle + away
+    """Return the worst corner reflected in the others' centroid, expanded, or contracted."""
+    centroid = np.mean(corners[:-1], axis=0)
+    away = centroid - corners[-1]
+    reflected = centroid + away
     value = function(reflected)
     if value < values[0]:
-        further = middle + 2 * away
-        further_value = function(further)
-        return (further, further_value) if further_value < value else (reflected, value)
+        expanded = centroid + 2 * away
+        expanded_value = function(expanded)
+        return (expanded, expanded_value) if expanded_value < value else (reflected, value)
     if value < values[-2]:
         return reflected, value
-    nearer = middle + (0.5 if value < values[-1] else -0.5) * away
-    return nearer, function(nearer)
+    contracted = centroid + (0.5 if value < values[-1] else -0.5) * away
+    return contracted, function(contracted)
