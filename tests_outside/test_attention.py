@@ -31,7 +31,7 @@ from meshwright.simulator.graph import (
     rotary,
 )
 from meshwright.validate.counting import RankOracle, fake_cluster
-from meshwright.validate.programs.fused import ANGLE_FACTOR, turned_apart
+from meshwright.validate.programs.fused import ANGLE_FACTOR, apply_rope_unfused
 from meshwright.validate.programs.layers import AttentionCore, LayerOptions
 from meshwright.validate.programs.layers.pointwise import NORM_EPSILON, UnweightedNorm
 
@@ -154,12 +154,12 @@ def walked() -> Backward:
 def test_scaled_angles_are_those_of_megatron_core() -> None:
     values = torch.randn(TOKENS, BATCH, HEADS, WIDTH)
     assert pytest.approx(_yarn_get_concentration_factor_from_config(YARN)) == ANGLE_FACTOR
-    torch.testing.assert_close(turned_apart(values, *WHERE), turned_by_core(values))
+    torch.testing.assert_close(apply_rope_unfused(values, *WHERE), turned_by_core(values))
     walk = walked()
-    ours, wanted = counted(lambda x: turned_apart(x, *WHERE)), as_measured(walk)
+    ours, wanted = counted(lambda x: apply_rope_unfused(x, *WHERE)), as_measured(walk)
     assert ours == wanted
     with StridedElements() as mode:
-        theirs = counted(turned_by_core)  # forward with a table of angles in fp32, shared by others
+        theirs = counted(turned_by_core)  # forward with a RoPE cache in fp32, shared by others
     assert replace(theirs, forward_peak_bytes=wanted.forward_peak_bytes) == wanted
     assert 0 <= theirs.forward_peak_bytes - wanted.forward_peak_bytes <= 2 * 4 * TOKENS * WIDTH
     works = [each.work for each in walk.tape.steps if isinstance(each.work, Traffic)]

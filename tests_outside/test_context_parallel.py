@@ -15,10 +15,10 @@ from meshwright.simulator.blocks.parts import context_parallel
 from meshwright.simulator.graph import (
     Backward,
     Block,
+    BlockMemory,
     Dim,
     Exchange,
     Heads,
-    Memory,
     Phase,
     Tape,
     WeightGradients,
@@ -105,7 +105,7 @@ def predicted(way: ContextParallel, cp: int, key_heads: int, width: int) -> list
     tape.run_forward(*given)
     walk = Backward(tape, WeightGradients.KEPT)
     walk.run()
-    memory = Memory.of(walk)
+    memory = BlockMemory.of(walk)
     peaks = memory.saved + memory.forward, memory.saved + memory.backward
     calls: list[Calls] = [{}, {}]
     for phase, _, work in tape.steps:

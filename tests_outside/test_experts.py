@@ -222,7 +222,7 @@ def test_a_dense_layer_of_transformers_deepseek_is_byte_exact(
 
 
 def turned(block: Block, formula: RotaryFormula) -> Sequence[graph.Tensor]:
-    """Write down how queries and the key that all heads have are turned, and put them together."""
+    """Write down how queries and the key that all heads have get RoPE, and are concatenated."""
     places, heads = (Dim("tokens", TOKENS), Dim("batch", NUM_SEQUENCES)), LATENT.num_heads
     query = block.tensor("queries", *places, Dim("queries", heads * WIDTH, WIDTH))
     key = block.tensor("key", *places, Dim("key", WIDTH, WIDTH))

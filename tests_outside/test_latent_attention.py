@@ -42,10 +42,10 @@ from meshwright.simulator.layout import Axis, ContextAxis, Mesh
 from meshwright.simulator.model import EXPERT_LAYER
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.context import (
+    AllGatherAttention,
     ContextGroup,
-    GatheredCore,
-    RingCore,
-    SwappedCore,
+    RingAttention,
+    UlyssesAttention,
 )
 from meshwright.validate.programs.fused import (
     AutogradFunction,
@@ -124,17 +124,17 @@ def over_ranks(way: ContextParallel) -> nn.Module:
     if way is ContextParallel.RING_OF_SWAPS:
         levels = parallel_state.get_hierarchical_context_parallel_groups()
         inner, outer = (ranks_of(group) for group in levels)
-        return SwappedCore(RingCore(outer), inner)
+        return UlyssesAttention(RingAttention(outer), inner)
     over = ranks_of(parallel_state.get_context_parallel_group())
-    cores = {ContextParallel.RING: RingCore, ContextParallel.ALL_GATHER: GatheredCore}
-    return cores[way](over) if way in cores else SwappedCore(Flash(), over)
+    cores = {ContextParallel.RING: RingAttention, ContextParallel.ALL_GATHER: AllGatherAttention}
+    return cores[way](over) if way in cores else UlyssesAttention(Flash(), over)
 
 
 def ranks_of(group: dist.ProcessGroup) -> ContextGroup:
     return ContextGroup(group, group.rank(), group.size(), num_tokens=TOKENS)
 
 
-class Turned(AutogradFunction):
+class RotatedParts(AutogradFunction):
     """A kernel that turns heads and keeps nothing."""
 
     @staticmethod
@@ -147,7 +147,7 @@ class Turned(AutogradFunction):
 
 
 def levels_of(plan: ResolvedPlan) -> list[int] | None:
-    """Return the ranks of each level of a ring of swaps."""
+    """Return the ranks of each level of hybrid ring + all-to-all."""
     return [plan.cp_inner, plan.cp // plan.cp_inner] if plan.cp_inner else None
 
 
@@ -205,7 +205,7 @@ def megatrons(model: ModelSpec, plan: ResolvedPlan) -> nn.Module:
 
 
 def counted(model: ModelSpec, plan: ResolvedPlan) -> Measured:
-    """Return what its last rank does, but for the table of angles, which it makes once."""
+    """Return what its last rank does, but for the RoPE cache, which it makes once."""
     mesh, rank = Mesh.of(plan), plan.world_size - 1
     # Of a ring without swaps both names of its ranks are there: the last one counts.
     axes = [axis for axis in (*ContextAxis, Axis.TP, Axis.CP) if mesh.degree(axis) > 1]
@@ -218,7 +218,9 @@ def counted(model: ModelSpec, plan: ResolvedPlan) -> Measured:
         megatron_job.answers(),
         patch.object(multi_latent_attention, "TELinear", Whole),
         patch.object(
-            multi_latent_attention, "apply_rotary_pos_emb", lambda x, *_, **__: Turned.apply(x)
+            multi_latent_attention,
+            "apply_rotary_pos_emb",
+            lambda x, *_, **__: RotatedParts.apply(x),
         ),
         patch.object(layers, "get_global_memory_buffer", lambda: fresh),
     ):

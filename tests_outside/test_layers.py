@@ -21,7 +21,7 @@ from witnesses.dense_layers import (
 from meshwright.hwprofiles import Kernels, Precision, Recompute, RecomputeModule, load_stack
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator.blocks import BlockShape, Ending, walk
-from meshwright.simulator.graph import Memory
+from meshwright.simulator.graph import BlockMemory
 from meshwright.simulator.model import TRANSFORMER_LAYER, ModelSpec, parse_model
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.outside import load_outside_plans
@@ -36,7 +36,7 @@ NUM_SEQUENCES = 2
 def derived(shape: BlockShape, *, keeps_gradients: bool) -> tuple[Measured, int]:
     """Return what the graph says of a layer, and of what it shares with all others."""
     found = walk(shape, TRANSFORMER_LAYER, ending=Ending(keeps_gradients=keeps_gradients))
-    return as_measured(found), Memory.of(found).buffer
+    return as_measured(found), BlockMemory.of(found).buffer
 
 
 HEADS = {"head_dim": 128, "qk_norm": "head"}
@@ -93,12 +93,14 @@ def test_a_layer_of_megatrons_local_spec_is_byte_exact(
     tokens = saved.job.seq_len // (plan.tp if plan.sequence_parallel else 1)
     with megatron_job.built(saved) as job:
         gpt = job._chunks[0].module.module
-        layer, turned = gpt.decoder.layers[0], None
+        layer, rotary_embedding = gpt.decoder.layers[0], None
         if model.positions == "rotary":
-            turned = gpt.rotary_pos_emb(saved.job.seq_len)
+            rotary_embedding = gpt.rotary_pos_emb(saved.job.seq_len)
         given = Given((tokens, plan.microbatch_size, model.hidden_size))
         counted = count_pass(
-            lambda x: layer(x, None, rotary_pos_emb=turned)[0], [given], RankOracle(job.groups)
+            lambda x: layer(x, None, rotary_pos_emb=rotary_embedding)[0],
+            [given],
+            RankOracle(job.groups),
         )
     found, buffer = derived(BlockShape.of(saved.job, plan, saved.stack), keeps_gradients=False)
     lasting = buffer + SCALE_BYTES

@@ -1,7 +1,7 @@
 """Where Megatron-Core cuts gradients into buckets, of layers in modules of Transformer Engine.
 
 Its own experts, attention, layer and DistributedDataParallel; Transformer Engine's two linear
-modules, of which the order of their weights counts alone, have stand-ins (`LayerNormLinear` and
+modules, of which the order of their weights counts alone, have placeholders (`LayerNormLinear` and
 `GroupedLinear`, transformer_engine/pytorch/module, 2.9).
 """
 

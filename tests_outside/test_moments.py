@@ -1,4 +1,4 @@
-"""What Megatron-Core's optimizer and gradients take beside weights: states, and stand-ins."""
+"""What Megatron-Core's optimizer and gradients take beside weights: states, and dummy gradients."""
 
 import sys
 from types import ModuleType, SimpleNamespace

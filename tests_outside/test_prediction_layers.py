@@ -1,4 +1,4 @@
-"""Layers of Megatron-Core that predict further tokens, against the graph's: bytes, FLOPs, calls."""
+"""MTP layers of Megatron-Core against those of the graph: bytes, FLOPs, calls."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from meshwright.simulator.blocks import BlockShape, Ending, walk
 from meshwright.simulator.blocks.dims import LayerDims
 from meshwright.simulator.blocks.ends import final_norm, head, predictions
 from meshwright.simulator.blocks.kinds import BLOCKS
-from meshwright.simulator.graph import Block, Memory
+from meshwright.simulator.graph import Block, BlockMemory
 from meshwright.simulator.graph import Tensor as Written
 from meshwright.simulator.model import HEAD, count_parameters, with_predictions
 from meshwright.validate.counting import RankOracle
@@ -41,7 +41,7 @@ SHIFTED_BYTES = 3  # of a token's numbers that a layer's pass still has while it
 
 
 def predicting(name: str, number: int) -> SavedPlan:
-    """Return a plan whose model has so many layers that predict further tokens."""
+    """Return a plan whose model has so many MTP layers."""
     saved = PLANS[name].saved()
     return replace(saved, job=replace(saved.job, model=with_predictions(saved.job.model, number)))
 
@@ -53,7 +53,7 @@ def counted_head(saved: SavedPlan, number: int = 0) -> Measured:
     tokens = num_own // (plan.tp if plan.sequence_parallel else 1)
     with megatron_job.built(saved, number) as rank:
         gpt = rank._chunks[-1].module.module
-        turned = gpt.rotary_pos_emb(job.seq_len)
+        rotary_embedding = gpt.rotary_pos_emb(job.seq_len)
         ids = torch.zeros((plan.microbatch_size, num_own), dtype=torch.long)
         positions = torch.arange(num_own).expand_as(ids)
 
@@ -64,7 +64,7 @@ def counted_head(saved: SavedPlan, number: int = 0) -> Measured:
                 position_ids=positions,
                 labels=ids,
                 loss_mask=torch.ones(ids.shape) if plan.cp > 1 else None,  # as in training
-                rotary_pos_emb=turned,
+                rotary_pos_emb=rotary_embedding,
                 rotary_pos_cos=None,
                 rotary_pos_sin=None,
                 mtp_in_postprocess=gpt.mtp_process,
@@ -95,7 +95,7 @@ def test_a_head_that_predicts_further_is_byte_exact(
     counted = counted_head(saved)
     shape = BlockShape.of(saved.job, saved.plan, saved.stack)
     walked = walk(shape, HEAD, ending=Ending(keeps_gradients=False))
-    found, buffer = as_measured(walked), Memory.of(walked).buffer
+    found, buffer = as_measured(walked), BlockMemory.of(walked).buffer
     tokens = saved.plan.microbatch_size * saved.job.seq_len
     lasting = buffer + kept_of_losses(saved, number)
     moment = counted.forward_peak_bytes - found.forward_peak_bytes - lasting
@@ -129,8 +129,8 @@ def test_layers_that_run_again_one_by_one_need_as_many_bytes(
     counted = counted_head(saved)
     shape = BlockShape.of(saved.job, saved.plan, saved.stack)
     walked = walk(shape, HEAD, ending=Ending(keeps_gradients=False))
-    found, buffer = as_measured(walked), Memory.of(walked).buffer
-    # The scale of a softmax is made again, too.
+    found, buffer = as_measured(walked), BlockMemory.of(walked).buffer
+    # The scale of a softmax is recomputed, too.
     kept = kept_of_losses(saved, number) - number * SCALE_BYTES
     assert counted.saved_bytes == found.saved_bytes + buffer + kept
     tokens = saved.plan.microbatch_size * saved.job.seq_len

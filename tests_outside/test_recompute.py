@@ -50,14 +50,14 @@ def counted(saved: SavedPlan) -> Measured:
     tokens = saved.job.seq_len // (plan.tp if plan.sequence_parallel else 1)
     with megatron_job.built(saved) as job:
         gpt = job._chunks[-1].module.module
-        gpt.decoder.final_layernorm, turned = None, None
+        gpt.decoder.final_layernorm, rotary_embedding = None, None
         if model.positions == "rotary":
-            turned = gpt.rotary_pos_emb(saved.job.seq_len)
+            rotary_embedding = gpt.rotary_pos_emb(saved.job.seq_len)
         given = Given((tokens, plan.microbatch_size, model.hidden_size))
 
         def run(x: object) -> object:
             gpt.decoder.set_input_tensor(x)
-            return gpt.decoder(x, None, rotary_pos_emb=turned)
+            return gpt.decoder(x, None, rotary_pos_emb=rotary_embedding)
 
         return count_pass(run, [given], RankOracle(job.groups))
 

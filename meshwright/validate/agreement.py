@@ -71,14 +71,14 @@ def _words(text: object) -> object:
 
 
 class AgreementPlan(BaseModel):
-    """A plan by what a user types after ``meshwright simulate`` to get it.
+    """Plan given as the options of ``meshwright simulate``.
 
     Args:
         name: Its name in the tables.
         is_sampled: Whether it is computed with every change, not by the command alone.
         options: Model and options, all but the cluster.
-        ranks: Which are compared; empty: one of each kind.
-        note: What is known not to agree; empty where all does.
+        ranks: Ranks to compare; empty: one of each kind.
+        note: Known differences; empty where all agrees.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -101,11 +101,11 @@ class AgreementPlan(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankAgreement:
-    """One rank of a plan: what was said, and what PyTorch did.
+    """One rank of a plan: predicted against counted.
 
     Args:
-        plan: Whose rank.
-        rank: Which one.
+        plan: Plan of the rank.
+        rank: Rank, from 0.
         checks: Predicted against counted, as `compare_rank` returns them.
     """
 
@@ -144,12 +144,12 @@ class RankAgreement:
 
     def host_cells(self) -> tuple[str, ...]:
         """Return its row below `HOST_HEAD`; nothing where the plan offloads nothing."""
-        found = {check.quantity: check for check in self.checks}
-        if HOST_PEAK not in found:
+        checks = {check.quantity: check for check in self.checks}
+        if HOST_PEAK not in checks:
             return ()
-        copies = (found[TO_DEVICE], found[TO_HOST])
+        copies = (checks[TO_DEVICE], checks[TO_HOST])
         exact = (_copy_cell(check) for check in copies)
-        return (self.plan.name, str(self.rank), *_peak_cells(found[HOST_PEAK]), *exact)
+        return (self.plan.name, str(self.rank), *_peak_cells(checks[HOST_PEAK]), *exact)
 
 
 def _peak_cells(peak: Check) -> tuple[str, str, str]:
@@ -193,8 +193,8 @@ def compare_plan(plan: AgreementPlan, ranks: Iterable[int] = ()) -> Iterator[Ran
     Microbatches beyond those that counts need to scale exactly are left out.
 
     Args:
-        plan: What is predicted, and run on fake tensors.
-        ranks: Which ranks, or devices of one process.
+        plan: Plan that is predicted, and run on fake tensors.
+        ranks: Ranks, or devices of one process.
     """
     for rank, checks in validate_plan(plan.saved(), ranks or plan.ranks):
         yield RankAgreement(plan=plan, rank=rank, checks=checks)
@@ -203,13 +203,14 @@ def compare_plan(plan: AgreementPlan, ranks: Iterable[int] = ()) -> Iterator[Ran
 def validate_plan(
     step: StepResult | SavedPlan, ranks: Iterable[int] = ()
 ) -> Iterator[tuple[int, tuple[Check, ...]]]:
-    """Yield ranks with what their program counts beside what is predicted, on fake tensors.
+    """Yield each rank's checks: its program on fake tensors against the prediction.
 
     Args:
-        step: What has the plan, with its job, cluster and stack.
-        ranks: Which ranks; by default one of each kind.
+        step: Plan, with its job, cluster and stack.
+        ranks: Ranks to compare; by default one of each kind.
     """
     saved = SavedPlan(job=step.job, plan=step.plan, cluster=step.cluster, stack=step.stack)
+    # Counts scale exactly with microbatches, so that few of them answer for the whole step.
     chosen = tuple(ranks) or usual_members(saved)
     saved = capped(saved, chosen)
     predictions = predict_members(saved, chosen)
@@ -280,6 +281,7 @@ def main(names: Sequence[str]) -> int:
         for found in compare_plan(plan):
             sys.stdout.write(table_row(found.cells()) + "\n")
             sys.stdout.flush()
+            # Differences that a plan's note explains are expected.
             surprises += bool(found.failures()) and not plan.note
             on_hosts += [table_row(cells) for cells in (found.host_cells(),) if cells]
     if on_hosts:

@@ -44,12 +44,12 @@ USER_MISTAKE = 2
 
 
 class GpuPlan(BaseModel):
-    """A plan by what a user types after ``meshwright simulate``, and what to run of it.
+    """Plan given as options of ``meshwright simulate``, and the part of it to run.
 
     Args:
         name: Its name in the tables.
         kind: "step": whole steps of its only rank; "probe": the stages of one of its ranks.
-        rank: Which rank.
+        rank: Rank to run.
         options: Model and options, all but the cluster.
     """
 
@@ -68,7 +68,7 @@ class GpuPlan(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSetting:
-    """How plans are run.
+    """Settings of the check.
 
     Args:
         accelerator: GPU, or to try the command out a processor.
@@ -108,7 +108,7 @@ def load_gpu_plans(path: Path | None = None) -> tuple[GpuPlan, ...]:
 
 
 def saved_plan(plan: GpuPlan, setting: GpuSetting) -> SavedPlan:
-    """Return what is predicted and run: the plan on the setting's device.
+    """Return the plan on the setting's device.
 
     Raises:
         PlanError: If no plan can be so, or steps are asked for of one that has several ranks.
@@ -181,8 +181,8 @@ def check_plans(
 
     Args:
         plans: All, in the order of the tables; of others than *names* what has been measured.
-        names: Which to run.
-        setting: How.
+        names: Names of the plans to run.
+        setting: Settings of the check.
 
     Raises:
         PlanError: If a plan cannot be so.

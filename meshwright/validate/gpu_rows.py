@@ -1,4 +1,4 @@
-"""What runs on one GPU showed, row by row, and the tables made of it."""
+"""Rows of plans that ran on one GPU, and the tables made of them."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,9 +38,9 @@ class CheckedRow:
         batch: Global batch by tokens of a sequence.
         microbatch_size: Sequences of a microbatch.
         precision: Number format.
-        rank: Whose quantity.
-        quantity: What was predicted and measured.
-        unit: What it is counted in.
+        rank: Rank of the quantity.
+        quantity: Quantity that was predicted and measured.
+        unit: Its unit.
         predicted: Said by the simulator; None where it says nothing.
         measured: Found; None of a plan that failed.
         verdict: Whether they agree as they must, or "reported".
@@ -111,7 +111,7 @@ def shown(value: float | None, unit: str) -> str:
 
 
 def read_rows(name: str, rank: int, folder: Path) -> list[CheckedRow]:
-    """Return what a run of a plan left in *folder*; nothing where none came to its end."""
+    """Return the rows that a run of a plan left in *folder*; none of an unfinished run."""
     for file in ("validation.json", "probe.json"):
         path = folder / "run" / file
         if path.is_file():
@@ -129,7 +129,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _versions(folder: Path, document: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a probe says itself, and a run's first rank in its own file."""
+    """Return the versions of a probe; of a run they are in its first rank's own file."""
     path = rank_path(folder, 0, "json")
     holder = _record(path) if path.is_file() else document
     versions: dict[str, str] = dict(holder.get("versions", {}))
@@ -177,7 +177,7 @@ def write_tables(rows: Sequence[CheckedRow], folder: Path) -> None:
 
 
 def page(rows: Sequence[CheckedRow]) -> str:
-    """Return the tables of steps and of stages, and on what they were measured."""
+    """Return the tables of steps and of stages, and the devices they were measured on."""
     plans: dict[str, list[CheckedRow]] = {}
     for row in rows:
         plans.setdefault(row.plan, []).append(row)

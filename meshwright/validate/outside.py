@@ -1,4 +1,4 @@
-"""What training frameworks' own programs were counted to do, beside what is predicted of them.
+"""Counts of training frameworks' own programs against their predictions.
 
 The programs are in ``tests_outside``, with the command that counts them; here is what it found, so
 that the last table of docs/agreement.md is made without the frameworks.
@@ -26,13 +26,13 @@ CLUSTER = "dgx-h100"  # its times are not compared; any that has fp8 would do
 DATA = files("meshwright.validate") / "data"
 PLANS, COUNTS = "outside_plans.csv", "outside_counts.csv"
 COUNT_HEAD = ("plan", "rank", "witness", "flops", "peak_bytes", "collectives")
-# What neither side says of a live set: a framework's scalars and flags, caches of positions.
+# Not predicted of live bytes: a framework's scalars and flags, caches of positions.
 PEAK_TOLERANCE = 0.003
 TABLE_HEAD = ("plan", "framework", "options", "rank", "FLOPs", "calls (kinds)", "peak", "why not")
 
 
 class Quantity(StrEnum):
-    """What is compared of a rank."""
+    """Quantity of a rank that is compared."""
 
     FLOPS = "flops"
     COLLECTIVES = "collectives"
@@ -48,11 +48,11 @@ class OutsidePlan(BaseModel):
 
     Args:
         name: Its name in the table.
-        framework: Whose program.
+        framework: Framework of the program.
         size: "live" ones are counted by ``scripts/test-outside``, "recorded" ones by the command.
         options: Model and options of ``meshwright simulate``; a model may be one of those here.
-        ranks: Which are counted; empty: one of each kind.
-        differs: What is not predicted as counted.
+        ranks: Ranks to count; empty: one of each kind.
+        differs: Quantities that are not predicted as counted.
         note: Why.
     """
 
@@ -80,12 +80,12 @@ class OutsidePlan(BaseModel):
 
 
 class OutsideCount(NamedTuple):
-    """What one rank of a framework's program was counted to do.
+    """Counts of one rank of a framework's program.
 
     Args:
         plan: Name of the plan.
         witness: Framework and version.
-        measured: What was counted.
+        measured: The counts.
     """
 
     plan: str
@@ -94,10 +94,10 @@ class OutsideCount(NamedTuple):
 
     def row(self) -> tuple[str, ...]:
         """Return its row of the file below `COUNT_HEAD`."""
-        found = self.measured
-        calls = "; ".join(" ".join(map(str, call)) for call in found.collectives)
-        numbers = (found.flops, found.peak_bytes)
-        return (self.plan, str(found.rank), self.witness, *map(str, numbers), calls)
+        counts = self.measured
+        calls = "; ".join(" ".join(map(str, call)) for call in counts.collectives)
+        numbers = (counts.flops, counts.peak_bytes)
+        return (self.plan, str(counts.rank), self.witness, *map(str, numbers), calls)
 
 
 def load_outside_plans() -> tuple[OutsidePlan, ...]:
@@ -107,7 +107,7 @@ def load_outside_plans() -> tuple[OutsidePlan, ...]:
 
 
 def load_outside_counts() -> tuple[OutsideCount, ...]:
-    """Return what was counted.
+    """Return the recorded counts.
 
     >>> load_outside_counts()[0].measured.backend
     'fake'
@@ -117,7 +117,7 @@ def load_outside_counts() -> tuple[OutsideCount, ...]:
 
 
 def compare_outside(plan: OutsidePlan, counts: Iterator[RankMeasurement]) -> list[list[Check]]:
-    """Return what is predicted of a plan's ranks beside what was counted, rank by rank."""
+    """Return the checks of a plan's ranks against their counts, rank by rank."""
     measured = list(counts)
     predicted = predict_members(plan.saved(), [each.rank for each in measured])
     return [compare_rank(predicted[each.rank], each) for each in measured]
@@ -140,12 +140,12 @@ def _is_far(peak: Check) -> bool:
 
 
 def outside_rows() -> Iterator[tuple[str, ...]]:
-    """Yield the rows below `TABLE_HEAD`: what was counted beside what is predicted now."""
+    """Yield the rows below `TABLE_HEAD`: recorded counts against today's predictions."""
     counts = load_outside_counts()
     for plan in load_outside_plans():
-        own = [each for each in counts if each.plan == plan.name]
-        compared = compare_outside(plan, (each.measured for each in own))
-        for each, checks in zip(own, compared, strict=True):
+        plan_counts = [each for each in counts if each.plan == plan.name]
+        compared = compare_outside(plan, (each.measured for each in plan_counts))
+        for each, checks in zip(plan_counts, compared, strict=True):
             yield (
                 plan.name,
                 each.witness,

@@ -1,4 +1,4 @@
-"""What a machine with GPUs answers to the frameworks, and a rank without data cannot.
+"""Answers of a machine with GPUs to the frameworks, which a rank without data cannot give.
 
 Each answer stands with its reason. None changes what a framework computes, sends or keeps.
 """

@@ -1,4 +1,4 @@
-"""Configurations of frameworks, as their own classes read them: what a plan has to say.
+"""Configurations of frameworks, as their own classes read them, and the fields of a plan in them.
 
 DeepSpeed, Accelerate, transformers and torchtitan; a figure has the name of the plan's field, or of
 that of its job, its stack or its model.
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 
 def ours(saved: SavedPlan, name: str) -> object:
-    """Return what a plan, its job, its stack or its model says."""
+    """Return a field of a plan, its job, its stack or its model."""
     if name == "num_microbatches":
         return saved.plan.num_microbatches(saved.job)
     parts = (saved.plan, saved.job, saved.stack, saved.job.transformer)
@@ -72,7 +72,7 @@ def ours(saved: SavedPlan, name: str) -> object:
 
 
 def engine_figures(document: object, ranks: int) -> Figures:
-    """Return what DeepSpeed reads in a JSON, or in a dictionary of its keys."""
+    """Return the figures that DeepSpeed reads in a JSON, or in a dictionary of its keys."""
     world = {"get_rank": lambda: 0, "get_world_size": lambda *_: ranks}
     with patch.multiple("deepspeed.runtime.config.dist", **world):
         read = DeepSpeedConfig(document)
@@ -108,12 +108,12 @@ def filled(path: Path, arguments: TrainingArguments, hidden_size: int) -> dict[s
     plugin.set_mixed_precision(arguments.mixed_precision)
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=hidden_size))
     config.trainer_config_finalize(arguments, model, 100)
-    found: dict[str, object] = config.config
-    return found
+    figures: dict[str, object] = config.config
+    return figures
 
 
 def of_deepspeed(case: Case) -> Figures:
-    """Return what DeepSpeed reads; what is ``auto`` transformers fills in."""
+    """Return the figures that DeepSpeed reads; ``auto`` is filled in by transformers."""
     job, plan = case.saved.job, case.saved.plan
     if '"auto"' not in case.path.read_text():
         return engine_figures(str(case.path), plan.dp)
@@ -132,7 +132,7 @@ def of_deepspeed(case: Case) -> Figures:
 
 
 def of_accelerate(case: Case) -> Figures:
-    """Return what Accelerate's launcher tells its plugins."""
+    """Return the figures that Accelerate's launcher gives its plugins."""
     words = ["--config_file", case.path.name]
     if case.path.suffix == ".sh":
         words = [each.text for each in case.launch.launcher_words["accelerate"]]
@@ -149,14 +149,14 @@ def of_accelerate(case: Case) -> Figures:
     # Before training, and on GPUs alone.
     world |= dict.fromkeys(("FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING"), "false")
     mixed, ranks = world["ACCELERATE_MIXED_PRECISION"], arguments.num_processes
-    found = {"world_size": ranks, "precision": MIXED[mixed]}
+    figures = {"world_size": ranks, "precision": MIXED[mixed]}
     with patch.dict(os.environ, world):
         if arguments.use_deepspeed:
-            return found | engine_figures(launched_engine(case, mixed, ranks), ranks)
+            return figures | engine_figures(launched_engine(case, mixed, ranks), ranks)
         if arguments.use_fsdp:
-            return found | shard_figures(FullyShardedDataParallelPlugin(), mixed, ranks)
+            return figures | shard_figures(FullyShardedDataParallelPlugin(), mixed, ranks)
     assert arguments.multi_gpu
-    return {**found, "zero_stage": 0, "offload": "none"}
+    return {**figures, "zero_stage": 0, "offload": "none"}
 
 
 def launched_engine(case: Case, mixed: str, ranks: int) -> dict[str, object]:
@@ -174,7 +174,7 @@ def launched_engine(case: Case, mixed: str, ranks: int) -> dict[str, object]:
 
 
 def shard_figures(plugin: FullyShardedDataParallelPlugin, mixed: str, ranks: int) -> Figures:
-    """Return what Accelerate shards, and over which ranks by its environment."""
+    """Return the figures of Accelerate's sharding, and its ranks by the environment."""
     gathers, is_whole = plugin.reshard_after_forward, True
     if plugin.fsdp_version == 1:
         strategy = plugin.sharding_strategy or gathers
@@ -208,7 +208,7 @@ def shard_figures(plugin: FullyShardedDataParallelPlugin, mixed: str, ranks: int
 
 
 def ranks_of(launch: Launch) -> int:
-    """Return how many ranks a launcher's own parser starts."""
+    """Return the number of ranks that a launcher's own parser starts."""
     words = [each.text for each in launch.launcher_words[launch.launcher]]
     if launch.launcher == "deepspeed":
         return int(runner.parse_args([*words, launch.program.text]).num_gpus)
@@ -217,7 +217,7 @@ def ranks_of(launch: Launch) -> int:
 
 
 def of_transformers(case: Case) -> Figures:
-    """Return what TrainingArguments read in the options of a command."""
+    """Return the figures of TrainingArguments in the options of a command."""
     launch, saved = case.launch, case.saved
     # DeepSpeed's JSON is read below, and TF32 is of GPUs; the rest is of run_clm.py.
     aside = argparse.ArgumentParser(allow_abbrev=False)
@@ -230,7 +230,7 @@ def of_transformers(case: Case) -> Figures:
     )
     ranks = ranks_of(launch)
     micro, steps = read.per_device_train_batch_size, read.gradient_accumulation_steps
-    found = {
+    figures = {
         "world_size": ranks,
         "global_batch_size": read.train_batch_size * steps * ranks,
         "microbatch_size": micro,
@@ -243,12 +243,12 @@ def of_transformers(case: Case) -> Figures:
         with patch.object(TrainingArguments, "world_size", ranks):
             hidden_size = saved.job.transformer.hidden_size
             document = filled(case.path.parent / beside.deepspeed, read, hidden_size)
-        return found | engine_figures(document, ranks)
+        return figures | engine_figures(document, ranks)
     if read.fsdp_plugin_args is None:
-        return found
+        return figures
     plugin = FullyShardedDataParallelPlugin(**read.fsdp_plugin_args)
     shards = shard_figures(plugin, read.mixed_precision, ranks)
-    return found | shards | ({"recompute": "full"} if read.activation_checkpointing else {})
+    return figures | shards | ({"recompute": "full"} if read.activation_checkpointing else {})
 
 
 # torchtitan
@@ -258,7 +258,7 @@ MODES = {mode: name for name, (mode, _) in torchtitan_job.CHECKPOINTS.items()}
 
 
 def of_torchtitan(case: Case) -> Figures:
-    """Return what torchtitan reads in a TOML, and makes of it."""
+    """Return the figures that torchtitan reads in a TOML."""
     words, ranks = ["--job.config_file", case.path.name], case.saved.plan.world_size
     if case.path.suffix == ".sh":
         words, ranks = [each.text for each in case.launch.arguments], ranks_of(case.launch)
@@ -288,10 +288,10 @@ def of_torchtitan(case: Case) -> Figures:
 
 
 def titan_layout(config: JobConfig, ranks: int, args: BaseModelArgs) -> Figures:
-    """Return how torchtitan lays a model out on its ranks."""
-    training, said = config.training, config.parallelism
+    """Return the figures of torchtitan's layout of a model on its ranks."""
+    training, parallelism = config.training, config.parallelism
     degrees = {
-        axis: getattr(said, f"{name}_parallel_degree")
+        axis: getattr(parallelism, f"{name}_parallel_degree")
         for axis, name in {
             "tp": "tensor",
             "pp": "pipeline",
@@ -300,9 +300,9 @@ def titan_layout(config: JobConfig, ranks: int, args: BaseModelArgs) -> Figures:
         }.items()
     }
     dims = ParallelDims(
-        dp_replicate=said.data_parallel_replicate_degree,
-        dp_shard=said.data_parallel_shard_degree,
-        etp=said.expert_tensor_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=parallelism.data_parallel_shard_degree,
+        etp=parallelism.expert_tensor_parallel_degree,
         world_size=ranks,
         **degrees,
     )
@@ -315,9 +315,9 @@ def titan_layout(config: JobConfig, ranks: int, args: BaseModelArgs) -> Figures:
         "dp_shard": dims.dp_shard,
         "world_size": ranks,
         "global_batch_size": local * dp if total < 0 else total,
-        "microbatch_size": said.pipeline_parallel_microbatch_size if is_piped else local,
-        "schedule": SCHEDULES[said.pipeline_parallel_schedule],
-        "reshard_after_forward": gathers[said.fsdp_reshard_after_forward],
+        "microbatch_size": parallelism.pipeline_parallel_microbatch_size if is_piped else local,
+        "schedule": SCHEDULES[parallelism.pipeline_parallel_schedule],
+        "reshard_after_forward": gathers[parallelism.fsdp_reshard_after_forward],
         **({"stages": layers_of_stages(config, dims, args)} if is_piped else {}),
     }
 
@@ -326,9 +326,9 @@ def layers_of_stages(config: JobConfig, dims: ParallelDims, args: BaseModelArgs)
     """Return the layers of the stages that torchtitan would split a model into."""
     mesh = SimpleNamespace(pp=dims.pp, get_mesh=lambda _: None)
     split = patch.object(pipeline_parallel, "pipeline_module_split", side_effect=StopIteration)
-    with split as told, suppress(StopIteration):
+    with split as split_mock, suppress(StopIteration):
         pipeline_parallel.pipeline_llm(None, mesh, config, None, args, None, None)
-    parts = told.call_args.args[4]
+    parts = split_mock.call_args.args[4]
     return tuple(sum(name.startswith("layers.") for name in names) for names in parts)
 
 

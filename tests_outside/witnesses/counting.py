@@ -54,7 +54,7 @@ class Framework(Protocol):
 
 
 def count_rank(plan: OutsidePlan, rank: int) -> OutsideCount:
-    """Return what *rank* of a plan does in a step of the framework's program."""
+    """Return the counts of *rank* in a step of the framework's program."""
     framework = cast("Framework", importlib.import_module(MODULES[plan.framework]))
     saved = plan.saved()
     world_size = saved.plan.world_size
@@ -116,9 +116,11 @@ def main(words: Sequence[str]) -> int:
             continue
         counts = [count_rank(plan, rank) for rank in plan.counted_ranks()]
         compared = compare_outside(plan, (each.measured for each in counts))
-        found = {quantity for checks in compared for quantity in differing(checks)}
-        surprises += found != set(plan.differs)
-        sys.stdout.write(f"{plan.name} [{plan.options}]: differs: {' '.join(sorted(found))}\n")
+        differing_quantities = {quantity for checks in compared for quantity in differing(checks)}
+        surprises += differing_quantities != set(plan.differs)
+        sys.stdout.write(
+            f"{plan.name} [{plan.options}]: differs: {' '.join(sorted(differing_quantities))}\n"
+        )
         for each, checks in zip(counts, compared, strict=True):
             for quantity, failed in differing(checks).items():
                 for check in failed:

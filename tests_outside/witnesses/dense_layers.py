@@ -1,4 +1,4 @@
-"""Dense layers of frameworks' own models, and what they are given beside tokens."""
+"""Dense layers of frameworks' own models, and their arguments beside tokens."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Small expert layers: their sizes, what we derive of them, and how a framework's are counted."""
+"""Small expert layers: their sizes, our derivation of them, and counts of a framework's own."""
 
 from collections.abc import Callable
 from unittest.mock import patch
@@ -152,7 +152,7 @@ def derived(  # noqa: PLR0913 -- what a layer is, and what its ranks are
     modules: tuple[RecomputeModule, ...] = (),
     recompute: Recompute | None = None,
 ) -> Measured:
-    """Return what the graph says of an expert layer, of which *modules* run again."""
+    """Return the graph's derivation of an expert layer, of which *modules* are recomputed."""
     profile = load_stack(stack).model_copy(update={"kernels": Kernels.EAGER})
     job = TrainingJob(
         model=model, global_batch_size=NUM_SEQUENCES, seq_len=TOKENS, precision=Precision.BF16
@@ -175,12 +175,12 @@ def derived(  # noqa: PLR0913 -- what a layer is, and what its ranks are
 
 
 def counts(x: Tensor, bins: int, **_: object) -> Tensor:
-    """Return how many elements are in each bin: a histogram of whole numbers, as on a GPU."""
+    """Return a histogram of whole numbers, as on a GPU."""
     return x.new_empty(bins)
 
 
 def counted(make: Callable[[], Run], first: int, second: int) -> Measured:
-    """Return what a layer does with tokens in the order of its framework."""
+    """Return the counts of a layer on tokens in the order of its framework."""
     with fake_cluster(0, 1), patch.object(torch, "histc", counts):
         with default_dtype(torch.bfloat16):
             layer = make()

@@ -1,4 +1,4 @@
-"""Families of dense models: small layers of transformers, and what we read of them."""
+"""Families of dense models: small layers of transformers, and the models that we read."""
 
 import json
 from collections.abc import Mapping
@@ -67,12 +67,12 @@ SMALL = {"hidden_size": 384, "num_hidden_layers": 4, "vocab_size": 512, "pad_tok
 
 
 def spec_of(config: PreTrainedConfig) -> ModelSpec:
-    """Return what we read of a configuration as transformers writes it."""
+    """Return the model that we read of a configuration as transformers writes it."""
     return read_file(json.loads(config.to_json_string(use_diff=False)))
 
 
 def read_file(written: Mapping[str, object]) -> ModelSpec:
-    """Return what we read of a configuration file."""
+    """Return the model that we read of a configuration file."""
     return parse_model(read_config(written, path=Path("small/config.json")), origin="config")
 
 

@@ -33,7 +33,7 @@ def groups_of(plan: ResolvedPlan, rank: int) -> Mapping[tuple[int, ...], str]:
         "dp": [stage + index * tp + own_tp for index in range(first, first + shards)],
         "pp": [index * tp * dp + own_dp * tp + own_tp for index in range(pp)],
     }
-    if plan.ep > 1:  # of a set of shards; the same ranks, if there are no more
+    if plan.ep > 1:  # of an HSDP shard group; the same ranks, if there are no more
         own = rank - rank % plan.ep
         found["ep"] = range(own, own + plan.ep)
         own = stage + first + rank % plan.ep

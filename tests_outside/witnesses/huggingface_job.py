@@ -95,7 +95,7 @@ class HuggingFaceJob:
     """A rank of a job; it must be made on a fake cluster.
 
     Args:
-        saved: Which job.
+        saved: Plan, with its job and stack.
     """
 
     def __init__(self, saved: SavedPlan) -> None:
@@ -154,7 +154,7 @@ class DistributedJob:
     mesh by mesh.
 
     Args:
-        saved: Which job.
+        saved: Plan, with its job and stack.
     """
 
     def __init__(self, saved: SavedPlan) -> None:
@@ -203,7 +203,7 @@ class DistributedJob:
 
 
 def is_mixed(saved: SavedPlan) -> bool:
-    """Return whether fp32 weights multiply in bf16."""
+    """Return True if fp32 weights multiply in bf16."""
     return saved.job.precision is Precision.BF16 and saved.stack.parameter_precision is None
 
 

@@ -1,4 +1,4 @@
-"""What Megatron-Core is told of a plan: its configuration and what its layers are built of."""
+"""Megatron-Core's configuration of a plan, and the specs of its layers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 def block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """Return what Megatron-Core builds a stage's layers of without Transformer Engine."""
+    """Return the spec of a stage's layers without Transformer Engine."""
     kind = config.normalization
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=kind, vp_stage=stage
@@ -40,7 +40,7 @@ def block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlock
 
 
 def prediction_spec(config: TransformerConfig, stage: int | None) -> ModuleSpec | None:
-    """Return what Megatron-Core builds layers of that predict further tokens, where it has some.
+    """Return the spec of the MTP layers, where there are some.
 
     They are as the model's last layer, which may be on another stage.
     """
@@ -53,7 +53,7 @@ def prediction_spec(config: TransformerConfig, stage: int | None) -> ModuleSpec 
 
 
 def recompute_settings(plan: ResolvedPlan) -> dict[str, object]:
-    """Return what of a plan's layers runs again, and of a layer."""
+    """Return the recompute options of a plan."""
     if plan.recompute is Recompute.NONE:
         return {}
     if plan.recompute is Recompute.SELECTIVE:
@@ -62,29 +62,29 @@ def recompute_settings(plan: ResolvedPlan) -> dict[str, object]:
             "recompute_granularity": "selective",
             "recompute_modules": [*map(str, modules)],
         }
-    usual = RecomputeMethod.BLOCK if plan.recompute_layers else RecomputeMethod.UNIFORM
+    default = RecomputeMethod.BLOCK if plan.recompute_layers else RecomputeMethod.UNIFORM
     return {
         "recompute_granularity": "full",
-        "recompute_method": str(plan.recompute_method or usual),
+        "recompute_method": str(plan.recompute_method or default),
         "recompute_num_layers": plan.recompute_layers or 1,
     }
 
 
 def embedding_ranks(ranks: list[int], *, config: TransformerConfig, tied: bool) -> list[int]:
-    """Return which of a pipeline's *ranks* share a table, as Megatron-LM's pretrain_gpt.py does."""
+    """Return the *ranks* of a pipeline that share an embedding, as pretrain_gpt.py does."""
     ends = [ranks[0], *([ranks[-1]] if tied else []), *get_mtp_ranks(ranks, config)]
     return sorted({*ends})
 
 
 def layout_of(plan: ResolvedPlan, num_predictions: int = 0) -> str | None:
-    """Return what tells Megatron-Core of stages that are not equal."""
+    """Return the pipeline layout of stages that are not equal."""
     if len({*plan.stages}) <= 1:
         return None
     return layout_text(plan.stages, num_predictions, plan.prediction_stage)
 
 
 def activation_of(model: ModelSpec) -> Callable[[Tensor], Tensor]:
-    """Return what Megatron-Core's MLP of a model is given."""
+    """Return the activation of Megatron-Core's MLP of a model."""
     if model.activation == "squared relu":
         return squared_relu
     return functional.silu if model.gated_mlp else functional.gelu

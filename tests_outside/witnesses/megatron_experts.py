@@ -30,7 +30,7 @@ Modules = tuple[RecomputeModule, ...]
 
 
 def fused_norm(_: torch.nn.Module, x: Tensor) -> Tensor:
-    """Return what Megatron-Core's compiled norm without weights makes, in one kernel."""
+    """Return the RMS norm without weights in one kernel, as Megatron-Core compiles it."""
     return functional.rms_norm(x, x.shape[-1:])
 
 
@@ -93,20 +93,20 @@ def balance(dispatcher: token_dispatcher.MoEAlltoAllTokenDispatcher, rows: int, 
 
 
 def facts(model: ModelSpec, experts: Experts) -> dict[str, object]:
-    """Return what Megatron-Core's configuration says of gpt-oss and Llama 4."""
-    found: dict[str, object] = {
+    """Return the fields of Megatron-Core's configuration for gpt-oss and Llama 4."""
+    config_fields: dict[str, object] = {
         "moe_apply_probs_on_input": experts.weighs_inputs,
         "add_bias_linear": experts.bias,
         "add_qkv_bias": model.attention_bias,
     }
     if model.attention_sinks:
-        found["softmax_type"] = "learnable"
+        config_fields["softmax_type"] = "learnable"
     if experts.activation == "clamped":
-        found |= {"activation_func": quick_gelu, "activation_func_clamp_value": 7.0}
-        found["glu_linear_offset"] = 1.0
+        config_fields |= {"activation_func": quick_gelu, "activation_func_clamp_value": 7.0}
+        config_fields["glu_linear_offset"] = 1.0
     if experts.scores == "sigmoid" and not experts.weighs_inputs:
-        found["moe_router_topk_scaling_factor"] = 2.5
-    return found
+        config_fields["moe_router_topk_scaling_factor"] = 2.5
+    return config_fields
 
 
 def megatron_module(
@@ -211,7 +211,7 @@ def megatron_layer(
     if rotary and model.chunked_window and model.window < TOKENS:
         chunk = model.window
         attend_in_chunks(layer.self_attention, chunk)
-    turned = torch.empty(chunk, 1, 1, model.rotary_dim)
+    rotary_embedding = torch.empty(chunk, 1, 1, model.rotary_dim)
     put_together = dispatcher.combine_postprocess
 
     def forget() -> None:
@@ -229,7 +229,7 @@ def megatron_layer(
         dispatcher.combine_postprocess = last
 
     def run(x: Tensor) -> Tensor:
-        out = layer(x, None, rotary_pos_emb=turned)[0]
+        out = layer(x, None, rotary_pos_emb=rotary_embedding)[0]
         forget()
         return out
 

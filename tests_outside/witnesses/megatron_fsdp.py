@@ -70,7 +70,7 @@ def mesh_of(groups: object, device_type: str, **kwargs: object) -> DeviceMesh:
 
 
 def answers() -> Iterator[AbstractContextManager[object]]:
-    """Yield what stands for streams, for values and for Transformer Engine's kernels."""
+    """Yield patches for streams, for values and for Transformer Engine's kernels."""
     yield patch.object(torch, "matmul", product)
     yield patch.multiple(
         torch.cuda, Stream=Idle, Event=Idle, current_stream=Idle, stream=lambda _: nullcontext()
@@ -98,7 +98,7 @@ def wrap(
     Args:
         config: Of Megatron-Core.
         module: The model.
-        units: What is a unit; by default a transformer layer.
+        units: Classes of FSDP units; by default a transformer layer.
         settings: Of DistributedDataParallelConfig, beside the usual ones.
     """
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)

@@ -67,7 +67,7 @@ def random_numbers() -> AbstractContextManager[object]:
 
 
 def fused_kernels() -> Iterator[AbstractContextManager[object]]:
-    """Yield what stands for kernels of Apex and Transformer Engine: one pass, no temporaries."""
+    """Yield patches for kernels of Apex and Transformer Engine: one pass, no temporaries."""
 
     def norm(
         _size: int, _flag: Tensor, lists: list[list[Tensor]], *_: object
@@ -103,17 +103,17 @@ def streams() -> AbstractContextManager[object]:
 
 
 def sizes_answered(rank: "MegatronJob") -> AbstractContextManager[object]:
-    """Answer what sizes are told ahead of messages that are not all alike: they have no data.
+    """Answer the sizes that go ahead of messages which are not all alike: they have no data.
 
     Passes of a rank receive in the order in which they run.
     """
-    told = P2PCommunicator._communicate_shapes
+    communicate_shapes = P2PCommunicator._communicate_shapes
     sizes = rank.message_sizes()
 
     def answer(
         communicator: P2PCommunicator, forward: object, back: object, *receives: bool
     ) -> list[list[int]]:
-        told(communicator, forward, back, *receives)
+        communicate_shapes(communicator, forward, back, *receives)
         return [
             next(each) if is_received else []
             for is_received, each in zip(receives, sizes, strict=True)
@@ -123,7 +123,7 @@ def sizes_answered(rank: "MegatronJob") -> AbstractContextManager[object]:
 
 
 def without_engine() -> Iterator[AbstractContextManager[object]]:
-    """Yield what stands for Transformer Engine's fp8 where parts that give up outputs run again.
+    """Yield patches for Transformer Engine's fp8, which recompute of discarded outputs asks for.
 
     Megatron-Core asks for it in any case (CheckpointWithoutOutput of core 0.16).
     """
@@ -157,7 +157,7 @@ class MegatronJob:
     """A rank of a job; it must be made on a fake cluster.
 
     Args:
-        saved: Which job.
+        saved: Plan, with its job and stack.
     """
 
     def __init__(self, saved: SavedPlan) -> None:
@@ -220,7 +220,7 @@ class MegatronJob:
         return []
 
     def message_sizes(self) -> list[Iterator[list[int]]]:
-        """Return the sizes of what a step receives from before, and from behind, in order."""
+        """Return the sizes of a step's messages from before, and from behind, in order."""
         job, plan = self._saved.job, self._saved.plan
         pp_rank, place = parallel_state.get_pipeline_model_parallel_rank(), plan.prediction_stage
         number = 1 + job.transformer.prediction_layers

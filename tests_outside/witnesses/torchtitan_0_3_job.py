@@ -76,7 +76,7 @@ class TorchtitanJob(TrainerJob):
     """A rank of a job; it must be made on a fake cluster.
 
     Args:
-        saved: Which job.
+        saved: Plan, with its job and stack.
     """
 
     def __init__(self, saved: SavedPlan) -> None:

@@ -76,7 +76,7 @@ def places(_: object, experts: int, _ranks: int, most: int, _align: int) -> tupl
 
 
 def counts(x: Tensor, bins: int, **_: object) -> Tensor:
-    """Return how many elements are in each bin: a histogram of whole numbers, as on a GPU."""
+    """Return a histogram of whole numbers, as on a GPU."""
     return x.new_empty(bins)
 
 
@@ -94,7 +94,7 @@ class TorchtitanJob(TrainerJob):
     """A rank of a job; it must be made on a fake cluster.
 
     Args:
-        saved: Which job.
+        saved: Plan, with its job and stack.
     """
 
     def __init__(self, saved: SavedPlan) -> None:
@@ -148,7 +148,7 @@ class TorchtitanJob(TrainerJob):
         return 2 * (filling + chosen * is_summed) * width * passes * plan.num_microbatches(job)
 
     def batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Yield what a rank is fed: in a pipeline, all microbatches of a step at once."""
+        """Yield the batches of a rank: in a pipeline, all microbatches of a step at once."""
         job, plan = self.saved.job, self.saved.plan
         shape = (local_batch_size(job, plan), job.seq_len)
         while True:
@@ -238,15 +238,15 @@ def moe_args(experts: Experts) -> MoEArgs:
 
 
 def say_float8(config: JobConfig, saved: SavedPlan) -> None:
-    """Say how linear layers multiply, but for the head's, where it is in 8 bits."""
+    """Set the 8-bit recipe of linear layers, but for the head's, where there is one."""
     recipe = saved.stack.fp8
     if saved.job.precision is not Precision.FP8 or recipe is None:
         return
     config.model.converters = ["quantize.linear.float8"]
-    told = config.quantize.linear.float8
-    told.filter_fqns = ["output"]
-    told.enable_fsdp_float8_all_gather = recipe.gathers_parameters
-    told.precompute_float8_dynamic_scale_for_fsdp = recipe.precomputes_scales
+    float8_settings = config.quantize.linear.float8
+    float8_settings.filter_fqns = ["output"]
+    float8_settings.enable_fsdp_float8_all_gather = recipe.gathers_parameters
+    float8_settings.precompute_float8_dynamic_scale_for_fsdp = recipe.precomputes_scales
 
 
 def job_config(saved: SavedPlan) -> JobConfig:

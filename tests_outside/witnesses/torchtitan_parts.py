@@ -1,4 +1,4 @@
-"""What jobs of torchtitan have in common, whichever version it is: shapes, feed and tensors."""
+"""Parts that jobs of torchtitan share, whichever version it is: shapes, feed and tensors."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 
 class Trainer(Protocol):
-    """What is asked of torchtitan's `Trainer`."""
+    """Interface of torchtitan's `Trainer` as jobs use it."""
 
     device: torch.device
     step: int
@@ -46,7 +46,7 @@ def answers() -> AbstractContextManager[object]:
 
 
 def rows_answered(rows: int) -> AbstractContextManager[object]:
-    """Tell how many *rows* go to each rank of experts, and come from it: as many to all."""
+    """Answer the number of *rows* to and from each rank of experts: as many to all."""
 
     def answer(_mode: object, _operator: object, tensor: Tensor) -> float | int | bool:
         if tensor.dtype is torch.bool:
@@ -64,19 +64,19 @@ class FlashFunctions:
         return getattr(functional, name)
 
     def scaled_dot_product_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, **said: float | bool | None
+        self, query: Tensor, key: Tensor, value: Tensor, **options: float | bool | None
     ) -> Tensor:
         """Return attention over as many key heads as there are of queries.
 
         Keys and values of different widths are known to cuDNN's alone.
         """
-        how = {name: said[name] for name in ("is_causal", "scale")}
+        how = {name: options[name] for name in ("is_causal", "scale")}
         if query.shape[-1] == value.shape[-1]:
-            found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
+            outputs = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **how)
         else:
             kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
-            found = kernel(query, key, value, None, compute_log_sumexp=True, **how)
-        out: Tensor = found[0]
+            outputs = kernel(query, key, value, None, compute_log_sumexp=True, **how)
+        out: Tensor = outputs[0]
         return out
 
 
@@ -84,7 +84,7 @@ class TrainerJob:
     """A rank of a job; it must be made on a fake cluster.
 
     Args:
-        saved: Which job.
+        saved: Plan, with its job and stack.
         trainer: That runs it.
     """
 
@@ -125,7 +125,7 @@ class TrainerJob:
                     yield state, ByteKind.OPTIMIZER
 
     def batches(self) -> Iterator[Batch]:
-        """Yield what a rank is fed."""
+        """Yield the batches of a rank."""
         raise NotImplementedError
 
 
@@ -142,7 +142,7 @@ class QuietMetrics:
         return type("", (), {"max_reserved_gib": 0, "max_reserved_pct": 0})
 
     def should_log(self, _step: int) -> bool:
-        """Return that no step is logged."""
+        """Return False: no step is logged."""
         return False
 
 

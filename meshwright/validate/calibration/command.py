@@ -1,4 +1,4 @@
-"""What ``meshwright calibrate`` does with its options.
+"""``meshwright calibrate``: measure, fit profiles, write them.
 
 Imports are local, so that the other commands wait for none of it, and files are read without
 PyTorch.
@@ -51,7 +51,7 @@ def run_calibrate(options: CalibrateOptions) -> int:
 
 
 def _show_traces(setting: "CalibrationSetting") -> None:
-    """Print where the time of each job went, and write it where there is a folder."""
+    """Print each trace's device time by kernel kind; write it as CSV if there is a folder."""
     from meshwright.planner.cli import print_report
     from meshwright.validate.calibration.report import trace_report, write_trace
     from meshwright.validate.traces import read_job_trace
@@ -89,6 +89,7 @@ def _measure(setting: "CalibrationSetting", folder: Path) -> "Measured":
         folder, probe_machine(setting.accelerator, setting.num_ranks), force=setting.force
     )
     end_s = time.monotonic() + setting.budget_s
+    # Kernels go first; the time that they leave unused goes to the collectives, too.
     kept_s = COLLECTIVE_SHARE * setting.budget_s if setting.num_ranks > 1 else 0.0
     coverage = {}
     try:
@@ -107,7 +108,7 @@ def _measure(setting: "CalibrationSetting", folder: Path) -> "Measured":
 
 
 def open_rows(folder: Path, machine: "Machine", *, force: bool) -> "RowFile":
-    """Return the file of rows in *folder*: a new one, or that of an earlier run.
+    """Return the row file in *folder*: a new one, or that of an earlier run.
 
     Raises:
         PlanError: If it holds rows of another machine or other software.

@@ -9,7 +9,7 @@ from meshwright.validate.calibration.rows import Accelerator
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrateOptions:
-    """What to measure or to read, and where the profiles go."""
+    """Device to measure or files to read, and the folder of the profiles."""
 
     device: Accelerator | None = option(
         None, "|".join(Accelerator), "Measure this machine's GPU or CPU."

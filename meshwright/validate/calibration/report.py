@@ -1,4 +1,4 @@
-"""What a calibration found, as tables for a terminal; and a job's trace likewise."""
+"""Results of a calibration and of job traces as tables for a terminal."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -33,15 +33,15 @@ def calibration_report(
     coverage: Mapping[str, Coverage],
     files: Sequence[Path],
 ) -> RenderableType:
-    """Return what was measured, how well the profiles tell it, their numbers, and the files.
+    """Return the tables of a calibration: residuals, constants of the profiles, files.
 
     Args:
         head: Machine and versions.
         residuals: Of all rows.
         device: The calibrated device, if there is one.
         link: The calibrated link, if there is one.
-        coverage: Cases measured, by what they are.
-        files: What was written.
+        coverage: Cases measured, by kind.
+        files: Files that were written.
     """
     modelled = [each for each in residuals if each.modelled_s is not None]
     times = {each.row.case: each.modelled_s for each in modelled}
@@ -128,7 +128,7 @@ def _launch_facts(residuals: Sequence[Residual]) -> list[tuple[str, str]]:
 
 
 def trace_report(path: Path, trace: JobTrace) -> RenderableType:
-    """Return where the device time of a job went."""
+    """Return the device time of a job by kernel kind."""
     table = _table("kernels")
     for name in ("count", "time", "share of kernel time"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -147,7 +147,7 @@ def trace_report(path: Path, trace: JobTrace) -> RenderableType:
 
 
 def trace_times(trace: JobTrace) -> dict[str, float]:
-    """Return the times that are not of one kind of kernel."""
+    """Return the times of a trace that belong to no single kind of kernel."""
     return {
         "first to last kernel": trace.span_s,
         "computation": trace.compute_s,

@@ -1,4 +1,4 @@
-"""Fit profiles to the rows, write them with residuals and a picture, and say what came out."""
+"""Profiles fitted to the rows, written with residuals and a picture, and their report."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -41,14 +41,14 @@ from meshwright.validate.calibration.setting import CalibrationSetting
 
 
 class Measured(NamedTuple):
-    """Rows of this machine, and how many of the cases they cover."""
+    """Rows of this machine, and their coverage of the cases."""
 
     file: RowFile
     coverage: dict[str, Coverage]
 
 
 class Profiles(NamedTuple):
-    """Written profiles, read again as a simulation reads them; and all files."""
+    """Written profiles, loaded again as a simulation loads them, and all files."""
 
     device: Device | None
     link: Link | None
@@ -59,16 +59,18 @@ class Profiles(NamedTuple):
 def write_results(
     setting: CalibrationSetting, folder: Path, measured: Measured | None, runs: list[NcclRun]
 ) -> RenderableType:
-    """Write all that follows from the rows into *folder*; return the report.
+    """Write profiles, residuals and picture into *folder*; return the report.
 
     Raises:
         PlanError: If the rows are too few for a profile.
     """
     file = measured.file if measured is not None else None
     head = evidence(file.machine, file.date) if file is not None else "read from nccl-tests"
-    own = file.rows if file is not None else []
-    collectives = combined_rows(own, [row for run in runs for row in run.rows])
-    rows = [row for row in own if row.case.group is not CaseGroup.COLLECTIVE] + collectives
+    measured_rows = file.rows if file is not None else []
+    collectives = combined_rows(measured_rows, [row for run in runs for row in run.rows])
+    rows = [
+        row for row in measured_rows if row.case.group is not CaseGroup.COLLECTIVE
+    ] + collectives
     profiles = _write_profiles(setting, folder, file, collectives, runs)
     accelerator = file.machine.accelerator if file is not None else Accelerator.CUDA
     residuals = residuals_of(rows, profiles.device, profiles.link, launch_floor(rows, accelerator))
@@ -112,7 +114,7 @@ def _write_profiles(
 
 
 def _write_stacks(setting: CalibrationSetting, folder: Path, file: RowFile | None) -> list[Path]:
-    """Write the stacks that are asked for: only a measured machine has any."""
+    """Write the stacks of ``--stack``; only a measured machine has any."""
     if file is None:
         return []
     source = evidence(file.machine, file.date)
@@ -120,7 +122,7 @@ def _write_stacks(setting: CalibrationSetting, folder: Path, file: RowFile | Non
 
 
 def _origins(file: RowFile | None, runs: list[NcclRun]) -> dict[Row, str]:
-    """Return where each row of a collective comes from."""
+    """Return the source of each row of a collective."""
     origins: dict[Row, str] = {}
     if file is not None:
         origins |= dict.fromkeys(file.rows, evidence(file.machine, file.date))
@@ -131,7 +133,7 @@ def _origins(file: RowFile | None, runs: list[NcclRun]) -> dict[Row, str]:
 
 
 def read_runs(paths: tuple[Path, ...]) -> list[NcclRun]:
-    """Return what the files of nccl-tests say.
+    """Return the runs in files of nccl-tests.
 
     Raises:
         PlanError: If one is no such file, or two are of the same operation and ranks.

@@ -20,12 +20,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}", re.ASCII)
 
 
 class CalibrationSetting(NamedTuple):
-    """What is asked for.
+    """Checked options of a calibration.
 
     Args:
-        accelerator: What to measure, if anything.
+        accelerator: Device to measure, if any.
         name: Of the profiles.
-        folder: Where they go; None where a trace is only shown.
+        folder: Their folder; None where a trace is only shown.
         num_ranks: Processes of the collectives; 1 for none.
         precision: Number format of the kernels.
         like: Built-in device whose datasheet to take.
@@ -52,12 +52,12 @@ class CalibrationSetting(NamedTuple):
 
     @property
     def makes_profiles(self) -> bool:
-        """Whether there is more than traces to read."""
+        """Whether there is a machine, or nccl-tests output, to fit profiles to."""
         return self.accelerator is not None or bool(self.nccl_tests)
 
 
 def read_setting(options: CalibrateOptions) -> CalibrationSetting:
-    """Return *options* checked.
+    """Return the checked *options*.
 
     Raises:
         PlanError: If one is out of range, would do nothing, or they ask for nothing.
@@ -71,8 +71,8 @@ def read_setting(options: CalibrateOptions) -> CalibrationSetting:
         raise PlanError(f"--budget-seconds {budget_s:g} is out of range; allowed {allowed}")
     if options.like is not None:
         load_device(options.like)
-    usual = Precision.FP32 if options.device is Accelerator.CPU else Precision.BF16
-    precision = options.precision or usual
+    default = Precision.FP32 if options.device is Accelerator.CPU else Precision.BF16
+    precision = options.precision or default
     peak = read_peak(options.peak)
     name = _read_name(options.name)
     return CalibrationSetting(

@@ -1,4 +1,4 @@
-"""What ``meshwright validate`` does with its options.
+"""``meshwright validate``: a plan's prediction against a fake cluster, a run or a probe.
 
 Imports are local, so that the other commands wait for none of it, and PyTorch is imported only by
 what runs it.
@@ -76,21 +76,22 @@ def _fake(options: ValidateOptions, saved: "SavedPlan") -> "Validation":
     if options.rank is not None and not 0 <= options.rank <= most:
         raise PlanError(f"--rank {options.rank} is out of range; allowed 0 to {most}")
     ranks = usual_members(saved) if options.rank is None else (options.rank,)
-    few = capped(saved, ranks)
+    # Counts scale exactly with microbatches: few of them make the same comparison.
+    capped_plan = capped(saved, ranks)
     measurements = {}
     with progress_bar() as progress:
         if progress is not None:
             progress("ranks", 0, len(ranks))
-        for number, measured in enumerate(measure_fakes(few, ranks)):
+        for number, measured in enumerate(measure_fakes(capped_plan, ranks)):
             if progress is not None:
                 progress("ranks", number + 1, len(ranks))
             measurements[measured.rank] = measured
     return Validation(
-        saved=few,
+        saved=capped_plan,
         backend=Backend.FAKE,
         num_microbatches=saved.plan.num_microbatches(saved.job),
         measurements=measurements,
-        kinds=rank_kinds(few, measurements),
+        kinds=rank_kinds(capped_plan, measurements),
     )
 
 
@@ -110,7 +111,7 @@ def _emit(options: ValidateOptions, saved: "SavedPlan", folder: Path) -> int:
 
 
 def _run_spec(options: ValidateOptions, backend: Backend, *, results: Path) -> "RunSpec":
-    """Return what the ranks of a plan file are told."""
+    """Return the run spec of the ranks of a plan file."""
     from meshwright.validate.launch import RunSpec
 
     return RunSpec(
@@ -149,7 +150,7 @@ def _run(
 def _collect(
     options: ValidateOptions, saved: "SavedPlan", output: ValidateOutput, folder: Path | None
 ) -> int:
-    """Compare with what a run elsewhere left."""
+    """Compare with the results of a run elsewhere."""
     from meshwright.validate.runs import collected
 
     outcome = collected(options.collect or "", saved)
@@ -163,7 +164,7 @@ def _collect(
 
 
 def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
-    """Return the comparison of a run that came to its end."""
+    """Return the comparison of a run that ended without a failure."""
     from meshwright.validate.comparison import (
         Validation,
         last_loss_check,
@@ -173,14 +174,15 @@ def _compared(outcome: "RunOutcome", saved: "SavedPlan") -> "Validation":
         staleness_checks,
         time_checks,
     )
-    from meshwright.validate.ranks import predict_members, predicted_rounds, without_dropout
+    from meshwright.validate.ranks import predict_members, predicted_async_run, without_dropout
     from meshwright.validate.runs import host_bytes, reference_bytes, reference_of
 
     saved = without_dropout(saved)
     (measurements,) = outcome.measurements
     everyone = list(measurements.values())
     losses = run_losses(everyone)
-    checks, rounds = [last_loss_check(losses)], predicted_rounds(saved)
+    checks, rounds = [last_loss_check(losses)], predicted_async_run(saved)
+    # No reference loss: of asynchronous workers, nor where one process cannot hold the model.
     if rounds is not None:
         checks += staleness_checks(rounds, everyone)
     elif outcome.spec.backend == "gloo" and reference_bytes(saved) <= host_bytes():
@@ -221,7 +223,7 @@ def _probe(
 
 
 def _finish(validation: "Validation", output: ValidateOutput, folder: Path | None) -> int:
-    """Write and print a comparison; return the status that it means."""
+    """Write and print a comparison; return the exit status."""
     from meshwright.validate.comparison import (
         validation_document,
         validation_report,
@@ -237,7 +239,7 @@ def _finish(validation: "Validation", output: ValidateOutput, folder: Path | Non
 
 
 def _fail(failure: "RunFailure", output: ValidateOutput) -> int:
-    """Print why a run came to nothing."""
+    """Print the failure of a run."""
     from rich.text import Text
 
     from meshwright.validate.comparison import failure_document

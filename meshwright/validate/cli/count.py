@@ -1,4 +1,4 @@
-"""The command ``meshwright count``: a user's own script as one rank of any world.
+"""The command ``meshwright count``: a user's frames script as one rank of any world.
 
 Imports are local, so that the other commands wait for none of it, and PyTorch is imported only by
 what runs it.
@@ -26,7 +26,7 @@ MOST_STEPS = 1_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountOptions:
-    """Which script to count, and as whom."""
+    """Script to count, and the rank and world size that it sees."""
 
     script: list[str] | None = argument(
         None, "SCRIPT [ARGS]", "As after torchrun; or -- -m MODULE [ARGS]."
@@ -78,7 +78,7 @@ def _counted(run: "ScriptRun") -> "ScriptCount":
 
 
 def _names(rank: int, saved: "SavedPlan | None") -> dict[tuple[int, ...], str]:
-    """Return the axes of a plan by the ranks of their groups; without a plan none is known."""
+    """Return the axes of a plan by the ranks of their groups; none without a plan."""
     from meshwright.validate.ranks import plan_groups
 
     if saved is None:
@@ -89,7 +89,7 @@ def _names(rank: int, saved: "SavedPlan | None") -> dict[tuple[int, ...], str]:
 
 
 def _show(count: "ScriptCount", saved: "SavedPlan | None", output: ValidateOutput) -> int:
-    """Print a count, and where there is a plan what it predicts; return the status."""
+    """Print a count and its comparison with a plan, if any; return the exit status."""
     from rich.console import Group
 
     from meshwright.validate.comparison import (
@@ -122,16 +122,17 @@ def _show(count: "ScriptCount", saved: "SavedPlan | None", output: ValidateOutpu
 
 
 def _fail(failure: "ScriptFailedError") -> int:
-    """Print how a script failed, in its own words, and where we stopped; return the status."""
+    """Print how a script failed, with its frames traceback; return the exit status."""
     import traceback
 
     cause = failure.__cause__
     assert cause is not None  # it is raised from one
     if not isinstance(cause, SystemExit):
-        own = traceback.extract_tb(cause.__traceback__)
-        through = [i for i, frame in enumerate(own) if "runpy" in frame.filename]
+        frames = traceback.extract_tb(cause.__traceback__)
+        through = [i for i, frame in enumerate(frames) if "runpy" in frame.filename]
+        # Frames up to runpy are ours; the user knows those of the script.
         start = through[-1] + 1 if through else 0
-        tail = traceback.format_list(own[start:]) + traceback.format_exception_only(cause)
+        tail = traceback.format_list(frames[start:]) + traceback.format_exception_only(cause)
         lines = ["Traceback (most recent call last):\n", *tail]
         write_text(sys.stderr, "".join(lines))
     elif isinstance(cause.code, str):
@@ -141,7 +142,7 @@ def _fail(failure: "ScriptFailedError") -> int:
 
 
 def _world(options: CountOptions, saved: "SavedPlan | None") -> int:
-    """Return how many ranks there are.
+    """Return the world size.
 
     Raises:
         PlanError: If a number is out of range, or not the plan's.

@@ -1,4 +1,4 @@
-"""The options of ``meshwright validate``, as records, and which of them go together."""
+"""Options of ``meshwright validate`` as records, and their allowed combinations."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +16,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class Mode(StrEnum):
-    """What the command is to do, in the words in which it is asked for."""
+    """Mode of the command, by the option that selects it."""
 
     FAKE = "--backend fake"
     RUN = "--backend gloo|nccl"
@@ -27,7 +27,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidateOptions:
-    """Which plan to check, and against what."""
+    """Plan to check, and how to run it."""
 
     plan: str | None = argument(None, "PLAN", "A plan.json of search or simulate.")
     backend: Backend | None = option(
@@ -52,7 +52,7 @@ class ValidateOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidateOutput(OutputOptions):
-    """Where the report goes besides the terminal."""
+    """Files of the report besides the terminal."""
 
     out: str | None = option(None, "DIR", "Write the report, its data and each rank's.")
 
@@ -68,7 +68,7 @@ _MODES: dict[str, tuple[Mode, ...]] = {
 
 
 def mode_of(options: ValidateOptions, output: OutputOptions) -> Mode:
-    """Return what the options ask for.
+    """Return the mode that the options select.
 
     Raises:
         PlanError: If they contradict each other, or a number is out of range.

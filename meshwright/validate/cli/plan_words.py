@@ -1,4 +1,4 @@
-"""A plan by what a user types after ``meshwright simulate`` to get it."""
+"""Plan from the options of ``meshwright simulate``, as a user types them."""
 
 import shlex
 
@@ -25,13 +25,14 @@ def plan_of_words(options: str, cluster_name: str) -> SavedPlan:
     >>> plan_of_words("gpt2 --gpus 8 --global-batch 8 --stack ddp", "dgx-h200").plan.dp
     8
     """
-    found: list[SavedPlan] = []
+    plans: list[SavedPlan] = []
 
+    # The parsed command calls this with its options; it keeps the plan.
     def keep(job: JobOptions, layout: Given, replication: Given) -> int:
         setting = with_buckets(read_setting(job), replication)
         plan = resolve_plan(setting, {**layout, **replication})
         cluster, stack = setting.cluster, setting.stack
-        found.append(SavedPlan(job=setting.job, plan=plan, cluster=cluster, stack=stack))
+        plans.append(SavedPlan(job=setting.job, plan=plan, cluster=cluster, stack=stack))
         return 0
 
     read = as_command(keep, JobOptions, LAYOUT, REPLICATION)
@@ -39,4 +40,4 @@ def plan_of_words(options: str, cluster_name: str) -> SavedPlan:
     if typed is None:
         raise PlanError(f"{shown(options)} is not what simulate takes")
     read(typed)
-    return found[0]
+    return plans[0]

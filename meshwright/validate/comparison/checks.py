@@ -26,7 +26,7 @@ PREDICTED_AXES = {"replica": "dp", "batch": "dp", "table": "pp"}
 
 
 class CheckVerdict(StrEnum):
-    """What a comparison came to."""
+    """Verdict of a comparison."""
 
     PASSED = "pass"
     FAILED = "FAIL"
@@ -34,7 +34,7 @@ class CheckVerdict(StrEnum):
 
 
 class CheckUnit(StrEnum):
-    """What a quantity is counted in."""
+    """Unit of a quantity."""
 
     FLOPS = "FLOPs"
     CALLS = "calls"
@@ -46,13 +46,13 @@ class CheckUnit(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One quantity of one rank, or of the run: what was said, what was found.
+    """One quantity of one rank, or of the run: predicted and measured.
 
     Args:
-        quantity: What is compared.
-        unit: What it is counted in.
-        predicted: Said by the simulator, or by the reference; None where it says nothing.
-        measured: Found in the run.
+        quantity: Name of the quantity.
+        unit: Its unit.
+        predicted: By the simulator, or by the reference program; None if neither has it.
+        measured: Measured in the run.
         verdict: Whether they agree as they must.
         reason: Why not, or what a reader should know; empty for a plain pass.
     """
@@ -94,7 +94,7 @@ def compare_rank(predicted: RankPrediction, measured: RankMeasurement) -> list[C
 
 
 def has_failed(checks: Iterable[Check]) -> bool:
-    """Return whether any check has failed."""
+    """Return True if any check has failed."""
     return any(check.verdict is CheckVerdict.FAILED for check in checks)
 
 
@@ -119,7 +119,7 @@ def _counted(calls: Iterable[CollectiveCount]) -> Counter[tuple[str, str, int, i
 
 
 def _collectives(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
-    """Return a check for each kind of call that either side has."""
+    """Return a check for each kind of call in either count."""
     predicted_calls = _counted(predicted.collectives)
     measured_calls = _counted(measured.collectives)
     return [
@@ -136,8 +136,9 @@ def _collectives(predicted: RankPrediction, measured: RankMeasurement) -> list[C
 
 
 def _peak(predicted: RankPrediction, measured: RankMeasurement) -> Check:
-    """Return whether the peak agrees; gloo may hold more."""
+    """Return the check of the peak; gloo may hold more."""
     kept_bytes = _gloo_bytes(predicted) if measured.backend == "gloo" else 0
+    # The device of gloo is the host: offloaded tensors stay in the same memory.
     if predicted.host_bytes and measured.backend == "gloo":
         return _joint_peak(predicted, measured, kept_bytes)
     tolerance_bytes = PEAK_TOLERANCE * predicted.peak_bytes
@@ -160,7 +161,7 @@ def _peak(predicted: RankPrediction, measured: RankMeasurement) -> Check:
 
 
 def _joint_peak(predicted: RankPrediction, measured: RankMeasurement, kept_bytes: int) -> Check:
-    """Return whether one memory for device and host holds no more than both do at their peaks.
+    """Return the check of the joint peak of device and host, where both are one memory.
 
     The two peaks are at different times, so that it may well hold less.
     """
@@ -177,7 +178,7 @@ def _joint_peak(predicted: RankPrediction, measured: RankMeasurement, kept_bytes
 
 
 def _host(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
-    """Return whether host and copies agree, where something is offloaded to another memory."""
+    """Return the checks of host peak and copies, where tensors are offloaded to another memory."""
     if not predicted.host_bytes or measured.backend == "gloo":
         return []
     predicted_bytes, measured_bytes = predicted.host_bytes, measured.host_bytes
@@ -195,7 +196,7 @@ def _host(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
 
 
 def _gloo_bytes(predicted: RankPrediction) -> int:
-    """Return what gloo may hold beyond what the program does.
+    """Return the most bytes that gloo holds beyond the program's own.
 
     It says only when it is waited for that a message has left (`is_completed` is false until
     then, torch 2.13), so that all that a step sends lives to its end; and its threads may let go
@@ -211,7 +212,7 @@ def _gloo_bytes(predicted: RankPrediction) -> int:
 
 
 def _kinds(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
-    """Return what lived at the peak, kind by kind; the sum is what must agree."""
+    """Return the bytes at the peak by kind, reported only: their sum is checked."""
     return [
         Check(
             quantity=f"at the peak: {kind}",
@@ -224,7 +225,7 @@ def _kinds(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
 
 
 def _allocator(predicted: RankPrediction, measured: RankMeasurement) -> list[Check]:
-    """Return what the device's allocator shows; kernels' own memory is in it.
+    """Return the peaks of the device's allocator; workspaces of kernels are in it.
 
     "requested" is what tensors ask for, "allocated" what they get, rounded up to blocks.
     """

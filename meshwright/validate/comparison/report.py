@@ -56,7 +56,7 @@ def sections(validation: Validation) -> list[Section]:
 
 
 def head_lines(validation: Validation) -> list[str]:
-    """Return what was compared: model, layout, how it was run, and how much of it."""
+    """Return the head of a report: model, layout, backend and microbatches."""
     saved = validation.saved
     plan, job = saved.plan, saved.job
     few, whole = validation.num_microbatches_run, validation.num_microbatches
@@ -64,22 +64,22 @@ def head_lines(validation: Validation) -> list[str]:
     if few < whole:
         many = f"{few} of {whole} microbatches were run; the counts scale exactly with their number"
     servers = num_processes(plan, saved.stack) - plan.world_size
-    beside = f" and {servers:,} server{'s' if servers > 1 else ''}" if servers > 0 else ""
-    size = f"{counted(plan.world_size, 'GPU')}{beside} of {saved.cluster.name}"
+    with_servers = f" and {servers:,} server{'s' if servers > 1 else ''}" if servers > 0 else ""
+    size = f"{counted(plan.world_size, 'GPU')}{with_servers} of {saved.cluster.name}"
     degrees = " ".join(f"{axis}={degree}" for axis, degree in plan.degrees.items())
     way = f" cp_type={plan.cp_type}" if plan.cp_type else ""
     way += f" ep={plan.ep} etp={plan.expert_tp}" if plan.ep > 1 else ""
-    switches = f"zero_stage={plan.zero_stage} microbatch_size={plan.microbatch_size}{way}"
+    fields = f"zero_stage={plan.zero_stage} microbatch_size={plan.microbatch_size}{way}"
     return [
         f"{job.model.name}, plan for {size}, stack {saved.stack.name}",
-        f"layout   {degrees} vpp={plan.num_virtual_stages} {switches}, {job.precision}",
+        f"layout   {degrees} vpp={plan.num_virtual_stages} {fields}, {job.precision}",
         f"backend  {validation.backend}: {HOW[validation.backend]}",
         f"batch    {many}",
     ]
 
 
 def closing_lines(validation: Validation) -> list[str]:
-    """Return what a reader should know of reported rows, and what agrees or does not."""
+    """Return the notes on reported rows, and the verdict."""
     lines = [f"note: {reason}" for reason in _notes(validation)]
     others = validation.others()
     if others:
@@ -115,7 +115,7 @@ def validation_report(validation: Validation) -> RenderableType:
 
 
 def validation_page(validation: Validation) -> str:
-    """Return the same as a page of Markdown."""
+    """Return a validation as a page of Markdown."""
     lines = ["# Validation", "", *(f"    {line}" for line in head_lines(validation))]
     for section in sections(validation):
         lines += ["", f"## {section.title}", ""]
@@ -126,7 +126,7 @@ def validation_page(validation: Validation) -> str:
 
 
 def validation_document(validation: Validation) -> dict[str, Json]:
-    """Return the same as a JSON document; every kind of rank is in it."""
+    """Return a validation as JSON, with every kind of rank."""
     return {
         **saved_fields(validation.saved),
         **named(validation, "backend", "num_microbatches", "num_microbatches_run", "agrees"),
@@ -143,7 +143,7 @@ def validation_document(validation: Validation) -> dict[str, Json]:
 
 
 def saved_fields(saved: SavedPlan) -> dict[str, Json]:
-    """Return the plan that was compared, and of what it is, by name."""
+    """Return the compared plan with its model, job, cluster and stack as JSON."""
     return {
         "model": saved.job.model.name,
         "job": job_fields(saved.job),
@@ -154,7 +154,7 @@ def saved_fields(saved: SavedPlan) -> dict[str, Json]:
 
 
 def failure_document(failure: RunFailure) -> dict[str, Json]:
-    """Return why there is nothing to compare as a JSON document."""
+    """Return the failure of a run as JSON."""
     return {
         "agrees": False,
         "failure": {
@@ -190,6 +190,7 @@ def _rank_rows(kind: RankKind) -> list[tuple[str, ...]]:
     equal = [check for check in calls if check.verdict is CheckVerdict.PASSED]
     rows: list[tuple[str, ...]] = []
     for check in kind.checks:
+        # All calls that agree are one row, in the place of the first.
         if calls and check is calls[0] and equal:
             count = f"{sum(each.measured for each in equal):,.0f}"
             name = f"calls of collectives ({len(equal)} kind{'s' if len(equal) > 1 else ''})"
@@ -221,7 +222,7 @@ def _text(value: float, unit: CheckUnit) -> str:
 
 
 def _difference(check: Check) -> str:
-    """Return the difference; a small one is not called none.
+    """Return the difference; a small one is not rounded to 0.
 
     >>> _difference(Check(quantity="x", unit=CheckUnit.BYTES, predicted=10**6, measured=10**6 + 3))
     '+0.0003%'
@@ -241,7 +242,7 @@ def _failure(check: Check) -> str:
 
 
 def _notes(validation: Validation) -> list[str]:
-    """Return what to know of the run's reported rows, each once."""
+    """Return the reasons of the run's reported rows, each once."""
     return list(
         dict.fromkeys(
             check.reason

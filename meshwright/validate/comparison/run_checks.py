@@ -1,4 +1,4 @@
-"""What is checked of a real run as a whole: its losses and the time of its steps."""
+"""Checks of a real run as a whole: losses, step times and staleness."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ def run_losses(measurements: Iterable[RankMeasurement]) -> list[float]:
 
 
 def loss_check(saved: SavedPlan, losses: Sequence[float], reference: Sequence[float]) -> Check:
-    """Return whether the first losses are those of one process; the step farthest off.
+    """Return the check of the first losses against one process: the step farthest off.
 
     They must be in fp32, where the layout needs no more padding of the vocabulary than one
     process does: padded rows take part in the loss.
@@ -63,7 +63,7 @@ def loss_check(saved: SavedPlan, losses: Sequence[float], reference: Sequence[fl
 
 
 def last_loss_check(losses: Sequence[float]) -> Check:
-    """Return the loss of the last step, with that of the first for what it says."""
+    """Return the loss of the last step; its reason states that of the first."""
     return Check(
         quantity=f"loss, step {len(losses)}",
         unit=CheckUnit.NATS,
@@ -76,7 +76,7 @@ def last_loss_check(losses: Sequence[float]) -> Check:
 def time_checks(
     saved: SavedPlan, predicted_s: float, measurements: Sequence[RankMeasurement]
 ) -> list[Check]:
-    """Return the time of a step beside the prediction, never a gate: median, spread, slowest.
+    """Return step times against the prediction, reported only: median, spread, slowest.
 
     Args:
         saved: The plan; names the cluster that the prediction is for.
@@ -87,6 +87,7 @@ def time_checks(
     middle_s = median(every_s)
     devices = sorted({each.versions.get("device", "unknown") for each in measurements})
     slowest = max(measurements, key=lambda each: median(each.step_times_s))
+    # Quantiles take two values or more.
     lower_s, _, upper_s = quantiles(every_s, n=4) if len(every_s) > 1 else [middle_s] * 3
     reason = f"time is predicted for {saved.cluster.name}, measured on {', '.join(devices)}"
     num_steps = len(measurements[0].step_times_s)
@@ -109,13 +110,13 @@ def time_checks(
 
 
 def staleness_checks(rounds: AsyncRun, measurements: Iterable[RankMeasurement]) -> list[Check]:
-    """Return how late gradients of asynchronous workers were, never a gate.
+    """Return the staleness of asynchronous workers' gradients, reported only.
 
     Predicted is the share of updates that so many others came before, of as many as were seen;
     the clock of the machine decides which comes first.
 
     Args:
-        rounds: What the simulator says.
+        rounds: Prediction of the simulator.
         measurements: Of all ranks.
     """
     measured: Counter[int] = Counter()

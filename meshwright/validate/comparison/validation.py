@@ -1,4 +1,4 @@
-"""All that a validation found: each rank's checks, grouped by what they say, and the run's own."""
+"""Validation of a plan: checks of its ranks, equal ones grouped, and of the run."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ MOST_SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankKind:
-    """Ranks for which the same was predicted, and which showed the same counts.
+    """Ranks with equal predictions and equal counts.
 
     Args:
-        ranks: Which, in order.
+        ranks: Ranks, in order.
         shown: The one farthest from its predicted peak.
         checks: Those of that one.
     """
@@ -40,7 +40,7 @@ class RankKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    """A plan's prediction beside what its ranks showed.
+    """Prediction of a plan against the measurements of its ranks.
 
     Args:
         saved: The plan as it was run and predicted.
@@ -97,7 +97,7 @@ def _failed(checks: tuple[Check, ...]) -> list[Check]:
 def rank_kinds(
     saved: SavedPlan, measurements: Mapping[int, RankMeasurement]
 ) -> tuple[RankKind, ...]:
-    """Return the checks of every measured rank, those that say the same together.
+    """Return the checks of all measured ranks, equal ones grouped.
 
     Raises:
         PlanError: If the plan cannot be simulated.
@@ -106,6 +106,7 @@ def rank_kinds(
     groups: dict[tuple[object, ...], dict[int, tuple[Check, ...]]] = {}
     for rank, prediction in predictions.items():
         checks = tuple(compare_rank(prediction, measurements[rank]))
+        # Exact quantities by value, others by verdict: peaks of equal ranks may differ.
         key = tuple(
             (each.quantity, each.predicted, each.measured if each.is_exact else each.verdict)
             for each in checks

@@ -1,4 +1,4 @@
-"""What one rank of a PyTorch program computes, sends and holds, counted exactly."""
+"""FLOPs, communication and live bytes of one rank of a PyTorch program, counted exactly."""
 
 from meshwright.validate.counting.absent_ranks import fake_ranks
 from meshwright.validate.counting.accelerator import IdleEvent, IdleStream, stand_in

@@ -1,4 +1,4 @@
-"""One process as one rank of a cluster that is not there: its own work is real."""
+"""One rank of a cluster whose other ranks are absent: its own work is real."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,12 +24,13 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     that are received are random. The code may be that of `fake_cluster`.
 
     Args:
-        rank: Which one, from 0.
-        world_size: How many there are.
+        rank: Rank, from 0.
+        world_size: Number of ranks.
     """
     construct = DistributedDataParallel.__init__
     changes = list(pipeline_patches())
     changes.append(patch.object(DistributedDataParallel, "__init__", _unreduced(construct)))
+    # Programs call either name; torch.distributed exports copies.
     for module in (dist, distributed_c10d):
         changes.append(patch.object(module, "isend", _sent))
         changes.append(patch.object(module, "irecv", _received))

@@ -1,4 +1,4 @@
-"""A device beside the host, for a process of its own: another place, without hardware or data.
+"""Dummy accelerator beside the host, for one process: a device without hardware or data.
 
 PyTorch lets a process have one device of a kind that it does not know, given in Python. Private
 interfaces of PyTorch that this takes are in here, by the rule of `internals`: what must be there
@@ -19,7 +19,7 @@ REGISTER = "_setup_privateuseone_for_python_backend"
 
 
 class IdleEvent:
-    """A moment on a stream; all work is done at once, so that none waits for it.
+    """Event of a stream; all work is done at once, so that nothing waits for it.
 
     Args:
         options: Of no effect.
@@ -38,16 +38,16 @@ class IdleEvent:
         """Let the host wait."""
 
     def query(self) -> bool:
-        """Return whether all work before it is done."""
+        """Return True: all work before it is done."""
         return True
 
     def elapsed_time(self, _end: object) -> float:
-        """Return the milliseconds to another one: work takes none."""
+        """Return 0 ms: work takes no time."""
         return 0.0
 
 
 class IdleStream:
-    """An order of work on the device; all is done in the order in which it is called.
+    """Stream of the device; work is done in the order of the calls.
 
     Args:
         device: Of no effect.
@@ -60,7 +60,7 @@ class IdleStream:
         self.device, self.priority = device, priority
 
     def is_capturing(self) -> bool:
-        """Return whether work is recorded instead of done."""
+        """Return False: work is run, never captured."""
         return False
 
     def synchronize(self) -> None:
@@ -78,7 +78,7 @@ class IdleStream:
 
 
 class StandIn:
-    """The module of the device: ``torch.cuda`` of a machine with one GPU that does nothing."""
+    """Device module: ``torch.cuda`` of a machine with one GPU that does nothing."""
 
     Stream = IdleStream
     Event = IdleEvent
@@ -87,19 +87,19 @@ class StandIn:
         self._stream = IdleStream()
 
     def is_available(self) -> bool:
-        """Return whether there is such a device."""
+        """Return True: the device is there."""
         return True
 
     def is_initialized(self) -> bool:
-        """Return whether it can be used."""
+        """Return True: the device can be used."""
         return True
 
     def device_count(self) -> int:
-        """Return how many there are."""
+        """Return the number of devices."""
         return 1
 
     def current_device(self) -> int:
-        """Return which one is in use."""
+        """Return the index of the current device."""
         return 0
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -123,7 +123,7 @@ class StandIn:
 
 
 def stand_in() -> torch.device:
-    """Return a device for the tensors of a fake cluster that is not the host.
+    """Return the dummy device of a fake cluster, for tensors that are not on the host.
 
     It stays for the rest of the process, in which nothing may have run backward before: autograd
     takes stock of devices when it does so first.
@@ -139,5 +139,6 @@ def stand_in() -> torch.device:
         )
     if not hasattr(torch, NAME):
         register(rename=NAME, backend_module=StandIn())
+        # The fake backend serves only the device types that are listed for it.
         dist.Backend.backend_capability[dist.Backend.FAKE].append(NAME)
     return torch.device(NAME, 0)

@@ -23,8 +23,8 @@ def fake_cluster(rank: int, world_size: int) -> Iterator[None]:
     On the way out, also by an exception, all is as it was before.
 
     Args:
-        rank: Which one, from 0.
-        world_size: How many there are.
+        rank: Rank, from 0.
+        world_size: Number of ranks.
 
     Raises:
         ValueError: If there is no such rank.

@@ -28,7 +28,8 @@ def finished_work(outputs: list[torch.Tensor]) -> dist.Work:
 
 
 def done(result: T, tensors: Iterable[torch.Tensor]) -> torch.futures.Future[T]:
-    """Return a future that holds *result* already; it must know of which GPUs its *tensors* are."""
+    """Return a completed future of *result*; it must know the GPUs of its *tensors*."""
+    # A fake tensor may be on a GPU that no future can wait for.
     real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
     gpus = sorted({tensor.device.index for tensor in real if tensor.device.type == "cuda"})
     future: torch.futures.Future[T] = torch.futures.Future(devices=[f"cuda:{gpu}" for gpu in gpus])
@@ -38,7 +39,7 @@ def done(result: T, tensors: Iterable[torch.Tensor]) -> torch.futures.Future[T]:
 
 @contextmanager
 def outputs_filled() -> Iterator[None]:
-    """Let collectives that reduce and scatter or exchange return what this rank gave.
+    """Let reduce-scatters and all-to-alls return this rank's own input.
 
     The fake process group of PyTorch to 2.11 leaves their outputs as memory had them.  Numbers that
     were never written make a step's time another one: losses and weights become NaN.

@@ -1,4 +1,4 @@
-"""What a GPU's kernels give out where a CPU's, and so those of fake tensors, differ in width."""
+"""Outputs of GPU kernels for fake tensors, where those of CPU kernels differ in width."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from torch._subclasses.fake_impls import op_implementations_dict
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Give fake tensors the outputs of a GPU's kernels where a CPU's are of another width."""
-    # Fake tensors would take batch norm apart, into operators of a CPU.
+    """Give fake tensors the outputs of GPU kernels, where those of a CPU differ in width."""
+    # Fake tensors would decompose batch norm into operators of a CPU.
     names = torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit  # noqa: SLF001
     batch_norm = {each.default: _batch_norm_of_a_gpu for each in names}
     kernels = {
@@ -24,7 +24,7 @@ def gpu_kernels() -> Iterator[None]:
     with (
         _kernel("_fused_rms_norm", _without_data, "CPU"),
         _kernel("_fused_rms_norm", _without_data, "CUDA"),
-        # What C++ code is told of a script's GPU (`scripts/gpu`), also by a DTensor.
+        # The key under which C++ code sees a script's GPU (`scripts/gpu`), also by a DTensor.
         _kernel("_fused_rms_norm", _without_data, "Lazy"),
         _kernel("silu_backward", _without_data, "CUDA"),
         _kernel("mish_backward", _without_data, "CUDA"),
@@ -38,9 +38,9 @@ def gpu_kernels() -> Iterator[None]:
 
 @contextmanager
 def _kernel(name: str, function: Callable[..., object], key: str) -> Iterator[None]:
-    """Let an operator be one kernel, as on a GPU, that a CPU would take apart.
+    """Make an operator one kernel, as on a GPU, where a CPU decomposes it.
 
-    Releases of PyTorch for CPUs alone take apart what tensors without data on a GPU meet, too.
+    Releases of PyTorch for CPUs alone decompose what tensors without data on a GPU meet, too.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):  # noqa: SLF001
         yield
@@ -58,7 +58,7 @@ def _without_data(*_: object) -> None:
 
 
 def _dropout_of_a_gpu(values: Tensor, probability: float, train: bool) -> Tensor:  # noqa: FBT001
-    """Return what is left, and keep a mask of one byte an element; a CPU's is of the values' width.
+    """Return dropout's output, and save a mask of bytes; a CPU's is as wide as the values.
 
     `is_fused_kernel_acceptable` of aten/src/ATen/native/Dropout.cpp asks for a GPU.
     """

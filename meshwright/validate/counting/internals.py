@@ -110,7 +110,7 @@ def _collect_tensors(value: object, found: list[torch.Tensor]) -> None:
 
 
 def is_wrapper(kind: type) -> bool:
-    """Tell whether a type of tensor (DTensor, an asynchronous result) only wraps others."""
+    """Return True for types of tensors that wrap others (DTensor, asynchronous results)."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -127,7 +127,7 @@ def current_fake_mode() -> FakeTensorMode | None:
 
 @functools.cache
 def communication_of(operator: torch._ops.OpOverload) -> Communication | None:
-    """Return what *operator* communicates; None for all that has no process group.
+    """Return the communication of *operator*; None if it has no process group.
 
     >>> communication_of(torch.ops.c10d.allreduce_.default)
     Communication(name='allreduce_', group_position=1, group_argument='process_group')
@@ -152,6 +152,7 @@ def process_group_of(
         group = kwargs[communication.group_argument]
     if isinstance(group, dist.ProcessGroup):
         return group
+    # Functional collectives name their group.
     if isinstance(group, str):
         resolve: Callable[[str], dist.ProcessGroup] = vars(distributed_c10d)[
             "_resolve_process_group"
@@ -193,7 +194,7 @@ def _attention_flops(tensors: Sequence[torch.Tensor]) -> int:
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a world whose communication does nothing."""
+    """Run as one rank of a world whose communication does nothing."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:
         yield
@@ -263,7 +264,7 @@ def _on_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mesh_patches() -> Iterator[AbstractContextManager[object]]:
-    """Yield what makes the index arithmetic of DeviceMesh run on real numbers."""
+    """Yield patches that run DeviceMesh's index arithmetic on real integers."""
     yield patch.object(DeviceMesh, "__init__", _mesh_constructor(DeviceMesh.__init__))
     mesh_tensor = DeviceMesh.__dict__.get("mesh")  # an attribute in early releases
     if isinstance(mesh_tensor, property) and mesh_tensor.fget is not None:
@@ -281,13 +282,14 @@ def _mesh_constructor(construct: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor of DeviceMesh that never stores a fake tensor of ranks.
 
     `init_device_mesh` makes the ranks 0, 1, 2, ... itself; made under a fake mode, their values
-    are lost, and are made again here.
+    are lost, and are restored here.
     """
 
     @functools.wraps(construct)
     def wrapper(self: DeviceMesh, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
+        # init_device_mesh numbers ranks in order; other callers give a list.
         in_order = caller is not None and caller.f_code is init_device_mesh.__code__
         with unset_fake_temporarily():
             real = [_real_ranks(value, in_order=in_order) for value in args]
@@ -306,7 +308,7 @@ def _real_ranks(value: object, *, in_order: bool) -> object:
 
 
 def _propagation_patches() -> Iterator[AbstractContextManager[object]]:
-    """Yield what makes DTensor try an operator on global shapes in a fake mode of its own.
+    """Yield the patch that lets DTensor propagate shapes in a fake mode of its own.
 
     As it does with real tensors: else that trial counts as work of the rank.
     """
@@ -319,7 +321,7 @@ def _propagation_patches() -> Iterator[AbstractContextManager[object]]:
 
 
 def _data_parallel_patches() -> Iterator[AbstractContextManager[object]]:
-    """Yield what lets DistributedDataParallel reduce gradients that have no data.
+    """Yield patches for DistributedDataParallel to reduce gradients without data.
 
     Its C++ reducer reads and writes tensors of integers. Dispatch modes see its all-reduces on
     every backend: it runs in the thread that calls backward, and calls registered operators.
@@ -359,7 +361,7 @@ class _RealIntegers(TorchDispatchMode):
 
 
 def _work_patches() -> Iterator[AbstractContextManager[object]]:
-    """Yield what makes communication without data return works like those of real backends.
+    """Yield patches that make communication without data return works as real backends do.
 
     They keep their buffers alive until they are dropped, and their future holds the outputs,
     which the reducer of DistributedDataParallel and its hooks look into.
@@ -370,7 +372,7 @@ def _work_patches() -> Iterator[AbstractContextManager[object]]:
 
 
 class _Outputs(list[torch.Tensor]):
-    """What a future holds; `buffers` are kept alive with it."""
+    """Outputs of a future; `buffers` live as long."""
 
     buffers: Sequence[torch.Tensor] = ()
 
@@ -381,7 +383,7 @@ def _completed(
     *args: Any,  # noqa: ANN401 - those of any operator
     **kwargs: Any,  # noqa: ANN401
 ) -> object:
-    """Return what a communication operator returns that has done its work.
+    """Return the outputs of a communication operator, with a completed work.
 
     The outputs are the first argument of all of them, and what they return beside the work.
     """

@@ -1,4 +1,4 @@
-"""What one rank computes, holds and sends, counted operator by operator."""
+"""FLOPs, live bytes and communication of one rank, counted operator by operator."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ COLLECTIVES: dict[str, str] = {
 # Operators that copy from place to place, and which of their arguments is the source.
 COPIES = {"aten._to_copy.default": 0, "aten.copy_.default": 1}
 NOT_COUNTED = ("barrier", "monitoredbarrier", "meshgetprocessgroup")
-# What autograd makes in place of a gradient that nobody else holds, unless someone looks on.
+# Gradient sums that autograd makes in place, but out of place under a dispatch mode.
 _IN_PLACE = {
     torch.ops.aten.add.Tensor,
     torch.ops.aten.index_add.default,
@@ -72,7 +72,7 @@ class RankOracle(TorchDispatchMode):
             apart.
 
     Attributes:
-        memories: What is live on the device and on the host; the properties are of the device.
+        memories: Live tensors on device and host; the properties are of the device.
     """
 
     def __init__(self, groups: Mapping[tuple[int, ...], str], device: torch.device = CPU) -> None:
@@ -86,7 +86,7 @@ class RankOracle(TorchDispatchMode):
         self._patches = ExitStack()
 
     def mark(self, tensor: torch.Tensor, kind: ByteKind) -> None:
-        """Say what a tensor's storage is for; one that is not marked is an activation."""
+        """Set the kind of a tensor's storage; an unmarked one is an activation."""
         for local in tensors_in(tensor):
             self.memories.mark(local, kind)
 
@@ -128,7 +128,7 @@ class RankOracle(TorchDispatchMode):
 
     @property
     def bytes_at_peak(self) -> dict[ByteKind, int]:
-        """Of which kind they were; the kinds sum to `peak_bytes`."""
+        """Bytes at the peak by kind; they sum to `peak_bytes`."""
         return self.memories.device.bytes_at_peak()
 
     def largest_at_peak(self, n: int) -> list[StorageGroup]:
@@ -137,6 +137,7 @@ class RankOracle(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._fake_mode = current_fake_mode()
+        # FSDP2 frees gathered parameters by resizing their storages to 0.
         self._patches.enter_context(patch_resize(self.memories.follow_resize))
         super().__enter__()  # type: ignore[no-untyped-call] # untyped in torch
         return self
@@ -153,7 +154,7 @@ class RankOracle(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         """Run one operator and count it; what wraps tensors unwraps them first."""
-        if any(map(is_wrapper, types)):
+        if any(map(is_wrapper, types)):  # its local tensors are counted instead
             self._sums.wrap(func)
             return NotImplemented
         kwargs = kwargs or {}
@@ -172,6 +173,7 @@ class RankOracle(TorchDispatchMode):
         name = str(func)
         if name in COPIES:
             self.memories.count_copy(args[COPIES[name]], tensors_in(result)[0])
+        # lift_fresh is given what torch.tensor(values) has just made: its storage is new.
         given = () if func is FROM_VALUES else (args, kwargs)
         self._count_storages(result, given, name)
         if not self._sums.is_in_place(func):
@@ -202,12 +204,12 @@ class RankOracle(TorchDispatchMode):
             return
         axis = self.axis_of(tuple(sorted(ranks)))
         for op, size_bytes in _operations(name, args, kwargs, result):
-            num_ranks = 2 if op in MESSAGES.values() else len(ranks)
+            num_ranks = 2 if op in MESSAGES.values() else len(ranks)  # a message has two ends
             self._calls[axis, str(op), num_ranks, size_bytes] += 1
 
 
 def measurement_of(oracle: RankOracle, rank: int, world_size: int) -> RankMeasurement:
-    """Return what *oracle* counted since the step started, as that of *rank* in a fake cluster."""
+    """Return the counts of *oracle* since the step started, as the measurement of *rank*."""
     return RankMeasurement(
         rank=rank,
         world_size=world_size,
@@ -253,7 +255,7 @@ def _operations(
 
 
 class GradientSums:
-    """Tells the sums of gradients apart that autograd makes in place when nobody looks on.
+    """Detector of gradient sums that autograd makes in place without a dispatch mode.
 
     Where the gradients of two uses of a tensor meet, the second is added to the first in place, if
     nothing else holds that one.  A dispatch mode, or a tensor that is a subclass, makes it out of
@@ -270,7 +272,7 @@ class GradientSums:
         self._wrapped = operator
 
     def is_in_place(self, operator: object) -> bool:
-        """Return whether *operator*, which now runs, would not need a tensor of its own.
+        """Return True if *operator*, now running, would be in place without a dispatch mode.
 
         Its operands are live before it, and the sum takes the place of one of them after it.
         """
@@ -279,6 +281,6 @@ class GradientSums:
 
 
 def _runs_backward() -> bool:
-    """Return whether this thread runs a backward pass, and not a forward pass within it."""
+    """Return True if this thread runs a backward pass, and no forward pass within it."""
     task: int = torch._C._current_graph_task_id()  # noqa: SLF001 - there is no public way to ask
     return task != _NO_TASK and not torch.is_grad_enabled()

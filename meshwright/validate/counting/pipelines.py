@@ -1,4 +1,4 @@
-"""How stages of `torch.distributed.pipelining` learn the shapes of what they get from others."""
+"""Shape inference of stages of `torch.distributed.pipelining`."""
 # ruff: noqa: SLF001 - private interfaces of torch
 
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 
 def pipeline_patches(*, asks: bool = False) -> Iterator[AbstractContextManager[object]]:
-    """Yield what skips the vote of pipeline stages on how to learn their shapes.
+    """Yield the patch that skips the vote of pipeline stages on static or dynamic shapes.
 
     Args:
         asks: Whether stages that were not told them ask the others, who must be there; else it is

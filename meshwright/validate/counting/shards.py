@@ -35,5 +35,5 @@ class Chunks(Sequence[torch.Tensor]):
 
 
 def shard_patches() -> Iterator[AbstractContextManager[object]]:
-    """Yield what makes no shards of other ranks."""
+    """Yield the patch that makes no shards of other ranks."""
     yield patch.object(_fsdp_param, "_chunk_with_empty", Chunks)

@@ -1,4 +1,4 @@
-"""The storages that are live on a device and its host, and those of their fullest moments."""
+"""Live storages of a device and its host, and those at their peaks."""
 
 import threading
 import weakref
@@ -32,7 +32,7 @@ class StorageLabel(NamedTuple):
 
 
 class Storages:
-    """The live storages, and which of them lived when they took most bytes.
+    """Live storages, and those at the peak.
 
     The storages at the peak are the live ones less what has changed since: a peak costs nothing
     to note, and there are many before the last.
@@ -68,7 +68,7 @@ class Storages:
         weakref.finalize(storage, self._set, key, None).atexit = False
 
     def mark(self, tensor: torch.Tensor, kind: ByteKind) -> None:
-        """Say what the storage of *tensor* is for, now and at a peak that it was part of."""
+        """Set the kind of the storage of *tensor*, now and at a peak that it was part of."""
         key = storage_identity(tensor.untyped_storage())
         with self._lock:
             old = self._labels.get(key)
@@ -79,12 +79,13 @@ class Storages:
             self._labels[key] = new
             self._live.update({new: 1})
             self._live.subtract({old: 1})
+            # Made after the peak: its new kind must not show there.
             if self._changed[key] > self._peak_clock:
                 self._since_peak.update({new: 1})
                 self._since_peak.subtract({old: 1})
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Follow a storage, if it is counted, to its new size."""
+        """Update a counted storage to its new size."""
         key = storage_identity(storage)
         with self._lock:
             label = self._labels.get(key)
@@ -92,7 +93,7 @@ class Storages:
                 self._set(key, label._replace(size_bytes=storage.nbytes()))
 
     def note_peak(self, *, afresh: bool = False) -> None:
-        """Note whether more is live now than ever since the peak was begun afresh."""
+        """Raise the peak to the live bytes, if they are more; *afresh*: start a new peak."""
         with self._lock:
             if afresh or self.live_bytes > self.peak_bytes:
                 self.peak_bytes = self.live_bytes
@@ -103,6 +104,7 @@ class Storages:
         """Return the storages of the peak by label; none has size 0."""
         with self._lock:
             counts = self._live.copy()
+            # Undo all that has changed since the peak.
             counts.subtract(self._since_peak)
         return Counter({label: n for label, n in counts.items() if n and label.size_bytes})
 
@@ -142,14 +144,14 @@ class Storages:
 
 
 class Memories:
-    """The device that a rank computes on, and the host beside it: what lies on a CPU counts apart.
+    """Storages of a rank's device and of its host; what lies on a CPU counts apart.
 
     Args:
-        device: Where the rank computes; where that is a CPU, all is the device's.
+        device: Device of the rank; if that is a CPU, all tensors are the device's.
 
     Attributes:
-        device: What is live there.
-        host: What is live on the host.
+        device: Live storages there.
+        host: Live storages on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -171,30 +173,30 @@ class Memories:
         self.note_peaks(afresh=True)
 
     def choose_place(self, given: object) -> None:
-        """Learn what an operator made its new tensors of; here their device says where they are."""
+        """Note the inputs of new tensors; here their own device says where they are."""
 
     def add(self, tensor: torch.Tensor, where: str) -> None:
         """Count the storage of *tensor*, an activation until it is marked, from now on."""
         self._holding(tensor).add(tensor, ByteKind.ACTIVATIONS, where)
 
     def mark(self, tensor: torch.Tensor, kind: ByteKind) -> None:
-        """Say what the storage of *tensor* is for; count it if it is not counted yet."""
+        """Set the kind of the storage of *tensor*; count it if it is not counted yet."""
         self._holding(tensor).mark(tensor, kind)
         self.note_peaks()
 
     def follow_resize(self, storage: torch.UntypedStorage) -> None:
-        """Follow a storage, if it is counted, to its new size."""
+        """Update a counted storage to its new size."""
         self.device.resized(storage)
         self.host.resized(storage)
         self.note_peaks()
 
     def note_peaks(self, *, afresh: bool = False) -> None:
-        """Note whether more is live now than ever since the peaks were begun afresh."""
+        """Raise both peaks to the live bytes, if they are more; *afresh*: start new peaks."""
         self.device.note_peak(afresh=afresh)
         self.host.note_peak(afresh=afresh)
 
     def count_copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Count what crosses to or from the host, but for token ids, which every plan copies."""
+        """Count bytes copied between device and host, except token ids, which every plan copies."""
         to_host = self._is_on_host(target)
         if source.is_floating_point() and self._is_on_host(source) != to_host:
             self._copied[to_host] += source.nbytes

@@ -18,7 +18,7 @@ ALIGNED_TOKENS = 32  # of the statistics of the kernel for fp32, in both directi
 
 
 class Attended(NamedTuple):
-    """What the forward pass had and made; the log-sum-exp is ``[batch, heads, tokens]``."""
+    """Inputs and outputs of a forward pass; the log-sum-exp is ``[batch, heads, tokens]``."""
 
     query: Tensor
     key: Tensor
@@ -69,10 +69,10 @@ def flash_forward(
     """Run FlashAttention-2."""
     width = query.shape[-1]
     padded = (_padded(each) for each in (query, key, value))
-    found = ATEN._scaled_dot_product_flash_attention(  # noqa: SLF001
+    outputs = ATEN._scaled_dot_product_flash_attention(  # noqa: SLF001
         *padded, 0.0, causal, return_debug_mask=False, scale=1 / sqrt(width)
     )
-    return found[0][..., :width], found[1]
+    return outputs[0][..., :width], outputs[1]
 
 
 def flash_backward(
@@ -81,8 +81,9 @@ def flash_backward(
     """Run FlashAttention-2 backward."""
     width = gradient.shape[-1]
     query, key, value, out = (_padded(each) for each in attended[:4])
+    # Seed and offset of dropout, which is off.
     no_dropout = torch.empty(2, dtype=torch.uint64, device=gradient.device)
-    found = ATEN._scaled_dot_product_flash_attention_backward(  # noqa: SLF001
+    outputs = ATEN._scaled_dot_product_flash_attention_backward(  # noqa: SLF001
         _padded(gradient),
         query,
         key,
@@ -99,7 +100,7 @@ def flash_backward(
         no_dropout,
         scale=1 / sqrt(width),
     )
-    return found[0][..., :width], found[1][..., :width], found[2][..., :width]
+    return outputs[0][..., :width], outputs[1][..., :width], outputs[2][..., :width]
 
 
 def wide_forward(
@@ -116,6 +117,7 @@ def wide_forward(
         dropout_p=0.0,
         is_causal=causal,
     )[:2]
+    # The kernel pads its statistics to multiples of `ALIGNED_TOKENS`.
     return out, log_sum_exp[..., :tokens]
 
 
@@ -167,20 +169,20 @@ def _plain_forward(
 
 
 def _scores(query: Tensor, key: Tensor, softcap: float) -> Tensor:
-    """Return the scores, bent so that none is beyond a *softcap* where there is one."""
+    """Return the attention scores, softcapped where there is a *softcap*."""
     scores = query @ key.transpose(-1, -2) / sqrt(query.shape[-1])
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def _masked(scores: Tensor, window: int) -> Tensor:
-    """Return scores of causal attention to a *window*, 0 for all that came before.
+    """Return scores of causal attention to a sliding *window*, 0 for the whole prefix.
 
-    Of more keys than rows the last ones are theirs.
+    Where keys outnumber queries, the queries are the last of the tokens.
     """
-    hidden = torch.full_like(scores[0, 0], float("-inf"))
+    mask = torch.full_like(scores[0, 0], float("-inf"))
     start = scores.shape[-1] - scores.shape[-2]
-    earlier = hidden.tril(start - window) if window else 0
-    return scores + hidden.triu(start + 1) + earlier
+    earlier = mask.tril(start - window) if window else 0
+    return scores + mask.triu(start + 1) + earlier
 
 
 def _plain_backward(
@@ -192,9 +194,11 @@ def _plain_backward(
     incoming = gradient.float()
     scale = 1 / sqrt(query.shape[-1])
     scores = _scores(query, wide_key, softcap)
+    # Derivative of softcap * tanh(scores / softcap).
     bend = 1 - (scores / softcap).square() if softcap else 1
     scores = _masked(scores, window) if causal else scores
     probabilities = torch.exp(scores - attended.log_sum_exp.unsqueeze(-1))
+    # Softmax backward subtracts the row sums of gradient x output, FlashAttention's D.
     row_totals = (incoming * out).sum(-1, keepdim=True)
     slope = probabilities * (incoming @ wide_value.transpose(-1, -2) - row_totals) * bend * scale
     return (
@@ -217,4 +221,5 @@ def _repeated(tensor: Tensor, heads: int) -> Tensor:
 def _summed(tensor: Tensor, groups: int) -> Tensor:
     if tensor.shape[1] == groups:
         return tensor
+    # Query heads of a group share a key head, whose gradient is their sum.
     return tensor.unflatten(1, (groups, -1)).sum(2)

@@ -1,4 +1,4 @@
-"""What a device and the software that drives it are."""
+"""Names and versions of a device and its software."""
 
 import ctypes
 import platform
@@ -14,7 +14,7 @@ UNKNOWN = "unknown"
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """Return names and versions of a device and the software that drives it, by what they are."""
+    """Return names and versions of a device and of its software, by key."""
     facts = {"torch": torch.__version__, "python": platform.python_version()}
     if device.type != "cuda":
         return facts | {"device": platform.machine()}
@@ -28,10 +28,10 @@ def device_facts(device: torch.device) -> dict[str, str]:
 
 def driver_version() -> str:
     """Return the version as Linux shows it, else as the management library says it."""
-    return _shown_by_linux() or _said_by_library() or UNKNOWN
+    return _version_from_proc() or _version_from_nvml() or UNKNOWN
 
 
-def _shown_by_linux() -> str:
+def _version_from_proc() -> str:
     if not VERSION_FILE.is_file():
         return ""
     lines = VERSION_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -39,8 +39,8 @@ def _shown_by_linux() -> str:
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
-def _said_by_library() -> str:
-    """Return what a container shows that has the driver's libraries, but not its files in /proc."""
+def _version_from_nvml() -> str:
+    """Return the version by NVML: a container may lack the driver's files in /proc."""
     try:
         library = ctypes.CDLL(MANAGEMENT_LIBRARY)
         text = ctypes.create_string_buffer(MAX_LENGTH)

@@ -1,4 +1,4 @@
-"""What a run left in its folder, gathered: measurements of all ranks, or why there are none."""
+"""Outcome of a run from its folder: measurements of all ranks, or why there are none."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ _RANK_FILE = re.compile(r"rank-(\d{5,7})\.(heartbeat|failure)\.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOutcome:
-    """What came of a run.
+    """Outcome of a run.
 
     Args:
-        spec: What the ranks were told.
-        world_size: How many there were to be.
+        spec: Spec that the ranks ran.
+        world_size: Number of ranks that were started.
         measurements: For each plan, what each rank measured; all of them if nothing failed.
         failure: Why the run failed, if it did.
     """
@@ -38,11 +38,11 @@ class RunOutcome:
 
 
 def collect_run(folder: Path, num_ranks: int | None = None) -> RunOutcome:
-    """Return what a run, as of a cluster's job, left in *folder*.
+    """Return the outcome of a run, as of a cluster's job, from *folder*.
 
     Args:
         folder: Of the results.
-        num_ranks: How many there must have been; None allows any number.
+        num_ranks: Number that there must have been; None allows any.
 
     Raises:
         PlanError: If no rank left anything there, a file is damaged, or the number is another.
@@ -58,7 +58,7 @@ def collect_run(folder: Path, num_ranks: int | None = None) -> RunOutcome:
 
 
 def rank_state(folder: Path, rank: int) -> RankOutcome:
-    """Return what the files of a rank say."""
+    """Return the state of a rank from its files."""
     return RankOutcome(
         rank=rank, heartbeat=read_heartbeat(folder, rank), failure=read_failure(folder, rank)
     )
@@ -73,8 +73,8 @@ def outcome(
     """Return measurements and diagnosis of a run.
 
     Args:
-        spec: What the ranks were told.
-        states: What is known of each rank, in order.
+        spec: Spec of the run.
+        states: Last state of each rank, in order.
         stopped_s: When the launcher gave up waiting, if it did.
     """
     measurements = tuple(
@@ -95,7 +95,7 @@ def outcome(
 
 
 def _measurement(path: Path, rank: int, world_size: int) -> RankMeasurement:
-    """Return what *rank* measured; raises PlanError if the file is another's, or damaged."""
+    """Return the measurement of *rank*; raises PlanError if the file is another's, or damaged."""
     measured = read_measurement(path)
     for name, value in (("rank", rank), ("world_size", world_size)):
         if getattr(measured, name) != value:
@@ -107,7 +107,7 @@ def _measurement(path: Path, rank: int, world_size: int) -> RankMeasurement:
 
 
 def _world_size(folder: Path) -> int:
-    """Return the number of ranks there were to be, as any one of them knows."""
+    """Return the world size, as any one rank's heartbeat has it."""
     for path in sorted(folder.iterdir()):
         named = _RANK_FILE.fullmatch(path.name)
         heartbeat = read_heartbeat(folder, int(named[1])) if named else None

@@ -1,4 +1,4 @@
-"""From what each rank left to the one failure that came first."""
+"""Diagnosis of a run: the one failure that came first, from the files of all ranks."""
 
 import re
 import signal
@@ -19,11 +19,11 @@ _SOURCE_FILE = re.compile(r"^\[[^\]]*\] *")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankOutcome:
-    """What is known of a rank after a run.
+    """State of a rank after a run.
 
     Args:
-        rank: Which one.
-        heartbeat: Where it was last; None if it never started.
+        rank: Rank, from 0.
+        heartbeat: Its last phase; None if it never started.
         failure: Why it failed in its own words, if it left any.
         exit_code: Of its process, minus the signal that killed it; None where nobody watched.
         ended_s: When it was seen to have ended, in seconds since 1970.
@@ -41,14 +41,14 @@ class RankOutcome:
 
     @property
     def phase(self) -> str:
-        """What it did last."""
+        """Phase that it ran last."""
         if self.failure is not None:
             return self.failure.phase
         return self.heartbeat.phase if self.heartbeat is not None else RunPhase.INIT
 
     @property
     def plan(self) -> int | None:
-        """Index of the plan it did it for."""
+        """Index of the plan that it ran last."""
         return self.heartbeat.plan if self.heartbeat is not None else None
 
     @property
@@ -58,7 +58,7 @@ class RankOutcome:
 
     @property
     def kind(self) -> FailureKind | None:
-        """What ended it; None if it left no word and nothing else tells."""
+        """Kind of its failure; None if it recorded none and its exit code shows none."""
         if self.is_done:
             return None
         if self.failure is not None:
@@ -72,7 +72,7 @@ class RankOutcome:
 
     @property
     def words(self) -> str:
-        """What it said last, in one line."""
+        """Its last message, in one line."""
         if self.failure is not None and self.kind in HEARSAY_KINDS:
             # Without the file of the library, and without its advice.
             return one_line(_SOURCE_FILE.sub("", self.failure.message).partition(". ")[0])
@@ -91,15 +91,15 @@ class RankOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFailure:
-    """Why a run failed.
+    """Failure of a run.
 
     Args:
         rank: The one that failed first, or the first of several.
-        phase: What it was doing.
-        kind: What kind of failure it was.
+        phase: Its phase.
+        kind: Kind of the failure.
         cause: One line that names rank, phase and cause.
-        others: What the other ranks said, a line for each group that said the same.
-        folder: Where all files of the ranks are kept.
+        others: Messages of the other ranks, a line for each group with the same one.
+        folder: Folder of all files of the ranks.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class RunFailure:
     folder: Path
 
     def report(self) -> str:
-        """Return the cause, what the others said, and where the files are."""
+        """Return the cause, the messages of the other ranks, and the folder of their files."""
         lines = [self.cause, *(f"  {line}" for line in self.others)]
         return "\n".join([*lines, f"  files of all ranks: {self.folder}"])
 
@@ -133,11 +133,12 @@ def diagnose(
 
     Args:
         states: One of each rank, in order.
-        spec: What the ranks were told.
+        spec: Spec of the run.
         stopped_s: When the launcher gave up waiting for ranks that did not fail.
     """
     if all(state.is_done for state in states):
         return None
+    # A launcher ends all ranks once one has failed: those ends are no causes.
     states = _without_echoes(states)
     events = [event for state in states for event in [_own_event(state, spec)] if event]
     events += [
@@ -182,7 +183,7 @@ def rank_words(ranks: Sequence[int]) -> str:
 
 
 def exit_words(exit_code: int) -> str:
-    """Return how a process ended.
+    """Return the end of a process in words.
 
     >>> exit_words(-9), exit_words(3)
     ('was killed (SIGKILL)', 'ended with status 3')
@@ -190,12 +191,12 @@ def exit_words(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with status {exit_code}"
     number = -exit_code
-    known = {each.value: each.name for each in signal.Signals}
-    return f"was killed ({known.get(number, f'signal {number}')})"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"was killed ({names.get(number, f'signal {number}')})"
 
 
 def one_line(text: str) -> str:
-    """Return *text* as one line of bearable length."""
+    """Return *text* in one line of at most `MAX_WORDS` characters."""
     line = " ".join(text.split())
     return line if len(line) <= MAX_WORDS else f"{line[:MAX_WORDS]}..."
 
@@ -221,7 +222,7 @@ def _where(phase: str, plan: int | None, spec: RunSpec) -> str:
 
 
 def _own_event(state: RankOutcome, spec: RunSpec) -> _Event | None:
-    """Return what happened to a rank itself, if anything did."""
+    """Return the event of a rank's own failure, if it had one."""
     kind, failure = state.kind, state.failure
     where = _where(state.phase, state.plan, spec)
     if failure is not None and kind in OWN_KINDS:
@@ -241,6 +242,7 @@ def _own_event(state: RankOutcome, spec: RunSpec) -> _Event | None:
     assert state.exit_code is not None
     assert state.ended_s is not None
     cause = f"rank {state.rank} {exit_words(state.exit_code)} in {where}"
+    # Killed from outside: its last line says nothing of the reason.
     if state.last_line and state.exit_code not in (-signal.SIGKILL, -signal.SIGTERM):
         cause += f": {state.last_line}"
     time_s = state.ended_s - SIGHTING_DELAY_S
@@ -257,7 +259,7 @@ def _missing_event(states: Sequence[RankOutcome], spec: RunSpec, failure: RankFa
 
 
 def _may_wait_for_another(event: _Event, states: Sequence[RankOutcome]) -> bool:
-    """Return whether a rank that never started may be behind an event."""
+    """Return True if a rank that never started may be the cause of an event."""
     state = states[event.rank]
     was_killed = event.kind is FailureKind.TERMINATED and state.exit_code is not None
     return event.kind not in OWN_KINDS and not was_killed and state.phase == RunPhase.INIT
@@ -272,7 +274,7 @@ def _absence(absent: Sequence[int], event: _Event) -> _Event:
 def _hang_event(
     states: Sequence[RankOutcome], spec: RunSpec, stopped_s: float | None
 ) -> _Event | None:
-    """Return who let the others wait, if a wait ended at its timeout or the launcher gave up."""
+    """Return the event of ranks that let others wait, if a wait ended at its timeout."""
     timeouts = [
         (state.failure.time_s if state.failure else state.ended_s or 0.0, state)
         for state in states
@@ -300,7 +302,7 @@ def _hang_event(
 
 
 def _late_event(states: Sequence[RankOutcome], spec: RunSpec, stopped_s: float) -> _Event:
-    """Return that a run moved on, but took longer than all its limits together."""
+    """Return the event of a run that moved on, but took longer than all its limits together."""
     ranks = [state.rank for state in states if not state.is_done]
     cause = f"{rank_words(ranks)} did not end within {spec.deadline_s:g} s"
     cause += _last_phases(states, spec, ranks)
@@ -321,7 +323,7 @@ def _last_phases(states: Sequence[RankOutcome], spec: RunSpec, ranks: Sequence[i
 
 
 def _silence(states: Sequence[RankOutcome], spec: RunSpec) -> _Event:
-    """Return the failure of a run in which nobody says what happened to itself."""
+    """Return the failure of a run in which no rank recorded one of its own."""
     ranks = [state.rank for state in states if not state.is_done and state.kind is None]
     absent = [rank for rank in ranks if states[rank].heartbeat is None]
     if absent:

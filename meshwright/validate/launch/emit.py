@@ -1,4 +1,4 @@
-"""Launch files: what starts a plan's ranks on a cluster, as text."""
+"""Launch scripts for clusters, as text."""
 
 import math
 import shlex
@@ -24,7 +24,7 @@ _RECORDER = (
 
 
 class Launcher(StrEnum):
-    """What starts the ranks."""
+    """Launcher of the ranks."""
 
     SLURM = "slurm"
     TORCHRUN = "torchrun"
@@ -35,8 +35,8 @@ def emit_slurm(saved: SavedPlan, spec: RunSpec, *, spec_file: Path = SPEC_FILE) 
 
     Args:
         saved: The plan, and the cluster that says how many devices a node has.
-        spec: What the ranks are told; sets the time limit and the CPUs.
-        spec_file: Where *spec* is, seen from the folder of submission.
+        spec: Spec of the run; sets the time limit and the CPUs.
+        spec_file: Path of *spec* from the folder of submission.
 
     Raises:
         PlanError: If the plan does not fill its nodes.
@@ -49,8 +49,8 @@ def emit_torchrun(saved: SavedPlan, spec: RunSpec, *, spec_file: Path = SPEC_FIL
 
     Args:
         saved: The plan, and the cluster that says how many devices a node has.
-        spec: What the ranks are told.
-        spec_file: Where *spec* is, seen from the folder the script is started in.
+        spec: Spec of the run.
+        spec_file: Path of *spec* from the folder that the script is started in.
 
     Raises:
         PlanError: If the plan does not fill its nodes.
@@ -81,9 +81,9 @@ def write_launch_folder(
 
     Args:
         saved: The plan to run.
-        spec: What the ranks are told; plan and results become names in the folder.
+        spec: Spec of the run; plan and results become names in the folder.
         folder: Made if it does not exist.
-        launcher: Which script to write.
+        launcher: Launcher of the script to write.
 
     Raises:
         PlanError: If the plan does not fill its nodes.
@@ -128,10 +128,11 @@ def _variables(spec: RunSpec) -> list[str]:
 
 
 def _command(spec_file: Path) -> tuple[str, ...]:
-    """Return what torchrun is told of the worker; console output is that of a node's rank 0."""
+    """Return torchrun's arguments of the worker; the console shows rank 0 of a node."""
     words = f'{_shell_path(spec_file)} --results "$results"'
     return (
         "--local-ranks-filter=0",
+        # 3: standard output and standard error.
         "--tee=3",
         '--log-dir="$results/logs"',
         f"-m meshwright.validate.launch.worker {words}",

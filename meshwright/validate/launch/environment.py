@@ -1,4 +1,4 @@
-"""Which rank this process is, and where the others meet, as its starter says."""
+"""Rank, world size and store address of this process, from its environment variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class WorkerEnvironment:
 
     Args:
         rank: Its number, from 0.
-        world_size: How many there are.
+        world_size: Number of ranks.
         local_rank: Its number on this machine; the device it uses.
         address: Machine that holds the store where all meet.
-        port: Where the store listens.
+        port: Port of the store.
         hosts_store: Whether this process holds the store; under torchrun its agent does.
         store_socket: Descriptor of a socket that the starter has bound to *port* for the store.
     """
@@ -41,7 +41,7 @@ class WorkerEnvironment:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
-        """Return what torchrun, srun or `run_local` told this process.
+        """Return the environment of this process as set by torchrun, srun or `run_local`.
 
         Raises:
             PlanError: If a variable is missing or no number.

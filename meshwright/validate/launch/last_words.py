@@ -1,4 +1,4 @@
-"""How a rank says why it ends: an exception, a signal, a launcher that is gone."""
+"""Failure records of a rank: on an exception, on SIGTERM, or when its launcher is gone."""
 
 import faulthandler
 import os
@@ -46,7 +46,7 @@ def failures_kept(spec: RunSpec, rank: int) -> Iterator[None]:
 
 
 def kind_of(error: Exception) -> FailureKind:
-    """Return what kind of failure an exception is.
+    """Return the kind of failure of an exception.
 
     >>> kind_of(RuntimeError("[tcp/pair.cc:547] Connection closed by peer [::1]:7")).value
     'peer lost'
@@ -62,14 +62,16 @@ def kind_of(error: Exception) -> FailureKind:
 
 
 def watch_for_end(spec: RunSpec, rank: int) -> None:
-    """From now on end this process, with a word why, on SIGTERM or when its launcher is gone.
+    """End this process on SIGTERM or when its launcher is gone, and record why.
 
     A thread does it, since the main thread may be stuck in a call of a C++ library, where
     Python runs no signal handler.
     """
     reader, writer = os.pipe()
+    # A signal handler must never wait for a full pipe.
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # Without a handler SIGTERM would end the process before the thread can record it.
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
     arguments = (spec, rank, reader, starter())
     threading.Thread(target=_watch, args=arguments, daemon=True, name="watch for end").start()
@@ -88,6 +90,7 @@ def _watch(spec: RunSpec, rank: int, reader: int, parent: int) -> None:
         _keep(spec, rank, FailureKind.TERMINATED, ("Terminated", reason, _all_threads()))
     sys.stdout.flush()
     sys.stderr.flush()
+    # sys.exit would end this thread alone, and the main thread may be stuck.
     os._exit(TERMINATED_STATUS)
 
 
@@ -128,7 +131,7 @@ def _first_line(message: str) -> str:
 
 
 def _memory_words() -> str:
-    """Return what the device's allocator holds, or without a device what the process held."""
+    """Return the bytes of the device's allocator, or without a device the process's peak."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         allocated = format_bytes(torch.cuda.memory_allocated())

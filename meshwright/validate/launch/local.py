@@ -1,4 +1,4 @@
-"""A run on this machine: a process for each rank, watched until all have ended."""
+"""Run on this machine: a process for each rank, watched until all have ended."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def run_local(spec: RunSpec, num_ranks: int, *, progress: Progress | None = None
     if something went wrong, why.
 
     Args:
-        spec: What to run.
+        spec: Spec of the run.
         num_ranks: Processes to start.
         progress: Is told what rank 0 does, how many of its phases are done, and of how many.
 
@@ -117,7 +117,7 @@ class _Ranks:
             progress("rank 0", done, len(phases) * (last + 1))
 
     def states(self) -> list[RankOutcome]:
-        """Return what is known of each rank, once all have ended."""
+        """Return the state of each rank, once all have ended."""
         folder = self._spec.results
         return [
             replace(
@@ -149,7 +149,7 @@ class _Ranks:
             )
 
     def _environment(self, rank: int, store: socket.socket) -> dict[str, str]:
-        own = {
+        rank_variables = {
             **({} if rank else {STORE_SOCKET: str(store.fileno())}),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -161,7 +161,7 @@ class _Ranks:
             STARTER_VARIABLE: str(os.getpid()),
         }
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
-        return {**_loopback(), **kept, **own}
+        return {**_loopback(), **kept, **rank_variables}
 
     def _running(self) -> list[int]:
         for rank, process in enumerate(self._processes):
@@ -189,7 +189,7 @@ class _Ranks:
             time.sleep(POLL_S)
 
     def _stop(self) -> None:
-        """End what still runs: first politely, so that each rank can say where it was."""
+        """End running ranks: SIGTERM first, so that each can record its phase."""
         self._stopped |= set(self._running())
         for number in (signal.SIGTERM, signal.SIGKILL):
             for rank in self._running():

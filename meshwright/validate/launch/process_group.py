@@ -69,7 +69,7 @@ def join(
 
 
 def group_backend(backend: str, *, offloads: bool) -> str:
-    """Return what PyTorch is told of a group, by kind of device where it has tensors on two.
+    """Return the backend of a group, by kind of device where it has tensors on two.
 
     >>> group_backend("nccl", offloads=True)
     'cpu:gloo,cuda:nccl'
@@ -179,6 +179,7 @@ def _wait_for_listener(worker: WorkerEnvironment, timeout_s: float) -> None:
 
 def _wait_for_all(store: Store, worker: WorkerEnvironment, timeout: timedelta) -> None:
     store.set(f"here/{worker.rank}", "yes")
+    # The last rank to come wakes the others.
     if store.add("count", 1) == worker.world_size:
         store.set("all", "yes")
     try:

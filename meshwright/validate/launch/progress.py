@@ -1,4 +1,4 @@
-"""What a measured program tells its launcher while it runs."""
+"""Heartbeats of a measured program, which its launcher watches."""
 
 import time
 from dataclasses import replace
@@ -10,7 +10,7 @@ WITHOUT_A_GROUP = {RunPhase.INIT, RunPhase.DONE}
 
 
 def enter_phase(spec: RunSpec, rank: int, phase: str, *, plan: int | None = None) -> None:
-    """Say that *rank* begins *phase*, and give its waits the timeout of that phase.
+    """Record that *rank* begins *phase*, and give its groups the timeout of that phase.
 
     A program calls this with ``RunPhase.WARM_UP`` before its first step, when its process groups
     exist, and with ``RunPhase.step(n)`` before each timed one: `torch.distributed` gives a new

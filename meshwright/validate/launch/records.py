@@ -1,4 +1,4 @@
-"""The files that a rank leaves: where it is, what went wrong, what it measured."""
+"""Files that a rank writes: heartbeat, failure, measurements."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ MOST_RANKS = 10**6
 
 
 class FailureKind(StrEnum):
-    """What kind of thing ended a rank; the last four are what it saw of others."""
+    """Kind of failure of a rank; the last four come from outside of it."""
 
     MISTAKE = "mistake"
     EXCEPTION = "exception"
@@ -59,7 +59,7 @@ _LOST = (
 
 
 def kind_of_text(text: str) -> FailureKind:
-    """Return whether a message tells of another rank, and what.
+    """Return the kind of failure of another rank that a message tells of, else EXCEPTION.
 
     >>> kind_of_text("Timed out waiting 5000ms for recv operation to complete").value
     'timeout'
@@ -76,16 +76,16 @@ def kind_of_text(text: str) -> FailureKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """Where a rank is.
+    """Phase of a rank, and when it began.
 
     Args:
-        rank: Which one.
+        rank: Rank, from 0.
         world_size: Ranks of the run.
         host: Machine it runs on.
         pid: Its process there.
-        phase: What it does.
-        plan: Index of the plan it does it for; None while it joins and leaves.
-        time_s: When it began to, in seconds since 1970 by the clock of its host.
+        phase: Its phase.
+        plan: Index of its plan; None while it joins and leaves.
+        time_s: When the phase began, in seconds since 1970 by the clock of its host.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -101,19 +101,19 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """Why a rank ended early, in its own words.
+    """Failure of a rank, recorded by itself.
 
     Args:
-        rank: Which one.
+        rank: Rank, from 0.
         host: Machine it ran on.
         pid: Its process there.
-        phase: What it was doing.
-        plan: Index of the plan it did it for, if any.
+        phase: Its phase.
+        plan: Index of its plan, if any.
         time_s: When, in seconds since 1970 by the clock of its host.
-        kind: What kind of thing it was.
+        kind: Kind of the failure.
         exception: Type of the exception.
         message: Its text.
-        traceback: Where it was raised.
+        traceback: Its traceback.
         missing: Ranks that it waited for, where it knows.
     """
 
@@ -145,7 +145,7 @@ def rank_path(folder: Path, rank: int, ending: str) -> Path:
 
 
 def measurement_path(folder: Path, rank: int, plan: int) -> Path:
-    """Return where *rank* writes what it measured of the plan with that index.
+    """Return the file of *rank*'s measurement of the plan with that index.
 
     >>> measurement_path(Path("results"), 3, 0).as_posix()
     'results/plan-00/rank-00003.json'
@@ -156,6 +156,7 @@ def measurement_path(folder: Path, rank: int, plan: int) -> Path:
 def write_heartbeat(heartbeat: Heartbeat, folder: Path) -> None:
     """Replace the heartbeat file of a rank, in one piece."""
     path = rank_path(folder, heartbeat.rank, "heartbeat.json")
+    # Renaming is atomic: the launcher may read at any time, but never half a file.
     draft = path.with_suffix(".draft")
     draft.write_text(_json(asdict(heartbeat)), encoding="utf-8")
     draft.replace(path)
@@ -168,22 +169,22 @@ def claim_rank(heartbeat: Heartbeat, folder: Path) -> bool:
 
 
 def read_heartbeat(folder: Path, rank: int) -> Heartbeat | None:
-    """Return where *rank* is, or None if it never started; raises as `read_record`."""
+    """Return the heartbeat of *rank*, or None if it never started; raises as `read_record`."""
     return _read(rank_path(folder, rank, "heartbeat.json"), rank, Heartbeat)
 
 
 def write_failure(failure: RankFailure, folder: Path) -> bool:
-    """Keep why a rank failed; only its first reason counts. Return whether this was it."""
+    """Write the failure of a rank; only its first one counts. Return whether this was it."""
     return _write_new(rank_path(folder, failure.rank, "failure.json"), asdict(failure))
 
 
 def read_failure(folder: Path, rank: int) -> RankFailure | None:
-    """Return why *rank* failed, or None if it left no word; raises as `read_record`."""
+    """Return the failure of *rank*, or None if it recorded none; raises as `read_record`."""
     return _read(rank_path(folder, rank, "failure.json"), rank, RankFailure)
 
 
 def keep_measurement(measurement: RankMeasurement, folder: Path, plan: int) -> None:
-    """Write what a rank measured of a plan, in one piece."""
+    """Write the measurement of a rank and a plan, in one piece."""
     path = measurement_path(folder, measurement.rank, plan)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
@@ -197,6 +198,7 @@ def _json(fields: Mapping[str, object]) -> str:
 
 def _write_new(path: Path, fields: Mapping[str, object]) -> bool:
     try:
+        # Exclusive creation: of two writers one wins.
         with path.open("x", encoding="utf-8") as file:
             file.write(_json(fields))
     except FileExistsError:

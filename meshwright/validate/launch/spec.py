@@ -1,4 +1,4 @@
-"""What a run of real processes is told: a small JSON file that every rank reads."""
+"""Spec of a run of real processes: a small JSON file that every rank reads."""
 
 import os
 from dataclasses import replace
@@ -26,7 +26,7 @@ SHUTDOWN_S = 60.0  # to leave the group, to write results, to stop what hangs
 
 
 class RunPhase:
-    """Names of what a rank does, in order; between the warm-up and the report come steps."""
+    """Phases of a rank, in order; timed steps are between the warm-up and the report."""
 
     INIT = "init"
     BUILD = "build"
@@ -46,11 +46,11 @@ class RunPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True, config=ConfigDict(extra="forbid"))
 class RunSpec:
-    """Which plans a run measures, and how long it may take.
+    """Plans of a run, and its time limits.
 
     Args:
         plans: Plan files, run one after the other by the same processes.
-        backend: How the ranks talk: "gloo" on CPUs, "nccl" on GPUs.
+        backend: Backend of the process group: "gloo" on CPUs, "nccl" on GPUs.
         results: Folder of the files that ranks write; one run, one folder.
         num_steps: Timed steps of each plan.
         warmup_steps: Steps before them; the first one makes the communicators.
@@ -71,12 +71,12 @@ class RunSpec:
     measure: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = MEASURES[0]
 
     def limit_s(self, phase: str) -> float:
-        """Return how long a rank may wait for another one in *phase*."""
+        """Return the longest wait for another rank in *phase*, in seconds."""
         return self.step_timeout_s if phase.startswith("step ") else self.init_timeout_s
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """What a rank does for one plan, in order."""
+        """Phases of a rank for one plan, in order."""
         steps = (RunPhase.step(number) for number in range(self.num_steps))
         before = (RunPhase.INIT, RunPhase.BUILD, RunPhase.WARM_UP)
         return (*before, *steps, RunPhase.REPORT, RunPhase.DONE)
@@ -96,13 +96,14 @@ _ADAPTER = TypeAdapter(RunSpec)
 
 def write_spec(spec: RunSpec, path: Path) -> None:
     """Write *spec* as JSON, in one piece; its relative paths mean files beside *path*."""
+    # Any rank of any node may write it: each has a draft of its own.
     draft = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}.draft")
     draft.write_bytes(_ADAPTER.dump_json(spec, indent=1) + b"\n")
     draft.replace(path)
 
 
 def read_spec(path: Path) -> RunSpec:
-    """Return what `write_spec` wrote, its paths resolved beside *path*.
+    """Return the spec that `write_spec` wrote, its paths resolved beside *path*.
 
     Raises:
         PlanError: If the file cannot be read or says something that cannot be.
@@ -111,6 +112,6 @@ def read_spec(path: Path) -> RunSpec:
         spec = _ADAPTER.validate_python(RESULT_FILE.read_json(path))
     except ValidationError as error:
         raise PlanError(f"{shown_path(path)}: {one_line(error)}") from None
-    beside = path.resolve().parent
-    plans = tuple(beside / plan for plan in spec.plans)
-    return replace(spec, plans=plans, results=beside / spec.results)
+    folder = path.resolve().parent
+    plans = tuple(folder / plan for plan in spec.plans)
+    return replace(spec, plans=plans, results=folder / spec.results)

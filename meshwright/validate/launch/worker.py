@@ -1,4 +1,4 @@
-"""What every rank runs: ``python -m meshwright.validate.launch.worker SPEC.json``."""
+"""Process of one rank: ``python -m meshwright.validate.launch.worker SPEC.json``."""
 
 import argparse
 import os
@@ -48,6 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.results is not None:
             spec = replace(spec, results=options.results.resolve())
         worker = WorkerEnvironment.of(os.environ)
+        # Before torch is imported, which takes seconds: the launcher sees the rank start.
         _claim(spec, worker)
         watch_for_end(spec, worker.rank)
         with failures_kept(spec, worker.rank):
@@ -89,7 +90,7 @@ def run_rank(spec: RunSpec, worker: WorkerEnvironment, plans: Sequence[SavedPlan
 
 
 def check_world_size(saved: SavedPlan, world_size: int, *, name: str) -> None:
-    """Refuse a plan for another number of ranks than there are.
+    """Check that a plan is for as many ranks as there are.
 
     Raises:
         PlanError: Naming both numbers.
@@ -125,7 +126,7 @@ def _plans(spec: RunSpec, world_size: int) -> list[SavedPlan]:
 
 
 def _claim(spec: RunSpec, worker: WorkerEnvironment) -> None:
-    """Say that this rank has started; refuse a folder where an earlier run did so."""
+    """Write this rank's first heartbeat; refuse a folder that has one of an earlier run."""
     heartbeat = Heartbeat(
         rank=worker.rank,
         world_size=worker.world_size,

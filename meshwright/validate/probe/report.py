@@ -38,7 +38,7 @@ PAGE_WIDTH = 160
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """What a probe of a plan showed.
+    """Result of a probe.
 
     Args:
         saved: The plan.
@@ -96,21 +96,21 @@ def probe_report(result: ProbeResult) -> RenderableType:
 
 
 def probe_document(result: ProbeResult) -> dict[str, Json]:
-    """Return the same as a JSON document; seconds and bytes are exact."""
-    saved, found = result.saved, result.probe.measured
+    """Return the same as JSON; seconds and bytes are exact."""
+    saved, measured = result.saved, result.probe.measured
     spreads: dict[str, Json] = {
         name: _spread_fields(spread) for name, _, spread in timed_rows(result.probe)
     }
     return {
         **saved_fields(saved),
         "backend": Backend.PROBE.value,
-        "rank": found.rank,
-        "device": found.device,
+        "rank": measured.rank,
+        "device": measured.device,
         "predicted_device": result.probe.predicted.device,
-        "versions": dict(found.versions),
-        "num_steps": found.num_steps,
+        "versions": dict(measured.versions),
+        "num_steps": measured.num_steps,
         "num_microbatches": saved.plan.num_microbatches(saved.job),
-        "num_microbatches_run": found.num_microbatches,
+        "num_microbatches_run": measured.num_microbatches,
         "agrees": result.agrees,
         "checks": [check_fields(each) for each in probe_checks(result)],
         "spreads_s": spreads,
@@ -133,18 +133,18 @@ def write_probe(result: ProbeResult, folder: Path) -> None:
 
 
 def _head(result: ProbeResult) -> Iterator[str]:
-    saved, found = result.saved, result.probe.measured
+    saved, measured = result.saved, result.probe.measured
     plan, whole = saved.plan, saved.plan.num_microbatches(saved.job)
     size = f"{counted(plan.world_size, 'GPU')} of {saved.cluster.name}"
     yield f"{saved.job.model.name}, plan for {size}, stack {saved.stack.name}"
     yield "backend  probe: one rank computes, what others would send is random"
-    steps = counted(found.num_steps, "step")
-    yield f"batch    {found.num_microbatches} of {counted(whole, 'microbatch')}, {steps}"
+    steps = counted(measured.num_steps, "step")
+    yield f"batch    {measured.num_microbatches} of {counted(whole, 'microbatch')}, {steps}"
 
 
 def _end(result: ProbeResult) -> Iterator[str]:
-    found, cluster = result.probe.measured, result.saved.cluster
-    yield f"note: time is predicted for {cluster.name}, measured on {found.device}"
+    measured, cluster = result.probe.measured, result.saved.cluster
+    yield f"note: time is predicted for {cluster.name}, measured on {measured.device}"
     tolerance = f"{PROBED_PEAK_TOLERANCE:.0%}"
     if not result.is_gated:
         yield "times and peak memory are reported, not judged"
@@ -155,7 +155,7 @@ def _end(result: ProbeResult) -> Iterator[str]:
 
 
 def probe_table(report: ProbeReport) -> Table:
-    """Return a table of what was predicted and measured; the spread is least to most."""
+    """Return a table of predicted and measured times and peak; spreads are least to most."""
     predicted, measured = report.predicted, report.measured
     title = (
         f"rank {measured.rank} of {measured.world_size}: predicted on {predicted.device}, "
@@ -183,7 +183,7 @@ def probe_table(report: ProbeReport) -> Table:
 
 
 def timed_rows(report: ProbeReport) -> Iterable[tuple[str, float, Spread]]:
-    """Yield the name of each timed part, its predicted seconds and what was measured."""
+    """Yield the name, predicted seconds and measured spread of each timed part."""
     predicted, measured = report.predicted, report.measured
     for index, (passes_s, stage) in enumerate(
         zip(predicted.passes_s, measured.stages, strict=True)

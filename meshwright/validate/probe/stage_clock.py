@@ -1,4 +1,4 @@
-"""When the passes of each virtual stage of a running program begin and end."""
+"""Times of the passes of each virtual stage of a running program."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ Reading: TypeAlias = "float | torch.cuda.Event"
 
 
 class Mark(NamedTuple):
-    """Something that begins or ends, of which stage (-1 where of none), and when."""
+    """Begin or end of a pass: event, stage (-1 where of none) and clock reading."""
 
     event: str
     stage: int
@@ -37,7 +37,7 @@ class Passes(NamedTuple):
 
 
 class ProbedStepTimes(NamedTuple):
-    """Seconds of what a rank computes in a step; ``update_s`` is all after the last backward."""
+    """Compute seconds of a rank in a step; ``update_s`` is all after the last backward."""
 
     stages: list[Passes]
     update_s: float
@@ -47,7 +47,7 @@ class StageClock:
     """Reads the clock around the passes of stages: on a GPU that of its stream.
 
     Args:
-        device: Where the stages are.
+        device: Device of the stages.
         stages: Virtual stages in model order.
     """
 
@@ -103,6 +103,7 @@ class StageClock:
 
     def _end(self, stage: int, _module: nn.Module, _inputs: object, output: Tensor) -> None:
         self._mark(FORWARD_END, stage)
+        # A call of backward is known to be of this stage once its output's gradient arrives.
         output.register_hook(partial(self._note_backward, stage))
 
     def _note_backward(self, stage: int, _gradient: Tensor) -> None:
@@ -110,6 +111,7 @@ class StageClock:
 
     def _mark(self, event: str, stage: int) -> None:
         reading: Reading = time.perf_counter()
+        # The host runs ahead of the GPU: only events on the stream have its time.
         if self._on_gpu:
             reading = torch.cuda.Event(enable_timing=True)
             reading.record(torch.cuda.current_stream(self._device))

@@ -1,4 +1,4 @@
-"""One rank's stages of a large plan, really computed on one device that the plan need not have.
+"""Stages of one rank of a large plan, computed on one device that the plan need not have.
 
 Torch is imported late: whoever only reads results does not wait for it.
 """
@@ -60,10 +60,10 @@ class PassTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageProbe:
-    """What one rank computes, without any communication.
+    """Times and peak of one rank's stages, without any communication.
 
     Args:
-        rank: Which one.
+        rank: Rank, from 0.
         world_size: Of the plan; the other ranks are not there.
         device: Name of the device that computed.
         num_steps: Timed steps.
@@ -88,7 +88,7 @@ class StageProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePrediction:
-    """The same from the simulator, for the device of the plan's cluster.
+    """Predicted times and peak of the same stages, for the device of the plan's cluster.
 
     Args:
         device: Name of that device.
@@ -112,11 +112,11 @@ class ProbeReport:
 
 
 def run_probe(saved: SavedPlan, rank: int, *, device: str, steps: int) -> ProbeReport:
-    """Return what the simulator says of a rank's stages beside what they take on *device*.
+    """Return the prediction of a rank's stages, and their measurement on *device*.
 
     Args:
         saved: The plan.
-        rank: Which of its ranks.
+        rank: Rank of the plan.
         device: "cpu", "cuda" or "cuda:1", ...
         steps: Timed steps, after one that warms up.
 
@@ -150,7 +150,7 @@ def predict_stage(saved: SavedPlan, rank: int) -> StagePrediction:
 
 
 def probe_stage(saved: SavedPlan, rank: int, *, device: str, steps: int) -> StageProbe:
-    """Return how long the stages of *rank* compute on a device, and what they need there.
+    """Return the times and peak bytes of the stages of *rank*, computed on a device.
 
     Weights and tokens are those of real training; what other ranks would send is random, and
     collectives leave their buffers as they are. Arguments as of `run_probe`.
@@ -213,7 +213,7 @@ def _pass_times(times: Sequence["ProbedStepTimes"]) -> tuple[PassTimes, ...]:
 
 
 def shortened(saved: SavedPlan, rank: int) -> SavedPlan:
-    """Return the plan with the fewest microbatches that fill the memory of *rank* as more do.
+    """Return the plan with the fewest microbatches that fill the memory of *rank* as all do.
 
     Raises:
         PlanError: If the plan has no such rank, or no stages.
@@ -234,7 +234,7 @@ def _computing_s(cost: PhaseCost) -> float:
 
 
 def first_device() -> str:
-    """Return the name of the device to compute on unless told otherwise."""
+    """Return the default device: a GPU if there is one."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,9 +245,9 @@ def _checked_device(name: str) -> "torch.device":
     import torch
 
     count = torch.cuda.device_count()
-    here = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
-    if name not in here:
-        raise PlanError(f"device={name} is not here; allowed: {', '.join(here)}")
+    devices = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    if name not in devices:
+        raise PlanError(f"device={name} is not here; allowed: {', '.join(devices)}")
     # Programs and their tensors name the device by its number.
     return (
         torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
@@ -264,16 +264,16 @@ def _refuse_too_large(peak_bytes: int, rank: int, device: "torch.device") -> Non
     """Raise PlanError where a stage would need more memory than there is."""
     import torch
 
-    present = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_bytes()
-    if peak_bytes > present:
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_bytes()
+    if peak_bytes > free_bytes:
         raise PlanError(
             f"rank={rank} needs {peak_bytes / GIBI:.1f} GiB by prediction, more than device="
-            f"{device} has; allowed: at most {present / GIBI:.1f} GiB"
+            f"{device} has; allowed: at most {free_bytes / GIBI:.1f} GiB"
         )
 
 
 def _built_on_host_bytes(saved: SavedPlan, rank: int) -> int:
-    """Return what a stage that FSDP2 will shard needs before, whole and in fp32 on the host."""
+    """Return the host bytes of a stage before FSDP2 shards it: whole, in fp32."""
     from meshwright.validate.programs import PROGRAMS
     from meshwright.validate.programs.pytorch import build_fully_sharded
 

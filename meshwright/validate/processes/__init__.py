@@ -1,4 +1,4 @@
-"""Processes that this one starts: where they find modules, and that none of them outlives it."""
+"""Child processes: their module path, and their end with their parent."""
 
 from meshwright.validate.processes.children import (
     MODULES,

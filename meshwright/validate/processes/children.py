@@ -1,4 +1,4 @@
-"""What a started process needs of the one that starts it."""
+"""Child processes: their module path, and their end with their parent."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ def module_path() -> str:
 
 
 def starter() -> int:
-    """Return the process that started this one, as it says itself if it is ours."""
+    """Return the id of the parent process, from its own variable where that is set."""
     return int(os.environ.get(STARTER_VARIABLE) or os.getppid())
 
 
@@ -31,6 +31,7 @@ def end_without(parent: int) -> None:
     """
 
     def watch() -> None:
+        # An orphan gets another parent.
         while os.getppid() == parent:
             time.sleep(WATCH_S)
         os._exit(ORPHANED_STATUS)

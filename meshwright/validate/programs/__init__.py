@@ -1,4 +1,4 @@
-"""From a plan to the PyTorch program that its stack stands for."""
+"""PyTorch reference programs of plans, one for each stack that has one."""
 
 from meshwright.validate.programs.build import PROGRAMS, build_program, check_program
 

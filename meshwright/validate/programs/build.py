@@ -1,4 +1,4 @@
-"""Which program stands for which stack."""
+"""Registry of the reference programs, by stack."""
 
 from collections.abc import Callable
 
@@ -47,7 +47,7 @@ PLAIN = (
     LayerFact.WINDOW,
     LayerFact.ROTARY_LAYERS,
 )
-# What programs of a stack write beyond layers as those of GPT and Llama.
+# Layers beyond those of GPT and Llama that the programs of a stack have.
 MEGATRON = (
     *DEEPSEEK,
     LayerFact.EXPERT_BIAS,
@@ -91,26 +91,26 @@ NOT_ON_GPUS = {
 
 
 def build_program(request: ProgramRequest) -> RankProgram:
-    """Return one rank's program of a plan.
+    """Return one rank's reference program of a plan.
 
     Raises:
-        PlanError: If no program stands for the stack, or it cannot express the plan.
+        PlanError: If the stack has no program, or it cannot express the plan.
     """
     check_program(request.stack, request.plan)
     check_layers(request.job, request.stack)
-    here = NOT_ON_GPUS.intersection(_facts(request.job))
-    if here and request.device.type == "cuda":
+    refused = NOT_ON_GPUS.intersection(_facts(request.job))
+    if refused and request.device.type == "cuda":
         raise PlanError(
-            f"{min(here)} of {request.job.model.name} has no PyTorch program on GPUs; "
+            f"{min(refused)} of {request.job.model.name} has no PyTorch program on GPUs; "
             "allowed: --backend fake, or gloo"
         )
     return PROGRAMS[request.stack.release or request.stack.name](request)
 
 
 def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None:
-    """Raise PlanError if no program stands for *stack* and *plan*, or layers run otherwise.
+    """Raise PlanError if *stack* or *plan* has no reference program.
 
-    The programs' kernels are fused; compiled, without autocast, as much is kept.
+    Programs have fused kernels; compiled ones keep as many bytes, unless with autocast.
     """
     if (stack.release or stack.name) not in PROGRAMS:
         known = suggestion(stack.name, PROGRAMS)
@@ -118,16 +118,16 @@ def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None
     for name in WITHOUT_PROGRAM:
         value = None if plan is None else getattr(plan, name)
         if value not in (None, ()):
-            said = f"{name}={','.join(value) if isinstance(value, tuple) else value}"
-            raise PlanError(f"{said} has no PyTorch program; allowed: leave it out")
+            setting = f"{name}={','.join(value) if isinstance(value, tuple) else value}"
+            raise PlanError(f"{setting} has no PyTorch program; allowed: leave it out")
     if stack.parameter_precision is not None:
-        said = f"parameter_precision={stack.parameter_precision} has no PyTorch program"
-        raise PlanError(f"{said}; allowed: leave it out")
+        setting = f"parameter_precision={stack.parameter_precision} has no PyTorch program"
+        raise PlanError(f"{setting}; allowed: leave it out")
     wraps_alone = stack.is_fully_sharded and plan is not None and plan.dp_cp == 1
     if plan is not None and not wraps_alone and plan.zero_stage not in usual_zero_stages(stack):
         known = ", ".join(map(str, usual_zero_stages(stack)))
-        said = f"zero_stage={plan.zero_stage} has no PyTorch program on stack {stack.name}"
-        raise PlanError(f"{said}; allowed: {known}")
+        setting = f"zero_stage={plan.zero_stage} has no PyTorch program on stack {stack.name}"
+        raise PlanError(f"{setting}; allowed: {known}")
     if plan is not None and plan.tp > 1 and stack.tp_plan:
         raise PlanError(
             f"tp={plan.tp} has no PyTorch program on stack {stack.name}; allowed: 1, or "
@@ -142,7 +142,7 @@ def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None
 
 
 def check_layers(job: TrainingJob, stack: StackProfile) -> None:
-    """Raise PlanError if layers of a job's model have what no program of *stack* writes."""
+    """Raise PlanError if no program of *stack* has the layers of a job's model."""
     unknown = [
         fact for fact in _facts(job) if fact not in WRITTEN.get(stack.release or stack.name, ())
     ]

@@ -1,10 +1,10 @@
-"""Architectures of published runs: the switches of a model whose sizes a row has."""
+"""Architectures of published runs: the fields of a model beside the sizes of its row."""
 
 from enum import StrEnum
 
 
 class Family(StrEnum):
-    """Architectures of published runs; sizes come from the row, switches from the family."""
+    """Architectures of published runs; sizes come from the row, other fields from the family."""
 
     GPT = "gpt"
     BLOOM = "bloom"
@@ -37,7 +37,7 @@ _LATENT = {
     "rotary_head_dim": 64,
     "value_head_dim": 128,
 }
-SWITCHES: dict[Family, dict[str, object]] = {
+FAMILY_FIELDS: dict[Family, dict[str, object]] = {
     Family.GPT: {},
     Family.BLOOM: {"positions": "alibi", "embedding_norm": True},
     # Squared ReLU between two matrices, no biases (Parmar et al. 2024, arXiv 2402.16819).
@@ -78,7 +78,7 @@ SWITCHES: dict[Family, dict[str, object]] = {
 }
 
 
-# How experts are chosen: in so many of so many groups (sections 2.2.2 and 2.1.2 of the first two).
+# Routing of experts, limited to some of their groups (sections 2.2.2 and 2.1.2 of the first two).
 ROUTING: dict[Family, dict[str, object]] = {
     Family.DEEPSEEK_V2: {"num_groups": 8, "groups_per_token": 3},
     Family.DEEPSEEK_V3: {

@@ -1,4 +1,4 @@
-"""What allocators were printed to hold beyond live tensors; stacks take their fractions from it."""
+"""Memory that allocators reserved beyond live tensors, as printed; stacks' fractions fit it."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,13 +20,13 @@ class PublishedReserve(Row):
     """The allocated and the reserved memory of one run, on its fullest rank.
 
     Args:
-        source: Who printed it.
+        source: Publication that printed it.
         series: Runs of the source that are alike; one is left out as a whole.
         is_fitted: Whether the fractions that stacks have are fitted on it.
         allocated_gib: Most memory of live tensors (``max_memory_allocated``).
         reserved_gib: Most memory that the allocator held (``max_memory_reserved``).
-        state_gib: What of it lives from step to step, as computed; if its run is known.
-        note: What was run.
+        state_gib: Part of it that lives from step to step, as computed, if its run is known.
+        note: Description of the run.
     """
 
     source: Text
@@ -39,7 +39,7 @@ class PublishedReserve(Row):
 
     @property
     def fraction(self) -> float:
-        """What the allocator held beyond, as a part of what was allocated."""
+        """Reserved over allocated memory, less 1."""
         return self.reserved_gib / self.allocated_gib - 1
 
 
@@ -59,14 +59,14 @@ def load_published_reserves(path: Path | None = None) -> tuple[PublishedReserve,
 
 
 class AllocatorFractions(NamedTuple):
-    """What is held beyond: of what a step allocates and frees, and of what lives on."""
+    """Fractions that allocators reserve beyond tensors: of transient ones, and of states."""
 
     passing: float
     state: float
 
 
 def allocator_fractions(rows: Iterable[PublishedReserve]) -> AllocatorFractions:
-    """Return the least squares of what allocators held beyond, in the rows that are fitted.
+    """Return the least-squares fractions of the rows that are fitted.
 
     What is squared is a part of what a row had allocated, so that each counts alike: with a share
     ``s`` of states, ``passing * (1 - s) + state * s``.
@@ -79,8 +79,9 @@ def allocator_fractions(rows: Iterable[PublishedReserve]) -> AllocatorFractions:
     passing = sum(first * first for first, _, _ in points)
     state = sum(second * second for _, second, _ in points)
     both = sum(first * second for first, second, _ in points)
-    of_passing = sum(first * held for first, _, held in points)
-    of_state = sum(second * held for _, second, held in points)
+    of_passing = sum(first * reserve for first, _, reserve in points)
+    of_state = sum(second * reserve for _, second, reserve in points)
+    # Normal equations of two unknowns, by Cramer's rule.
     determinant = passing * state - both**2
     return AllocatorFractions(
         (of_passing * state - of_state * both) / determinant,

@@ -1,4 +1,4 @@
-"""Exact peaks of live memory that Megatron-LM's own tests record, and what is predicted for them.
+"""Exact peaks of live memory that Megatron-LM's own tests record, and their predictions.
 
 Its tests print ``max_memory_allocated`` of the last rank: live tensors, and what libraries for
 matrix products work in, of which the deterministic mode sets one (cuBLAS:
@@ -73,7 +73,7 @@ class PublishedPeak(Row):
 
     @property
     def switches(self) -> Mapping[str, str]:
-        """The options by name; those without a value have an empty one."""
+        """Options by name; those without a value have an empty one."""
         words = (word.partition("=") for word in self.options.split())
         return {name: value for name, _, value in words}
 
@@ -87,7 +87,7 @@ class ExcludedPeak(Row):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakComparison:
-    """A published peak beside its prediction, in bytes."""
+    """Published peak and its prediction, in bytes."""
 
     row: PublishedPeak
     attention: Attention
@@ -131,7 +131,7 @@ def load_excluded_peaks(path: Path | None = None) -> tuple[ExcludedPeak, ...]:
 
 
 def compare_peak(row: PublishedPeak) -> PeakComparison:
-    """Return what is predicted for the last rank of *row*."""
+    """Return the prediction for the last rank of *row*."""
     cluster, stack, model = load_cluster(row.cluster), _stack(row), _model(row)
     job = TrainingJob(
         model=model,
@@ -150,12 +150,14 @@ def compare_peak(row: PublishedPeak) -> PeakComparison:
 
 
 def _device(row: PublishedPeak) -> Device:
-    """Return what *row* ran on, with the workspaces that its mode asks for."""
+    """Return the device of *row*, with the workspaces of its mode."""
     device = load_cluster(row.cluster).device
     if device.overheads is None or "deterministic-mode" not in row.switches:
         return device
-    own = device.overheads.model_copy(update={"product_workspace_bytes": DETERMINISTIC_WORKSPACE})
-    return device.model_copy(update={"overheads": own})
+    overheads = device.overheads.model_copy(
+        update={"product_workspace_bytes": DETERMINISTIC_WORKSPACE}
+    )
+    return device.model_copy(update={"overheads": overheads})
 
 
 def _stack(row: PublishedPeak) -> StackProfile:
@@ -200,7 +202,7 @@ def _model(row: PublishedPeak) -> ModelSpec:
 
 
 def _experts(row: PublishedPeak) -> dict[str, object]:
-    """Return what a model of routed experts says; these have no dropout unless they have one."""
+    """Return the experts of a model, if any; without dropout unless it is set."""
     switches = row.switches
     if "num-experts" not in switches:
         return {}
@@ -217,7 +219,7 @@ def _experts(row: PublishedPeak) -> dict[str, object]:
 def _plan(row: PublishedPeak, model: ModelSpec) -> ResolvedPlan:
     switches = row.switches
     etp = switches.get("expert-tensor-parallel-size")
-    own = {
+    settings = {
         "num_virtual_stages": row.vpp,
         "schedule": "interleaved" if row.vpp > 1 else "1f1b",
         "zero_stage": _zero_stage(switches),
@@ -228,16 +230,16 @@ def _plan(row: PublishedPeak, model: ModelSpec) -> ResolvedPlan:
         "ep": int(switches.get("expert-model-parallel-size", 1)),
         "etp": None if etp is None else int(etp),
     }
-    return ResolvedPlan.of({**row.plan_columns, **own, **_context(row)})
+    return ResolvedPlan.of({**row.plan_columns, **settings, **_context(row)})
 
 
 def _zero_stage(switches: Mapping[str, str]) -> int:
-    """Return what replicas share; of Megatron-FSDP's strategies the rows have the one of all."""
+    """Return the ZeRO stage; of Megatron-FSDP's strategies the rows have the full one."""
     return 3 if "use-megatron-fsdp" in switches else int("use-distributed-optimizer" in switches)
 
 
 def _context(row: PublishedPeak) -> dict[str, object]:
-    """Return what a ring of swaps is said to have: its inner ranks are the first size."""
+    """Return the fields of hybrid ring + all-to-all: its inner ranks are the first size."""
     sizes = row.switches.get("hierarchical-context-parallel-sizes")
     if sizes is None:
         return {}
@@ -245,7 +247,7 @@ def _context(row: PublishedPeak) -> dict[str, object]:
 
 
 def _attention(row: PublishedPeak) -> Attention:
-    """Return the kernel: as printed; Megatron's own layers, and older software, have none fused."""
+    """Return the attention: as printed; Megatron's own layers, and older software, are unfused."""
     stated = row.switches.get("attention-backend")
     is_unfused = stated == "unfused" or row.switches["transformer-impl"] == "local"
     by_default = stated is None and "_lts_" in row.id
@@ -256,6 +258,7 @@ def _stages(row: PublishedPeak, model: ModelSpec) -> tuple[int, ...]:
     """Return the layers of each stage: even, or as the options say."""
     count, switches = row.pp * row.vpp, row.switches
     if "account-for-embedding-in-pipeline-split" in switches:
+        # Embedding and head count as a layer each.
         share = (model.num_layers + 2) // count
         return (share - 1, *(share,) * (count - 2), share - 1)
     first, last = (f"decoder-{each}-pipeline-num-layers" for each in ("first", "last"))

@@ -1,4 +1,4 @@
-"""A scoreboard as a table a person reads, or as JSON."""
+"""Scoreboard as a table or as JSON."""
 
 import json
 from collections import Counter
@@ -17,7 +17,7 @@ from meshwright.validate.published.scoreboard import (
 
 
 class TableStyle(StrEnum):
-    """How a table is set: aligned columns, or markdown."""
+    """Style of a table: aligned columns, or Markdown."""
 
     TEXT = "text"
     MARKDOWN = "markdown"
@@ -29,16 +29,16 @@ EXCLUDED_HEAD = ("rows", "source", "why left out")
 
 
 def format_scoreboard(board: Scoreboard, *, style: TableStyle = TableStyle.TEXT) -> str:
-    """Return the errors by source, how many runs are called right, and what is left out.
+    """Return errors by source, verdicts on memory, and the rows left out.
 
     Args:
-        board: What to show.
-        style: How to set the tables.
+        board: Scoreboard.
+        style: Style of the tables.
     """
     parts = [_table(SUMMARY_HEAD, [_summary_cells(item) for item in board.summaries], style)]
     if board.verdicts:
-        said = (("Finished", board.finished), ("Out of memory", board.failed))
-        parts.append("\n".join(_calls(name, verdicts) for name, verdicts in said if verdicts))
+        groups = (("Finished", board.finished), ("Out of memory", board.failed))
+        parts.append("\n".join(_calls(name, verdicts) for name, verdicts in groups if verdicts))
     if board.excluded:
         counts = Counter((row.source, row.reason) for row in board.excluded)
         cells = [(str(count), source, why) for (source, why), count in counts.items()]
@@ -47,7 +47,7 @@ def format_scoreboard(board: Scoreboard, *, style: TableStyle = TableStyle.TEXT)
 
 
 def format_comparisons(board: Scoreboard, *, style: TableStyle = TableStyle.TEXT) -> str:
-    """Return every published figure beside its prediction."""
+    """Return every published figure with its prediction."""
     return _table(ROW_HEAD, [_row_cells(row) for row in board.comparisons], style) + "\n"
 
 

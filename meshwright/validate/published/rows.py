@@ -40,7 +40,7 @@ class Row(BaseModel):
 
     @property
     def plan_columns(self) -> dict[str, Json]:
-        """The columns that are called as the field of a plan that they say."""
+        """Columns with the name of a plan's field."""
         return named(self, *(name for name in PLAN_FIELDS if name in type(self).model_fields))
 
 
@@ -52,7 +52,7 @@ def load_rows(row_type: type[R], path: Path | None, built_in: str) -> tuple[R, .
     """Return the rows of a table, each checked.
 
     Args:
-        row_type: What a row is; its fields are the columns.
+        row_type: Type of a row; its fields are the columns.
         path: The table, or None for the built-in one.
         built_in: Name of that.
 
@@ -79,14 +79,16 @@ def load_rows(row_type: type[R], path: Path | None, built_in: str) -> tuple[R, .
 
 
 def _check_columns(row_type: type[Row], names: Sequence[str], file: str) -> None:
-    known = list(row_type.model_fields)
+    field_names = list(row_type.model_fields)
     for name in names:
-        if name not in known:
-            near = ", ".join(nearest_names(name, known) or known)
+        if name not in field_names:
+            near = ", ".join(nearest_names(name, field_names) or field_names)
             raise ProfileError(f"{file}: column {name!r} is unknown; nearest: {near}")
-    for name in known:
+    for name in field_names:
         if name not in names:
-            raise ProfileError(f"{file}: column {name!r} is missing; required: {', '.join(known)}")
+            raise ProfileError(
+                f"{file}: column {name!r} is missing; required: {', '.join(field_names)}"
+            )
 
 
 def _checked(row_type: type[R], data: Mapping[str, object], place: str) -> R:

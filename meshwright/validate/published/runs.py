@@ -29,7 +29,7 @@ from meshwright.simulator import (
 )
 from meshwright.simulator.layout import num_predictions, prediction_place
 from meshwright.simulator.model import parse_model
-from meshwright.validate.published.families import ROUTING, SWITCHES, Family
+from meshwright.validate.published.families import FAMILY_FIELDS, ROUTING, Family
 from meshwright.validate.published.rows import (
     SIZES,
     Count,
@@ -50,7 +50,7 @@ LENGTHS_FILE = "padded_lengths.csv"
 
 
 class MemoryKind(StrEnum):
-    """What a printed memory figure counts."""
+    """Kind of a printed memory figure."""
 
     ALLOCATED = "allocated"
     RESERVED = "reserved"
@@ -80,7 +80,7 @@ class _SourcedRow(Row):
 
 
 class _ModelRow(_SourcedRow):
-    """The columns that say what was trained, on what, with which software."""
+    """Columns of a row's model, cluster and stack."""
 
     family: Family
     num_layers: Count
@@ -106,11 +106,13 @@ class _ModelRow(_SourcedRow):
     def model(self) -> ModelSpec:
         """The model that the row describes."""
         data = {"name": self.id, "source": self.source, **named(self, *SIZES)}
-        return parse_model({**data, **SWITCHES[self.family], **self.own_parts}, origin=self.id)
+        return parse_model(
+            {**data, **FAMILY_FIELDS[self.family], **self.extra_fields}, origin=self.id
+        )
 
     @property
-    def own_parts(self) -> dict[str, object]:
-        """What the model has beside its sizes and what its family has."""
+    def extra_fields(self) -> dict[str, object]:
+        """Fields of the model beyond its sizes and those of its family."""
         return {}
 
 
@@ -118,31 +120,31 @@ class PublishedRun(_ModelRow):
     """One published training run.
 
     Args:
-        cp_type: How context-parallel ranks attend to each other; empty for the stack's habit.
+        cp_type: Kind of context parallelism; empty for the stack's default.
         num_experts: Routed experts of a layer; empty without.
         experts_per_token: Experts that a token is sent to.
         expert_hidden_size: Width of one.
         shared_hidden_size: Width of all shared ones together.
         dense_layers: Layers before any with experts.
         etp: Ranks that split an expert; empty for as many as split other layers.
-        dispatcher: How tokens go to experts; empty for the stack's habit.  Behind it, with a space
-            between them, how that goes on beside another microbatch, if it does.
+        dispatcher: Token dispatcher; empty for the stack's default.  Behind it, with a space
+            between them, its overlap with another microbatch, if any.
         recompute_layers: The number of ``recompute_method``; empty for all layers, one by one.
-        recompute_method: Which layers that number is of.
+        recompute_method: Layers that the number is of.
         recompute_modules: Parts of a layer that run again, with spaces between them.
-        stages: Layers of each virtual stage where stated, or a layout, in which an m is a layer
-            that predicts a further token; empty for the rule of the stack.
+        stages: Layers of each virtual stage where stated, or a layout, in which an m is
+            an MTP layer; empty for the rule of the stack.
         gradients: Format in which they are kept and reduced; empty for that of the stack.  Behind
             it, with a space between them, that of Adam's moments where a recipe names it.
         reshard_after_forward: Whether sharded parameters are gathered again for backward; empty for
-            what the stack does.
+            the stack's default.
         step_time_s: Printed or derived time of a step; empty where the run ran out of memory, or
             only its memory can be compared.
         peak_memory_gib: Printed memory of the fullest device, if any.
-        memory_kind: What that figure counts.
+        memory_kind: Kind of that figure.
         out_of_memory: Whether the run is printed as not fitting.
         rel_tol: Error of the prediction up to which a test accepts the row.
-        derived: Which columns were computed from other printed ones.
+        derived: Columns that were computed from other printed ones.
         note: Assumptions and doubts.
     """
 
@@ -189,8 +191,8 @@ class PublishedRun(_ModelRow):
         return self
 
     @property
-    def own_parts(self) -> dict[str, object]:
-        """Routed experts of the model and layers that predict further tokens, if it has any."""
+    def extra_fields(self) -> dict[str, object]:
+        """Routed experts and MTP layers of the model, if it has any."""
         predictions = {"prediction_layers": num_predictions(self.stages)}
         if not self.num_experts:
             return {**predictions}
@@ -203,7 +205,7 @@ class PublishedRun(_ModelRow):
 
     @property
     def job(self) -> TrainingJob:
-        """What the run trains."""
+        """Training job of the run."""
         return TrainingJob(
             model=self.model,
             global_batch_size=self.global_batch_size,
@@ -213,22 +215,22 @@ class PublishedRun(_ModelRow):
 
     @property
     def plan(self) -> ResolvedPlan:
-        """How the run is laid out."""
+        """Plan of the run."""
         kept, moments, *_ = (*self.gradients, None, None)
-        wanted = parse_stages(self.stages) if self.stages else load_stack(self.stack).stage_split
-        ways = [each for each in self.dispatcher if isinstance(each, Dispatcher)]
+        split = parse_stages(self.stages) if self.stages else load_stack(self.stack).stage_split
+        dispatchers = [each for each in self.dispatcher if isinstance(each, Dispatcher)]
         overlaps = [each for each in self.dispatcher if isinstance(each, ExpertOverlap)]
-        own = {
-            "dispatcher": ways[0] if ways else None,
+        settings = {
+            "dispatcher": dispatchers[0] if dispatchers else None,
             "expert_overlap": overlaps[0] if overlaps else None,
             "num_virtual_stages": self.vpp,
             "gradient_precision": kept,
             "reduce_precision": kept,
             "moment_precision": moments,
-            "stages": resolve_stages(self.model, self.seq_len, self.pp * self.vpp, wanted),
+            "stages": resolve_stages(self.model, self.seq_len, self.pp * self.vpp, split),
             "prediction_stage": prediction_place(self.stages),
         }
-        return ResolvedPlan.of({**self.plan_columns, **own})
+        return ResolvedPlan.of({**self.plan_columns, **settings})
 
 
 class PublishedLayer(_ModelRow):
@@ -251,8 +253,8 @@ class PaddedLength(_SourcedRow):
     Args:
         seq_len: Length that the rows of the source name.
         padded_len: Length that these sequences run with.
-        num_sequences: How many of them the corpus holds.
-        note: Where the numbers come from.
+        num_sequences: Number of them in the corpus.
+        note: Source of the numbers.
     """
 
     seq_len: Count

@@ -24,7 +24,7 @@ from meshwright.validate.published.runs import (
 
 
 class Quantity(StrEnum):
-    """What is compared: seconds of a step or of a layer, bytes of memory."""
+    """Quantity that is compared: seconds of a step or of a layer, bytes of memory."""
 
     STEP_TIME = "step time"
     LAYER_TIME = "layer time"
@@ -50,7 +50,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether a run is predicted to fit its devices, and whether it is printed as one that did."""
+    """Predicted fit of a run in its devices, against the printed outcome."""
 
     id: str
     source: str
@@ -62,13 +62,13 @@ class Verdict:
 
     @property
     def device_bytes(self) -> int:
-        """What the fullest device is predicted to hold."""
+        """Predicted bytes of the fullest device."""
         parts = [self.overheads.fragmentation.reserved_parts(*rank) for rank in self.ranks]
         return self.overheads.device_bytes(max(parts))
 
     @property
     def fits(self) -> bool:
-        """Whether processes can have so much of the device."""
+        """Whether they are no more than processes can have of the device."""
         return self.device_bytes <= self.usable_bytes
 
     @property
@@ -139,7 +139,7 @@ def scoreboard(
     layers: Iterable[PublishedLayer] | None = None,
     excluded: Iterable[ExcludedRun] | None = None,
 ) -> Scoreboard:
-    """Return predictions of published runs and layers beside what was printed.
+    """Return predictions against published runs and layers.
 
     Args:
         runs: Runs to simulate, by default the built-in table.
@@ -178,18 +178,20 @@ def step_time_s(run: PublishedRun, lengths: Iterable[PaddedLength] | None = None
     microbatches of a step being alike or not, their times add up.
 
     Args:
-        run: What was run.
+        run: Run that was counted.
         lengths: Lengths of sources that pad so, by default the built-in table.
     """
     lengths = load_padded_lengths() if lengths is None else lengths
-    own = [each for each in lengths if (each.source, each.seq_len) == (run.source, run.seq_len)]
-    if not own:
+    source_lengths = [
+        each for each in lengths if (each.source, each.seq_len) == (run.source, run.seq_len)
+    ]
+    if not source_lengths:
         return simulate_run(run).step_time_s
     total_s = 0.0
-    for each in own:
+    for each in source_lengths:
         padded = run.model_copy(update={"seq_len": each.padded_len})
         total_s += each.num_sequences * simulate_run(padded).step_time_s
-    return total_s / sum(each.num_sequences for each in own)
+    return total_s / sum(each.num_sequences for each in source_lengths)
 
 
 def layer_time_s(layer: PublishedLayer) -> float:
@@ -251,12 +253,12 @@ def _memory_bytes(run: PublishedRun, result: StepResult) -> int:
 
 def _verdict(run: PublishedRun, result: StepResult) -> Verdict:
     memory = result.memory
-    held = memory.overheads.fragmentation
+    fragmentation = memory.overheads.fragmentation
     return Verdict(
         id=run.id,
         source=run.source,
         out_of_memory=run.out_of_memory,
-        ranks=tuple((each.peak_bytes, each.state_bytes(held)) for each in memory.by_stage),
+        ranks=tuple((each.peak_bytes, each.state_bytes(fragmentation)) for each in memory.by_stage),
         overheads=memory.overheads,
         usable_bytes=memory.usable_bytes,
     )

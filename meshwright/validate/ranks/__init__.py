@@ -1,15 +1,15 @@
-"""What each rank, device or process of a plan is to do, and what one was seen to do."""
+"""Predictions and measurements of each rank, device or process of a plan."""
 
 from meshwright.validate.ranks.groups import (
     MESH_DIMS,
     batch_ranks,
     context_groups,
-    different_parts,
     expert_groups,
     mesh_shape,
+    model_shard_ranks,
     plan_groups,
     stage_ranks,
-    table_ranks,
+    tied_embedding_ranks,
 )
 from meshwright.validate.ranks.measurement import (
     RESULT_FILE,
@@ -30,7 +30,7 @@ from meshwright.validate.ranks.members import (
     member_kind,
     num_members,
     predict_members,
-    predicted_rounds,
+    predicted_async_run,
     usual_members,
 )
 from meshwright.validate.ranks.prediction import (
@@ -61,21 +61,21 @@ __all__ = [
     "capped",
     "context_groups",
     "default_ranks",
-    "different_parts",
     "expert_groups",
     "is_asynchronous",
     "member_kind",
     "mesh_shape",
+    "model_shard_ranks",
     "num_members",
     "num_processes",
     "pipeline_rank",
     "plan_groups",
     "predict_members",
-    "predicted_rounds",
+    "predicted_async_run",
     "read_measurement",
     "read_record",
     "stage_ranks",
-    "table_ranks",
+    "tied_embedding_ranks",
     "usual_members",
     "without_dropout",
     "write_measurement",

@@ -21,8 +21,8 @@ def plan_groups(plan: ResolvedPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
 
     Args:
         plan: The layout.
-        rank: Which one.
-        is_tied: Whether two pipeline ranks hold copies of one table.
+        rank: Rank, from 0.
+        is_tied: Whether two pipeline ranks hold a tied embedding.
 
     >>> plan_groups(ResolvedPlan(tp=2, dp=2, stages=(1,)), 1, is_tied=False)
     {(0, 1, 2, 3): 'world', (0, 1): 'tp', (1, 3): 'dp'}
@@ -30,19 +30,19 @@ def plan_groups(plan: ResolvedPlan, rank: int, *, is_tied: bool) -> dict[tuple[i
     shape = mesh_shape(plan)
     groups = {tuple(range(plan.world_size)): "world"}
     groups.setdefault(stage_ranks(plan, rank), "stage")
-    groups.setdefault(different_parts(plan, rank), "parts")
+    groups.setdefault(model_shard_ranks(plan, rank), "parts")
     groups |= {ranks: axis.value for axis, ranks in expert_groups(plan, rank).items()}
     groups[batch_ranks(plan, rank)] = "batch" if plan.cp == 1 else "dp"
     groups |= {_along(rank, shape, index): axis for index, axis in enumerate(_AXES)}
     groups[_along(rank, (plan.pp, plan.dp, plan.cp, plan.tp), 2)] = "cp"
     groups |= {ranks: axis.value for axis, ranks in context_groups(plan, rank).items()}
     if is_tied:
-        groups.setdefault(table_ranks(plan, rank), "table")
+        groups.setdefault(tied_embedding_ranks(plan, rank), "table")
     return {ranks: axis for ranks, axis in groups.items() if len(ranks) > 1}
 
 
 def context_groups(plan: ResolvedPlan, rank: int) -> dict[ContextAxis, tuple[int, ...]]:
-    """Return the ranks with which *rank* swaps tokens for heads, and those of its ring of swaps.
+    """Return the all-to-all and the ring group of *rank* in hybrid ring + all-to-all.
 
     >>> context_groups(ResolvedPlan(cp=2), 1)
     {}
@@ -71,10 +71,10 @@ def _ranks_apart(rank: int, stride: int, size: int) -> tuple[int, ...]:
     return tuple(range(first, first + stride * size, stride))
 
 
-def different_parts(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
+def model_shard_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
     """Return the ranks of the replica of *rank*: all that hold different parts of the model.
 
-    >>> different_parts(ResolvedPlan(dp=4, dp_shard=2, zero_stage=3, stages=(1,)), 3)
+    >>> model_shard_ranks(ResolvedPlan(dp=4, dp_shard=2, zero_stage=3, stages=(1,)), 3)
     (2, 3)
     """
     size = (plan.num_shards if plan.zero_stage else 1) * plan.tp
@@ -86,7 +86,7 @@ def different_parts(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
 
 
 def batch_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
-    """Return the ranks with other sequences, also where they have several sets of shards.
+    """Return the ranks with other sequences, across HSDP shard groups, too.
 
     >>> batch_ranks(ResolvedPlan(cp=2, dp=2), 1)
     (1, 3)
@@ -103,8 +103,8 @@ def stage_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
     return _along(rank, (plan.pp, plan.world_size // plan.pp), 1)
 
 
-def table_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
-    """Return the ranks of a pipeline that may share a table, if *rank* is one of them."""
+def tied_embedding_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
+    """Return the ranks of a pipeline that may share an embedding, if *rank* is one of them."""
     pipeline = _along(rank, mesh_shape(plan), 0)
     ends = (pipeline[0], pipeline[table_rank(plan)])
     return ends if ends[0] != ends[1] and rank in ends else ()

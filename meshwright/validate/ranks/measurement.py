@@ -1,4 +1,4 @@
-"""What one rank of a real or a fake run showed: counts that must agree, bytes, times."""
+"""Measurement of one rank in a real or a fake run: exact counts, bytes, times."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ SCRIPT_STEPS = 3
 
 
 class Backend(StrEnum):
-    """What runs the ranks."""
+    """Backend of the ranks."""
 
     FAKE = "fake"
     GLOO = "gloo"
@@ -33,7 +33,7 @@ class Backend(StrEnum):
 
 
 class ByteKind(StrEnum):
-    """What a live tensor is for; the kinds of memory that a prediction tells apart."""
+    """Kind of a live tensor, as predictions tell memory apart."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -45,13 +45,13 @@ class CollectiveCount(NamedTuple):
     """Equal communication calls of one rank in one step.
 
     Args:
-        axis: Whose group: "tp", "dp" (all data-parallel ranks, or a set of shards), "replica"
+        axis: Whose group: "tp", "dp" (all data-parallel ranks, or a shard group), "replica"
             (ranks that hold the same shard), "pp", "table" (first and last pipeline rank),
             "world", "parts" (ranks that hold different parts of one replica).
         op: A `CollectiveOp` value, or "send" or "recv".
         num_ranks: Members of the group; 2 of a message.
         size_bytes: The larger of the rank's two buffers, input and output.
-        num_calls: How many of them.
+        num_calls: Number of them.
     """
 
     axis: str
@@ -66,13 +66,13 @@ class RankMeasurement:
     """One rank's training step after those that warm up.
 
     Args:
-        rank: Which one.
+        rank: Rank, from 0.
         world_size: Ranks of the run.
         backend: "fake", "gloo" or "nccl".
         flops: FLOPs of matrix products and attention as PyTorch counts them.
         collectives: Communication calls, sorted.
         peak_bytes: Most bytes of live tensors on the device at one time in the step.
-        bytes_at_peak: Of which kind they were then.
+        bytes_at_peak: The same by kind.
         host_bytes: Most bytes on the host; 0 where it and the device are one place.
         host_traffic: Bytes that went from the one to the other in the step, without token ids.
         losses: Mean loss of the rank's share of the batch in each step, from the first; empty
@@ -114,12 +114,12 @@ def write_measurement(measurement: RankMeasurement, path: Path) -> None:
 
 
 def read_measurement(path: Path) -> RankMeasurement:
-    """Return what `write_measurement` wrote; raises as `read_record`."""
+    """Return the measurement that `write_measurement` wrote; raises as `read_record`."""
     return read_record(path, RankMeasurement)
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Return the record that a rank left as JSON.
+    """Return the record that a rank wrote as JSON.
 
     Raises:
         PlanError: If the file is none, or says something that no rank can have seen.

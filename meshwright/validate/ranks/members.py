@@ -1,4 +1,4 @@
-"""What the simulator says of each rank, device or process of a plan, whatever its strategy."""
+"""Predictions of each rank, device or process of a plan, whatever its strategy."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,14 +26,14 @@ SERVERS = "servers"  # axis of all messages between workers and servers
 
 
 def num_members(saved: SavedPlan) -> int:
-    """Return how many there are to compare: ranks, workers and servers, or devices."""
+    """Return the number of ranks, of workers and servers, or of devices to compare."""
     if saved.stack.strategy is Strategy.DATAPARALLEL:
         return saved.plan.dp
     return num_processes(saved.plan, saved.stack)
 
 
 def member_kind(saved: SavedPlan, rank: int) -> int:
-    """Return what a rank is: its stage, device 0 or another one, a worker or a server."""
+    """Return the kind of a rank: its stage, device 0 or another one, a worker or a server."""
     if saved.stack.strategy is Strategy.DATAPARALLEL:
         return min(rank, 1)
     if saved.stack.strategy is Strategy.PARAMETER_SERVER:
@@ -51,7 +51,7 @@ def usual_members(saved: SavedPlan) -> tuple[int, ...]:
 
 
 def predict_members(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPrediction]:
-    """Return what the simulator says of some ranks, devices, workers or servers of a plan.
+    """Return the predictions of some ranks, devices, workers or servers of a plan.
 
     Raises:
         PlanError: If the plan cannot be simulated, or has no such rank.
@@ -61,15 +61,15 @@ def predict_members(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPre
     return {rank: predict_member(saved, rank) for rank in ranks}
 
 
-def predicted_rounds(saved: SavedPlan) -> AsyncRun | None:
-    """Return what asynchronous workers are predicted to do; None where all wait for each other."""
+def predicted_async_run(saved: SavedPlan) -> AsyncRun | None:
+    """Return the predicted run of asynchronous workers; None where all wait for each other."""
     if not is_asynchronous(saved):
         return None
     return simulate(saved.job, saved.plan, saved.cluster, saved.stack).asynchronous
 
 
 def is_asynchronous(saved: SavedPlan) -> bool:
-    """Return whether each worker of a plan loops on its own."""
+    """Return True if each worker of a plan loops on its own."""
     options = saved.plan.parameter_server
     is_served = saved.stack.strategy is Strategy.PARAMETER_SERVER
     return is_served and options is not None and options.asynchronous
@@ -84,7 +84,7 @@ def predict_member(saved: SavedPlan, rank: int) -> RankPrediction:
 
     Args:
         saved: A plan of a stack whose strategy is not a mesh.
-        rank: Which device, worker or server.
+        rank: Index of the device, worker or server.
 
     Raises:
         PlanError: If the plan cannot be simulated, or has no such rank.
@@ -96,8 +96,8 @@ def predict_member(saved: SavedPlan, rank: int) -> RankPrediction:
     is_module = saved.stack.strategy is Strategy.DATAPARALLEL
     messages = _device_messages(result, rank) if is_module else _server_messages(saved, rank)
     calls = [
-        CollectiveCount(axis, way, 2, size_bytes, count)
-        for (axis, way, size_bytes), count in Counter(messages).items()
+        CollectiveCount(axis, direction, 2, size_bytes, count)
+        for (axis, direction, size_bytes), count in Counter(messages).items()
     ]
     calls += [] if is_module else _norm_sums(saved, rank)
     microbatches = saved.plan.num_microbatches(saved.job)
@@ -124,30 +124,34 @@ def _norm_sums(saved: SavedPlan, rank: int) -> list[CollectiveCount]:
 
 
 def _device_messages(result: StepResult, device: int) -> Iterator[tuple[str, str, int]]:
-    """Yield kind, way and size of what crosses the links of a device."""
-    ways = {f"device {device} link out": SEND, f"device {device} link in": RECEIVE}
+    """Yield kind, direction and size of the messages over the links of a device."""
+    directions = {f"device {device} link out": SEND, f"device {device} link in": RECEIVE}
     for lane in result.lanes:
-        if lane.name in ways:
+        if lane.name in directions:
             for span in lane.spans:
-                yield span.kind.value, ways[lane.name], span.size_bytes
+                yield span.kind.value, directions[lane.name], span.size_bytes
 
 
 def _server_messages(saved: SavedPlan, rank: int) -> Iterator[tuple[str, str, int]]:
-    """Yield axis, way and size of what a worker or server sends and receives in one round."""
+    """Yield axis, direction and size of the messages of a worker or server in one round."""
     options = saved.plan.parameter_server or ParameterServer()
+    # A round has the messages of a synchronous step.
     in_step = replace(options, asynchronous=False)
     plan = replace(saved.plan, parameter_server=in_step)
     result = simulate(saved.job, plan, saved.cluster, saved.stack)
     workers = [f"worker {index}" for index in range(plan.dp)]
     alone = [] if options.servers == "all" else range(options.servers)
     members = [*workers, *(f"server {index}" for index in alone)]
-    own = members[rank]
-    ways: dict[str, str] = {}
+    member = members[rank]
+    directions: dict[str, str] = {}
     for other in members:
-        ways |= {f"pull of {other} from {own}": SEND, f"push of {own} to {other}": SEND}
-        ways |= {f"pull of {own} from {other}": RECEIVE, f"push of {other} to {own}": RECEIVE}
+        directions |= {f"pull of {other} from {member}": SEND, f"push of {member} to {other}": SEND}
+        directions |= {
+            f"pull of {member} from {other}": RECEIVE,
+            f"push of {other} to {member}": RECEIVE,
+        }
     for lane in result.lanes:
         for span in lane.spans:
             is_transfer = span.kind in (TaskKind.PULL, TaskKind.PUSH)
-            if is_transfer and lane.name.endswith(" out") and span.name in ways:
-                yield SERVERS, ways[span.name], span.size_bytes
+            if is_transfer and lane.name.endswith(" out") and span.name in directions:
+                yield SERVERS, directions[span.name], span.size_bytes

@@ -1,4 +1,4 @@
-"""What the simulator says of one rank, in the terms in which a run is measured."""
+"""Prediction of one rank, in the terms in which a run is measured."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -49,7 +49,7 @@ class RankPrediction:
 
 
 def pipeline_rank(plan: ResolvedPlan, rank: int) -> int:
-    """Return where *rank* stands in its pipeline: ranks of one stage follow each other."""
+    """Return the pipeline rank of *rank*: ranks of one stage follow each other."""
     return rank // (plan.world_size // plan.pp)
 
 
@@ -57,17 +57,17 @@ def default_ranks(plan: ResolvedPlan) -> tuple[int, ...]:
     """Return one rank of each kind: first, last, and a middle one for each number of layers."""
     stride = plan.world_size // plan.pp
     chosen = {0: None, plan.pp - 1: None}
-    known: set[tuple[int, ...]] = set()
+    seen: set[tuple[int, ...]] = set()
     for pp_rank in range(1, plan.pp - 1):
         layers = tuple(plan.stages[index] for index in range(pp_rank, plan.num_stages, plan.pp))
-        if layers not in known:
-            known.add(layers)
+        if layers not in seen:
+            seen.add(layers)
             chosen[pp_rank] = None
     return tuple(sorted(pp_rank * stride for pp_rank in chosen))
 
 
 def capped(saved: SavedPlan, ranks: Iterable[int] = ()) -> SavedPlan:
-    """Return the plan with the fewest microbatches that show what *ranks*, or all, do with more.
+    """Return the plan with the fewest microbatches in which *ranks*, or all, act as with more.
 
     Each holds as many passes at a time, and runs a forward pass after its first backward pass:
     beside the gradients, to which later passes add.
@@ -77,13 +77,13 @@ def capped(saved: SavedPlan, ranks: Iterable[int] = ()) -> SavedPlan:
     whole, vpp = plan.num_microbatches(job), plan.num_virtual_stages
     shown = {min(pipeline_rank(plan, rank), plan.pp - 1) for rank in ranks} or range(plan.pp)
 
-    def held(count: int) -> list[int]:
+    def in_flight(count: int) -> list[int]:
         return [schedule.in_flight(rank, plan.pp, count, vpp) for rank in shown]
 
     def shows(count: int) -> bool:
         if schedule.refusal(plan.pp, count, vpp) is not None:
             return False
-        return max(held(count)) < count * vpp and held(count) == held(whole)
+        return max(in_flight(count)) < count * vpp and in_flight(count) == in_flight(whole)
 
     few = next(filter(shows, range(2, whole)), whole)
     return replace(saved, job=replace(job, global_batch_size=few * plan.dp * plan.microbatch_size))
@@ -96,7 +96,7 @@ def without_dropout(saved: SavedPlan) -> SavedPlan:
 
 
 def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:
-    """Return what the simulator says of *rank* in one step of a plan.
+    """Return the prediction of *rank* in one step of a plan.
 
     Raises:
         PlanError: If the plan cannot be simulated.
@@ -105,7 +105,7 @@ def predict_rank(saved: SavedPlan, rank: int) -> RankPrediction:
 
 
 def predict_ranks(saved: SavedPlan, ranks: Iterable[int]) -> dict[int, RankPrediction]:
-    """Return what the simulator says of some ranks.
+    """Return the predictions of some ranks.
 
     Ranks of a stage differ in their number, in what they send to their host, and in which tokens of
     a sequence they have: where these are shifted, or attended to in a window.
@@ -145,7 +145,7 @@ def _predict(saved: SavedPlan, result: StepResult, rank: int) -> RankPrediction:
 
 
 def _spread_bytes(saved: SavedPlan, cp_rank: int) -> int:
-    """Return how much smaller gradients of keys and values are than on the last of such ranks.
+    """Return the bytes by which gradients of keys and values are below those of the last cp rank.
 
     In a window of gathered tokens: its tokens are in the middle, before the first ones are none.
     """
@@ -183,12 +183,12 @@ def _host_traffic(saved: SavedPlan, rank: int) -> HostTraffic:
 
 
 def _cp_rank(plan: ResolvedPlan, rank: int) -> int:
-    """Return which *rank* is of those with which it shares sequences."""
+    """Return the index of *rank* among those with which it shares sequences."""
     return rank // plan.tp % plan.cp
 
 
 def _is_at_end(plan: ResolvedPlan, rank: int) -> bool:
-    """Return whether *rank* has one neighbour of those with which it shares sequences, of many."""
+    """Return True if *rank* is at an end of more than two context-parallel ranks."""
     return plan.cp > 2 and _cp_rank(plan, rank) in (0, plan.cp - 1)
 
 
@@ -196,6 +196,7 @@ def _around(saved: SavedPlan, passes: Iterable[Traffic], rank: int) -> Iterator[
     """Yield the messages of a ring, or with the neighbours that a rank has."""
     messages = (each for each in passes if each.op is CollectiveOp.P2P)
     for each in messages:
+        # A rank at an end has one neighbour instead of two.
         is_half = each.shifts_tokens(saved.plan.microbatch_size) and _is_at_end(saved.plan, rank)
         yield each._replace(num_calls=each.num_calls // 2) if is_half else each
 
@@ -246,15 +247,15 @@ def group_name(axis: MeshAxis, plan: ResolvedPlan) -> str:
 def _usual_axis(axis: ExpertAxis, plan: ResolvedPlan) -> MeshAxis:
     """Return the axis of layers whose groups have the same ranks as those of experts, if any."""
     mesh = Mesh.of(plan)
-    usual = {
+    layer_axes = {
         (1, plan.tp): Axis.TP,
         (plan.tp, plan.num_shards): Axis.DP,
         (plan.tp, plan.cp): Axis.CP,
     }
     if plan.cp > 1:
-        usual |= {(plan.tp * plan.cp, plan.dp): Axis.DP}
+        layer_axes |= {(plan.tp * plan.cp, plan.dp): Axis.DP}
     num_ranks = plan.expert_shards if axis is ExpertAxis.EDP else mesh.degree(axis)
-    return usual.get((mesh.stride(axis), num_ranks), axis)
+    return layer_axes.get((mesh.stride(axis), num_ranks), axis)
 
 
 def norm_axis(plan: ResolvedPlan, num_ranks: int) -> str:
@@ -266,11 +267,11 @@ def norm_axis(plan: ResolvedPlan, num_ranks: int) -> str:
     shards = plan.num_shards if plan.zero_stage else 1
     degrees = {Axis.TP: plan.tp, Axis.DP: shards, Axis.PP: plan.pp}
     axes = [axis for axis, degree in degrees.items() if degree > 1]
-    if len(axes) == 1:  # replicas' ranks: all of them, or one set of shards
+    if len(axes) == 1:  # replicas' ranks: all of them, or one HSDP shard group
         return group_name(axes[0], plan)
     ranks = norm_ranks(plan)
-    usual = "world" if ranks == plan.world_size else "parts"
-    return usual if plan.pp > 1 else _experts_name(plan, ranks) or usual
+    default = "world" if ranks == plan.world_size else "parts"
+    return default if plan.pp > 1 else _experts_name(plan, ranks) or default
 
 
 def stage_name(plan: ResolvedPlan) -> str:
@@ -279,13 +280,13 @@ def stage_name(plan: ResolvedPlan) -> str:
         return group_name(Axis.DP, plan)
     if plan.dp_cp == 1:
         return Axis.TP.value
-    if plan.tp == plan.cp == 1:  # of several sets of shards
+    if plan.tp == plan.cp == 1:  # of several HSDP shard groups
         return "batch"
     return _experts_name(plan, plan.tp * plan.dp_cp) or ("world" if plan.pp == 1 else "stage")
 
 
 def _experts_name(plan: ResolvedPlan, num_ranks: int) -> str | None:
-    """Return the name of neighbours, so many, that share all experts, if they do."""
+    """Return the name of the group of *num_ranks* neighbours that share all experts, if any."""
     mesh = Mesh.of(plan)
     axes = (ExpertAxis.EP, ExpertAxis.ALL) if plan.ep > 1 else ()
     return next((axis.value for axis in axes if mesh.degree(axis) == num_ranks), None)

@@ -1,4 +1,4 @@
-"""Who is who among workers and parameter servers, and in which order they meet."""
+"""Ranks of workers and parameter servers, and the order of their messages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,11 +64,12 @@ class ServerLayout:
         return rank < self.num_workers
 
     def server_of(self, rank: int) -> int | None:
-        """Return which server a process is, if it is one."""
+        """Return the index of the server that a process is, or None."""
         return self.server_ranks.index(rank) if rank in self.server_ranks else None
 
     def server_in_turn(self, worker: int, turn: int) -> int:
-        """Return whom a worker talks to in its turn: another in each, itself in the last one."""
+        """Return the server of a worker's turn: another in each, its own in the last one."""
+        # Each turn shifts by one: of as many servers no two workers meet at the same.
         return (worker + self.on_workers + turn) % self.num_servers
 
     def workers_in_turn(self, server: int, turn: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What each device of one process holds, computes and copies, on tensors without data."""
+"""Counts of each device of one process (DataParallel), on tensors without data."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ NUM_STEPS = 2  # the first makes optimizer states
 
 
 def measure_devices(saved: SavedPlan) -> tuple[RankMeasurement, ...]:
-    """Return what each device does in a step of a plan whose replicas are in one process.
+    """Return the counts of each device in a step of a plan whose replicas are in one process.
 
     A device is called a rank; its messages have their kinds for axes.
 
@@ -40,7 +40,7 @@ def measure_devices(saved: SavedPlan) -> tuple[RankMeasurement, ...]:
 
 
 def count_devices(program: DataParallelModuleProgram) -> list[RankOracle]:
-    """Return what each device has counted in the last of a few steps."""
+    """Return the oracle of each device after the last of a few steps."""
     oracles = [RankOracle({}) for _ in range(program.devices.count)]
     for _ in devices_counted(program, oracles, NUM_STEPS):
         pass  # the counts of the last are kept

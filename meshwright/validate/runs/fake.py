@@ -66,6 +66,7 @@ def measure_fake(saved: SavedPlan, rank: int) -> RankMeasurement:
     check_torch()
     from meshwright.planner.sweep import script_runs_once
 
+    # Spawned: a forked process would inherit autograd's state.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
         with script_runs_once():
             measured = other.submit(_measure, saved, rank)

@@ -1,4 +1,4 @@
-"""What a worker does with a plan: build its rank's program, count its steps, then time them."""
+"""Measurement of a plan's rank by its worker: build the program, count steps, time steps."""
 
 import logging
 import os
@@ -49,14 +49,14 @@ Clock: TypeAlias = Callable[[Callable[[], None]], float]  # runs a step, returns
 
 
 def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
-    """Return what *rank* shows: counts and bytes of an early step, times and losses of all.
+    """Return the measurement of *rank*: counts and bytes of early steps, times and losses.
 
     The model trains without dropout, so that its losses can be compared. Steps are counted
     first, in the warm-up; counting slows them, so that those that are timed come after.
 
     Args:
         saved: The plan; its ranks are in one process group.
-        spec: How many steps, and on which backend.
+        spec: Number of steps, and backend.
         rank: Of this process.
 
     Raises:
@@ -70,6 +70,7 @@ def measure_rank(saved: SavedPlan, spec: RunSpec, rank: int) -> RankMeasurement:
     enter_phase(spec, rank, RunPhase.WARM_UP)
     steps = _Steps(program, device)
     counts = _count(steps, request)
+    # Cached blocks of the counted steps would show as reserved in the timed ones.
     memory.give_back()
     memory.forget_peaks()
     for _ in range(spec.warmup_steps):

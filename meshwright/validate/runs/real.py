@@ -44,6 +44,7 @@ def check_host(saved: SavedPlan, backend: Backend) -> None:
     ranks_of_stage = saved.plan.world_size // saved.plan.pp if is_mesh else 1
     stages_bytes = sum(stage.peak_bytes + stage.host_bytes for stage in memory.by_stage)
     ranks_bytes = stages_bytes * ranks_of_stage
+    # The reference runs after the ranks have ended.
     needs_bytes = max(
         ranks_bytes + processes * PROCESS_BYTES,
         reference_bytes(saved),
@@ -78,7 +79,7 @@ def check_backend(saved: SavedPlan, backend: Backend) -> None:
 
 
 def reference_bytes(saved: SavedPlan) -> int:
-    """Return what one process needs to train the whole model, but for activations."""
+    """Return the bytes with which one process trains the whole model, without activations."""
     return count_parameters(saved.job.model) * REFERENCE_BYTES_PER_PARAMETER
 
 
@@ -141,7 +142,7 @@ def kept_failure(failure: RunFailure, out: Path | None) -> RunFailure:
 
 
 def collected(text: str, saved: SavedPlan) -> RunOutcome:
-    """Return what the run in the folder of ``--collect`` left.
+    """Return the outcome of the run in the folder of ``--collect``.
 
     Raises:
         PlanError: If there is no run, or more than one, or one of another number of ranks.
@@ -157,10 +158,10 @@ def _run_folder(folder: Path) -> Path:
     """Return *folder*, or the only run below it."""
     if (folder / SPEC_NAME).is_file():
         return folder
-    found = sorted([*folder.glob(f"*/{SPEC_NAME}"), *folder.glob(f"results/*/{SPEC_NAME}")])
-    names = [shown_path(each.parent) for each in found]
+    spec_files = sorted([*folder.glob(f"*/{SPEC_NAME}"), *folder.glob(f"results/*/{SPEC_NAME}")])
+    names = [shown_path(each.parent) for each in spec_files]
     if len(names) == 1:
-        return found[0].parent
+        return spec_files[0].parent
     there = f"holds {len(names)} runs" if names else f"holds no {SPEC_NAME}"
     allowed = ", ".join(names) if names else "the folder results/... that a run made"
     raise PlanError(f"--collect {shown_path(folder)} {there}; allowed: {allowed}")

@@ -1,4 +1,4 @@
-"""What a script calls that would look at values, start processes, compile or write files."""
+"""Library calls of a script that would read values, start processes, compile or write files."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -72,20 +72,20 @@ def libraries_answered(values: ScriptTensors) -> Iterator[None]:
     load = DataLoader.__init__
 
     def loader(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        here: dict[str, object] = {
+        options: dict[str, object] = {
             "num_workers": 0,
             "pin_memory": False,
             "persistent_workers": False,
         }
-        here |= {"prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
-        load(self, *args, **kwargs | here)
+        options |= {"prefetch_factor": None, "timeout": 0, "multiprocessing_context": None}
+        load(self, *args, **kwargs | options)
 
     def saved(*_args: object, **_kwargs: object) -> None:
         values.note("a checkpoint that is to be saved: nothing is written")
 
     def compiled(model: object = None, *_args: object, **_kwargs: object) -> object:
         values.note("torch.compile: counted as it runs without")
-        return model if model is not None else lambda function: function
+        return model if model is not None else lambda function: function  # a decorator then
 
     def stepped(_self: object, optimizer: Any, _state: object, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401
         return optimizer.step(*args, **kwargs)  # of finite gradients

@@ -1,4 +1,4 @@
-"""Objects that ranks send each other: who is waited for is run until it has sent its own."""
+"""Python objects that ranks send each other: a sender is run until it has sent its own."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,14 +13,14 @@ from meshwright.validate.counting import pipeline_patches
 
 
 class Letter(NamedTuple):
-    """Which object: of those from one rank to another, by its number."""
+    """Key of an object: source, target, and its number among those between the two."""
 
     source: int
     target: int
     number: int
 
 
-class LetterMissingError(BaseException):
+class MissingObjectError(BaseException):
     """A rank waits for an object that its sender must be run for.
 
     No `Exception`, so that no script catches it.
@@ -31,11 +31,11 @@ class LetterMissingError(BaseException):
         self.letter = letter
 
 
-class LetterSentError(BaseException):
+class ObjectSentError(BaseException):
     """A rank has sent the object that it was run for."""
 
 
-class Mail:
+class ObjectExchange:
     """The objects that ranks have sent, kept from run to run of one script.
 
     Stages of a pipeline so tell each other their shapes before the first step.
@@ -49,8 +49,8 @@ class Mail:
         """Let the code inside send and receive as *rank*, until *wanted* is sent.
 
         Raises:
-            LetterMissingError: If it receives what was not sent yet.
-            LetterSentError: When *wanted* has been sent.
+            MissingObjectError: If it receives what was not sent yet.
+            ObjectSentError: When *wanted* has been sent.
             PlanError: If it receives from any rank.
         """
         numbers: dict[tuple[int, int], int] = {}
@@ -68,7 +68,7 @@ class Mail:
                 own = letter(rank, target)
                 self._sent[own] = each
                 if own == wanted:
-                    raise LetterSentError
+                    raise ObjectSentError
 
         def receive(
             objects: list[object], src: int | None = None, *rest: object, **named: object
@@ -77,7 +77,7 @@ class Mail:
             for index in range(len(objects)):
                 own = letter(source, rank)
                 if own not in self._sent:
-                    raise LetterMissingError(own)
+                    raise MissingObjectError(own)
                 objects[index] = self._sent[own]
             return source
 

@@ -41,7 +41,7 @@ class GroupNames:
                 self._dims.setdefault(tuple(sorted(own.tolist())), {})[dim] = None
 
     def name(self, ranks: tuple[int, ...]) -> str:
-        """Return what to call the group of *ranks*, which are in order.
+        """Return the name of the group of *ranks*, which are in order.
 
         >>> names = GroupNames(16, {(0, 1): "tp"})
         >>> [names.name(each) for each in [(0, 1), (2, 3), (0, 4, 8, 12), tuple(range(16))]]
@@ -74,6 +74,7 @@ def groups_on_demand(rank: int, world_size: int, names: GroupNames) -> Iterator[
     def helper(
         size: int, own: int, ranks: list[int], _backend: object, *args: Any, **kwargs: Any
     ) -> object:
+        # They are of the backend that the script has named.
         kwargs.pop("backend_options", None)
         return construct(size, own, ranks, "fake", *args, **kwargs)
 

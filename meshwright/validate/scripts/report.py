@@ -1,4 +1,4 @@
-"""What a script was seen to do, as tables for a terminal, as a page and as a JSON document."""
+"""Counts of a script as tables for a terminal, as a page and as a JSON document."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -77,7 +77,7 @@ def _head(count: ScriptCount) -> list[str]:
 
 
 def _notes(count: ScriptCount) -> list[str]:
-    """Return what was answered without data: how often, and where first."""
+    """Return the answers given without data: how often, and where first."""
     places: dict[str, list[tuple[str, int]]] = {}
     for what, where, number in count.notes:
         places.setdefault(what, []).append((where, number))

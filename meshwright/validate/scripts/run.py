@@ -29,7 +29,12 @@ from meshwright.validate.scripts.gpu import (
     idle_gpu,
 )
 from meshwright.validate.scripts.libraries import libraries_answered
-from meshwright.validate.scripts.mail import Letter, LetterMissingError, LetterSentError, Mail
+from meshwright.validate.scripts.mail import (
+    Letter,
+    MissingObjectError,
+    ObjectExchange,
+    ObjectSentError,
+)
 from meshwright.validate.scripts.process_groups import GroupNames, groups_on_demand
 from meshwright.validate.scripts.steps import ScriptSteps, StepsCounted
 from meshwright.validate.scripts.torchrun import (
@@ -45,12 +50,12 @@ MOST_SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptRun:
-    """What to run, and as whom.
+    """Script to run, and the rank and world size that it sees.
 
     Args:
         words: The script and its arguments, or ``-m``, a module and its.
-        rank: Which one, from 0.
-        world_size: How many there are.
+        rank: Rank, from 0.
+        world_size: Number of ranks.
         num_steps: Steps to run; the last is counted.
         groups: Names of process groups by their ranks, where somebody has names.
     """
@@ -64,14 +69,14 @@ class ScriptRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptCount:
-    """What a script was seen to do.
+    """Counts of a script.
 
     Args:
-        run: What was run.
+        run: Run that was counted.
         measurement: Of the last step.
         flops_by_operator: Its FLOPs, by operator.
-        largest: The tensors that took most bytes at its peak, largest first.
-        notes: What the script was answered without data, where, and how often.
+        largest: Tensors that took most bytes at its peak, largest first.
+        notes: Answers that the script was given without data, where, and how often.
     """
 
     run: ScriptRun
@@ -111,7 +116,7 @@ class ScriptOracle(RankOracle):
 
 
 def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount:
-    """Run a script as one rank, on tensors without data, and return what its last step does.
+    """Run a script as one rank, on tensors without data; return the counts of its last step.
 
     What it prints goes to standard error. Where it waits for an object of another rank, it is run
     as that one first, until that has sent it.
@@ -120,22 +125,22 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
         ScriptFailedError: If it raises, or ends with a status of failure.
         PlanError: If it ends before it has made its steps, or asks for what only data can answer.
     """
-    mail, wanted = Mail(), list[Letter]()
+    mail, wanted = ObjectExchange(), list[Letter]()
     while True:
-        own = wanted[-1] if wanted else None
-        runner = replace(run, rank=own.source) if own else run
+        key = wanted[-1] if wanted else None
+        runner = replace(run, rank=key.source) if key else run
         try:
-            count = _count(runner, mail.delivered(runner.rank, own), progress)
-        except LetterSentError:
+            count = _count(runner, mail.delivered(runner.rank, key), progress)
+        except ObjectSentError:
             wanted.pop()
-        except LetterMissingError as missing:
+        except MissingObjectError as missing:
             if missing.letter in wanted:
                 raise PlanError(f"ranks wait for each other's objects: {missing.letter}") from None
             wanted.append(missing.letter)
         else:
-            if own is None:
+            if key is None:
                 return count
-            raise PlanError(f"rank {own.source} never sends what rank {own.target} waits for")
+            raise PlanError(f"rank {key.source} never sends what rank {key.target} waits for")
 
 
 def _count(
@@ -146,7 +151,7 @@ def _count(
     oracle, fakes = ScriptOracle(names, memories), fake_tensors()
     tensors = ScriptTensors(memories, fakes)
     steps = ScriptSteps(oracle, run.num_steps, progress)
-    contexts = (
+    contexts = (  # of dispatch modes the last one sees an operator first
         redirect_stdout(sys.stderr),
         as_rank(run.words, run.rank, run.world_size),
         launches_answered(run.rank, run.world_size),
@@ -198,7 +203,7 @@ def _gpu_number(run: ScriptRun) -> int:
 
 
 def _result(run: ScriptRun, oracle: RankOracle, tensors: ScriptTensors) -> ScriptCount:
-    """Return what was counted; of a script that never names a GPU, what is on its host."""
+    """Return the counts; of a script that never names a GPU, those of its host."""
     memories = oracle.memories
     has_gpu = memories.device.peak_bytes > 0
     place = memories.device if has_gpu else memories.host
@@ -220,12 +225,12 @@ def _result(run: ScriptRun, oracle: RankOracle, tensors: ScriptTensors) -> Scrip
 def count(
     *words: str, rank: int = 0, world_size: int = 1, num_steps: int = SCRIPT_STEPS
 ) -> ScriptCount:
-    """Return what one rank of a training script computes, sends and holds in a step, without GPUs.
+    """Return FLOPs, communication and bytes of one rank in a step of a script, without GPUs.
 
     Args:
         words: The script and its arguments, as after ``torchrun``.
-        rank: Which rank it is.
-        world_size: How many there are.
+        rank: Rank that the script sees.
+        world_size: Number of ranks.
         num_steps: Optimizer steps to run; the last is counted.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where the steps of a script begin and end, and what its tensors are for."""
+"""Steps of a script, and the kinds of its tensors."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -72,6 +72,7 @@ class ScriptSteps:
 
     def _after(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         self._running.remove(optimizer)
+        # An inner optimizer has stepped (that of ZeroRedundancyOptimizer).
         if self._running:
             return
         if self._first is None or self._first() is None:
@@ -88,7 +89,7 @@ class ScriptSteps:
         self._oracle.start_step()
 
     def _mark_kept(self) -> None:
-        """Say what parameters and optimizer states are for.
+        """Mark parameters and optimizer states.
 
         Weights that an optimizer has, and no module, are its states: a copy in fp32 beside those
         that compute.

@@ -1,4 +1,4 @@
-"""What a launcher gives a script: environment, arguments, and to be the main program."""
+"""Launch of a script as by ``torchrun``: environment, arguments, main program."""
 
 import os
 import runpy
@@ -93,6 +93,7 @@ def launches_answered(rank: int, world_size: int) -> Iterator[None]:
             )
         if program != sys.executable:
             raise PlanError(f"the launcher starts {program}; allowed: a Python script")
+        # torchrun starts Python unbuffered.
         own = words[1:] if words[0] == "-u" else words
         with as_rank(own, rank, world_size):
             run_script(own)

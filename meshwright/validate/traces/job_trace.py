@@ -1,4 +1,4 @@
-"""Read the trace of a job that ran: where its kernels' time went, and what communication hid.
+"""Trace of a job that ran: device time by kind of kernel, and overlapped communication.
 
 The file is what torch.profiler's ``export_chrome_trace`` writes: the JSON Object Format of
 Chromium's Trace Event Format, times in microseconds, kernels in the category "kernel".
@@ -53,7 +53,7 @@ class KindTime(NamedTuple):
 
 
 class JobTrace(NamedTuple):
-    """Where the device time of a job went.
+    """Device time of a job.
 
     Args:
         kinds: Kernels by kind, the longest first.
@@ -71,7 +71,7 @@ class JobTrace(NamedTuple):
 
     @property
     def exposed_comm_s(self) -> float:
-        """Communication that no computation hides."""
+        """Communication that no computation overlaps."""
         return self.communication_s - self.overlap_s
 
     @property
@@ -102,7 +102,7 @@ def kind_of(name: str, category: str = "kernel") -> str:
 
 
 def read_job_trace(path: Path) -> JobTrace:
-    """Return where the time of a job went, from its trace, gzipped or not.
+    """Return the device times of a job from its trace, gzipped or not.
 
     Raises:
         PlanError: If the file is no such trace, or has no kernel of a device; one line.
@@ -164,7 +164,7 @@ def summarise(kernels: list[Kernel]) -> JobTrace:
 
 
 def union(kernels: Iterable[Kernel], *, communication: bool) -> Spans:
-    """Return when some kernel runs that communicates, or some that does not; in order."""
+    """Return the times in which some kernel communicates, or some does not; in order."""
     chosen = [each for each in kernels if each.kind.startswith(COMMUNICATION) == communication]
     spans: Spans = []
     for each in sorted(chosen, key=lambda kernel: kernel.start_s):
@@ -180,7 +180,7 @@ def _length(spans: Spans) -> float:
 
 
 def _common(left: Spans, right: Spans) -> float:
-    """Return the length of what two ordered lists of spans share."""
+    """Return the overlap of two ordered lists of spans, in seconds."""
     total, i, j = 0.0, 0, 0
     while i < len(left) and j < len(right):
         shared = min(left[i][1], right[j][1]) - max(left[i][0], right[j][0])

@@ -49,7 +49,7 @@ def measure_collectives(
     """Append rows of collectives over *num_ranks* local processes to *file*.
 
     Args:
-        file: Where rows go; what it has is not measured again.
+        file: File of rows; cases that it has are not measured again.
         num_ranks: Processes to start.
         deadline_s: On the clock of `time.monotonic`; only the first batches start after it.
         progress: Told what is measured, how many cases are done, of how many.
@@ -111,6 +111,7 @@ def _processes(job: CollectiveJob, worker: Sequence[str]) -> Iterator[Ranks]:
                 )
         yield ranks
     finally:
+        # Killed first, waited for then: a rank may itself wait for another.
         for process in ranks:
             process.kill()
         for process in ranks:
@@ -123,8 +124,10 @@ def _new_lines(job: CollectiveJob, ranks: Ranks) -> Iterator[list[str]]:
     visits: list[int] = []
     moved_s = time.monotonic()
     while True:
+        # Asked before the file is read: a rank that ends in between has written its last rows.
         ended = all(process.poll() == 0 for process in ranks)
         content = path.read_bytes() if path.exists() else b""
+        # The last row may be half written.
         complete = content.rfind(b"\n") + 1
         if complete > place:
             yield content[place:complete].decode("utf-8").split("\n")[:-1]
@@ -133,6 +136,7 @@ def _new_lines(job: CollectiveJob, ranks: Ranks) -> Iterator[list[str]]:
             return
         if any(process.poll() for process in ranks):
             raise PlanError(_death(job, ranks))
+        # Progress of any rank counts: the others may all wait for one that is slow.
         if (counted := _visits(job)) != visits:
             visits, moved_s = counted, time.monotonic()
         if time.monotonic() - moved_s > job.timeout_s:
@@ -156,6 +160,7 @@ def _death(job: CollectiveJob, ranks: Ranks) -> str:
         lost_another = any(word in last_words[rank] for word in PEER_WORDS)
         return ranks[rank].returncode > 0, lost_another, visits[rank], rank
 
+    # A killed rank goes before one that failed, and of these one that lost no peer.
     rank = min(bad, key=suspicion)
     status = ranks[rank].returncode
     reason = f": {last_words[rank]}" if last_words[rank] else ""

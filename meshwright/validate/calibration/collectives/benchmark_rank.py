@@ -42,7 +42,7 @@ class BenchmarkRank:
         self.groups: dict[int, distributed.ProcessGroup | None] = {}
 
     def join(self) -> None:
-        """Meet the other ranks."""
+        """Initialise the process group and a sub-group of each size."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
@@ -54,6 +54,7 @@ class BenchmarkRank:
             world_size=self.job.num_ranks,
             timeout=timedelta(seconds=self.job.timeout_s),
         )
+        # Every rank makes every group, also those that it is not in (new_group is collective).
         for count in sorted({case.sizes[1] for case in self.job.cases}):
             self.groups[count] = distributed.new_group(list(range(count)))
 
@@ -62,6 +63,7 @@ class BenchmarkRank:
         cases = self.job.cases
         for start in range(0, len(cases), BATCH_CASES):
             due = start < FIRST_CASES or time.monotonic() < self.job.deadline_s
+            # Rank 0's clock decides for all: ranks that disagreed would call different collectives.
             go_on = torch.tensor([float(due)], device=self.device)
             distributed.broadcast(go_on, 0)
             if not go_on.item():
@@ -90,6 +92,7 @@ class BenchmarkRank:
         """Return the seconds of one call here; 0 where the rank takes no part."""
         self.num_visits += 1
         progress_path(self.job, self.rank).write_text(str(self.num_visits), encoding="ascii")
+        # All ranks start together, so that waiting for a late one is not timed.
         distributed.barrier()
         if call is None:
             return 0.0
@@ -118,6 +121,7 @@ class BenchmarkRank:
         size_bytes, count = case.sizes
         if self.rank >= count:
             return None
+        # size_bytes is of the larger buffer; the other one holds a rank's part of it.
         whole = torch.zeros(size_bytes // 4, device=self.device)
         part = torch.zeros(size_bytes // 4 // count, device=self.device)
         group = self.groups[count]
@@ -134,8 +138,9 @@ class BenchmarkRank:
                 return lambda: self._bounce(whole, group)
 
     def _bounce(self, whole: torch.Tensor, group: distributed.ProcessGroup | None) -> None:
-        """Send there and back."""
+        """Send the buffer to the other rank and receive it back."""
         steps = (distributed.send, distributed.recv)
+        # The other rank receives first: two blocking sends would wait for each other.
         for step in steps if self.rank == 0 else steps[::-1]:
             step(whole, 1 - self.rank, group=group)
 
@@ -150,8 +155,8 @@ def _scatter() -> Callable[..., object]:
     return getattr(distributed, name, None) or distributed.reduce_scatter_tensor
 
 
-def take_part(job: CollectiveJob, number: int) -> None:
-    """Be the rank of that number in *job*."""
+def run_benchmark_rank(job: CollectiveJob, number: int) -> None:
+    """Run rank *number* of *job*."""
     rank = BenchmarkRank(job, number)
     rank.join()
     rank.run()

@@ -1,4 +1,4 @@
-"""What the ranks of the collectives' benchmark are told, and the files they leave."""
+"""Job of the collectives' benchmark as JSON, and the files that its ranks write."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class CollectiveJob:
         timeout_s: Longest wait for another rank.
         deadline_s: No batch of cases starts after it; on the machine's clock `time.monotonic`.
         parent: The process that started the ranks; none outlives it.
-        cases: What to measure, in this order.
+        cases: Cases to measure, in this order.
     """
 
     accelerator: Accelerator
@@ -38,7 +38,7 @@ class CollectiveJob:
 
     @classmethod
     def loads(cls, text: str) -> "CollectiveJob":
-        """Return what `dumps` wrote."""
+        """Return the job that `dumps` wrote."""
         fields = json.loads(text)
         cases = [collective(op, size, count) for op, size, count in fields.pop("cases")]
         accelerator = Accelerator(fields.pop("accelerator"))

@@ -15,9 +15,9 @@ def main() -> None:
     """Read the job and take part in it."""
     job = CollectiveJob.loads(sys.stdin.read())
     end_without(job.parent)
-    from meshwright.validate.calibration.collectives.benchmark_rank import take_part  # noqa: PLC0415
+    from meshwright.validate.calibration.collectives.benchmark_rank import run_benchmark_rank  # noqa: PLC0415
 
-    take_part(job, int(os.environ["RANK"]))
+    run_benchmark_rank(job, int(os.environ["RANK"]))
 
 
 if __name__ == "__main__":

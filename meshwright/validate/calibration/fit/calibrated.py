@@ -41,14 +41,14 @@ from meshwright.validate.calibration.rows import (
 
 
 class Misfit(NamedTuple):
-    """How far a model is off some rows: shares of the measured time, without sign."""
+    """Error of a model on some rows: |modelled / measured - 1|."""
 
     num_rows: int
     median_fraction: float
     worst_fraction: float
 
     def __str__(self) -> str:
-        """Return the three in words."""
+        """Return number of rows, median and worst error in words."""
         return (
             f"{counted(self.num_rows, 'row')}, |error| median {self.median_fraction:.1%}, "
             f"worst {self.worst_fraction:.1%}"
@@ -56,14 +56,14 @@ class Misfit(NamedTuple):
 
 
 def misfit_of(rows: list[Row], model: Callable[[BenchmarkCase], float | None]) -> Misfit:
-    """Return the errors of *model* on the rows that it says something about."""
+    """Return the errors of *model* on the rows that it has a time for."""
     pairs = [(row.median_s, model(row.case)) for row in rows]
     errors = [abs(modelled / measured - 1) for measured, modelled in pairs if modelled is not None]
     return Misfit(len(errors), median(errors), max(errors)) if errors else Misfit(0, 0.0, 0.0)
 
 
 def evidence(machine: Machine, date: str) -> str:
-    """Return when and on what rows were measured."""
+    """Return date, device and versions of a measurement, for the ``source`` of a profile."""
     threads = f", {machine.threads} threads" if machine.threads > 1 else ""
     return (
         f"meshwright calibrate, {date}, {machine.device}{threads}, driver {machine.driver}, "
@@ -74,7 +74,7 @@ def evidence(machine: Machine, date: str) -> str:
 def calibrated_device(
     file: RowFile, name: str, *, like: str | None, peak: dict[Precision, float]
 ) -> Device:
-    """Return the device that the rows of *file* show.
+    """Return the device fitted to the rows of *file*.
 
     Raises:
         PlanError: If the rows are too few.
@@ -84,6 +84,7 @@ def calibrated_device(
     device = starting_device(machine, rows, name, known=known, peak=peak)
     floor = launch_floor(rows, machine.accelerator)
     source = evidence(machine, file.date)
+    # Memory comes first: the fit of GEMMs reads its bandwidth fraction.
     memory = [row for row in rows if isinstance(row.case.operator, MemoryBound)]
     if memory:
         kernels = {"memory": fit_memory(rows, device, floor)}
@@ -97,12 +98,12 @@ def calibrated_device(
 def _with_fit(
     device: Device, kernels: Mapping[str, Profile], used: list[Row], floor: LaunchFloor, source: str
 ) -> Device:
-    """Return *device* with fitted *kernels*, which say how far they are off the rows *used*."""
+    """Return *device* with fitted *kernels*, whose source states their error on the rows *used*."""
     fitted = device.model_copy(update=kernels)
     errors = misfit_of(used, lambda case: modelled_s(case, fitted, floor))
     provenance = {"kind": Source.FITTED, "source": f"{source}; {errors}"}
-    told = {name: each.model_copy(update=provenance) for name, each in kernels.items()}
-    return device.model_copy(update=told)
+    with_source = {name: each.model_copy(update=provenance) for name, each in kernels.items()}
+    return device.model_copy(update=with_source)
 
 
 def _with_flash(
@@ -129,7 +130,7 @@ def _with_flash(
 
 
 def calibrated_link(rows: list[Row], name: str, title: str, sources: dict[Row, str]) -> Link:
-    """Return the link that rows of collectives show.
+    """Return the link fitted to rows of collectives.
 
     Its line rate is the best bus bandwidth of any row; the latency of a hop is the smallest
     that an operation's start-up time leaves for each step of a ring.
@@ -138,7 +139,7 @@ def calibrated_link(rows: list[Row], name: str, title: str, sources: dict[Row, s
         rows: Of collectives, at least one.
         name: Of the profile.
         title: Of the profile.
-        sources: Where each row comes from.
+        sources: Source of each row.
     """
     facts = []
     for (op, num_ranks), of_op in by_operation(rows).items():
@@ -154,7 +155,9 @@ def calibrated_link(rows: list[Row], name: str, title: str, sources: dict[Row, s
                 source=f"{sources[of_op[0]]}; {errors}",
             )
         )
+    # Bus bandwidth nears the line rate as buffers grow: the best row is nearest.
     rate = float(f"{max(row.rate for row in rows):.4g}")
+    # The median operation: one slow collective must not lower the whole link.
     typical = median([fact.busbw_bytes_per_s for fact in facts])
     return Link(
         name=name,
@@ -170,7 +173,7 @@ def calibrated_link(rows: list[Row], name: str, title: str, sources: dict[Row, s
 
 
 def combined_rows(measured: list[Row], read: list[Row]) -> list[Row]:
-    """Return rows of collectives; what was read of an operation replaces what was measured.
+    """Return rows of collectives; those of nccl-tests replace measured ones of their operation.
 
     >>> combined_rows([], [])
     []
@@ -180,7 +183,7 @@ def combined_rows(measured: list[Row], read: list[Row]) -> list[Row]:
     def key(row: Row) -> tuple[CollectiveOp, int]:
         return CollectiveOp(row.case.op), row.case.sizes[1]
 
-    own = [
+    kept = [
         row for row in measured if row.case.group is CaseGroup.COLLECTIVE and key(row) not in given
     ]
-    return own + read
+    return kept + read

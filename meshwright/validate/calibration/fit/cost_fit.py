@@ -32,7 +32,7 @@ FLASH_KERNEL, CUDNN_KERNEL = "sdpa-fa2", "te-cudnn"
 ENDINGS = {FLASH_KERNEL: "", CUDNN_KERNEL: " cudnn"}
 # Errors beyond this count by their size, not its square: a few disturbed rows must not decide.
 SOFT_ERROR = 0.1
-# A pull towards the start, as much as one row of a 1 % error: it settles what no row tells.
+# Regularisation towards the start, as much as one row of a 1 % error: it decides what no row shows.
 PULL = 1e-4
 MAX_PROLOGUE_K, MAX_HALF_RATE_INTENSITY = 4096.0, 512.0
 MIN_FRACTION, MIN_ALIGNMENT = 0.005, 0.02
@@ -42,13 +42,13 @@ Point = NDArray[np.float64]
 
 
 class LaunchFloor(NamedTuple):
-    """What starting a kernel costs: on a GPU the least time, on a processor an addition."""
+    """Launch time of a kernel: a lower bound on a GPU, an addition on a processor."""
 
     launch_s: float
     accelerator: Accelerator
 
     def apply(self, time_s: float) -> float:
-        """Return the time of a call back to back with its like.
+        """Return the time of a call among back-to-back calls of its kind.
 
         >>> floor = LaunchFloor(5e-6, Accelerator.CUDA)
         >>> floor.apply(2e-6), floor.apply(8e-6)
@@ -56,17 +56,18 @@ class LaunchFloor(NamedTuple):
         """
         if self.accelerator is Accelerator.CPU:
             return time_s + self.launch_s
+        # A GPU runs a kernel while the host launches the next: the longer of both counts.
         return max(time_s, self.launch_s)
 
 
 def launch_floor(rows: Iterable[Row], accelerator: Accelerator) -> LaunchFloor:
-    """Return the floor that the rows of empty kernels show; none without such rows."""
+    """Return the launch floor of the rows of empty kernels; 0 without such rows."""
     times_s = [row.median_s for row in rows if row.case.group is CaseGroup.LAUNCH]
     return LaunchFloor(median(times_s) if times_s else 0.0, accelerator)
 
 
 def modelled_s(case: BenchmarkCase, device: Device, floor: LaunchFloor) -> float | None:
-    """Return what the cost model says of *case*, or None where it says nothing."""
+    """Return the cost model's seconds for *case*, or None where it has none."""
     operator = case.operator
     match operator:
         case None:
@@ -89,6 +90,7 @@ def misfit(errors: list[float]) -> float:
     >>> round(misfit([0.01, -0.01]), 6)
     0.0002
     """
+    # Pseudo-Huber loss: quadratic near 0, linear far out.
     return sum(2 * SOFT_ERROR * (hypot(SOFT_ERROR, error) - SOFT_ERROR) for error in errors)
 
 
@@ -135,19 +137,19 @@ def minimum(function: Callable[[Point], float], bounds: list[Bound]) -> Point:
 
 
 class Choice(NamedTuple):
-    """A number to fit: it is searched on a scale on which equal steps matter equally."""
+    """Number to fit, searched on a scale on which equal steps matter equally."""
 
     bound: Bound
     value: Callable[[float], float]
 
     @classmethod
     def fraction(cls, start: float, low: float = MIN_FRACTION) -> "Choice":
-        """Return a share of 1, by its logarithm."""
+        """Return a fraction of 1, searched by its logarithm."""
         return cls(Bound(log(min(1.0, max(start, low))), log(low), 0.0), exp)
 
     @classmethod
     def size(cls, start: float, high: float) -> "Choice":
-        """Return a number from 0 on, by the logarithm of itself and one."""
+        """Return a number from 0 on, searched by log(1 + value)."""
         value = min(max(start, 0.0), high)
         return cls(Bound(log(1 + value), 0.0, log(1 + high)), lambda place: exp(place) - 1)
 
@@ -186,15 +188,15 @@ def fit_memory(rows: list[Row], device: Device, floor: LaunchFloor) -> MemoryKer
 
 
 def fit_gemm(rows: list[Row], device: Device, floor: LaunchFloor) -> GemmKernels:
-    """Return *device*'s constants of matrix products as *rows* have them.
+    """Return *device*'s GEMM constants fitted to *rows*.
 
-    What no row can tell stays as it is: the loss of misaligned sizes without such sizes, and
+    What no row shows keeps its value: the loss of misaligned sizes without such sizes, and
     partial waves on a device of one processor, where each tile is a wave.
 
     Args:
-        rows: All rows; products are taken from them.
+        rows: All rows; GEMMs are taken from them.
         device: Peaks, bandwidth fraction and where the search starts.
-        floor: What starting a kernel costs.
+        floor: Launch time of a kernel.
     """
     used = [row for row in rows if row.case.group is CaseGroup.GEMM]
     if not used:
@@ -235,7 +237,7 @@ def attention_rows(rows: Iterable[Row], kernel: str) -> list[Row]:
 def fit_flash(
     rows: list[Row], device: Device, floor: LaunchFloor, kernel: str = FLASH_KERNEL
 ) -> FlashKernels | None:
-    """Return the shares of the peak that a kernel reaches, or None unless both were measured."""
+    """Return the fractions of peak that a kernel reaches; None unless both passes were measured."""
     used = attention_rows(rows, kernel)
     if len({row.case.op for row in used}) != 2:
         return None
@@ -271,7 +273,7 @@ class LinkFit(NamedTuple):
 
 
 def fit_collective(rows: list[Row]) -> LinkFit:
-    """Return the start-up time and bus bandwidth of rows of one operation and size of group.
+    """Return latency and bus bandwidth fitted to rows of one operation and group size.
 
     >>> from meshwright.validate.calibration.collectives.job import collective
     >>> cases = [collective("broadcast", 4**power, 2) for power in range(5, 15)]
@@ -291,6 +293,7 @@ def fit_collective(rows: list[Row]) -> LinkFit:
         link = values(point)
         return misfit(_errors(rows, link.time_s))
 
+    # Within a factor of 100 of the first guess; logarithms keep both positive.
     far = log(100.0)
     found = values(
         minimum(

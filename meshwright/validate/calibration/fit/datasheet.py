@@ -1,4 +1,4 @@
-"""What is known of a device before it is measured: a built-in one, or only its own rows."""
+"""Facts of a device before the fit: a built-in datasheet, or the best rates of its own rows."""
 
 import re
 from collections.abc import Iterable
@@ -42,6 +42,7 @@ def known_device(machine: Machine, like: str | None) -> Device | None:
         device = load_device(name)
         words = _words(name)
         gap = abs(machine.memory_bytes / device.memory_capacity_bytes - 1)
+        # A built-in name begins with the model, which the driver's name contains.
         same = name.split("-")[0] in spoken and device.num_sms == machine.num_sms
         if same and gap < CAPACITY_TOLERANCE:
             found.append((len(words & spoken), -gap, name))
@@ -80,14 +81,14 @@ def starting_device(
     """Return the device to fit: its peaks and limits, and constants to start from.
 
     Args:
-        machine: What was measured.
+        machine: Machine that was measured.
         rows: Where there is no datasheet, the best rates of these are the peaks.
         name: Of the new profile.
         known: The datasheet.
         peak: Peaks that go before both.
 
     Raises:
-        PlanError: If a peak or the bandwidth can be had from nothing.
+        PlanError: If neither datasheet, rows nor user give a peak or the bandwidth.
     """
     rows = list(rows)
     if known is not None:

@@ -43,7 +43,7 @@ PANELS = (
 
 
 def draw_residuals(residuals: Iterable[Residual], title: str, path: Path) -> None:
-    """Write a PNG of every row that the profiles say something about.
+    """Write a PNG of all rows that the profiles have a time for.
 
     A row on the diagonal is modelled as measured; the thin lines are 20 % off it.
     """

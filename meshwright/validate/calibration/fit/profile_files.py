@@ -40,13 +40,14 @@ def _time(time_s: float) -> str:
 
 
 def _rounded(value: float) -> float:
-    """Return a number of ten digits; a whole one as such."""
+    """Return a number of at most ten digits, an int where it is whole."""
+    # Ten digits hide the noise of binary fractions.
     number = float(f"{value:.10g}")
     return int(number) if number.is_integer() else number
 
 
 def _kernels(kernels: Profile) -> dict[str, object]:
-    """Return the keys of a table whose values have no unit; not those that are not there."""
+    """Return the unitless keys of a table, without those that are None."""
     values = {name: getattr(kernels, name) for name in type(kernels).model_fields}
     return {
         name: str(value) if isinstance(value, str) else _rounded(value)
@@ -56,7 +57,7 @@ def _kernels(kernels: Profile) -> dict[str, object]:
 
 
 def _gemm(gemm: GemmKernels) -> dict[str, object]:
-    """Return the table of products, and in it those that differ, where they are there."""
+    """Return the GEMM table, with those of 8-bit and grouped GEMMs where they differ."""
     inner = [*gemm.eight_bit.items(), ("grouped", gemm.grouped)]
     tables = {str(name): _kernels(each) for name, each in inner if each is not None}
     return {**_kernels(gemm), **tables}
@@ -156,7 +157,7 @@ def write_profiles(
     """Write what there is of device, link and cluster; return the files.
 
     Args:
-        folder: Where they go.
+        folder: Folder to write.
         name: Their names begin with it; the cluster's is it.
         device: A calibrated device, or the name of a built-in one.
         link: A calibrated link.

@@ -28,14 +28,14 @@ COLUMNS = (
 
 
 class Residual(NamedTuple):
-    """A row and what the written profiles say of it, None where they say nothing."""
+    """A row and its time by the written profiles, None where they have no model of it."""
 
     row: Row
     modelled_s: float | None
 
     @property
     def error_fraction(self) -> float | None:
-        """By how much the model is too slow, of the measured time."""
+        """Modelled over measured time, less 1."""
         return None if self.modelled_s is None else self.modelled_s / self.row.median_s - 1
 
 
@@ -53,7 +53,7 @@ class Summary(NamedTuple):
 def residuals_of(
     rows: Iterable[Row], device: Device | None, link: Link | None, floor: LaunchFloor
 ) -> list[Residual]:
-    """Return the residuals of *rows* with the cost model that simulations use."""
+    """Return the residuals of *rows* under the simulator's cost model."""
 
     def model(case: BenchmarkCase) -> float | None:
         if case.group is CaseGroup.COLLECTIVE:
@@ -81,22 +81,22 @@ def _collective_s(case: BenchmarkCase, link: Link) -> float:
 
 
 def _one_node(link: Link, num_ranks: int) -> Cluster:
-    """Return a node joined by *link*; its devices do not matter here."""
+    """Return a one-node cluster joined by *link*; its device has no effect here."""
     some = load_cluster("localhost-cpu")
     return some.model_copy(update={"intra_node": link, "devices_per_node": num_ranks})
 
 
 def summaries(residuals: Iterable[Residual]) -> list[Summary]:
     """Return the residuals by group and operation, in the order of groups."""
-    found: dict[tuple[CaseGroup, str], list[Residual]] = {}
+    residuals_by_op: dict[tuple[CaseGroup, str], list[Residual]] = {}
     for each in residuals:
         case = each.row.case
         ranks = f", {case.sizes[1]} ranks" if case.group is CaseGroup.COLLECTIVE else ""
-        found.setdefault((case.group, f"{case.op}{ranks}"), []).append(each)
+        residuals_by_op.setdefault((case.group, f"{case.op}{ranks}"), []).append(each)
     order = list(CaseGroup)
     result = []
     for (group, op), of_op in sorted(
-        found.items(), key=lambda item: (order.index(item[0][0]), item[0][1])
+        residuals_by_op.items(), key=lambda item: (order.index(item[0][0]), item[0][1])
     ):
         rates = [each.row.rate for each in of_op]
         modelled = {each.row.case: each.modelled_s for each in of_op}
@@ -111,7 +111,7 @@ def rate_unit(group: CaseGroup) -> str:
 
 
 def write_residuals(residuals: Iterable[Residual], path: Path) -> None:
-    """Write a line a row; an empty cell where the profiles say nothing."""
+    """Write one CSV line per row; cells without a modelled time are empty."""
     with output_file(path) as draft, draft.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(COLUMNS)

@@ -1,7 +1,7 @@
 """A software stack as this processor runs it: a stack's file with measured values put in.
 
 Ranks on a processor compute with the cores that also copy their messages, so that nothing is
-hidden behind anything; and the attention kernel is PyTorch's own, which was measured.
+overlapped; and the attention kernel is PyTorch's own, which was measured.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ SERIAL = {
 
 
 def check_stacks(names: Iterable[str], accelerator: Accelerator | None) -> tuple[str, ...]:
-    """Return the stacks of ``--stack`` after a look at each.
+    """Return the stacks of ``--stack``, checked.
 
     Raises:
         PlanError: If the device is no processor, or a name repeats or is a file.
@@ -49,9 +49,9 @@ def check_stacks(names: Iterable[str], accelerator: Accelerator | None) -> tuple
 
 
 def stack_toml(name: str, rows: Iterable[Row], source: str) -> str:
-    """Return the file of the built-in stack *name* with what *rows* and a processor change.
+    """Return the built-in stack *name* as TOML, with facts measured on a processor put in.
 
-    The name stays: programs that stand for a stack are found by it.
+    The name stays: reference programs are found by it.
 
     Args:
         name: Of the built-in stack.
@@ -82,6 +82,7 @@ def write_stacks(
     for stack in stacks:
         path = folder / f"{name}-{stack}.toml"
         write_output(path, stack_toml(stack, rows, source))
+        # Loaded again: a wrong file fails here, not in a later simulation.
         load_stack(path)
         written.append(path)
     return written

@@ -5,7 +5,7 @@ import time
 import torch
 
 from meshwright.hwprofiles import GIBI, MEBI, Precision
-from meshwright.validate.calibration.measure.stopwatch import awaken, measure_batch
+from meshwright.validate.calibration.measure.stopwatch import measure_batch, warm_up_gpu
 from meshwright.validate.calibration.rows import (
     Accelerator,
     Coverage,
@@ -26,7 +26,7 @@ def measure_device(
     """Append rows of this machine's device to *file*.
 
     Args:
-        file: Where rows go; what it has is not measured again.
+        file: File of rows; cases that it has are not measured again.
         precision: Number format of the kernels.
         deadline_s: On the clock of `time.monotonic`; no batch starts after it.
         progress: Told what is measured, how many cases are done, of how many.
@@ -40,7 +40,7 @@ def measure_device(
     batches = in_batches(missing, most=BATCH_CASES, limit_bytes=BATCH_BYTES[machine.accelerator])
     done = len(cases) - len(missing)
     if batches:
-        awaken(device)
+        warm_up_gpu(device)
     for seed, batch in enumerate(batches):
         if time.monotonic() >= deadline_s:
             break

@@ -42,7 +42,7 @@ def _random(case: BenchmarkCase, device: torch.device, *shape: int) -> torch.Ten
 
 
 def _product(case: BenchmarkCase, device: torch.device) -> Call:
-    """Return a product as a linear layer runs it: weights lie [outputs, inputs]."""
+    """Return the GEMM of a linear layer: weights are [outputs, inputs]."""
     m, n, k, batch = case.sizes
     left: tuple[int, ...] = (m, k)
     right: tuple[int, ...] = (k, n)
@@ -54,6 +54,7 @@ def _product(case: BenchmarkCase, device: torch.device) -> Call:
     elif case.op == "wgrad":
         left = (k, m)
     turns = _turns(case, (_random(case, device, *left), _random(case, device, *right)))
+    # Allocated once: the allocator's time is not the GEMM's.
     result = torch.empty(out, device=device, dtype=DTYPES[case.precision])
 
     def run() -> torch.Tensor:
@@ -82,11 +83,12 @@ def _attention(case: BenchmarkCase, device: torch.device) -> Call:
         tensor.requires_grad_()
     out = forward()
     gradient = torch.randn_like(out)
+    # The graph is kept: the same backward pass is timed many times.
     return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
 
 def _flash(way: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Call:
-    """Return FlashAttention-2 by name: asked for attention, PyTorch may choose another kernel."""
+    """Return FlashAttention-2 by name: SDPA may dispatch to another kernel."""
     if way == "forward":
         return lambda: flash_forward(query, key, value, causal=True)
     out, log_sum_exp = flash_forward(query, key, value, causal=True)
@@ -127,6 +129,7 @@ def _copy(case: BenchmarkCase, device: torch.device) -> Call:
         "host to device": (host, device),
         "device to host": (device, host),
     }[case.op]
+    # Only pinned host memory is copied asynchronously.
     source = torch.zeros(size, dtype=torch.uint8, device=start, pin_memory=start != device)
     target = torch.zeros(size, dtype=torch.uint8, device=end, pin_memory=end != device)
     if start != end:

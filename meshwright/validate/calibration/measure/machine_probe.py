@@ -1,4 +1,4 @@
-"""What PyTorch and the operating system say of this machine."""
+"""Hardware and software of this machine, as PyTorch and the operating system report them."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from meshwright.validate.device import driver_version
 
 
 def probe_machine(accelerator: Accelerator, num_ranks: int) -> Machine:
-    """Return what one of *num_ranks* processes of this machine has.
+    """Return one process's share of this machine: its threads, memory and versions.
 
     Raises:
         PlanError: If there are fewer devices than ranks.

@@ -63,6 +63,7 @@ def _after_wait_s(
 ) -> tuple[float, float]:
     """Return the seconds of all calls after a wait of the GPU, and of handing them over."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    # Earlier work in the queue would run into the wait.
     torch.cuda.synchronize(device)
     begin_s = time.perf_counter()
     torch.cuda._sleep(int(lead_s * WAIT_CYCLES_PER_S))  # noqa: SLF001 - PyTorch's own tests use it
@@ -76,7 +77,7 @@ def _after_wait_s(
 
 
 def calls_of_visit(time_s: float) -> int:
-    """Return how many calls make a visit long enough.
+    """Return the calls of a visit, so that it takes `VISIT_S` or more.
 
     >>> calls_of_visit(1.0), calls_of_visit(5e-4), calls_of_visit(1e-9)
     (1, 4, 200)
@@ -85,7 +86,7 @@ def calls_of_visit(time_s: float) -> int:
 
 
 def repeats_of(visit_s: float) -> int:
-    """Return how many visits a case gets.
+    """Return the visits of a case: fewer, the longer one takes.
 
     >>> repeats_of(0.002), repeats_of(0.1), repeats_of(2.0)
     (9, 5, 3)
@@ -109,8 +110,8 @@ def warmed_up_s(visit: Callable[[int], float]) -> float:
     return visit(1 if first_s > LONG_VISIT_S else NUM_WARM_UP)
 
 
-def awaken(device: torch.device) -> None:
-    """Keep a GPU busy for a while: an idle one has slowed its clocks down."""
+def warm_up_gpu(device: torch.device) -> None:
+    """Keep a GPU busy for a second: an idle one has lowered its clocks."""
     if device.type != "cuda":
         return
     one, other, result = (
@@ -144,6 +145,7 @@ def interleaved(
         if turn >= FEWEST_REPEATS and time.monotonic() >= deadline_s:
             break
         due = [case for case, count in num_repeats.items() if turn < count]
+        # Another order each round, so that no case always follows the same one.
         order.shuffle(due)
         for case in due:
             times_s[case].append(visit(case))

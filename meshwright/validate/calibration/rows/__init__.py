@@ -1,4 +1,4 @@
-"""What is measured of a machine: cases, their times as rows, and the files that hold them."""
+"""Cases to measure on a machine, their times as rows, and the files of rows."""
 
 from meshwright.validate.calibration.rows.cases import (
     Coverage,

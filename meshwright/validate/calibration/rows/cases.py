@@ -1,4 +1,4 @@
-"""Which cases are measured, and in which order: a part of them still covers the range."""
+"""Benchmark cases, in an order in which any first part covers the whole range."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None] | None
 
 
 class Coverage(NamedTuple):
-    """How many cases were measured, of how many."""
+    """Number of measured cases, of all cases."""
 
     num_measured: int
     num_cases: int
@@ -44,7 +44,7 @@ class Coverage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """Shapes of one kind of accelerator; FLOPs and bytes bound the time of a case."""
+    """Shapes for one kind of accelerator; *max_flops* and bytes bound the time of a case."""
 
     rows: tuple[int, ...]
     widths: tuple[int, ...]
@@ -103,10 +103,10 @@ RANGES: dict[Accelerator, Range] = {
 def device_cases(
     accelerator: Accelerator, precision: Precision, memory_bytes: int = 64 * GIBI
 ) -> list[BenchmarkCase]:
-    """Return what is measured on one device, in the order to measure it.
+    """Return the cases of one device, in the order to measure them.
 
     Args:
-        accelerator: Whose range of shapes.
+        accelerator: GPU or processor; has a range of shapes.
         precision: Number format of all but the optimizer.
         memory_bytes: Capacity of the device, which limits the shapes.
     """
@@ -128,6 +128,7 @@ def device_cases(
     )
     limit_bytes = memory_bytes // MEMORY_SHARE
     fitting = [[case for case in group if tensor_bytes(case) <= limit_bytes] for group in groups]
+    # By work, so that a run that ends early has small and large cases of each group.
     return evenly_mixed([covering(sorted(group, key=_weight)) for group in fitting])
 
 
@@ -161,7 +162,7 @@ def _weight(case: BenchmarkCase) -> tuple[float, str, tuple[int, ...]]:
 
 
 def tensor_bytes(case: BenchmarkCase) -> int:
-    """Return about what the tensors of *case* take."""
+    """Return the approximate bytes of the tensors of *case*."""
     operator = case.operator
     if isinstance(operator, Gemm):
         return operator.num_elements * case.precision.num_bytes
@@ -235,7 +236,7 @@ def in_batches(
     Args:
         cases: In the order to measure them.
         most: Cases of a batch.
-        limit_bytes: What the tensors of a batch may take; a larger case stands alone.
+        limit_bytes: Most bytes of the tensors of a batch; a larger case stands alone.
     """
     batches: list[list[BenchmarkCase]] = []
     batch_bytes = 0

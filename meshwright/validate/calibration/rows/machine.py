@@ -1,4 +1,4 @@
-"""What was measured: a machine and its software, as the head of a file of rows says it."""
+"""Measured machine and its software: the head of a row file."""
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -7,7 +7,7 @@ from meshwright.hwprofiles import single_line
 
 
 class Accelerator(StrEnum):
-    """What is measured: the GPUs of this machine, or its processor."""
+    """Kind of device that is measured: GPU or processor."""
 
     CUDA = "cuda"
     CPU = "cpu"
@@ -36,7 +36,7 @@ class Machine:
     memory_bytes: int
 
     def difference(self, other: "Machine") -> str | None:
-        """Return what differs first between two machines, or None."""
+        """Return the first difference between two machines, or None."""
         for field in fields(self):
             mine, yours = getattr(self, field.name), getattr(other, field.name)
             if mine != yours:

@@ -1,4 +1,4 @@
-"""Read what the programs of nccl-tests print: one operation a file, sizes and times in a table."""
+"""Parser of nccl-tests output: one operation a file, sizes and times in a table."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ class NcclRun(NamedTuple):
 
 
 def read_nccl_tests(path: Path) -> NcclRun:
-    """Return what one program of nccl-tests printed.
+    """Return the run that one program of nccl-tests printed.
 
     The operation is the program's name in the file (newer versions print it, launchers echo
     it), else in the file's own name.  The ranks are the devices that the head lists.
@@ -52,9 +52,11 @@ def read_nccl_tests(path: Path) -> NcclRun:
             f"--nccl-tests {shown} ran on {len(hosts)} hosts; allowed: one, as its link is that "
             "inside a node"
         )
+    # Without a list of devices the counts of the header remain.
     num_ranks = len(devices) or _counted(lines)
     if num_ranks < 2:
         raise PlanError(f"--nccl-tests {shown} lists {num_ranks} devices; allowed: 2 or more")
+    # sendrecv_perf passes buffers around all devices; each message has two ends.
     num_ranks = 2 if op is CollectiveOp.P2P else num_ranks
     rows = _rows(lines, op, num_ranks, shown)
     title = single_line(devices[0].rpartition("]")[2]).strip() if devices else ""
@@ -84,6 +86,7 @@ def _counted(lines: list[str]) -> int:
 
 def _rows(lines: list[str], op: CollectiveOp, num_ranks: int, shown: str) -> list[Row]:
     """Return the out-of-place rows: the first column of times under the head of columns."""
+    # Columns are found by name: their number differs between releases.
     heads = [line.lstrip("# \t").split() for line in lines if "algbw" in line and "#" in line]
     if not heads or heads[0][:1] != ["size"] or "time" not in heads[0]:
         raise PlanError(f"--nccl-tests {shown} has no table; allowed: nccl-tests output")

@@ -1,4 +1,4 @@
-"""What is measured: cases, and rows of their times."""
+"""Benchmark cases, and rows of their measured times."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,7 +41,7 @@ DeviceOperator = Gemm | FlashAttention | MemoryBound
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkCase:
-    """One thing to time; *sizes* in the order of `SIZE_NAMES`."""
+    """One case to time; *sizes* in the order of `SIZE_NAMES`."""
 
     group: CaseGroup
     op: str
@@ -100,7 +100,7 @@ class BenchmarkCase:
 
     @property
     def work(self) -> float:
-        """What a rate of the case counts: FLOPs, bytes, or bytes on the bus; 0 of a launch."""
+        """FLOPs, bytes, or bytes on the bus, which a rate counts; 0 of a launch."""
         if self.group is CaseGroup.COLLECTIVE:
             return self.size_bytes * bus_factor(CollectiveOp(self.op), self.sizes[1])
         return self.flops or self.size_bytes

@@ -73,7 +73,7 @@ DEFAULT_SHAPES = (
 
 
 def read_shape(text: str) -> Shape:
-    """Return what `Shape.__str__` wrote.
+    """Return the shape that `Shape.__str__` wrote.
 
     Raises:
         PlanError: If it is no shape that runs.
@@ -132,7 +132,7 @@ def measured_steps(
 
     Args:
         plans: Of equal world sizes.
-        folder: Where plans and what the ranks leave go.
+        folder: Folder of the plans and of the files that ranks write.
         num_rounds: Visits of each plan.
         num_steps: Steps of a visit.
 
@@ -155,10 +155,11 @@ def measured_steps(
     if outcome.failure is not None:
         raise PlanError(outcome.failure.report())
     of_ranks = [read_steps(spec.results, rank) for rank in range(num_ranks)]
-    found: list[list[MeasuredStep]] = [[] for _ in plans]
+    measured: list[list[MeasuredStep]] = [[] for _ in plans]
     for records in zip(*of_ranks, strict=True):
-        found[records[0].plan % len(plans)].append(measured_step(records, os.cpu_count() or 1))
-    return found
+        # The spec repeats all plans once a round.
+        measured[records[0].plan % len(plans)].append(measured_step(records, os.cpu_count() or 1))
+    return measured
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -204,10 +205,10 @@ def _lines(chosen: argparse.Namespace, folder: Path) -> list[StepComparison]:
         simulate(each.job, each.plan, each.cluster, each.stack).step_ps / PS_PER_S for each in plans
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    found = measured_steps(plans, folder, num_rounds=chosen.rounds, num_steps=chosen.steps)
+    measured = measured_steps(plans, folder, num_rounds=chosen.rounds, num_steps=chosen.steps)
     lines = [
         StepComparison(stack.name, str(shape), time_s, tuple(steps))
-        for (shape, stack), time_s, steps in zip(pairs, times_s, found, strict=True)
+        for (shape, stack), time_s, steps in zip(pairs, times_s, measured, strict=True)
     ]
     return sorted(lines, key=lambda line: line.stack)
 

@@ -1,4 +1,4 @@
-"""What a rank of the step check does: build a program and time its steps, one record a step.
+"""Rank of the step check: its program, and the times of its steps, one record a step.
 
 A step is timed by the wall clock, by the processor time of all threads of the rank, and by what
 the whole machine was busy meanwhile: from these follows how much other programs took.
@@ -107,7 +107,7 @@ def read_steps(results: Path, rank: int) -> Iterator[StepRecord]:
 
 
 def wait_for_idle(num_cores: int) -> None:
-    """Return when the machine has been idle for a moment, or patience has ended."""
+    """Wait until the machine has been idle for a moment, or `PATIENCE_S` has passed."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
         before_s = machine_busy_s()
@@ -120,9 +120,10 @@ def wait_for_idle(num_cores: int) -> None:
 
 
 def machine_busy_s() -> float | None:
-    """Return the seconds that all processors were not idle, or None where nothing tells it."""
+    """Return the processor seconds of the whole machine, or None without /proc/stat."""
     if not STAT.is_file():
         return None
+    # user nice system idle iowait irq softirq steal; guest time is in user already (proc(5)).
     fields = [int(word) for word in STAT.read_text("ascii").partition("\n")[0].split()[1:9]]
     idle, waiting = fields[3:5]
     return (sum(fields) - idle - waiting) / TICKS_PER_S

@@ -69,7 +69,7 @@ class MeasuredStep(NamedTuple):
 
 
 def measured_step(records: Sequence[StepRecord], num_cores: int) -> MeasuredStep:
-    """Return what the ranks' *records* of one step say together.
+    """Return one step of all ranks from its *records*.
 
     >>> measured_step([StepRecord(0, 1.0, 0.9, 1.95), StepRecord(0, 0.9, 0.8, 1.95)], 2)
     MeasuredStep(wall_s=1.0, processor_s=0.9, others_fraction=0.125)
@@ -77,6 +77,7 @@ def measured_step(records: Sequence[StepRecord], num_cores: int) -> MeasuredStep
     wall_s = max(record.wall_s for record in records)
     own_s = sum(record.processor_s for record in records)
     busy_s = records[0].machine_s
+    # Busy time that the ranks did not use was other programs'.
     others = None if busy_s is None else round(max(0.0, busy_s - own_s) / num_cores / wall_s, 4)
     return MeasuredStep(wall_s, max(record.processor_s for record in records), others)
 
@@ -106,7 +107,7 @@ class StepComparison(NamedTuple):
 
     @property
     def num_quiet(self) -> int:
-        """How many of those."""
+        """Number of quiet steps."""
         return len(self._quiet_steps())
 
     def _quiet_steps(self) -> list[MeasuredStep]:

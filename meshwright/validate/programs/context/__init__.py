@@ -1,16 +1,16 @@
-"""Attention of ranks that hold parts of the same sequences."""
+"""Attention of context-parallel ranks, which hold parts of the same sequences."""
 
-from meshwright.validate.programs.context.gathered import GatheredCore
+from meshwright.validate.programs.context.gathered import AllGatherAttention
 from meshwright.validate.programs.context.group import ContextGroup, all_gather, reduce_scatter
-from meshwright.validate.programs.context.ring import RingCore
+from meshwright.validate.programs.context.ring import RingAttention
 from meshwright.validate.programs.context.shift import shifted
-from meshwright.validate.programs.context.swap import SwappedCore
+from meshwright.validate.programs.context.swap import UlyssesAttention
 
 __all__ = [
+    "AllGatherAttention",
     "ContextGroup",
-    "GatheredCore",
-    "RingCore",
-    "SwappedCore",
+    "RingAttention",
+    "UlyssesAttention",
     "all_gather",
     "reduce_scatter",
     "shifted",

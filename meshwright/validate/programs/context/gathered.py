@@ -1,4 +1,4 @@
-"""Attention to keys and values that are gathered from all ranks, and gathered again for backward.
+"""All-gather context parallelism: keys and values are gathered, and again for backward.
 
 The calls are those of Transformer Engine 2 (pytorch/attention/dot_product_attention/
 context_parallel.py, AttnFuncWithCPAndKVAllGather): gradients are summed where the tokens came from.
@@ -24,23 +24,23 @@ from meshwright.validate.programs.fused import (
 
 
 class _GatheredAttention(AutogradFunction):
-    """Attention of a rank's queries to all tokens; keeps its own keys and values alone."""
+    """Attention of a rank's queries to all tokens; saves only its own keys and values."""
 
     @staticmethod
     def forward(
         ctx: Context, query: Tensor, key: Tensor, value: Tensor, cp: ContextGroup, window: int
     ) -> Tensor:
-        key, value = key.contiguous(), value.contiguous()  # else a part of a product keeps it
+        key, value = key.contiguous(), value.contiguous()  # a view would keep the fused QKV output
         keys, values = _all_tokens((key, value), cp)
-        found = []
+        outputs = []
         for rows in _halves(query, cp):
-            own = query[rows]
+            queries = query[rows]
             calls = []
             for seen, masks in _seen(rows, cp, window):
-                given = [own, keys[seen], values[seen]]
+                given = [queries, keys[seen], values[seen]]
                 calls.append((slice(None), *flash_attention(given, 0, **masks._asdict())))
-            found.append(put_together(calls) if len(calls) > 1 else calls[0][1:])
-        outs, numbers = zip(*found, strict=True)
+            outputs.append(put_together(calls) if len(calls) > 1 else calls[0][1:])
+        outs, numbers = zip(*outputs, strict=True)
         out, log_sum_exp = torch.cat(outs), torch.cat(numbers, dim=-1)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
         ctx.cp, ctx.window = cp, window
@@ -50,33 +50,33 @@ class _GatheredAttention(AutogradFunction):
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum_exp = ctx.saved_tensors
         cp: ContextGroup = ctx.cp
-        gradient, of_query = gradient.contiguous(), torch.zeros_like(query)
+        gradient, query_gradient = gradient.contiguous(), torch.zeros_like(query)
         keys, values = _all_tokens((key, value), cp)
-        of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+        key_gradients, value_gradients = torch.zeros_like(keys), torch.zeros_like(values)
         parts: list[Tensor] = []  # all live until the end, one gradient of each half of the queries
         for rows in _halves(query, cp):
             numbers = log_sum_exp[..., rows].contiguous()
             for seen, masks in _seen(rows, cp, ctx.window):
                 saved = [query[rows], keys[seen], values[seen], out[rows], numbers]
-                slopes = flash_attention_backward(gradient[rows], saved, 0, **masks._asdict())
-                of_query[rows] += slopes[0]
-                of_keys[seen] += slopes[1]
-                of_values[seen] += slopes[2]
-                parts += slopes[0 if masks.causal else 1 :]
-                del slopes
-        of_keys = _reordered(of_keys, _by_rank(cp.size))
-        of_values = _reordered(of_values, _by_rank(cp.size))
-        return of_query, _summed(of_keys, cp), _summed(of_values, cp), None, None
+                gradients = flash_attention_backward(gradient[rows], saved, 0, **masks._asdict())
+                query_gradient[rows] += gradients[0]
+                key_gradients[seen] += gradients[1]
+                value_gradients[seen] += gradients[2]
+                parts += gradients[0 if masks.causal else 1 :]
+                del gradients
+        key_gradients = _reordered(key_gradients, _by_rank(cp.size))
+        value_gradients = _reordered(value_gradients, _by_rank(cp.size))
+        return query_gradient, _summed(key_gradients, cp), _summed(value_gradients, cp), None, None
 
 
 def _halves(query: Tensor, cp: ContextGroup) -> Iterator[slice]:
-    """Yield the early and the late half of a rank's rows."""
+    """Yield the early and the late half of a rank's tokens."""
     half = len(query) // len(cp.starts)
     yield from (slice(number * half, (number + 1) * half) for number in range(len(cp.starts)))
 
 
 def _seen(rows: slice, cp: ContextGroup, window: int) -> Iterator[tuple[slice, Scores]]:
-    """Yield the tokens that some rows attend to, and what masks hide of them."""
+    """Yield the tokens that some queries attend to, and the mask of each."""
     half = rows.stop - rows.start
     first = cp.starts[rows.start // half]
     if window:
@@ -89,19 +89,19 @@ def _seen(rows: slice, cp: ContextGroup, window: int) -> Iterator[tuple[slice, S
 
 def _all_tokens(given: tuple[Tensor, Tensor], cp: ContextGroup) -> list[Tensor]:
     """Gather the tokens of all ranks and put them in order."""
-    arrived = [
-        all_gather(own.new_empty((cp.size * len(own), *own.shape[1:])), own, cp.group)
-        for own in given
+    whole_tensors = [
+        all_gather(local.new_empty((cp.size * len(local), *local.shape[1:])), local, cp.group)
+        for local in given
     ]
     places = _by_rank(cp.size)
     order = sorted(range(len(places)), key=places.__getitem__)
-    for number, each in enumerate(arrived):
-        arrived[number] = _reordered(each, order)
-    return arrived
+    for number, each in enumerate(whole_tensors):
+        whole_tensors[number] = _reordered(each, order)
+    return whole_tensors
 
 
 def _by_rank(size: int) -> list[int]:
-    """Return which parts of a sequence the ranks have, an early and a late one each.
+    """Return the parts of a sequence by rank, an early and a late one each.
 
     >>> _by_rank(2)
     [0, 3, 1, 2]
@@ -117,11 +117,11 @@ def _reordered(whole: Tensor, order: list[int]) -> Tensor:
 
 def _summed(whole: Tensor, cp: ContextGroup) -> Tensor:
     """Sum gradients of all tokens over the ranks, each its own tokens."""
-    own = whole.new_empty((len(whole) // cp.size, *whole.shape[1:]))
-    return reduce_scatter(own, whole, cp.group)
+    local = whole.new_empty((len(whole) // cp.size, *whole.shape[1:]))
+    return reduce_scatter(local, whole, cp.group)
 
 
-class GatheredCore(nn.Module):
+class AllGatherAttention(nn.Module):
     """Causal attention of a rank's tokens to those of all ranks, or to a *window*; 0 is none."""
 
     def __init__(self, cp: ContextGroup, window: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Who holds which tokens of a sequence that several ranks share."""
+"""Context-parallel ranks, and the tokens of a sequence that each holds."""
 
 from dataclasses import dataclass
 
@@ -22,11 +22,11 @@ class ContextGroup:
 
     Args:
         group: All of them.
-        rank: Which is this one.
-        size: How many.
+        rank: Index of this rank.
+        size: Number of ranks.
         num_tokens: Of a whole sequence.
-        way: How they attend to each other's tokens.
-        levels: Of a ring of swaps, those that swap with this rank, and those of its ring.
+        way: Kind of context parallelism.
+        levels: Of hybrid ring + all-to-all, the all-to-all group and the ring of this rank.
 
     >>> ContextGroup(None, 1, 2, num_tokens=8).starts
     (2, 4)
@@ -55,7 +55,7 @@ class ContextGroup:
         return torch.cat([whole[:, start : start + part] for start in self.starts], dim=1)
 
     def num_before(self, place: int) -> int:
-        """Return how many of the rank's tokens come before the one at *place* of a sequence.
+        """Return the number of the rank's tokens before the one at *place* of a sequence.
 
         >>> ContextGroup(None, 0, 2, num_tokens=8).num_before(7)
         3

@@ -1,4 +1,4 @@
-"""Numbers of tokens that several ranks share, each in the place of the token before."""
+"""Token ids of context-parallel ranks, shifted by a token for MTP."""
 
 import torch
 import torch.distributed as dist

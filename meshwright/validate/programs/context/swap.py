@@ -1,4 +1,4 @@
-"""Attention of some heads to all tokens, for which ranks swap tokens for heads and back.
+"""Ulysses: an all-to-all of tokens for heads before attention, and one back.
 
 Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509); tensors are ``[tokens, batch, heads,
 width]``.
@@ -13,7 +13,7 @@ from meshwright.validate.programs.fused import AutogradFunction, Context
 
 
 class _ToTokens(AutogradFunction):
-    """All tokens of some heads, from some tokens of all heads."""
+    """All-to-all to all tokens of some heads, from some tokens of all heads."""
 
     @staticmethod
     def forward(ctx: Context, own: Tensor, cp: ContextGroup) -> Tensor:
@@ -26,7 +26,7 @@ class _ToTokens(AutogradFunction):
 
 
 class _ToHeads(AutogradFunction):
-    """Some tokens of all heads, from all tokens of some heads."""
+    """All-to-all to some tokens of all heads, from all tokens of some heads."""
 
     @staticmethod
     def forward(ctx: Context, own: Tensor, cp: ContextGroup) -> Tensor:
@@ -60,25 +60,26 @@ class _OwnHeads(AutogradFunction):
 
 
 def _all_tokens(own: Tensor, cp: ContextGroup) -> Tensor:
-    """Swap heads for tokens: each rank gets its heads of everyone's tokens, put in order."""
+    """Exchange heads for tokens: each rank gets its heads of everyone's tokens, in order."""
     parts = own.unflatten(2, (cp.size, -1)).movedim(2, 0).contiguous()
-    arrived = torch.empty_like(parts)
-    dist.all_to_all_single(arrived, parts, group=cp.group)
-    early, late = arrived.chunk(2, dim=1)
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=cp.group)
+    # Early parts lie in the order of ranks, late ones in reverse.
+    early, late = received.chunk(2, dim=1)
     return torch.cat([early.flatten(0, 1), late.flip(0).flatten(0, 1)])
 
 
 def _all_heads(own: Tensor, cp: ContextGroup) -> Tensor:
-    """Swap tokens for heads, the other way round."""
+    """Exchange tokens for heads, the other way round."""
     early, late = (half.unflatten(0, (cp.size, -1)) for half in own.chunk(2))
     parts = torch.cat([early, late.flip(0)], dim=1)
-    arrived = torch.empty_like(parts)
-    dist.all_to_all_single(arrived, parts, group=cp.group)
-    return arrived.movedim(0, 2).flatten(2, 3)
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=cp.group)
+    return received.movedim(0, 2).flatten(2, 3)
 
 
-class SwappedCore(nn.Module):
-    """An attention core between two swaps; the sinks of all heads, if it has some, are here."""
+class UlyssesAttention(nn.Module):
+    """Attention core between two all-to-alls; holds the sinks of all heads, if it has some."""
 
     def __init__(
         self, core: nn.Module, cp: ContextGroup, sinks: nn.Parameter | None = None

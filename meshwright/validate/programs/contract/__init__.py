@@ -1,4 +1,4 @@
-"""What every program offers, and the weights and batches that all of them begin with."""
+"""Interface of the reference programs, and the weights and batches they begin with."""
 
 from meshwright.validate.programs.contract.request import (
     BETAS,

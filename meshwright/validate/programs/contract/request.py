@@ -1,4 +1,4 @@
-"""What every program of a plan offers, whichever stack it stands for."""
+"""Interface of the reference program of a plan, whatever its stack."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ CLIP_NORM = 1.0
 
 @dataclass(slots=True)
 class Routing:
-    """How tokens are sent to experts; it may change between steps.
+    """Routing of tokens to experts; it may change between steps.
 
     Args:
         is_balanced: To all equally often, as counts are predicted; else by their scores.
@@ -34,18 +34,18 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramRequest:
-    """What to build: one rank's part of a plan.
+    """Request for one rank's program of a plan.
 
     Args:
-        job: What is trained.
-        plan: How it is laid out.
-        stack: Whose program.
+        job: Training job.
+        plan: Resolved plan.
+        stack: Software stack of the program.
         rank: Rank in the process group, which is initialised and has ``plan.world_size`` ranks.
-        device: Where tensors live.
+        device: Device of the tensors.
         initialise: Give weights their initial values; fake tensors have none.
         num_microbatches: Microbatches of a step; fewer than the plan's where counts scale.
         dropout: Probability of dropout where the model has it; 0 to compare losses.
-        routing: How tokens are sent to experts, if the model has them.
+        routing: Routing of tokens to experts, if the model has them.
     """
 
     job: TrainingJob
@@ -75,7 +75,7 @@ class ProgramRequest:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the whole table, padded as the stack pads."""
+        """Rows of the whole embedding, padded as the stack pads."""
         multiple = self.stack.vocabulary_multiple
         return padded_vocab_size(self.job.transformer, self.plan.tp, multiple)
 
@@ -85,8 +85,8 @@ class ProgramRequest:
         return self.stack.fuses_qkv(in_model=self.job.transformer.fused_qkv)
 
     @property
-    def num_angles(self) -> int:
-        """Numbers in fp32 that are as many bytes as the stack's table of angles."""
+    def num_rope_elements(self) -> int:
+        """Elements in fp32 with as many bytes as the stack's RoPE cos/sin cache."""
         shape = BlockShape.of(self.job, self.plan, self.stack)
         return angle_table_bytes(shape) // torch.float32.itemsize
 
@@ -117,7 +117,7 @@ class RankProgram(Protocol):
 
 
 def refuse_offload(plan: ResolvedPlan, *allowed: Offload) -> None:
-    """Raise PlanError for a plan that keeps on the host what no program of its stack does."""
+    """Raise PlanError for an offload that no program of the plan's stack does."""
     if plan.offload not in (Offload.NONE, *allowed):
         names = ", ".join((Offload.NONE, *allowed))
         raise PlanError(f"offload={plan.offload} has no PyTorch program; allowed: {names}")

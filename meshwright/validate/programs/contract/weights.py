@@ -31,15 +31,16 @@ def token_batch(
 
     Args:
         job: Sequence length and vocabulary.
-        step: Which step; each has a batch of its own.
-        sequences: Which sequences of the global batch.
-        device: Where they go; to a GPU without waiting for what it does.
+        step: Step number; each step has its own batch.
+        sequences: Indices of sequences in the global batch.
+        device: Device of the result; the copy to a GPU does not wait for the GPU's work.
 
     Returns:
         Two ``[sequences, tokens]`` tensors of ids; a target is the token that follows.
     """
     rows, vocab_size = [], job.transformer.vocab_size
     for sequence in sequences:
+        # A stride beyond any global batch: no two steps share a seed.
         generator = torch.Generator().manual_seed(1_000_003 * step + sequence)
         rows.append(torch.randint(vocab_size, (job.seq_len + 1,), generator=generator))
     ids = torch.stack(rows)

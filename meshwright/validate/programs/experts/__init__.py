@@ -1,11 +1,11 @@
-"""Routed experts: who is sent which rows of tokens, and what experts make of them."""
+"""Routed experts: routing, dispatch, and the MLPs of experts."""
 
 from meshwright.validate.programs.experts.activations import (
     WeighedQuickGeglu,
-    bounded,
+    clamp_gate,
     ungated,
 )
-from meshwright.validate.programs.experts.balance import RoutingBias, move_biases
+from meshwright.validate.programs.experts.balance import RoutingBias, update_routing_biases
 from meshwright.validate.programs.experts.group import (
     Dispatch,
     ExpertGroup,
@@ -18,44 +18,51 @@ from meshwright.validate.programs.experts.products import (
     GroupedProduct,
     WeighedSwiglu,
 )
-from meshwright.validate.programs.experts.routing import Taken, chosen_places, refuse_routing
+from meshwright.validate.programs.experts.routing import (
+    GatheredScores,
+    choose_experts,
+    refuse_routing,
+)
 from meshwright.validate.programs.experts.rows import (
-    PutBack,
     Reordered,
     SortedRows,
     SortedWeights,
+    UnpermutedRows,
     row_map,
 )
 from meshwright.validate.programs.experts.shared import GatedShared
 from meshwright.validate.programs.experts.titan import GroupedExperts, RoutedGroup, TitanExperts
-from meshwright.validate.programs.experts.transformers import OwnExperts, TransformersExperts
+from meshwright.validate.programs.experts.transformers import (
+    TransformersExperts,
+    TransformersGroupedExperts,
+)
 
 __all__ = [
     "Dispatch",
     "ExpertGroup",
     "GatedShared",
+    "GatheredScores",
     "GroupedExperts",
     "GroupedProduct",
-    "OwnExperts",
     "PlainExperts",
-    "PutBack",
     "Reordered",
     "RoutedGroup",
     "RoutingBias",
     "SortedRows",
     "SortedWeights",
-    "Taken",
     "TitanExperts",
     "TransformersExperts",
+    "TransformersGroupedExperts",
+    "UnpermutedRows",
     "WeighedQuickGeglu",
     "WeighedSwiglu",
-    "bounded",
-    "chosen_places",
+    "choose_experts",
+    "clamp_gate",
     "exchanged",
     "gathered",
-    "move_biases",
     "refuse_routing",
     "row_map",
     "summed",
     "ungated",
+    "update_routing_biases",
 ]

@@ -1,6 +1,6 @@
-"""What experts do between their two products beside SwiGLU.
+"""Activations of experts other than SwiGLU.
 
-That of gpt-oss opens a bounded value, to which 1 is added, by ``g sigmoid(1.702 g)`` of a bounded
+gpt-oss multiplies a clamped value, to which 1 is added, by ``g sigmoid(1.702 g)`` of a clamped
 gate (`_apply_gate` of transformers' modeling_gpt_oss.py, 5.23).
 """
 
@@ -15,32 +15,33 @@ SLOPE = 1.702
 
 
 def ungated(name: str, values: Tensor) -> Tensor:
-    """Return the activation, called by its *name* of experts without a gate."""
+    """Return the ungated activation of that *name*."""
     return F.gelu(values) if name == "gelu" else torch.relu(values).square()
 
 
-def bounded(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gate of ``[gate, value]``, bounded from above, and the value on both sides."""
+def clamp_gate(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gate of ``[gate, value]``, clamped from above, and the value, on both sides."""
     gate, value = packed.chunk(2, dim=-1)
     return gate.clamp(max=BOUND), value.clamp(-BOUND, BOUND)
 
 
-def opened(gate: Tensor, value: Tensor) -> Tensor:
-    """Return what a gate leaves of a value and 1."""
+def gated_output(gate: Tensor, value: Tensor) -> Tensor:
+    """Return ``g sigmoid(1.702 g) (value + 1)`` of a gate ``g``."""
     return F.silu(SLOPE * gate).div_(SLOPE).mul_(value + 1)
 
 
-def _slopes(gradient: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _gate_value_gradients(gradient: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and value."""
     scaled = SLOPE * gate
+    # The derivative of silu(a g) / a is silu'(a g): the factor a cancels.
     of_gate = torch.ops.aten.silu_backward(gradient * (value + 1), scaled)
     return of_gate, F.silu(scaled).div_(SLOPE).mul_(gradient)
 
 
 @torch.library.custom_op("meshwright::clamped_swiglu", mutates_args=())
 def clamped_swiglu(packed: Tensor) -> Tensor:
-    """Return `opened` of what is `bounded`."""
-    return opened(*bounded(packed))
+    """Return the clamped SwiGLU of ``[gate, value]``."""
+    return gated_output(*clamp_gate(packed))
 
 
 @clamped_swiglu.register_fake
@@ -50,9 +51,9 @@ def _(packed: Tensor) -> Tensor:
 
 @torch.library.custom_op("meshwright::clamped_swiglu_backward", mutates_args=())
 def clamped_swiglu_backward(gradient: Tensor, packed: Tensor) -> Tensor:
-    """Return the gradient of what is packed: none comes from outside of bounds."""
+    """Return the gradient of ``[gate, value]``: none beyond the clamps."""
     gate, value = packed.chunk(2, dim=-1)
-    of_gate, of_value = _slopes(gradient, *bounded(packed))
+    of_gate, of_value = _gate_value_gradients(gradient, *clamp_gate(packed))
     return torch.cat([of_gate * (gate <= BOUND), of_value * (value.abs() <= BOUND)], dim=-1)
 
 
@@ -62,7 +63,7 @@ def _(_gradient: Tensor, packed: Tensor) -> Tensor:
 
 
 class ClampedSwiglu(AutogradFunction):
-    """Bounded gated activation of the two halves of one tensor; keeps that tensor."""
+    """Clamped SwiGLU of the two halves of one tensor; keeps that tensor."""
 
     @staticmethod
     def forward(ctx: Context, packed: Tensor) -> Tensor:
@@ -78,8 +79,8 @@ class ClampedSwiglu(AutogradFunction):
 
 @torch.library.custom_op("meshwright::weighed_quick_geglu", mutates_args=())
 def weighed_quick_geglu(packed: Tensor, weights: Tensor) -> Tensor:
-    """Return `opened` of ``[gate, value]``, each row times its weight."""
-    return opened(*packed.chunk(2, dim=-1)).mul_(weights.unsqueeze(-1))
+    """Return the gated activation of ``[gate, value]``, each row times its weight."""
+    return gated_output(*packed.chunk(2, dim=-1)).mul_(weights.unsqueeze(-1))
 
 
 @weighed_quick_geglu.register_fake
@@ -91,10 +92,12 @@ def _(packed: Tensor, _weights: Tensor) -> Tensor:
 def weighed_quick_geglu_backward(
     gradient: Tensor, packed: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of what is packed and of the weights."""
+    """Return the gradients of ``[gate, value]`` and of the weights."""
     halves = packed.chunk(2, dim=-1)
-    of_weights = (gradient * opened(*halves)).sum(dim=-1)
-    return torch.cat(_slopes(gradient * weights.unsqueeze(-1), *halves), dim=-1), of_weights
+    of_weights = (gradient * gated_output(*halves)).sum(dim=-1)
+    return torch.cat(
+        _gate_value_gradients(gradient * weights.unsqueeze(-1), *halves), dim=-1
+    ), of_weights
 
 
 @weighed_quick_geglu_backward.register_fake
@@ -103,9 +106,9 @@ def _(_gradient: Tensor, packed: Tensor, weights: Tensor) -> tuple[Tensor, Tenso
 
 
 class WeighedQuickGeglu(AutogradFunction):
-    """Gated activation of rows that are bounded already, times their weights; keeps both.
+    """Gated activation of rows that are clamped already, times their weights; keeps both.
 
-    Megatron-Core bounds in operators, and compiles the rest to a kernel each way
+    Megatron-Core clamps in operators, and compiles the rest to a kernel each way
     (`weighted_bias_quick_geglu_impl` of megatron/core/fusions/fused_bias_geglu.py, core 0.16).
     """
 

@@ -1,4 +1,4 @@
-"""Numbers that routing adds to the scores of experts, and that move where too few tokens go."""
+"""Routing biases: load balancing without an auxiliary loss."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ UPDATE_RATE = 1e-3
 
 
 class RoutingBias(nn.Module):
-    """A number of each expert of a layer, and the tokens that a step sent to it.
+    """Routing bias of each expert of a layer, and the tokens that a step sent to it.
 
     It chooses experts and weighs nothing (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
     """
@@ -25,17 +25,17 @@ class RoutingBias(nn.Module):
             self.register_buffer(name, torch.zeros(num_experts, dtype=torch.float32))
 
     def forward(self, scores: Tensor) -> Tensor:
-        """Return what experts are chosen by."""
+        """Return the scores that experts are chosen by."""
         return scores.detach() + self.bias
 
     def count(self, tokens: Tensor) -> None:
-        """Remember the *tokens* of each expert, but of a pass that runs again in backward."""
+        """Count the *tokens* of each expert, unless the pass runs again in backward."""
         if torch.is_grad_enabled():
             self.tokens += tokens
 
 
-def move_biases(modules: Iterable[nn.Module], group: dist.ProcessGroup | None) -> None:
-    """Move all biases of a rank by the tokens that a step sent to experts, on all ranks of *group*.
+def update_routing_biases(modules: Iterable[nn.Module], group: dist.ProcessGroup | None) -> None:
+    """Update all biases of a rank by the tokens of a step, summed over *group*.
 
     torchtitan takes the mean off what moves (`_update_expert_bias` of 0.2.2,
     components/optimizer.py), by which the same experts are chosen.
@@ -48,6 +48,7 @@ def move_biases(modules: Iterable[nn.Module], group: dist.ProcessGroup | None) -
     tokens = torch.stack([each.tokens for each in biases])
     if group is not None:
         dist.all_reduce(tokens, group=group)
+    # An expert with fewer tokens than the mean gets a larger bias.
     offsets = tokens.mean(dim=-1, keepdim=True) - tokens
     for each, offset in zip(biases, offsets, strict=True):
         each.bias += UPDATE_RATE * offset.sign()

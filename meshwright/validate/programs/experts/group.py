@@ -1,4 +1,4 @@
-"""Ranks that share the experts of a layer, and the rows that they send to each other.
+"""Expert-parallel ranks, and the rows of tokens that they exchange.
 
 Balanced routing makes equally many rows for each expert, which is known before they are; of other
 routing all ranks tell each other.
@@ -20,16 +20,16 @@ Counts = list[list[list[int]]]  # rows of each rank of ep, of each rank of etp, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertGroup:
-    """The ranks with which a rank shares experts; a group is None where there is only one.
+    """Ranks that share experts with a rank; a group is None where there is only one.
 
     Args:
         ep: Ranks with other experts.
         etp: Ranks with other parts of the same ones.
         everyone: Both, neighbours first.
-        ep_rank: Which of the first is this one.
-        etp_rank: Which of the second.
-        num_ep: How many ranks have other experts.
-        num_etp: How many have other parts.
+        ep_rank: Index of this rank in *ep*.
+        etp_rank: Index of this rank in *etp*.
+        num_ep: Number of ranks with different experts.
+        num_etp: Number of ranks that split an expert.
     """
 
     ep: dist.ProcessGroup | None = None
@@ -49,8 +49,8 @@ class ExpertGroup:
         num = num_experts // self.num_ep
         return range(self.ep_rank * num, (self.ep_rank + 1) * num)
 
-    def told(self, own: Tensor, *, balanced: int | None) -> Counts:
-        """Return how many rows all ranks have for each expert, of this rank's *own*.
+    def exchange_counts(self, own: Tensor, *, balanced: int | None) -> Counts:
+        """Return the rows of all ranks for each expert, from this rank's *own*.
 
         Args:
             own: Rows of this rank for each expert.
@@ -67,7 +67,7 @@ class ExpertGroup:
 
 
 class Dispatch(NamedTuple):
-    """Rows that a rank sends and gets.
+    """Rows that a rank sends and receives.
 
     Args:
         sent: To each rank of ep.
@@ -116,7 +116,7 @@ order=[0, 2, 1, 3], by_expert=[10, 12])
 
 
 class _Exchanged(AutogradFunction):
-    """Rows that go to the ranks of their experts, or back; so do their gradients."""
+    """All-to-all of rows to the ranks of their experts, or back; so do their gradients."""
 
     @staticmethod
     def forward(
@@ -127,19 +127,19 @@ class _Exchanged(AutogradFunction):
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.sent, ctx.arrived, ctx.group = sent, arrived, group
-        return _swapped(rows, sent, arrived, group)
+        return _all_to_all(rows, sent, arrived, group)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _swapped(gradient, ctx.arrived, ctx.sent, ctx.group), None, None, None
+        return _all_to_all(gradient, ctx.arrived, ctx.sent, ctx.group), None, None, None
 
 
-def _swapped(
+def _all_to_all(
     rows: Tensor, sent: Sequence[int], arrived: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    made = rows.new_empty((sum(arrived), *rows.shape[1:]))
-    dist.all_to_all_single(made, rows.contiguous(), list(arrived), list(sent), group=group)
-    return made
+    output = rows.new_empty((sum(arrived), *rows.shape[1:]))
+    dist.all_to_all_single(output, rows.contiguous(), list(arrived), list(sent), group=group)
+    return output
 
 
 def exchanged(
@@ -148,12 +148,12 @@ def exchanged(
     """Return the rows that *arrived* from ranks with other experts, of those *sent* to them."""
     if group.ep is None:
         return rows
-    made: Tensor = _Exchanged.apply(rows, sent, arrived, group.ep)
-    return made
+    output: Tensor = _Exchanged.apply(rows, sent, arrived, group.ep)
+    return output
 
 
 class _Gathered(AutogradFunction):
-    """Rows of all ranks of an expert; backward sums what these make of a rank's own."""
+    """All-gather of rows over the ranks of an expert; backward sums a rank's own."""
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, sizes: Sequence[int], group: ExpertGroup) -> Tensor:
@@ -166,7 +166,7 @@ class _Gathered(AutogradFunction):
 
 
 class _Summed(AutogradFunction):
-    """A rank's own rows of the sum over the ranks of an expert; backward gathers."""
+    """Sum of rows over the ranks of an expert, a rank's own part; backward gathers."""
 
     @staticmethod
     def forward(ctx: Context, parts: Tensor, sizes: Sequence[int], group: ExpertGroup) -> Tensor:
@@ -180,31 +180,31 @@ class _Summed(AutogradFunction):
 
 def gathered(rows: Tensor, sizes: Sequence[int], group: ExpertGroup) -> Tensor:
     """Return the rows of all ranks of an expert, so many of each."""
-    made: Tensor = rows if group.etp is None else _Gathered.apply(rows, sizes, group)
-    return made
+    output: Tensor = rows if group.etp is None else _Gathered.apply(rows, sizes, group)
+    return output
 
 
 def summed(parts: Tensor, sizes: Sequence[int], group: ExpertGroup) -> Tensor:
     """Return this rank's rows of the sum over the ranks of an expert."""
-    made: Tensor = parts if group.etp is None else _Summed.apply(parts, sizes, group)
-    return made
+    output: Tensor = parts if group.etp is None else _Summed.apply(parts, sizes, group)
+    return output
 
 
 def _all_rows(rows: Tensor, sizes: Sequence[int], group: ExpertGroup) -> Tensor:
-    """Return all ranks' rows: of unequally many, which no gather takes, each sends to each."""
-    made = rows.new_empty((sum(sizes), *rows.shape[1:]))
+    """Return all ranks' rows, by all-to-all where they are unequally many for an all-gather."""
+    output = rows.new_empty((sum(sizes), *rows.shape[1:]))
     if len(set(sizes)) == 1:
-        return all_gather(made, rows.contiguous(), group.etp)
+        return all_gather(output, rows.contiguous(), group.etp)
     own = sizes[group.etp_rank]
     given = torch.cat([rows] * group.num_etp)
-    dist.all_to_all_single(made, given, list(sizes), [own] * group.num_etp, group=group.etp)
-    return made
+    dist.all_to_all_single(output, given, list(sizes), [own] * group.num_etp, group=group.etp)
+    return output
 
 
 def _own_sum(parts: Tensor, sizes: Sequence[int], group: ExpertGroup) -> Tensor:
     own = sizes[group.etp_rank]
     if len(set(sizes)) == 1:
         return reduce_scatter(parts.new_empty((own, *parts.shape[1:])), parts, group.etp)
-    made = parts.new_empty((group.num_etp * own, *parts.shape[1:]))
-    dist.all_to_all_single(made, parts, [own] * group.num_etp, list(sizes), group=group.etp)
-    return made.unflatten(0, (group.num_etp, own)).sum(dim=0)
+    output = parts.new_empty((group.num_etp * own, *parts.shape[1:]))
+    dist.all_to_all_single(output, parts, [own] * group.num_etp, list(sizes), group=group.etp)
+    return output.unflatten(0, (group.num_etp, own)).sum(dim=0)

@@ -1,4 +1,4 @@
-"""Products of each expert's rows with its own weight, and what is between two of them."""
+"""Grouped GEMMs of each expert's rows with its own weight, and the activation between them."""
 
 from collections.abc import Sequence
 
@@ -43,7 +43,7 @@ def _grouped_flops(
     *_: object,
     **__: object,
 ) -> int:
-    """One product of each row with a weight, whosever it is."""
+    """Count one matrix product of each row with a weight, whichever expert's."""
     return 2 * sum(sizes) * weights[0][0] * weights[0][1]
 
 
@@ -72,12 +72,12 @@ def _grouped_gradient_flops(
     *_: object,
     **__: object,
 ) -> int:
-    """One product of each row and its gradient."""
+    """Count one product of each row and its gradient."""
     return 2 * sum(sizes) * rows[1] * gradient[1]
 
 
 class GroupedWeights(AutogradFunction):
-    """Products of the rows of each expert with one tensor of all weights; keeps both."""
+    """Grouped GEMM of the rows of each expert with one tensor of all weights; keeps both."""
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -90,12 +90,12 @@ class GroupedWeights(AutogradFunction):
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the gradients of rows and weights."""
         rows, weights = ctx.saved_tensors
-        slope = grouped_product(gradient, weights.unbind(), ctx.sizes, 1)
-        return slope, grouped_weight_gradient(rows, gradient, ctx.sizes), None
+        row_gradient = grouped_product(gradient, weights.unbind(), ctx.sizes, 1)
+        return row_gradient, grouped_weight_gradient(rows, gradient, ctx.sizes), None
 
 
 class GroupedProduct(AutogradFunction):
-    """Products of the rows of each expert in one kernel, which adds biases; keeps the rows."""
+    """Grouped GEMM in one kernel, which adds biases; keeps the rows."""
 
     @staticmethod
     def forward(
@@ -117,9 +117,15 @@ class GroupedProduct(AutogradFunction):
         (rows,) = ctx.saved_tensors
         own = gradient.split(ctx.sizes)
         of_biases = [each.sum(dim=0) for each in own] if ctx.has_biases else []
-        slope = grouped_product(gradient, ctx.weights, ctx.sizes, 1)
+        row_gradient = grouped_product(gradient, ctx.weights, ctx.sizes, 1)
         parts = zip(ctx.weights, rows.split(ctx.sizes), own, strict=True)
-        return slope, None, None, *(ctx.sink.add_product(*each) for each in parts), *of_biases
+        return (
+            row_gradient,
+            None,
+            None,
+            *(ctx.sink.add_product(*each) for each in parts),
+            *of_biases,
+        )
 
 
 @torch.library.custom_op("meshwright::weighed_swiglu", mutates_args=())
@@ -138,13 +144,13 @@ def _(packed: Tensor, _weights: Tensor) -> Tensor:
 def weighed_swiglu_backward(
     gradient: Tensor, packed: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of what is packed and of the weights."""
+    """Return the gradients of ``[gate, value]`` and of the weights."""
     gate, value = packed.chunk(2, dim=-1)
-    opened = torch.nn.functional.silu(gate)
-    of_weights = (gradient * opened * value).sum(dim=-1)
+    activated = torch.nn.functional.silu(gate)
+    of_weights = (gradient * activated * value).sum(dim=-1)
     own = gradient * weights.unsqueeze(-1)
     of_gate = torch.ops.aten.silu_backward(own * value, gate)
-    return torch.cat([of_gate, own * opened], dim=-1), of_weights
+    return torch.cat([of_gate, own * activated], dim=-1), of_weights
 
 
 @weighed_swiglu_backward.register_fake

@@ -1,4 +1,4 @@
-"""Rows of tokens in the order of their experts, each way one kernel.
+"""Permutation of tokens into the order of their experts, one kernel each way.
 
 Transformer Engine sorts by a map of ``2 E + 1`` numbers a token: its rows, their experts, how many
 they are (transformer_engine/common/triton/permutation.py, 2.x).
@@ -13,22 +13,24 @@ from meshwright.validate.programs.fused import AutogradFunction, Context
 
 
 @torch.library.custom_op("meshwright::row_map", mutates_args=())
-def row_map(places: Tensor, num_experts: int) -> Tensor:
-    """Return ``[tokens, 2 E + 1]`` numbers of ``[tokens, k]`` *places*, the experts of tokens."""
-    num_tokens, chosen = places.shape
-    order = places.flatten().argsort(stable=True)
+def row_map(expert_indices: Tensor, num_experts: int) -> Tensor:
+    """Return ``[tokens, 2 E + 1]`` numbers of the ``[tokens, k]`` experts of tokens."""
+    num_tokens, chosen = expert_indices.shape
+    order = expert_indices.flatten().argsort(stable=True)
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
-    made = places.new_zeros((num_tokens, 2 * num_experts + 1), dtype=torch.int32)
-    made[:, :chosen] = rows.view_as(places)
-    made[:, num_experts : num_experts + chosen] = places
+    made = expert_indices.new_zeros((num_tokens, 2 * num_experts + 1), dtype=torch.int32)
+    made[:, :chosen] = rows.view_as(expert_indices)
+    made[:, num_experts : num_experts + chosen] = expert_indices
     made[:, -1] = chosen
     return made
 
 
 @row_map.register_fake
-def _(places: Tensor, num_experts: int) -> Tensor:
-    return places.new_empty((places.shape[0], 2 * num_experts + 1), dtype=torch.int32)
+def _(expert_indices: Tensor, num_experts: int) -> Tensor:
+    return expert_indices.new_empty(
+        (expert_indices.shape[0], 2 * num_experts + 1), dtype=torch.int32
+    )
 
 
 @torch.library.custom_op("meshwright::sort_rows", mutates_args=())
@@ -97,7 +99,7 @@ def _(rows: Tensor, _sizes: Sequence[int], _order: Sequence[int]) -> Tensor:
 
 
 class SortedRows(AutogradFunction):
-    """Tokens sorted by expert; keeps the map."""
+    """Permutation of tokens by expert; keeps the map."""
 
     @staticmethod
     def forward(ctx: Context, tokens: Tensor, numbers: Tensor, chosen: int) -> Tensor:
@@ -114,7 +116,7 @@ class SortedRows(AutogradFunction):
 
 
 class SortedWeights(AutogradFunction):
-    """Weights of rows of all shares; keeps the map."""
+    """Routing weights in the order of permuted rows; keeps the map."""
 
     @staticmethod
     def forward(ctx: Context, shares: Tensor, numbers: Tensor, chosen: int) -> Tensor:
@@ -130,8 +132,8 @@ class SortedWeights(AutogradFunction):
         return put_weights_back(gradient, numbers, ctx.chosen), None, None
 
 
-class PutBack(AutogradFunction):
-    """Sums of each token's rows; keeps the map."""
+class UnpermutedRows(AutogradFunction):
+    """Sum of each token's rows, which undoes the permutation; keeps the map."""
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, numbers: Tensor, chosen: int) -> Tensor:
@@ -164,14 +166,14 @@ class Reordered(AutogradFunction):
 
 
 @torch.library.custom_op("meshwright::sorted_slots", mutates_args=())
-def sorted_slots(places: Tensor) -> Tensor:
-    """Return the numbers of ``[tokens, k]`` *places* in the order of experts."""
-    return places.flatten().argsort(stable=True)
+def sorted_slots(expert_indices: Tensor) -> Tensor:
+    """Return the numbers of ``[tokens, k]`` *expert_indices* in the order of experts."""
+    return expert_indices.flatten().argsort(stable=True)
 
 
 @sorted_slots.register_fake
-def _(places: Tensor) -> Tensor:
-    return places.new_empty(places.numel())
+def _(expert_indices: Tensor) -> Tensor:
+    return expert_indices.new_empty(expert_indices.numel())
 
 
 @torch.library.custom_op("meshwright::take_rows", mutates_args=())
@@ -214,7 +216,7 @@ class TakenRows(AutogradFunction):
 
 
 class PutRows(AutogradFunction):
-    """Rows in the places of their numbers; keeps these."""
+    """Rows at the indices of their numbers; keeps these."""
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, numbers: Tensor, num_rows: int) -> Tensor:

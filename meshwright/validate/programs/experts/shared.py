@@ -4,13 +4,13 @@ from torch import Tensor, nn
 
 
 class GatedShared(nn.Module):
-    """Shared experts and the gate that weighs what they make, whose weight comes first.
+    """Shared experts, and the gate that weighs their output; its weight comes first.
 
     `SharedExpertMLP` of megatron/core/transformer/moe/shared_experts.py, core 0.16.
 
     Args:
-        shared_gate: The product.
-        experts: What all tokens go through.
+        shared_gate: Linear layer with one output.
+        experts: MLP that all tokens go through.
     """
 
     def __init__(self, shared_gate: nn.Module, experts: nn.Module) -> None:
@@ -18,7 +18,7 @@ class GatedShared(nn.Module):
         self.shared_gate, self.experts = shared_gate, experts
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what shared experts make of *inputs*, weighed."""
+        """Return the weighed output of shared experts for *inputs*."""
         out: Tensor = self.experts(inputs)
         logits = self.shared_gate(inputs)
         share: Tensor = logits.sigmoid()

@@ -15,7 +15,7 @@ from meshwright.validate.programs.contract import Routing
 from meshwright.validate.programs.experts.balance import RoutingBias
 from meshwright.validate.programs.experts.group import Dispatch, ExpertGroup, exchanged
 from meshwright.validate.programs.experts.products import GroupedWeights
-from meshwright.validate.programs.experts.routing import Taken, chosen_places
+from meshwright.validate.programs.experts.routing import GatheredScores, choose_experts
 from meshwright.validate.programs.experts.rows import PutRows, TakenRows, WeighedSum, sorted_slots
 from meshwright.validate.programs.fused import Swiglu
 
@@ -24,7 +24,7 @@ ROUTE_SCALE = 1.0  # a kernel, whatever the number
 
 
 class RoutedGroup(NamedTuple):
-    """Who shares experts, and how tokens are sent to them.
+    """Ranks that share experts, and the routing of tokens to them.
 
     Args:
         ranks: With which this one shares experts.
@@ -43,7 +43,7 @@ class GroupedExperts(nn.Module):
     Args:
         experts: Of a layer.
         hidden_size: Width of tokens.
-        routed: Who has the other experts, and how tokens are sent to them.
+        routed: Ranks with the other experts, and the routing of tokens.
     """
 
     def __init__(self, experts: Experts, hidden_size: int, routed: RoutedGroup) -> None:
@@ -56,41 +56,44 @@ class GroupedExperts(nn.Module):
         self.out = nn.Parameter(torch.empty(num, hidden_size, inner))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Return what experts make of *rows*, sorted by expert, so many of each."""
+        """Return the output of experts for *rows*, sorted by expert, *counts* of each."""
         group, is_divided = self.group, self.group.ep is not None
-        dispatch = self._told(counts, len(rows))
+        dispatch = self._exchange_counts(counts, len(rows))
         given = exchanged(rows, dispatch.sent, dispatch.arrived, group)
+        # Lines of padding read this row of zeros.
         more = torch.vstack((given, given.new_zeros((1, given.shape[-1]))))
         places = _places(dispatch, more)
         lines = TakenRows.apply(more, places)
         num_lines = len(more)
         del given, more
-        made = self._computed(lines, dispatch.by_expert)
+        made = self._expert_outputs(lines, dispatch.by_expert)
         del lines
+        # The last row belongs to the lines of padding.
         back = PutRows.apply(made, places, num_lines)[:-1]
         if is_divided:
             back = exchanged(back, dispatch.arrived, dispatch.sent, group)
         return back
 
-    def _computed(self, lines: Tensor, sizes: list[int]) -> Tensor:
+    def _expert_outputs(self, lines: Tensor, sizes: list[int]) -> Tensor:
         gate = GroupedWeights.apply(lines, self.gate, sizes)
         up = GroupedWeights.apply(lines, self.up, sizes)
         inner = Swiglu.apply(gate, up)
         made: Tensor = GroupedWeights.apply(inner, self.out, sizes)
         return made
 
-    def _told(self, counts: Tensor, num_rows: int) -> Dispatch:
-        """Return which rows come and go, after each rank has told the others."""
+    def _exchange_counts(self, counts: Tensor, num_rows: int) -> Dispatch:
+        """Return the dispatch of rows, after the ranks have exchanged their counts."""
         ranks, num = self.group.num_ep, len(counts) // self.group.num_ep
-        told = counts
+        received = counts
         if self.group.ep is not None:
-            told = torch.empty_like(counts)
-            dist.all_to_all_single(told, counts, group=self.group.ep)
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts, group=self.group.ep)
         if self.routing.is_balanced:
+            # Known without reading the counts, which fake tensors do not have.
             each = num_rows // len(counts)
             sent, got = [each] * len(counts), [each] * len(counts)
         else:
-            sent, got = counts.tolist(), told.tolist()
+            sent, got = counts.tolist(), received.tolist()
         stretches = [range(rank * num, (rank + 1) * num) for rank in range(ranks)]
         return Dispatch(
             sent=[sum(sent[index] for index in each) for each in stretches],
@@ -103,8 +106,9 @@ class GroupedExperts(nn.Module):
 
 
 def _places(dispatch: Dispatch, more: Tensor) -> Tensor:
-    """Return which row is in each line: of the lines that are left over the empty last one."""
+    """Return the row of each line; lines of padding have the empty last one."""
     num_rows, num = len(more) - 1, len(dispatch.by_expert)
+    # torchtitan's bound: each expert may need one tile more than its rows fill.
     num_lines = -(-(num_rows + ALIGNED_ROWS * num) // ALIGNED_ROWS) * ALIGNED_ROWS
     starts = [0]
     for size in dispatch.sizes:
@@ -124,8 +128,8 @@ class TitanExperts(nn.Module):
     Args:
         experts: Of a layer.
         hidden_size: Width of tokens.
-        routed: Who has the other experts, and how tokens are sent to them.
-        shared: What all tokens go through, if there is something.
+        routed: Ranks with the other experts, and the routing of tokens.
+        shared: Shared experts, which get all tokens, if there are any.
     """
 
     def __init__(
@@ -143,30 +147,32 @@ class TitanExperts(nn.Module):
         self.bias = RoutingBias(experts.num_experts) if experts.routing_bias else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what experts make of ``[batch, tokens, width]``."""
+        """Return the output of experts for ``[batch, tokens, width]``."""
         flat, chosen = inputs.flatten(0, 1), self.facts.experts_per_token
         shares, places = self._shares(flat)
         slots = sorted_slots(places)
+        # Slot i is of token i // k.
         rows = TakenRows.apply(flat, slots // chosen)
         sorted_shares = shares.detach().flatten()[slots]
         counts = self._counts(places)
         if self.bias is not None:
             self.bias.count(counts)
         back = self.experts(rows, counts)
-        beside = None if self.shared is None else self.shared(inputs)
+        shared_output = None if self.shared is None else self.shared(inputs)
         unsorted = PutRows.apply(back, slots, len(slots))
         wide = unsorted.unflatten(0, (len(flat), chosen)).float()
         result = WeighedSum.apply(shares, wide).to(inputs.dtype).view(inputs.shape)
+        # torchtitan's forward pass has names for these until here.
         del rows, back, unsorted, sorted_shares, counts
-        return result if beside is None else beside + result
+        return result if shared_output is None else shared_output + result
 
     def _shares(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a token's shares of its experts in fp32, and which these are."""
+        """Return the routing weights of each token in fp32, and its experts."""
         logits = self.router(flat).float()
         is_sigmoid = self.facts.scores == "sigmoid"
         scores = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
-        places = chosen_places(scores, self.facts, self.routing, self.bias)
-        shares = Taken.apply(scores, places)
+        places = choose_experts(scores, self.facts, self.routing, self.bias)
+        shares = GatheredScores.apply(scores, places)
         return shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE, places
 
     def _counts(self, places: Tensor) -> Tensor:

@@ -13,18 +13,22 @@ from meshwright.simulator.model import Experts
 from meshwright.validate.programs.experts.activations import ClampedSwiglu
 from meshwright.validate.programs.experts.group import exchanged
 from meshwright.validate.programs.experts.products import GroupedWeights
-from meshwright.validate.programs.experts.routing import Taken, chosen_places, outside_groups
+from meshwright.validate.programs.experts.routing import (
+    GatheredScores,
+    choose_experts,
+    outside_expert_groups,
+)
 from meshwright.validate.programs.experts.titan import ROUTE_SCALE, RoutedGroup
 from meshwright.validate.programs.fused import PackedSwiglu
 
 
-class OwnExperts(nn.Module):
-    """A rank's experts, in grouped products; gate and value are one.
+class TransformersGroupedExperts(nn.Module):
+    """Experts of a rank as grouped GEMMs; gate and value are one weight.
 
     Args:
         experts: Of a layer.
         hidden_size: Width of tokens.
-        routed: Who has the other experts, and how tokens are sent to them.
+        routed: Ranks with the other experts, and the routing of tokens.
     """
 
     def __init__(self, experts: Experts, hidden_size: int, routed: RoutedGroup) -> None:
@@ -40,20 +44,20 @@ class OwnExperts(nn.Module):
             self.experts_in_bias = nn.Parameter(torch.empty(num, 2 * inner))
             self.experts_out_bias = nn.Parameter(torch.empty(num, hidden_size))
 
-    def forward(self, tokens: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-        """Return the sums of what experts make of *tokens*, each times its share.
+    def forward(self, tokens: Tensor, expert_indices: Tensor, shares: Tensor) -> Tensor:
+        """Return the sums of expert outputs for *tokens*, each times its routing weight.
 
         Args:
             tokens: ``[tokens, width]``.
-            places: Experts of each, ``[tokens, k]``.
+            expert_indices: Experts of each, ``[tokens, k]``.
             shares: Of the same shape.
         """
         if self.group.ep is None:
-            return self._computed(tokens, places, shares).to(tokens.dtype)
-        return self._exchanged(tokens, places, shares).to(tokens.dtype)
+            return self._computed(tokens, expert_indices, shares).to(tokens.dtype)
+        return self._exchanged(tokens, expert_indices, shares).to(tokens.dtype)
 
-    def _exchanged(self, tokens: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-        order, sent, got, given, own = self._dispatched(tokens, places)
+    def _exchanged(self, tokens: Tensor, expert_indices: Tensor, shares: Tensor) -> Tensor:
+        order, sent, got, given, own = self._dispatched(tokens, expert_indices)
         ones = torch.ones_like(own, dtype=given.dtype)
         made = self._computed(given, own, ones)
         back = exchanged(made, got, sent, self.group)
@@ -63,32 +67,35 @@ class OwnExperts(nn.Module):
         return (rows * shares.unsqueeze(-1)).sum(dim=1)
 
     def _dispatched(
-        self, tokens: Tensor, places: Tensor
+        self, tokens: Tensor, expert_indices: Tensor
     ) -> tuple[Tensor, list[int], list[int], Tensor, Tensor]:
-        """Return the order of rows, how many go and come, those that came, and their experts."""
+        """Return the order of rows, counts sent and received, received rows and their experts."""
         num_ranks, num = self.group.num_ep, len(self.experts_in)
-        flat = places.flatten()
+        flat = expert_indices.flatten()
         order = flat.argsort()
-        rows = tokens[order // places.shape[1]]
+        # Slot i is of token i // k.
+        rows = tokens[order // expert_indices.shape[1]]
         counts = flat.new_zeros(num_ranks * num).scatter_add_(0, flat, torch.ones_like(flat))
-        told = torch.empty_like(counts)
-        dist.all_to_all_single(told, counts, group=self.group.ep)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.group.ep)
         if self.routing.is_balanced:
             sent = got = [len(rows) // num_ranks] * num_ranks
         else:
-            sent, got = (each.view(num_ranks, num).sum(dim=1).tolist() for each in (counts, told))
+            sent, got = (
+                each.view(num_ranks, num).sum(dim=1).tolist() for each in (counts, received)
+            )
         given = exchanged(rows, sent, got, self.group)
         own = torch.arange(num, device=flat.device).repeat(num_ranks)
-        own = own.repeat_interleave(told, output_size=sum(got)).unsqueeze(-1)
+        own = own.repeat_interleave(received, output_size=sum(got)).unsqueeze(-1)
         return order, sent, got, given, own
 
-    def _computed(self, tokens: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-        """Return the same of experts that are all here.
+    def _computed(self, tokens: Tensor, expert_indices: Tensor, shares: Tensor) -> Tensor:
+        """Return the same where all experts are local.
 
         Where ranks divide them a mask clears rows of others, of which there are none by then.
         """
-        chosen, num_tokens, num = places.shape[1], len(tokens), len(self.experts_in)
-        numbers, order = places.flatten().sort()
+        chosen, num_tokens, num = expert_indices.shape[1], len(tokens), len(self.experts_in)
+        numbers, order = expert_indices.flatten().sort()
         rows = tokens[order // chosen]
         weights = shares.flatten()[order]
         counted = numbers.int()
@@ -134,8 +141,8 @@ class TransformersExperts(nn.Module):
     Args:
         experts: Of a layer.
         hidden_size: Width of tokens.
-        routed: Who has the other experts, and how tokens are sent to them.
-        shared: What all tokens go through, perhaps weighed by a gate, if there is something.
+        routed: Ranks with the other experts, and the routing of tokens.
+        shared: Shared experts, if there are any; a gate may weigh them.
     """
 
     def __init__(
@@ -144,23 +151,23 @@ class TransformersExperts(nn.Module):
         super().__init__()
         self.facts, self.routing = experts, routed.routing
         self.router = nn.Linear(hidden_size, experts.num_experts, bias=experts.bias)
-        self.experts = OwnExperts(experts, hidden_size, routed)
+        self.experts = TransformersGroupedExperts(experts, hidden_size, routed)
         self.shared = shared
         self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if experts.shared_gate else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what experts make of ``[batch, tokens, width]``; gated shared ones run first."""
+        """Return the output of experts for ``[batch, tokens, width]``, gated shared ones first."""
         flat = inputs.flatten(0, 1)
-        beside: Tensor | None = None
+        shared_output: Tensor | None = None
         if self.shared is not None and self.shared_gate is not None:
-            beside = self.shared(flat)
+            shared_output = self.shared(flat)
         in_full = self.facts.routed_in_full
         logits = self._wide_logits(flat) if in_full else self.router(flat)
-        shares, places = self._scaled_shares(logits) if in_full else self._shares(logits)
-        out: Tensor = self.experts(flat, places, shares)
-        if beside is not None and self.shared_gate is not None:
-            beside = self.shared_gate(flat).sigmoid() * beside
-            out = out + beside
+        shares, expert_indices = self._scaled_shares(logits) if in_full else self._shares(logits)
+        out: Tensor = self.experts(flat, expert_indices, shares)
+        if shared_output is not None and self.shared_gate is not None:
+            shared_output = self.shared_gate(flat).sigmoid() * shared_output
+            out = out + shared_output
         elif self.shared is not None:
             out = out.view_as(inputs)
             out = out + self.shared(inputs)
@@ -171,28 +178,28 @@ class TransformersExperts(nn.Module):
         return F.linear(flat.float(), self.router.weight.float())
 
     def _scaled_shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return shares as DeepSeek's routers scale them, and a token's experts.
+        """Return routing weights as DeepSeek's routers scale them, and a token's experts.
 
         The second one clears the scores of other groups, the third divides shares by their sum.
         """
         experts, routing = self.facts, self.routing
         scores = logits.softmax(dim=-1) if experts.leaves_shares else logits.sigmoid()
         if experts.leaves_shares and experts.num_groups > 1:
-            scores = scores.masked_fill(outside_groups(scores, experts, routing), 0.0)
-        places = chosen_places(scores, experts, routing)
-        shares = Taken.apply(scores, places)
+            scores = scores.masked_fill(outside_expert_groups(scores, experts, routing), 0.0)
+        expert_indices = choose_experts(scores, experts, routing)
+        shares = GatheredScores.apply(scores, expert_indices)
         if not experts.leaves_shares:
             shares /= shares.sum(dim=-1, keepdim=True)
-        return shares * ROUTE_SCALE, places
+        return shares * ROUTE_SCALE, expert_indices
 
     def _shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a token's shares of its experts, and which these are."""
+        """Return the routing weights of each token, and its experts."""
         if self.facts.scores == "softmax of chosen":
             scores = logits if self.routing.is_balanced else logits.softmax(dim=-1)
-            places = chosen_places(scores, self.facts, self.routing)
-            return Taken.apply(logits, places).softmax(dim=-1), places
+            expert_indices = choose_experts(scores, self.facts, self.routing)
+            return GatheredScores.apply(logits, expert_indices).softmax(dim=-1), expert_indices
         scores = logits.float().softmax(dim=-1)
-        places = chosen_places(scores, self.facts, self.routing)
-        shares = Taken.apply(scores, places)
+        expert_indices = choose_experts(scores, self.facts, self.routing)
+        shares = GatheredScores.apply(scores, expert_indices)
         shares /= shares.sum(dim=-1, keepdim=True)
-        return shares.to(logits.dtype) if self.facts.casts_shares else shares, places
+        return shares.to(logits.dtype) if self.facts.casts_shares else shares, expert_indices

@@ -16,11 +16,11 @@ from meshwright.validate.programs.fused.norms import RmsNorm, UnweightedRmsNorm
 from meshwright.validate.programs.fused.residual import BiasDropoutAdd
 from meshwright.validate.programs.fused.rotary import (
     ANGLE_FACTOR,
+    CachedRotary,
     Rotary,
-    TableRotary,
-    angle_table,
+    apply_rope_unfused,
     positions,
-    turned_apart,
+    rope_cache,
 )
 from meshwright.validate.programs.fused.softmax import CausalSoftmax
 from meshwright.validate.programs.fused.swiglu import FusedSquaredRelu, PackedSwiglu, Swiglu
@@ -33,6 +33,7 @@ __all__ = [
     "ANGLE_FACTOR",
     "AutogradFunction",
     "BiasDropoutAdd",
+    "CachedRotary",
     "CausalSoftmax",
     "Context",
     "FusedAttention",
@@ -43,12 +44,11 @@ __all__ = [
     "Rotary",
     "Scores",
     "Swiglu",
-    "TableRotary",
     "UnweightedRmsNorm",
     "accumulate_weight_gradient",
-    "angle_table",
+    "apply_rope_unfused",
     "flash_attention",
     "flash_attention_backward",
     "positions",
-    "turned_apart",
+    "rope_cache",
 ]

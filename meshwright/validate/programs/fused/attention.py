@@ -26,7 +26,7 @@ def _log_sum_exp_like(query: Tensor, seq_dim: int) -> Tensor:
 
 
 class Scores(NamedTuple):
-    """How attention masks and bounds its scores.
+    """Mask and softcap of attention scores.
 
     Args:
         causal: Whether tokens see only those before them.
@@ -50,7 +50,7 @@ def flash_attention(
         given: Query, ``[tokens, batch, heads, width]``, or batch first, of any strides; key and
             value, with as many heads or a divisor of them; and perhaps sinks, for each head a score
             of each row that no value belongs to.
-        seq_dim: Which dim counts tokens, 0 or 1.
+        seq_dim: Dim of tokens, 0 or 1.
         causal: As in `Scores`.
         window: As there.
         softcap: As there.
@@ -60,6 +60,7 @@ def flash_attention(
         query, key, value, causal=causal, window=window, softcap=softcap
     )
     for sinks in given[3:]:
+        # A sink is one more score in the softmax's sum, without a value.
         total = torch.logaddexp(log_sum_exp, sinks.float().unsqueeze(-1))
         out = (out * torch.exp(log_sum_exp - total).unsqueeze(-1)).to(out.dtype)
         log_sum_exp = total
@@ -118,6 +119,7 @@ def sinks_backward(
     gradient: Tensor, out: Tensor, log_sum_exp: Tensor, sinks: Tensor, seq_dim: int
 ) -> Tensor:
     """Return the gradient of sinks, from that of the output."""
+    # Softmax backward of a score whose value is 0: -p * sum(gradient * out).
     totals = (gradient.float() * out.float()).sum(-1, keepdim=True)
     shares = torch.exp(sinks.float().unsqueeze(-1) - log_sum_exp)
     of_rows = shares * _to_heads_first(totals, seq_dim).squeeze(-1)
@@ -135,7 +137,7 @@ def _(
 def _flash_flops(
     given: list[tuple[int, ...]], seq_dim: int, *_: object, window: int = 0, **__: object
 ) -> int:
-    """Two products over the full square, as PyTorch counts attention.
+    """Count two matrix products over the full square, as PyTorch counts attention.
 
     That is twice what a causal mask leaves, and with a window twice what both leave but for the
     diagonal, as predicted FLOPs have it.
@@ -145,13 +147,14 @@ def _flash_flops(
 
 
 def _num_scores(query: tuple[int, ...], key: tuple[int, ...], seq_dim: int, window: int) -> int:
-    """Return how many there are of all heads."""
-    rows, seen = query[seq_dim], key[seq_dim]
-    start, scores = seen - rows, rows * seen
+    """Return the number of scores of all heads."""
+    num_queries, num_keys = query[seq_dim], key[seq_dim]
+    start, scores = num_keys - num_queries, num_queries * num_keys
+    # Even the first query has a full window of keys.
     if window and 0 < start >= window - 1:
-        scores = 2 * rows * window
+        scores = 2 * num_queries * window
     elif window:
-        scores = seen**2 - start**2 - max(seen - window, 0) ** 2
+        scores = num_keys**2 - start**2 - max(num_keys - window, 0) ** 2
     return query[1 - seq_dim] * query[2] * scores
 
 
@@ -164,17 +167,17 @@ def _flash_backward_flops(
     window: int = 0,
     **__: object,
 ) -> int:
-    """Five products: the scores again, and four gradients; two are as wide as values."""
+    """Count five products: the scores again, and four gradients; two are as wide as values."""
     query, key, value = saved[:3]
     return 2 * _num_scores(query, key, seq_dim, window) * (3 * query[3] + 2 * value[3])
 
 
 class FusedAttention(AutogradFunction):
-    """Attention that keeps its inputs, its output and one number a row of scores."""
+    """Attention that keeps its inputs, its output and the log-sum-exp of each row."""
 
     @staticmethod
     def forward(ctx: Context, seq_dim: int, scores: Scores, *given: Tensor) -> Tensor:
-        """Return the output of what `flash_attention` is *given*, laid out as the query."""
+        """Return the output for what `flash_attention` is *given*, laid out as the query."""
         out, log_sum_exp = flash_attention(list(given), seq_dim, **scores._asdict())
         ctx.save_for_backward(*given[:3], out, log_sum_exp, *given[3:])
         ctx.seq_dim, ctx.scores = seq_dim, scores

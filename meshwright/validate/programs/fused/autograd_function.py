@@ -1,4 +1,4 @@
-"""What fused operators are made with: autograd functions with types, a choice among kernels."""
+"""Typed autograd functions, and a choice among kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -19,23 +19,23 @@ class AutogradFunction(torch.autograd.Function):
         return super().apply(*args)  # type: ignore[no-untyped-call] # untyped in torch
 
 
-def first_that_works(ways: Sequence[T], is_right: Callable[[T], bool]) -> T:
-    """Return the first of *ways* that gives what it must; the last one is taken untried.
+def first_that_works(candidates: Sequence[T], is_right: Callable[[T], bool]) -> T:
+    """Return the first of *candidates* that gives what it must; the last one is taken untried.
 
     Kernels for GPUs differ between releases of PyTorch; one that a release lacks, refuses or has
     wrong is passed over.
 
     Args:
-        ways: The best first.
+        candidates: The best first.
         is_right: Tries one on small numbers.
 
     >>> first_that_works([lambda: 1 / 0, lambda: 3, lambda: 4], lambda way: way() == 4)()
     4
     """
-    for way in ways[:-1]:
+    for candidate in candidates[:-1]:
         try:
-            if is_right(way):
-                return way
+            if is_right(candidate):
+                return candidate
         except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError):
             continue
-    return ways[-1]
+    return candidates[-1]

@@ -1,4 +1,4 @@
-"""Root-mean-square norm in one kernel."""
+"""RMS norm in one kernel."""
 
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -51,7 +51,7 @@ class _Backward(Protocol):
 
 
 class NormKernel(NamedTuple):
-    """A forward and the backward pass that understands what it keeps."""
+    """Forward kernel, and the backward kernel that reads what it keeps."""
 
     forward: _Forward
     backward: _Backward
@@ -68,6 +68,7 @@ def _plain_backward(
 ) -> tuple[Tensor, Tensor]:
     normal = values.float() * inverse
     scaled = gradient.float() * weight.float()
+    # Derivative of x / sqrt(mean(x^2)).
     values_gradient = inverse * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
     weight_gradient = (gradient.float() * normal).flatten(0, -2).sum(0)
     return values_gradient.to(values.dtype), weight_gradient.to(weight.dtype)
@@ -94,6 +95,7 @@ LIBRARY = NormKernel(_library_forward, _library_backward)
 
 
 def _kernel(values: Tensor, weight: Tensor) -> NormKernel:
+    # PyTorch's kernel is for GPUs, and for one format alone.
     if not (values.is_cuda and values.dtype is weight.dtype):
         return PLAIN
     return _gpu_kernel(values.device, values.dtype)
@@ -122,7 +124,7 @@ def _gpu_kernel(device: torch.device, dtype: torch.dtype) -> NormKernel:
 
 
 class UnweightedRmsNorm(AutogradFunction):
-    """The same without weights; keeps its input and one number a row."""
+    """RMS norm without weights; keeps its input and one number a row."""
 
     @staticmethod
     def forward(ctx: Context, values: Tensor, epsilon: float) -> Tensor:
@@ -140,7 +142,7 @@ class UnweightedRmsNorm(AutogradFunction):
 
 
 class RmsNorm(AutogradFunction):
-    """Root-mean-square norm that keeps its input and one number a token."""
+    """RMS norm; keeps its input, weight and one number a token."""
 
     @staticmethod
     def forward(ctx: Context, values: Tensor, weight: Tensor, epsilon: float) -> Tensor:

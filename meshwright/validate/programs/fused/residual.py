@@ -15,6 +15,7 @@ def bias_dropout_add(
     mask = values.new_empty(0, dtype=torch.bool)
     if probability:
         biased, mask = torch.native_dropout(biased, probability, train=True)
+    # An addition in place would overwrite *values*, or round the sum.
     if biased is values or biased.dtype is not residual.dtype:
         return residual + biased, mask
     return biased.add_(residual), mask

@@ -33,10 +33,10 @@ def _(scores: Tensor, _scale: float, **_: int) -> Tensor:
 @torch.library.custom_op("meshwright::softmax_backward", mutates_args=())
 def softmax_backward(gradient: Tensor, probabilities: Tensor, scale: float) -> Tensor:
     """Return the gradient of the scores."""
-    slope: Tensor = torch.ops.aten._softmax_backward_data(  # noqa: SLF001
+    score_gradient: Tensor = torch.ops.aten._softmax_backward_data(  # noqa: SLF001
         gradient, probabilities, -1, probabilities.dtype
     )
-    return slope.mul_(scale)
+    return score_gradient.mul_(scale)
 
 
 @softmax_backward.register_fake

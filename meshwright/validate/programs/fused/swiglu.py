@@ -18,10 +18,11 @@ def _(gate: Tensor, _value: Tensor) -> Tensor:
 
 
 def _write_gradients(
-    gradient: Tensor, given: tuple[Tensor, Tensor], slopes: tuple[Tensor, Tensor]
+    gradient: Tensor, given: tuple[Tensor, Tensor], gradients: tuple[Tensor, Tensor]
 ) -> None:
-    """Fill *slopes* with the gradients of gate and value, with nothing else in memory."""
-    (gate, value), (gate_slope, value_slope) = given, slopes
+    """Fill *gradients* with the gradients of gate and value, with nothing else in memory."""
+    (gate, value), (gate_slope, value_slope) = given, gradients
+    # The value's slot holds the gradient of silu(gate) until its own is due.
     torch.mul(gradient, value, out=value_slope)
     torch.ops.aten.silu_backward.grad_input(value_slope, gate, grad_input=gate_slope)
     torch.ops.aten.silu.out(gate, out=value_slope)
@@ -31,9 +32,9 @@ def _write_gradients(
 @torch.library.custom_op("meshwright::swiglu_backward", mutates_args=())
 def swiglu_backward(gradient: Tensor, gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate and value."""
-    slopes = gate.new_empty(gate.shape), value.new_empty(value.shape)
-    _write_gradients(gradient, (gate, value), slopes)
-    return slopes
+    gradients = gate.new_empty(gate.shape), value.new_empty(value.shape)
+    _write_gradients(gradient, (gate, value), gradients)
+    return gradients
 
 
 @swiglu_backward.register_fake
@@ -88,7 +89,7 @@ class PackedSwiglu(AutogradFunction):
 
 @torch.library.custom_op("meshwright::squared_relu", mutates_args=())
 def squared_relu(values: Tensor) -> Tensor:
-    """Return the square of what ReLU makes."""
+    """Return the square of ReLU."""
     return torch.relu(values).square_()
 
 
@@ -105,7 +106,7 @@ def _(values: Tensor, *_: Tensor) -> Tensor:
 
 
 class FusedSquaredRelu(AutogradFunction):
-    """The square of ReLU; keeps what came in."""
+    """Square of ReLU; keeps its input."""
 
     @staticmethod
     def forward(ctx: Context, values: Tensor) -> Tensor:

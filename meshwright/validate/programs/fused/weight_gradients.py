@@ -1,4 +1,4 @@
-"""A weight gradient accumulated inside the product that makes it."""
+"""Weight gradients accumulated inside the GEMM that makes them (gradient accumulation fusion)."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +14,7 @@ ATEN = torch.ops.aten
 
 
 class GradientSink(Protocol):
-    """Where weight gradients go that products accumulate themselves."""
+    """Accumulator of weight gradients, to which GEMMs add."""
 
     def add_product(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor | None:
         """Add ``gradient^T inputs``, or return it where gradients are not fused."""
@@ -29,6 +29,7 @@ def accumulate_weight_gradient(buffer: Tensor, inputs: Tensor, gradient: Tensor)
         inputs: ``[tokens, inputs]``.
         gradient: ``[tokens, outputs]``.
     """
+    # Of one format addmm accumulates by itself.
     if buffer.dtype is inputs.dtype is gradient.dtype:
         buffer.addmm_(gradient.t(), inputs)
     elif buffer.is_cuda:
@@ -46,12 +47,12 @@ def _(_buffer: Tensor, _inputs: Tensor, _gradient: Tensor) -> None:
 def _accumulate_flops(
     buffer: tuple[int, ...], inputs: tuple[int, ...], *_: object, **__: object
 ) -> int:
-    """One product of the weight's shape over all tokens."""
+    """Count one matrix product of the weight's shape over all tokens."""
     return 2 * buffer[0] * buffer[1] * inputs[0]
 
 
 def add_inside(buffer: Tensor, inputs: Tensor, gradient: Tensor) -> None:
-    """Let the product of 16-bit tensors add itself to an fp32 buffer, as Megatron's kernel does."""
+    """Let the GEMM of 16-bit tensors add to an fp32 buffer, as Megatron's kernel does."""
     place = buffer.unsqueeze(0)
     ATEN.baddbmm.dtype_out(
         place, gradient.t().unsqueeze(0), inputs.unsqueeze(0), torch.float32, out=place
@@ -75,13 +76,13 @@ WAYS = (add_inside, add_wide_product, add_product)
 def _accumulation(
     device: torch.device, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """Return the best way that this PyTorch has on *device*."""
+    """Return the best of `WAYS` that this PyTorch has on *device*."""
 
-    def is_right(way: Callable[[Tensor, Tensor, Tensor], None]) -> bool:
+    def is_right(kernel: Callable[[Tensor, Tensor, Tensor], None]) -> bool:
         inputs = torch.linspace(-1, 1, 64 * 16, device=device).view(64, 16).to(dtype)
         gradient = torch.linspace(1, 2, 64 * 32, device=device).view(64, 32).to(dtype)
         buffer = torch.full((32, 16), 100.0, device=device)
-        way(buffer, inputs, gradient)
+        kernel(buffer, inputs, gradient)
         return buffer.allclose(100.0 + gradient.float().t() @ inputs.float(), atol=1e-2, rtol=1e-4)
 
     return first_that_works(WAYS, is_right)

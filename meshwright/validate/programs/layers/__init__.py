@@ -1,4 +1,4 @@
-"""The layers of a transformer, made of the parts of a stack."""
+"""Layers of a transformer, made of the parts of a stack."""
 
 from meshwright.validate.programs.layers.pointwise import NORM_EPSILON, GatedSilu, SquaredRelu
 from meshwright.validate.programs.layers.stage import Ends, VirtualStage

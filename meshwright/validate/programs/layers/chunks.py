@@ -1,4 +1,4 @@
-"""Attention within chunks of a sequence, each as if it were a sequence of its own."""
+"""Chunked attention: each chunk of a sequence attends within itself."""
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +13,17 @@ def cut(values: Tensor, size: int) -> Tensor:
 
 
 def joined(values: Tensor, num_tokens: int, batch: int) -> Tensor:
-    """Return what `cut` has cut in the order of tokens, without what was filled up."""
+    """Return the chunks of `cut` in the order of tokens, without the padding."""
     return values.unflatten(1, (-1, batch)).transpose(0, 1).flatten(0, 1)[:num_tokens]
 
 
-class ChunkedCore(nn.Module):
-    """Attention that is told one chunk after the other.
+class ChunkedAttention(nn.Module):
+    """Attention core that is called for one chunk after the other.
 
     Args:
-        core: What attends.
+        core: Attention core of a chunk.
         size: Tokens of a chunk.
-        seq_dim: Which dim counts tokens.
+        seq_dim: Dim of tokens.
     """
 
     def __init__(self, core: nn.Module, size: int, seq_dim: int) -> None:

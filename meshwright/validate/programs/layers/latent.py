@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are made of a narrow latent."""
+"""Multi-head latent attention (MLA): keys and values of all heads come from a narrow latent."""
 
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class LatentSelfAttention(nn.Module):
-    """Heads of a latent of queries and one of keys and values around the attention core.
+    """MLA: a latent of queries, and one of keys and values, around the attention core.
 
-    Positions are in a part of each head of their own, of which all keys have one (DeepSeek-V2,
+    RoPE is on a part of each head of its own, which all keys share (DeepSeek-V2,
     arXiv 2405.04434, 2.1.3).  Local heads follow from the width that arrives.
     """
 
@@ -32,12 +32,12 @@ class LatentSelfAttention(nn.Module):
         self.recomputes = options.recompute is Recompute.SELECTIVE
         queries = heads * latent.query_head_dim
         if latent.query_rank:
-            self.query_down = parts.whole_linear(width, latent.query_rank)
+            self.query_down = parts.replicated_linear(width, latent.query_rank)
             self.query_latent_norm = parts.norm(model, latent.query_rank)
             self.query_up = parts.column_linear(latent.query_rank, queries, bias=False)
         else:
             self.query = parts.column_linear(width, queries, bias=False)
-        self.kv_down = parts.whole_linear(width, latent.kv_rank + latent.rotary_head_dim)
+        self.kv_down = parts.replicated_linear(width, latent.kv_rank + latent.rotary_head_dim)
         self.kv_latent_norm = parts.norm(model, latent.kv_rank)
         self.gathered, self.copies = parts.gathered_tokens, parts.copies_operands
         pairs = latent.plain_head_dim + latent.value_head_dim
@@ -57,7 +57,7 @@ class LatentSelfAttention(nn.Module):
         return out
 
     def _latents(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what queries, and keys and values, are made of, and the part that all keys have.
+        """Return the latents of queries and of keys and values, and the RoPE part of all keys.
 
         Queries have a latent of their own, or are made straight of *inputs*.
         """
@@ -76,9 +76,9 @@ class LatentSelfAttention(nn.Module):
         plain_dim, widths = self.widths.plain_head_dim, self.widths
         project = self.query_up if widths.query_rank else self.query
         given = project(source).unflatten(-1, (-1, widths.query_head_dim))
-        plain, turned = given.split([plain_dim, widths.rotary_head_dim], dim=-1)
-        turned = Rotary.apply(turned, *self.place)
-        query = torch.cat((plain, turned), dim=-1)
+        plain, rotated = given.split([plain_dim, widths.rotary_head_dim], dim=-1)
+        rotated = Rotary.apply(rotated, *self.place)
+        query = torch.cat((plain, rotated), dim=-1)
         pairs = self.kv_up(narrow).unflatten(-1, (-1, plain_dim + widths.value_head_dim))
         plain, value = pairs.split([plain_dim, widths.value_head_dim], dim=-1)
         shared = Rotary.apply(shared, *self.place).expand(-1, -1, plain.shape[2], -1)

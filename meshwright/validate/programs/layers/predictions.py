@@ -1,4 +1,4 @@
-"""Layers behind the last that predict a token further each, between the norm and the logits."""
+"""MTP (multi-token prediction) layers, between the final norm and the logits."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ LOSS_SCALE = 0.1  # mtp_loss_scaling_factor of Megatron-Core's TransformerConfig
 
 
 class _WithLoss(AutogradFunction):
-    """Hand activations on; backward is that of a loss, too, which has a weight of its own.
+    """Return activations unchanged; backward adds that of a loss with a weight of its own.
 
     So MTPLossAutoScaler does (megatron/core/transformer/multi_token_prediction.py, core 0.16).
     """
@@ -30,8 +30,8 @@ class _WithLoss(AutogradFunction):
         return gradient, ctx.slope, None
 
 
-class PredictionLayer(nn.Module):
-    """A layer of what came before and of the embeddings of the tokens that follow.
+class MtpLayer(nn.Module):
+    """MTP layer: reads hidden states and the embeddings of the tokens that follow.
 
     DeepSeek-V3, arXiv 2412.19437, 2.2; names as in Megatron-Core's MultiTokenPredictionLayer.
     """
@@ -54,12 +54,12 @@ class PredictionLayer(nn.Module):
 
 
 class Predictions(nn.Module):
-    """All such layers.
+    """MTP layers of a model.
 
     Args:
-        model: Whose.
-        options: Switches of every layer.
-        parts: What the stack makes layers of.
+        model: Model.
+        options: Options of every layer.
+        parts: The stack's parts.
         embedding: Of the model, where it is on the same stage; else a copy is made.
     """
 
@@ -69,7 +69,7 @@ class Predictions(nn.Module):
         super().__init__()
         self.embedding = parts.embedding(model) if embedding is None else embedding
         number = range(model.prediction_layers)
-        self.layers = nn.ModuleList(PredictionLayer(model, options, parts) for _ in number)
+        self.layers = nn.ModuleList(MtpLayer(model, options, parts) for _ in number)
         self.shifted = parts.shifted
         self.recomputes, self.is_reentrant = (
             options.recompute is Recompute.FULL,
@@ -77,7 +77,7 @@ class Predictions(nn.Module):
         )
 
     def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Return normalised activations, with what each layer makes of those before behind them.
+        """Return normalised activations, with the output of each MTP layer behind them.
 
         Args:
             hidden: Normalised activations.
@@ -98,13 +98,13 @@ class Predictions(nn.Module):
         return torch.cat(streams)
 
 
-class FurtherLosses(nn.Module):
-    """The losses of what such layers predict.
+class MtpLosses(nn.Module):
+    """Losses of the MTP layers.
 
     Args:
-        model: Whose.
-        options: Switches of every layer.
-        parts: What the stack makes losses of.
+        model: Model.
+        options: Options of every layer.
+        parts: The stack's parts.
     """
 
     def __init__(self, model: ModelSpec, options: LayerOptions, parts: Parts) -> None:
@@ -113,12 +113,12 @@ class FurtherLosses(nn.Module):
         self.weight = LOSS_SCALE / self.number / options.num_microbatches
         # In Megatron-Core a local name beside those that the loss of the next tokens is made of.
         self.last_logits: Tensor | None = None
-        self.loss, self.shifted = parts.leading_loss, parts.shifted
+        self.loss, self.shifted = parts.leading_tokens_loss, parts.shifted
 
     def forward(
         self, streams: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return the first of *streams*, with the losses of further tokens behind it.
+        """Return the first of *streams*, whose backward runs that of the MTP losses, too.
 
         Args:
             streams: Of `Predictions`.
@@ -126,8 +126,8 @@ class FurtherLosses(nn.Module):
             logits_of: The output matrix.
         """
         mask = torch.ones_like(targets, dtype=torch.float32)  # which are scored is known
-        main, *further = streams.chunk(1 + self.number)
-        for number, each in enumerate(further, 1):
+        main, *mtp_streams = streams.chunk(1 + self.number)
+        for number, each in enumerate(mtp_streams, 1):
             targets, mask = self.shifted(targets), self.shifted(mask)
             logits = logits_of(each)
             loss = self.loss(logits, targets, number)

@@ -1,4 +1,4 @@
-"""Which operators' outputs torchtitan's selective activation checkpointing keeps.
+"""Selective activation checkpointing of torchtitan: the operators whose outputs are kept.
 
 ``selective_ac_option = "op"``, ``_save_list`` in torchtitan/parallelisms/parallelize_llama.py,
 commit 6b03ffa of 2024-12-26.  The list was without the reduce-scatter from 2025-03-20 to
@@ -28,7 +28,7 @@ KEPT = {
 
 
 def operator_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the modes of a layer's forward and of its repetition: every other product is kept."""
+    """Return the modes of a layer's forward and recompute: every other product is kept."""
     products: Counter[bool] = Counter()
 
     def policy(
@@ -43,5 +43,5 @@ def operator_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
         is_kept = operator in KEPT and not is_second
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    forward, again = create_selective_checkpoint_contexts(policy)
-    return forward, again
+    forward, recompute = create_selective_checkpoint_contexts(policy)
+    return forward, recompute

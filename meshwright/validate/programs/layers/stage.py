@@ -1,4 +1,4 @@
-"""One virtual stage of a transformer: its layers, and the ends of the model that it holds."""
+"""Virtual stage of a transformer: its layers, and the embedding and head that it holds."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.hwprofiles import Recompute
 from meshwright.simulator import ModelSpec
-from meshwright.validate.programs.fused import angle_table
-from meshwright.validate.programs.layers.predictions import FurtherLosses, Predictions
+from meshwright.validate.programs.fused import rope_cache
+from meshwright.validate.programs.layers.predictions import MtpLosses, Predictions
 from meshwright.validate.programs.layers.transformer import (
     ROTARY_BASE,
     LayerOptions,
@@ -19,29 +19,29 @@ from meshwright.validate.programs.layers.transformer import (
 
 
 class Ends(NamedTuple):
-    """What a stage holds beside layers; ``predictions`` are ahead of the head, or of its stage.
+    """Parts of a stage beside its layers; ``predictions`` are MTP layers ahead of the head.
 
-    A stage has so many ``idle_angles`` besides, which nothing reads.
+    ``idle_rope_elements`` are elements of a RoPE cache that nothing reads.
     """
 
     embedding: bool
     head: bool
     predictions: bool = False
-    idle_angles: int = 0
+    idle_rope_elements: int = 0
 
 
 class VirtualStage(nn.Module):
     """Consecutive layers, with the embedding before the first and the head after the last.
 
-    The final norm is behind the last layer, wherever the head is, if others behind it predict
-    further tokens.
+    The final norm is behind the last layer, wherever the head is, if MTP layers are behind
+    it.
 
     Args:
-        model: Whose layers.
-        layers: Which, counted from 0 in the whole model.
-        options: Switches of every layer.
-        parts: What the stack makes layers of.
-        ends: What it holds beside them.
+        model: Model of the layers.
+        layers: Indices of its layers, from 0 in the whole model.
+        options: Options of every layer.
+        parts: The stack's parts.
+        ends: Embedding, head and MTP layers that it holds.
     """
 
     def __init__(
@@ -59,24 +59,26 @@ class VirtualStage(nn.Module):
         self.predictions = (
             Predictions(model, options, parts, self.embedding) if ends.predictions else None
         )
-        losses = FurtherLosses(model, options, parts) if predicts and ends.head else None
+        losses = MtpLosses(model, options, parts) if predicts and ends.head else None
         self.head = parts.head(model, losses) if ends.head else None
         self.losses = losses
         self.copies = not (layers or ends.embedding) and (predicts or not ends.head)
         self.recomputes = options.recompute is Recompute.FULL
         self.is_reentrant = parts.is_reentrant
-        self.place = (parts.starts, model.head_dim, ROTARY_BASE) if parts.casts_angles else None
+        self.place = (parts.starts, model.head_dim, ROTARY_BASE) if parts.casts_rope_cache else None
         self.table: Tensor | None = None
-        self.num_idle_angles = ends.idle_angles
-        self.idle_angles: Tensor | None = None
+        self.num_idle_rope_elements = ends.idle_rope_elements
+        self.idle_rope_elements: Tensor | None = None
 
     def forward(self, inputs: Tensor, *read: Tensor) -> Tensor:
         """Return activations of token ids or activations; logits where the head is.
 
-        What predicts further tokens has *read* ids, the losses of these targets.
+        MTP layers have *read* token ids, their losses targets.
         """
-        if self.num_idle_angles and self.idle_angles is None:
-            self.idle_angles = inputs.new_empty(self.num_idle_angles, dtype=torch.float32)
+        if self.num_idle_rope_elements and self.idle_rope_elements is None:
+            self.idle_rope_elements = inputs.new_empty(
+                self.num_idle_rope_elements, dtype=torch.float32
+            )
         hidden = inputs if self.embedding is None else self.embedding(inputs)
         if self.copies:  # what a block gives is another tensor than what it received
             hidden = hidden.clone()
@@ -97,14 +99,14 @@ class VirtualStage(nn.Module):
         return out
 
     def _angles(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return a layer's copy of the table of angles, ahead of its checkpoint, if it gets one."""
+        """Return a layer's cast of the RoPE cache, ahead of its checkpoint, if it gets one."""
         if self.place is None:
             return ()
         if self.table is None:
-            self.table = angle_table(hidden.shape[1], *self.place, hidden.device)
+            self.table = rope_cache(hidden.shape[1], *self.place, hidden.device)
         return (self.table.to(hidden.dtype),)
 
-    def loss_is_made(self) -> None:
-        """Let go what was held beside the logits."""
+    def free_mtp_logits(self) -> None:
+        """Free the logits of the last MTP loss."""
         if self.losses is not None:
             self.losses.last_logits = None

@@ -1,4 +1,4 @@
-"""One virtual stage of a transformer, GPT or Llama style; its layers come from a stack's parts."""
+"""Layers of a transformer, GPT or Llama style, made of a stack's parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import ModelSpec
 from meshwright.simulator.model import EXPERT_LAYERS, WINDOWED_LAYERS, BlockKind
 from meshwright.validate.programs.fused import (
+    CachedRotary,
     CausalSoftmax,
     FusedAttention,
     Rotary,
     Scores,
     Swiglu,
-    TableRotary,
-    turned_apart,
+    apply_rope_unfused,
 )
-from meshwright.validate.programs.layers.chunks import ChunkedCore, cut, joined
+from meshwright.validate.programs.layers.chunks import ChunkedAttention, cut, joined
 from meshwright.validate.programs.layers.latent import LatentSelfAttention
 from meshwright.validate.programs.layers.pointwise import UnweightedNorm
 from meshwright.validate.programs.layers.selective_recompute import operator_contexts
@@ -31,15 +31,15 @@ DROPOUT = 0.1
 
 
 class Parts(Protocol):
-    """What differs between stacks: how a layer is made parallel and what is fused.
+    """Interface of a stack's parts: how a layer is made parallel and what is fused.
 
     Widths are those of the whole model; a part that splits a weight over ranks divides them.
     ``seq_dim`` is the dim of activations that counts tokens: 0 or 1; these are equal parts of a
     sequence, one from each of ``starts`` on.  A checkpoint that ``is_reentrant`` runs autograd once
     more inside its backward pass, and has names there for what came out and for its gradient.
-    With ``casts_angles`` each layer gets a copy of a table of angles, cast as activations are.
-    Where a stack ``turns_first``, norms without weights are of queries and keys that positions have
-    turned; one that ``copies_operands`` gives attention keys and values in a stretch of their own,
+    With ``casts_rope_cache`` each layer gets a copy of the RoPE cache, cast as activations are.
+    Where a stack ``norms_after_rope``, norms without weights are of queries and keys after RoPE has
+    run; one that ``copies_operands`` gives attention keys and values in a stretch of their own,
     one that ``cuts_chunks`` cuts sequences for it ahead of positions.
     """
 
@@ -48,8 +48,8 @@ class Parts(Protocol):
     fuses_qkv: bool
     fuses_gate: bool
     is_reentrant: bool
-    casts_angles: bool
-    turns_first: bool
+    casts_rope_cache: bool
+    norms_after_rope: bool
     copies_operands: bool
     cuts_chunks: bool
 
@@ -62,20 +62,20 @@ class Parts(Protocol):
     def row_linear(self, inputs: int, outputs: int, *, bias: bool) -> nn.Module:
         """Return a linear layer whose inputs are split where tensor parallelism is by hand."""
 
-    def whole_linear(self, inputs: int, outputs: int) -> nn.Module:
+    def replicated_linear(self, inputs: int, outputs: int) -> nn.Module:
         """Return a linear layer that every tensor-parallel rank has whole, for its own tokens."""
 
     def attention_core(self, model: ModelSpec, options: "LayerOptions", window: int) -> nn.Module:
         """Return the module from queries, keys and values to attention to a *window*, 0 for all."""
 
     def activation(self, model: ModelSpec) -> nn.Module:
-        """Return the activation between the two products of an MLP."""
+        """Return the activation between the two linear layers of an MLP."""
 
     def experts(self, model: ModelSpec) -> nn.Module:
         """Return the experts of a layer that has them in the place of an MLP, without a bias."""
 
     def residual_add(self, row: nn.Module, *, dropout: float) -> "ResidualAdd":
-        """Return what adds the output of *row* to the residual stream, dropped out."""
+        """Return the function that adds the output of *row* to the residual stream, dropped out."""
 
     def embedding(self, model: ModelSpec) -> nn.Module:
         """Return the module from token ids to activations."""
@@ -83,16 +83,16 @@ class Parts(Protocol):
     def head(self, model: ModelSpec, losses: nn.Module | None) -> nn.Module:
         """Return the module from activations to logits, final norm included.
 
-        *losses* of further tokens, if there are some, come first in the place of the norm.
+        MTP *losses*, if there are some, come first in the place of the norm.
         """
 
     def gathered_columns(self, values: Tensor) -> Tensor:
         """Return all outputs of a `column_linear`, of the tokens of a rank."""
 
     def gathered_tokens(self, values: Tensor) -> Tensor:
-        """Return all tokens' of a `whole_linear`, each of which every rank uses for its heads."""
+        """Return all ranks' tokens of a `replicated_linear`: each rank needs all for its heads."""
 
-    def leading_loss(self, logits: Tensor, targets: Tensor, num_left_out: int) -> Tensor:
+    def leading_tokens_loss(self, logits: Tensor, targets: Tensor, num_left_out: int) -> Tensor:
         """Return the mean loss of all tokens of each sequence but the last ones."""
 
     def shifted(self, numbers: Tensor) -> Tensor:
@@ -104,11 +104,11 @@ ResidualAdd = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOptions:
-    """Switches of every layer.
+    """Options of every layer.
 
     Args:
         attention: Kernel of the attention core.
-        recompute: What backward computes again.
+        recompute: Activation recomputation.
         dropout: Probability of hidden and attention dropout.
         num_microbatches: Of a step; its loss is the mean of theirs.
     """
@@ -152,8 +152,9 @@ class AttentionCore(nn.Module):
             out: Tensor = FusedAttention.apply(self.seq_dim, scores, *given)
             return out
         heads = query.shape[2]
+        # Batched GEMMs need as many key heads as query heads.
         q, k, v = (self._batched(_repeat(each, heads)) for each in (query, key, value))
-        weights = self._weights(q, k) if sinks is None else self._beside(sinks, q, k)
+        weights = self._weights(q, k) if sinks is None else self._weights_with_sinks(sinks, q, k)
         if self.dropout and self.training:
             weights = torch.native_dropout(weights, self.dropout, train=True)[0]
         return self._unbatched(torch.bmm(weights, v), query.shape)
@@ -163,23 +164,24 @@ class AttentionCore(nn.Module):
         out: Tensor = CausalSoftmax.apply(scores, self.scale, self.causal, self.window)
         return out
 
-    def _beside(self, sinks: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return probabilities beside those of *sinks*, made in fp32, one operator at a time.
+    def _weights_with_sinks(self, sinks: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return probabilities with *sinks* in their sum, made in fp32, one operator at a time.
 
         As the fallback of `FusedScaleMaskSoftmax` and `SoftmaxOne` of Megatron-Core have it
         (megatron/core/fusions/fused_softmax.py, core 0.16).
         """
         nothing = query.new_zeros(())
+        # With beta=0 the first operand is not read.
         scores = torch.baddbmm(nothing, query, key.transpose(1, 2), beta=0, alpha=self.scale)
         scores = scores.unflatten(0, (-1, len(sinks))).float()
         if self.causal:
-            scores.masked_fill_(self._hidden(scores), float("-inf"))
+            scores.masked_fill_(self._mask(scores), float("-inf"))
         joined = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
         both = torch.softmax(joined, -1)
         del joined
         return both[..., :-1].to(query.dtype).flatten(0, 1)
 
-    def _hidden(self, scores: Tensor) -> Tensor:
+    def _mask(self, scores: Tensor) -> Tensor:
         square = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
         return square.triu(1) | square.tril(-self.window or -len(square))
 
@@ -213,8 +215,8 @@ class SelfAttention(nn.Module):
         self.head_dim = model.head_dim
         self.queries_per_group = model.num_heads // model.num_kv_heads
         self.rotary = model.has_positions(kind)
-        is_apart = model.scaled_angles and parts.copies_operands
-        self.turned = turned_apart if is_apart else Rotary.apply
+        is_unfused = model.scaled_angles and parts.copies_operands
+        self.rope = apply_rope_unfused if is_unfused else Rotary.apply
         is_shared = model.num_kv_heads < model.num_heads
         self.copies = parts.copies_operands and is_shared and not self.rotary
         self.place = parts.seq_dim, ROTARY_BASE, parts.starts, model.rotary_dim
@@ -226,23 +228,23 @@ class SelfAttention(nn.Module):
             self.query = parts.column_linear(width, query_width, bias=bias)
             self.key = parts.column_linear(width, kv_width, bias=bias)
             self.value = parts.column_linear(width, kv_width, bias=bias)
-        self.qk_norm, self.turns_first = model.qk_norm, parts.turns_first
+        self.qk_norm, self.norms_after_rope = model.qk_norm, parts.norms_after_rope
         if self.qk_norm != "none":
             self.query_norm, self.key_norm = _norms_of_heads(model, parts)
         window = model.window if kind in WINDOWED_LAYERS else 0
         chunk = window if model.chunked_window else 0
         self.core = parts.attention_core(model, options, 0 if chunk else window)
         if chunk and not parts.cuts_chunks:
-            self.core = ChunkedCore(self.core, chunk, parts.seq_dim)
+            self.core = ChunkedAttention(self.core, chunk, parts.seq_dim)
         self.chunk = chunk if parts.cuts_chunks else 0
         self.output = parts.row_linear(query_width, width, bias=model.output_bias)
 
     def forward(self, inputs: Tensor, *angles: Tensor) -> Tensor:
-        """Return the projected attention of normalised activations, turned by *angles* if given."""
+        """Return the projected attention of normalised activations; *angles* are a RoPE cache."""
         query, key, value = self._projected(inputs)
         num_tokens, batch = query.shape[:2]
         is_cut = 0 < self.chunk < num_tokens
-        is_last = self.qk_norm == "unweighted" and self.turns_first
+        is_last = self.qk_norm == "unweighted" and self.norms_after_rope
         if self.qk_norm in {"head", "unweighted"} and not is_last:
             query, key = self.query_norm(query), self.key_norm(key)
         if is_cut:  # one after the other: what was cut goes
@@ -250,9 +252,9 @@ class SelfAttention(nn.Module):
             key = cut(key, self.chunk)
             value = cut(value, self.chunk)
         if angles:
-            query, key = (TableRotary.apply(each, *angles) for each in (query, key))
+            query, key = (CachedRotary.apply(each, *angles) for each in (query, key))
         elif self.rotary:
-            query, key = (self.turned(each, *self.place) for each in (query, key))
+            query, key = (self.rope(each, *self.place) for each in (query, key))
         if is_last and self.rotary:  # norms go with positions there
             query, key = self.query_norm(query), self.key_norm(key)
         given = key, value  # names that live as long as attention runs
@@ -299,13 +301,13 @@ def _norms_of_heads(model: ModelSpec, parts: Parts) -> tuple[nn.Module, nn.Modul
 
 
 class Mlp(nn.Module):
-    """Two products around an activation; a gated one has gate and value apart unless fused.
+    """Two linear layers around an activation; a gated one has gate and value apart unless fused.
 
     Args:
-        model: Whose.
-        parts: What the stack makes it of.
+        model: Model.
+        parts: The stack's parts.
         ffn: Its width; by default that of the model's MLPs.
-        bias: Whether products have one; by default as in the model's MLPs.
+        bias: Whether linear layers have one; by default as in the model's MLPs.
     """
 
     def __init__(
@@ -336,14 +338,14 @@ class Mlp(nn.Module):
 class TransformerLayer(nn.Module):
     """One transformer layer: norms before attention and MLP, or experts, after them, or both.
 
-    An MLP beside attention reads what that does, or a norm of its own.
+    A parallel MLP reads the norm that attention reads, or one of its own.
     """
 
     def __init__(
         self, model: ModelSpec, options: LayerOptions, parts: Parts, kind: BlockKind
     ) -> None:
         super().__init__()
-        self.is_beside = model.parallel_mlp != "no"
+        self.is_parallel_mlp = model.parallel_mlp != "no"
 
         def norm(*, is_there: bool) -> nn.Module:
             return parts.norm(model, model.hidden_size) if is_there else nn.Identity()
@@ -360,7 +362,7 @@ class TransformerLayer(nn.Module):
         mlp = None if kind in EXPERT_LAYERS else Mlp(model, parts)
         self.mlp = parts.experts(model) if mlp is None else mlp
         self.mlp_out_norm = norm(is_there=after)
-        dropout = 0.0 if self.is_beside else options.dropout
+        dropout = 0.0 if self.is_parallel_mlp else options.dropout
         self.add_attention = parts.residual_add(self.attention.output, dropout=dropout)
         self.add_mlp = parts.residual_add(
             self.mlp if mlp is None else mlp.contract, dropout=dropout
@@ -368,8 +370,8 @@ class TransformerLayer(nn.Module):
         self.keeps_operators = options.recompute is Recompute.SELECTIVE_OP
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the activations after the layer, of those before it and perhaps of angles."""
-        run = self._run_beside if self.is_beside else self._run
+        """Return the activations after the layer, of those before it and perhaps a RoPE cache."""
+        run = self._run_parallel if self.is_parallel_mlp else self._run
         if not (self.keeps_operators and self.training):
             return run(*inputs)
         out: Tensor = checkpoint(run, *inputs, use_reentrant=False, context_fn=operator_contexts)
@@ -381,9 +383,9 @@ class TransformerLayer(nn.Module):
         del attended
         return self.add_mlp(self.mlp_out_norm(self.mlp(self.mlp_norm(middle))), middle)
 
-    def _run_beside(self, inputs: Tensor, *angles: Tensor) -> Tensor:
+    def _run_parallel(self, inputs: Tensor, *angles: Tensor) -> Tensor:
         normed = self.attention_norm(inputs)
         attended = self.attention(normed, *angles)
         has_own = not isinstance(self.mlp_norm, nn.Identity)
-        made = self.mlp(self.mlp_norm(inputs) if has_own else normed)
-        return self.add_mlp(self.add_attention(made, attended), inputs)
+        mlp_output = self.mlp(self.mlp_norm(inputs) if has_own else normed)
+        return self.add_mlp(self.add_attention(mlp_output, attended), inputs)

@@ -1,4 +1,4 @@
-"""The program of Megatron-LM and Megatron-Core."""
+"""Reference program of Megatron-LM and Megatron-Core."""
 
 from meshwright.validate.programs.megatron.loss import vocabulary_loss
 from meshwright.validate.programs.megatron.parts import MegatronParts

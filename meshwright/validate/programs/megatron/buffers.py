@@ -28,8 +28,8 @@ class DataParallelGroup:
 
     Args:
         group: These ranks, or those of them that share one set of the optimizer's states.
-        rank: Which of all that hold the same weights is this one.
-        size: How many are in the group.
+        rank: Index of this one among all that hold the same weights.
+        size: Ranks of the group.
         num_batches: Parts of a batch over which gradients are averaged: an expert sees tokens of
             ranks with other experts, too.
         replicas: The ranks with the same shard of the states; None where there is only one.
@@ -44,7 +44,7 @@ class DataParallelGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BucketEntry:
-    """A weight, where it lies in its bucket, and whether other tensor ranks hold it, too."""
+    """Weight, its range in a bucket, and whether other tensor-parallel ranks hold it, too."""
 
     parameter: nn.Parameter
     start: int
@@ -54,7 +54,7 @@ class BucketEntry:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class ParameterBucket:
-    """Some weights of a virtual stage: their values, gradients, and who is still without one."""
+    """Bucket of a virtual stage: weights, gradients, and the weights still without one."""
 
     weights: Tensor
     gradients: Tensor
@@ -69,40 +69,41 @@ class ParameterBucket:
 
 
 class BucketRule(NamedTuple):
-    """Where buckets end: once they hold *limit* weights, and around the weight *alone*."""
+    """Ends of buckets: once they hold *limit* weights, and around the weight *alone*."""
 
     limit: int
     alone: nn.Parameter | None
 
     @classmethod
     def of(
-        cls, stack: StackProfile, dp: int, *, is_first: bool, far_table: nn.Parameter | None
+        cls, stack: StackProfile, dp: int, *, is_first: bool, far_embedding: nn.Parameter | None
     ) -> "BucketRule":
         """Return the rule of a virtual stage.
 
         Args:
-            stack: Whose rule.
+            stack: Software stack.
             dp: Data-parallel ranks.
             is_first: Whether it is the model's first.
-            far_table: A sharded table whose other copy is on another stage. It has a bucket of
-                its own, so that the same data-parallel rank owns the same part of both.
+            far_embedding: A sharded embedding whose other copy is on another stage. It has a bucket
+                of its own, so that the same data-parallel rank owns the same part of both.
         """
+        # Without overlap nothing is gained by more than one bucket.
         if not stack.overlap_gradient_reduce:
             return cls(sys.maxsize, None)
         in_one = stack.buckets_first_stage_only and not is_first
-        return cls(sys.maxsize if in_one else bucket_limit(stack, dp), far_table)
+        return cls(sys.maxsize if in_one else bucket_limit(stack, dp), far_embedding)
 
 
 class StageBuffers:
-    """Weights of one virtual stage in buckets; the sink of their products.
+    """Weights of one virtual stage in buckets; accumulates the gradients of their GEMMs.
 
     Args:
-        weights: Which, in the order of the model; they become views of the buffers.
+        weights: Weights in the order of the model; they become views of the buffers.
         stack: Bucket size, gradient width, fusion and overlap.
         dp: Over whom gradients are reduced.
         shards: Whether each rank keeps a part alone (the distributed optimizer).
-        is_duplicate: Which weights another rank counts in the gradient norm.
-        rule: Where its buckets end.
+        is_duplicate: True of weights that another rank counts in the gradient norm.
+        rule: Ends of its buckets.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class StageBuffers:
         self.shared: set[nn.Parameter] = set()
         self.num_products: dict[nn.Parameter, int] = {}  # in a pass, where they are several
         self._num_added: Counter[nn.Parameter] = Counter()
-        # What autograd would be given in the place of weights' gradients, of all virtual stages.
-        self.stand_ins: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        # Dummy `.grad` of fused weight-gradient accumulation, shared by all virtual stages.
+        self.dummy_gradients: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether *parameter* is one of this virtual stage."""
+        """Return True if *parameter* is one of this virtual stage."""
         return parameter in self._places
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
@@ -147,10 +148,11 @@ class StageBuffers:
         assert isinstance(weight, nn.Parameter)
         accumulate_weight_gradient(self.gradient_of(weight), inputs, gradient)
         if self.stack.keeps_stand_ins:
-            known = (weight.shape, weight.dtype)
-            if known not in self.stand_ins:
-                self.stand_ins[known] = torch.empty_like(weight)
+            key = (weight.shape, weight.dtype)
+            if key not in self.dummy_gradients:
+                self.dummy_gradients[key] = torch.empty_like(weight)
         self._num_added[weight] += 1
+        # A weight of several GEMMs (logits of MTP) is ready after the last of them.
         is_last = self._num_added[weight] % self.num_products.get(weight, 1) == 0
         if is_last and weight not in self.shared:
             self._is_ready(weight)
@@ -163,13 +165,13 @@ class StageBuffers:
             bucket.waiting = {entry.parameter for entry in bucket.entries}
 
     def finish(self) -> None:
-        """Reduce what did not go out under the last backward pass."""
+        """Reduce the buckets that were not reduced under the last backward pass."""
         if not self.stack.overlap_gradient_reduce:
             for bucket in self.buckets:
                 self._reduce(bucket)
 
     def gather(self) -> None:
-        """Give every rank the weights that the others have updated."""
+        """All-gather the weights, of which each rank has updated its shard."""
         if not self.shards or self.dp.size == 1:
             return
         for bucket in self.buckets:
@@ -189,12 +191,14 @@ class StageBuffers:
             )
             start = end
         parts = self.dp.size if self.shards else 1
+        # Padded, so that all ranks have equal shards.
         size = -(-start // parts) * parts
         first = parameters[0]
         fp32 = first.dtype is torch.float32
         dtype = torch.float32 if fp32 else _float_of(self.stack.gradient_bytes, first.dtype)
         weights = torch.zeros(size, dtype=first.dtype, device=first.device)
         for each in entries:
+            # Parameters become views, so that one collective serves the whole bucket.
             view = weights[each.start : each.end].view(each.parameter.shape)
             view.copy_(each.parameter.data)
             each.parameter.data = view
@@ -205,7 +209,7 @@ class StageBuffers:
         )
 
     def _accumulated(self, parameter: Tensor) -> None:
-        """Move a gradient that autograd has made to its place."""
+        """Add a gradient that autograd has made to its bucket, and free it."""
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is None:
             return
@@ -214,6 +218,7 @@ class StageBuffers:
         self._is_ready(parameter)
 
     def _is_ready(self, parameter: nn.Parameter) -> None:
+        # Gradients of earlier microbatches are summed locally: the last pass alone reduces.
         if not (self.last_pass and self.stack.overlap_gradient_reduce):
             return
         bucket, _ = self._places[parameter]
@@ -222,7 +227,7 @@ class StageBuffers:
             self._reduce(bucket)
 
     def _reduce(self, bucket: ParameterBucket) -> None:
-        """Average a bucket over data-parallel ranks; with shards, the own part alone."""
+        """Average a bucket over data-parallel ranks; with shards, this rank's shard alone."""
         if self.dp.num_batches == 1:
             return
         own = gradients = bucket.gradients.mul_(1 / self.dp.num_batches)
@@ -240,7 +245,7 @@ def _float_of(num_bytes: int, narrow: torch.dtype) -> torch.dtype:
 
 
 def _bucketed(parameters: Sequence[nn.Parameter], rule: BucketRule) -> list[list[nn.Parameter]]:
-    """Return *parameters* cut as *rule* says."""
+    """Return *parameters* in buckets, cut as *rule* says."""
     buckets: list[list[nn.Parameter]] = []
     is_open = False
     for parameter in parameters:
@@ -252,10 +257,10 @@ def _bucketed(parameters: Sequence[nn.Parameter], rule: BucketRule) -> list[list
     return buckets
 
 
-def sum_unsplit_weights(
+def all_reduce_unsplit_gradients(
     buffers: Sequence[StageBuffers], unsplit: Sequence[nn.Parameter], tp: TensorParallelGroup
 ) -> None:
-    """Sum, in one all-reduce, the gradients of weights that saw only a rank's own tokens or heads.
+    """All-reduce, as one, the gradients of weights that saw only a rank's own tokens or heads.
 
     With sequence parallelism norms and the biases of row layers are such weights: each tensor
     rank holds them whole.  Without it norms of each head of queries and keys are.
@@ -269,13 +274,13 @@ def sum_unsplit_weights(
         view.copy_(part.view(view.shape))
 
 
-def sum_tied_table(
+def all_reduce_tied_embedding(
     buffers: Sequence[StageBuffers], table: nn.Parameter, ends: dist.ProcessGroup
 ) -> None:
-    """Sum the gradients of a table that first and last stage both hold."""
+    """All-reduce the gradients of an embedding that first and last stage both hold."""
     dist.all_reduce(gradient_view(buffers, table), group=ends)
 
 
 def gradient_view(buffers: Sequence[StageBuffers], parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of *parameter* in whichever buffers have it."""
+    """Return the gradient of *parameter* in the buffers that have it."""
     return next(each.gradient_of(parameter) for each in buffers if each.holds(parameter))

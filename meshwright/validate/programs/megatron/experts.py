@@ -12,17 +12,17 @@ from meshwright.validate.programs.contract import Routing
 from meshwright.validate.programs.experts import (
     Dispatch,
     ExpertGroup,
+    GatheredScores,
     GroupedProduct,
-    PutBack,
     Reordered,
     RoutingBias,
     SortedRows,
     SortedWeights,
-    Taken,
+    UnpermutedRows,
     WeighedQuickGeglu,
     WeighedSwiglu,
-    bounded,
-    chosen_places,
+    choose_experts,
+    clamp_gate,
     exchanged,
     gathered,
     row_map,
@@ -42,7 +42,7 @@ class GroupedLinear(nn.Module):
         num_experts: Of the rank.
         inputs: Width of rows.
         outputs: Width of what is made of them.
-        sink: Where weight gradients go.
+        sink: Accumulator of weight gradients.
         bias: Whether there are biases.
         adds: Whether they are added here.
     """
@@ -85,10 +85,10 @@ class MegatronExperts(nn.Module):
     Args:
         experts: Of a layer.
         hidden_size: Width of tokens.
-        group: Who has the other experts, and other parts of these.
-        routing: How tokens are sent to them.
-        sinks: Where the router's and the experts' weight gradients go.
-        shared: What all tokens go through, if there is something.
+        group: Ranks with the other experts, and with other parts of these.
+        routing: Routing of tokens to the experts.
+        sinks: Accumulators of the router's and of the experts' weight gradients.
+        shared: Shared experts, which get all tokens, if there are any.
     """
 
     bias = None  # nothing is added with the residual
@@ -115,94 +115,95 @@ class MegatronExperts(nn.Module):
         self.balance = RoutingBias(experts.num_experts) if experts.routing_bias else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what experts make of this rank's ``[tokens, batch, width]``."""
-        beside = None if self.shared is None else self.shared(inputs)
+        """Return the output of experts for this rank's ``[tokens, batch, width]``."""
+        shared_output = None if self.shared is None else self.shared(inputs)
         logits = self.router(inputs).flatten(0, 1)
-        shares, places = self._shares(logits)
+        shares, expert_indices = self._shares(logits)
         del logits
-        dispatch = self._told(places)
-        numbers = row_map(places, self.facts.num_experts)
-        del places
+        dispatch = self._exchange_counts(expert_indices)
+        numbers = row_map(expert_indices, self.facts.num_experts)
+        del expert_indices
         out = self._dispatched(inputs.flatten(0, 1), shares, numbers, dispatch).view(inputs.shape)
-        return out if beside is None else out + beside
+        return out if shared_output is None else out + shared_output
 
     def _shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return shares of all experts, of which most are 0, and each token's experts.
+        """Return routing weights of all experts, most of which are 0, and each token's experts.
 
         `topk_routing_with_score_function` of moe/moe_utils.py, core 0.16.
         """
         dtype = logits.dtype
         if self.facts.scores == "sigmoid":
             scores = logits.float().sigmoid().to(dtype)
-            places = chosen_places(scores, self.facts, self.routing, self.balance)
-            shares = Taken.apply(scores, places)
+            expert_indices = choose_experts(scores, self.facts, self.routing, self.balance)
+            shares = GatheredScores.apply(scores, expert_indices)
             if not self.facts.weighs_inputs:  # of one expert a token there is nothing to divide by
                 shares = shares / shares.sum(dim=-1, keepdim=True) * ROUTE_SCALE
         else:
             scores = logits if self.routing.is_balanced else logits.softmax(dim=-1)
-            places = chosen_places(scores, self.facts, self.routing)
-            shares = Taken.apply(logits, places).float().softmax(dim=-1).to(dtype)
-        return torch.zeros_like(logits).scatter_(1, places, shares), places
+            expert_indices = choose_experts(scores, self.facts, self.routing)
+            shares = GatheredScores.apply(logits, expert_indices).float().softmax(dim=-1).to(dtype)
+        return torch.zeros_like(logits).scatter_(1, expert_indices, shares), expert_indices
 
-    def _told(self, places: Tensor) -> Dispatch:
-        """Return which rows come and go, after all ranks have told each other."""
+    def _exchange_counts(self, expert_indices: Tensor) -> Dispatch:
+        """Return the dispatch of rows, after all ranks have exchanged their counts."""
         num_experts = self.facts.num_experts
-        balanced = places.numel() // num_experts if self.routing.is_balanced else None
+        balanced = expert_indices.numel() // num_experts if self.routing.is_balanced else None
         if balanced is None:
-            own = places.flatten().bincount(minlength=num_experts)
+            own = expert_indices.flatten().bincount(minlength=num_experts)
         else:
-            own = places.new_full((num_experts,), balanced)
+            own = expert_indices.new_full((num_experts,), balanced)
         if self.balance is not None:
             self.balance.count(own)
-        return Dispatch.of(self.group.told(own, balanced=balanced), self.group)
+        return Dispatch.of(self.group.exchange_counts(own, balanced=balanced), self.group)
 
     def _dispatched(
         self, flat: Tensor, shares: Tensor, numbers: Tensor, dispatch: Dispatch
     ) -> Tensor:
-        """Return the sums of what experts make of each token.
+        """Return the sums of expert outputs of each token.
 
-        What went to them and what arrived have names until it is back.
+        Rows that were sent and received stay alive until the outputs are back.
         """
         chosen, group = self.facts.experts_per_token, self.group
         given = SortedRows.apply(flat, numbers, chosen)
         weights = SortedWeights.apply(shares, numbers, chosen)
-        ways = dispatch.sent, dispatch.arrived
-        arrived, weights = (exchanged(each, *ways, group) for each in (given, weights))
+        counts = dispatch.sent, dispatch.arrived
+        arrived, weights = (exchanged(each, *counts, group) for each in (given, weights))
         rows, weights = (
             self._sorted(gathered(each, dispatch.gathered, group), dispatch)
             for each in (arrived, weights)
         )
-        outputs = self._computed(rows, weights, dispatch.by_expert)
+        outputs = self._expert_outputs(rows, weights, dispatch.by_expert)
         del weights
         back = self._sorted(outputs, dispatch, back=True)
         back = summed(back, dispatch.gathered, group)
         del outputs, rows
         back = exchanged(back, dispatch.arrived, dispatch.sent, group)
         del given, arrived
-        out: Tensor = PutBack.apply(back, numbers, chosen)
+        out: Tensor = UnpermutedRows.apply(back, numbers, chosen)
         return out
 
-    def _computed(self, rows: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
-        """Return what this rank's experts make of their *rows*, so many of each."""
+    def _expert_outputs(self, rows: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+        """Return the outputs of this rank's experts for their *rows*, *sizes* of each."""
         if self.facts.weighs_inputs:
             rows = weights.unsqueeze(-1) * rows
+            # They are in the rows already: outputs are not weighed again.
             weights = torch.ones_like(weights)
-        opened = self._opened(self.grouped_in(rows, sizes), weights)
-        outputs = self.grouped_out(opened, sizes)
-        del opened
+        activated = self._activated(self.grouped_in(rows, sizes), weights)
+        outputs = self.grouped_out(activated, sizes)
+        del activated
         if not self.facts.bias:
             return outputs
         shares = weights.unsqueeze(-1).split(sizes)
         parts = zip(outputs.split(sizes), self.grouped_out.biases, shares, strict=True)
         return torch.cat([own + bias * share for own, bias, share in parts])
 
-    def _opened(self, inner: Tensor, weights: Tensor) -> Tensor:
+    def _activated(self, inner: Tensor, weights: Tensor) -> Tensor:
         """Return activations times their rows' weights."""
         kind = self.facts.activation
         if kind == "silu":
             out: Tensor = WeighedSwiglu.apply(inner, weights)
         elif kind == "clamped":
-            out = WeighedQuickGeglu.apply(torch.cat(bounded(inner), dim=-1), weights)
+            out = WeighedQuickGeglu.apply(torch.cat(clamp_gate(inner), dim=-1), weights)
         else:
             out = ungated(kind, inner) * weights.unsqueeze(-1)
         return out

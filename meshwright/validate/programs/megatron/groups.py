@@ -26,16 +26,16 @@ from meshwright.validate.ranks import (
     MESH_DIMS,
     batch_ranks,
     context_groups,
-    different_parts,
     expert_groups,
     mesh_shape,
+    model_shard_ranks,
     stage_ranks,
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronGroups:
-    """Where a rank stands, and with whom it talks.
+    """Process groups of a rank, and its position in each.
 
     Args:
         tp: Tensor-parallel ranks.
@@ -45,7 +45,7 @@ class MegatronGroups:
         experts: Ranks that share the experts of a layer.
         edp: Ranks with the same experts; None where these are those of *dp*.
         pipeline: Pipeline ranks.
-        ends: The pipeline ranks that may share a table, on these; None elsewhere.
+        ends: Pipeline ranks that may share a tied embedding, on these; None elsewhere.
         stage: All ranks of a stage; None where there is one.
         norm: Ranks that hold different gradients, over which the norm is summed: all of them with
             the distributed optimizer, those of one replica without; None where there is one.
@@ -70,6 +70,7 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     mesh = init_device_mesh(device.type, mesh_shape(plan), mesh_dim_names=MESH_DIMS)
     index, tp_rank = (int(mesh.get_local_rank(name)) for name in ("pp", "tp"))
     stride = plan.dp_cp * plan.tp
+    # Tensor ranks are neighbours, then context and data ranks, then pipeline ranks.
     dp_rank = rank // plan.tp % plan.dp_cp
     columns = [tuple(range(first, plan.world_size, stride)) for first in range(stride)]
     own = columns[rank % stride]
@@ -85,8 +86,8 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     has_sets = plan.num_shards < plan.dp_cp
     replicas = mesh.get_group("dp_replicate") if has_sets else None
     divided = _expert_groups(plan, rank)
-    norms = list(dict.fromkeys(different_parts(plan, each) for each in range(plan.world_size)))
-    summed = different_parts(plan, rank)
+    norms = list(dict.fromkeys(model_shard_ranks(plan, each) for each in range(plan.world_size)))
+    summed = model_shard_ranks(plan, rank)
     norm = _own_group(norms, summed) if len(summed) > 1 else None
     stages = [tuple(range(first, first + stride)) for first in range(0, plan.world_size, stride)]
     sets = {} if replicas is None else {"replica": replicas}
@@ -110,7 +111,7 @@ def _names(
     plan: ResolvedPlan, rank: int, groups: Mapping[str, dist.ProcessGroup]
 ) -> dict[tuple[int, ...], str]:
     """Return the axis of each group of a rank, by its ranks; of several axes the last one's."""
-    names = {stage_ranks(plan, rank): "stage", different_parts(plan, rank): "parts"}
+    names = {stage_ranks(plan, rank): "stage", model_shard_ranks(plan, rank): "parts"}
     names[tuple(range(plan.world_size))] = "world"
     if plan.num_shards < plan.dp_cp:
         names[batch_ranks(plan, rank)] = "batch"
@@ -126,14 +127,14 @@ def _context_group(
 ) -> ContextGroup:
     plan, num_tokens = request.plan, request.job.seq_len
     way, inner = context_way(plan, request.stack), plan.cp_inner or 1
-    found = ContextGroup(groups.get(Axis.CP), rank, plan.cp, num_tokens, way)
+    group = ContextGroup(groups.get(Axis.CP), rank, plan.cp, num_tokens, way)
     if ContextAxis.INNER not in groups:
-        return found
+        return group
     levels = (
         ContextGroup(groups[ContextAxis.INNER], rank % inner, inner, num_tokens),
         ContextGroup(groups[ContextAxis.OUTER], rank // inner, plan.cp // inner, num_tokens),
     )
-    return replace(found, levels=levels)
+    return replace(group, levels=levels)
 
 
 def _expert_groups(plan: ResolvedPlan, rank: int) -> dict[str, dist.ProcessGroup]:
@@ -152,7 +153,7 @@ def _expert_groups(plan: ResolvedPlan, rank: int) -> dict[str, dist.ProcessGroup
 def _expert_group(
     plan: ResolvedPlan, rank: int, groups: Mapping[str, dist.ProcessGroup], tp: dist.ProcessGroup
 ) -> ExpertGroup:
-    """Return who shares experts: without ``ep`` the tensor-parallel ranks, which split them."""
+    """Return the group that shares experts; without ``ep`` the tp ranks, which split them."""
     if plan.ep == 1:
         one = tp if plan.tp > 1 else None
         return ExpertGroup(etp=one, everyone=one, etp_rank=rank % plan.tp, num_etp=plan.tp)
@@ -183,9 +184,9 @@ def _expert_replicas(
 
 
 def _context_groups(request: ProgramRequest) -> dict[str, dist.ProcessGroup]:
-    """Return the groups of ranks that attend to each other's tokens: of a ring of swaps both.
+    """Return the groups of context-parallel ranks; of hybrid ring + all-to-all both levels.
 
-    What predicts further tokens sends them among all ranks.
+    MTP shifts tokens among all of these ranks.
     """
     plan, rank = request.plan, request.rank
     if plan.cp == 1:

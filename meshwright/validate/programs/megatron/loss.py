@@ -30,6 +30,7 @@ class _WideLoss(AutogradFunction):
     ) -> Tensor:
         wide = logits.float()
         maximum = tp.maximum(wide.max(dim=-1).values).unsqueeze(-1)
+        # The maximum over all ranks, so that no exponent overflows and the sums agree.
         shifted = wide.sub_(maximum) if in_place else wide - maximum
         local, outside = _local_targets(targets, shifted.shape[-1], tp)
         target_logit = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1)
@@ -45,7 +46,7 @@ class _WideLoss(AutogradFunction):
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, local, outside = ctx.saved_tensors
         _subtract_targets(probabilities, local, outside)
-        return _slopes(probabilities, gradient, ctx.num_scored), None, None, None, None
+        return _scaled_gradient(probabilities, gradient, ctx.num_scored), None, None, None, None
 
 
 class _CompiledLoss(AutogradFunction):
@@ -79,11 +80,11 @@ class _CompiledLoss(AutogradFunction):
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, local, outside = ctx.saved_tensors
         _subtract_targets(probabilities, local, outside)
-        slopes = _slopes(probabilities, gradient, ctx.num_scored)
-        return slopes.to(ctx.format), None, None, None
+        logits_gradient = _scaled_gradient(probabilities, gradient, ctx.num_scored)
+        return logits_gradient.to(ctx.format), None, None, None
 
 
-def _slopes(values: Tensor, gradient: Tensor, num_scored: int | None) -> Tensor:
+def _scaled_gradient(values: Tensor, gradient: Tensor, num_scored: int | None) -> Tensor:
     """Return the gradient of logits, in place of that of each token's loss over them."""
     values.mul_(gradient / values[:num_scored, ..., 0].numel())
     if num_scored is not None:
@@ -102,6 +103,7 @@ def _local_targets(
 
 def _subtract_targets(probabilities: Tensor, local: Tensor, outside: Tensor) -> None:
     ones = (~outside).to(probabilities.dtype).unsqueeze(-1)
+    # The gradient of cross-entropy: probabilities, less 1 at the target.
     probabilities.scatter_add_(-1, local.unsqueeze(-1), -ones)
 
 
@@ -139,7 +141,7 @@ def logits_to_gradient(
         logits: ``[tokens, batch, rows]``, changed in place.
         statistics: ``[ranks, 3, tokens, batch]`` of all ranks.
         local: Targets counted from this rank's first row.
-        outside: Which targets other ranks hold.
+        outside: Mask of targets that other ranks hold.
     """
     maximum = statistics[:, 0].max(dim=0).values
     total = (statistics[:, 1] * (statistics[:, 0] - maximum).exp()).sum(dim=0)
@@ -188,7 +190,7 @@ class _FusedLoss(AutogradFunction):
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (own,) = ctx.saved_tensors
-        return _slopes(own, gradient, ctx.num_scored), None, None, None
+        return _scaled_gradient(own, gradient, ctx.num_scored), None, None, None
 
 
 def vocabulary_loss(
@@ -204,7 +206,7 @@ def vocabulary_loss(
     Args:
         logits: This rank's part, in the precision of the products.
         targets: ``[tokens, batch]`` ids of the whole vocabulary.
-        tp: Who holds the other rows.
+        tp: Ranks that hold the other rows.
         kernel: As Transformer Engine computes it (fused) or as Megatron-LM does, in fp32.
         num_scored: Tokens of each sequence, from the first on, whose mean it is; None: all.
     """

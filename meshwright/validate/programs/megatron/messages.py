@@ -24,7 +24,7 @@ class Neighbours:
 
     Args:
         ranks: All of them, in the order of stages.
-        index: Which is this one.
+        index: Index of this rank.
         groups: By direction (1 for activations) and whether the message returns; empty for one.
     """
 
@@ -37,7 +37,7 @@ class Neighbours:
         return self.ranks[(self.index + distance) % len(self.ranks)]
 
     def returns(self, distance: int) -> bool:
-        """Return whether the rank *distance* places on is at the other end."""
+        """Return True if the rank *distance* places on is at the other end."""
         return not 0 <= self.index + distance < len(self.ranks)
 
 
@@ -54,6 +54,7 @@ class PipelineMessages:
         group = neighbours.groups[distance, neighbours.returns(distance)]
         work = dist.isend(tensor, dst=neighbours.peer(distance), group=group)
         assert work is not None
+        # Tensors whose messages have left may be freed.
         self._leaving = [item for item in self._leaving if not item[0].is_completed()]
         if not work.is_completed():
             self._leaving.append((work, tensor))
@@ -75,16 +76,16 @@ class PipelineMessages:
 
 
 class Streams(NamedTuple):
-    """Of how many streams of tokens a virtual stage's inputs and outputs are."""
+    """Token streams in a virtual stage's inputs and outputs."""
 
     received: int
     sent: int
 
 
 def stage_streams(plan: ResolvedPlan, index: int, number: int) -> list[Streams] | None:
-    """Return how many streams of tokens each virtual stage receives and sends, if not one always.
+    """Return the token streams that each virtual stage receives and sends; None if always one.
 
-    There are that *number* behind what predicts further tokens, where that is not with the head.
+    There are *number* behind the MTP layers, where these are not with the head.
     """
     place = plan.prediction_stage
     if place is None:
@@ -99,7 +100,7 @@ class ActivationMessages:
     """Activations and gradients, whole or in parts.
 
     Args:
-        messages: Where messages go.
+        messages: Sends and receives of this rank.
         shape: Of one stream of an activation that one rank holds.
         streams: Of each virtual stage; sizes go ahead of messages where they are not all alike.
         like: A tensor with the messages' precision and device.
@@ -123,11 +124,12 @@ class ActivationMessages:
         if self.tp is not None:
             value = self.tp.own_tokens(value)
         if self.streams is not None:
+            # As `_communicate_shapes` of Megatron-Core's p2p_communication.py.
             self.messages.send(torch.tensor(value.shape, device=self.device), distance)
         self.messages.send(value.contiguous(), distance)
 
     def buffer(self, phase: Phase, virtual_stage: int) -> Tensor:
-        """Return what the message of a pass through a virtual stage is received into."""
+        """Return the buffer for the message of a pass through a virtual stage."""
         parts = 1 if self.tp is None else self.tp.size
         streams = Streams(1, 1) if self.streams is None else self.streams[virtual_stage]
         number = streams.received if phase is Phase.FORWARD else streams.sent

@@ -25,7 +25,7 @@ class ShardedAdam:
         norm: Ranks over which the norm is summed; None where there is one.
         is_joint: It is summed once for all buffers, not of each apart (`ChainedOptimizer` of
             megatron/core/optimizer/optimizer.py, core 0.12 to 0.19).
-        device: Where the rank computes; it may have no weights.
+        device: Device of the rank, which may have no weights.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ShardedAdam:
         )
 
     def step(self) -> None:
-        """Clip, update, and hand the new weights out.
+        """Clip, update, and all-gather the new weights.
 
         Gradients kept in 16 bits are copied to fp32 first, and the copies clipped
         (`MixedPrecisionOptimizer` of megatron/core/optimizer/optimizer.py, core r0.8).
@@ -84,7 +84,7 @@ class ShardedAdam:
         return [bucket.gradients[_own(buffers, bucket)] for buffers, bucket in self.shards]
 
     def _master(self, buffers: StageBuffers, bucket: ParameterBucket) -> Tensor:
-        """Return what the optimizer updates: an fp32 copy, or the weights if they are fp32."""
+        """Return the tensor to update: an fp32 master copy, or the weights if they are fp32."""
         weights = bucket.weights[_own(buffers, bucket)]
         return weights.float().requires_grad_() if weights.dtype is not torch.float32 else weights
 
@@ -106,6 +106,7 @@ class ShardedAdam:
         return total
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
+        # 1e-6 as in `torch.nn.utils.clip_grad_norm_`: a norm of 0 must not divide.
         factor = (CLIP_NORM / (self.gradient_norm(gradients) + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor)

@@ -1,4 +1,4 @@
-"""What Megatron-LM and Megatron-Core make a transformer layer of."""
+"""Parts of a transformer layer in Megatron-LM and Megatron-Core."""
 
 from typing import NamedTuple
 
@@ -10,10 +10,10 @@ from meshwright.hwprofiles import ContextParallel, LossKernel
 from meshwright.simulator import ModelSpec
 from meshwright.simulator.model import Experts
 from meshwright.validate.programs.context import (
+    AllGatherAttention,
     ContextGroup,
-    GatheredCore,
-    RingCore,
-    SwappedCore,
+    RingAttention,
+    UlyssesAttention,
     shifted,
 )
 from meshwright.validate.programs.contract import Routing
@@ -85,7 +85,7 @@ class Gelu(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """Token and position tables; each rank holds some rows of the first."""
+    """Token and position embeddings; each rank holds some rows of the first."""
 
     def __init__(
         self,
@@ -108,6 +108,7 @@ class VocabularyEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return activations of ``[batch, tokens]`` ids."""
         hidden = self._looked_up(tokens.t().contiguous())
+        # One reduce-scatter sums and splits, where no positions are added in between.
         if self.tp.splits_tokens and self.positions is None:
             hidden = scatter_sum(hidden, self.tp)
         else:
@@ -129,6 +130,7 @@ class VocabularyEmbedding(nn.Module):
         local = tokens - self.tp.rank * self.num_rows
         outside = (local < 0) | (local >= self.num_rows)
         hidden = F.embedding(local.masked_fill_(outside, 0), self.weight)
+        # Rows that other ranks hold are 0 here, so that the sum over ranks is the embedding.
         return hidden.masked_fill_(outside.unsqueeze(-1), 0.0)
 
 
@@ -143,7 +145,7 @@ class OutputMatrix(nn.Module):
 class VocabularyHead(nn.Module):
     """Final norm and output matrix, tied or not; the matrix comes last, as in Megatron-Core.
 
-    Where further tokens are predicted it has no norm.
+    With MTP it has no norm.
     """
 
     def __init__(
@@ -155,11 +157,11 @@ class VocabularyHead(nn.Module):
         losses: nn.Module | None,
     ) -> None:
         super().__init__()
-        own = losses is None
-        self.norm = megatron_norm(model, model.hidden_size) if own else nn.Identity()
+        has_norm = losses is None
+        self.norm = megatron_norm(model, model.hidden_size) if has_norm else nn.Identity()
         self.losses = losses
-        shares = BufferedGroup(tp.group, tp.rank, tp.size, tp.sequence_parallel)
-        self.tp, self.sink = tp if own else shares, sink
+        buffered = BufferedGroup(tp.group, tp.rank, tp.size, tp.sequence_parallel)
+        self.tp, self.sink = tp if has_norm else buffered, sink
         self.output = OutputMatrix(table)
 
     def forward(self, hidden: Tensor, *read: Tensor) -> Tensor:
@@ -180,7 +182,7 @@ def megatron_norm(model: ModelSpec, width: int) -> nn.Module:
 
 
 class ExpertSetting(NamedTuple):
-    """Who shares experts, how tokens are sent to them, where their weight gradients go."""
+    """Expert-parallel ranks, routing, and the accumulator of experts' weight gradients."""
 
     group: ExpertGroup
     routing: Routing
@@ -194,8 +196,8 @@ class MegatronParts:
     fuses_qkv = True
     fuses_gate = True
     is_reentrant = True
-    casts_angles = False
-    turns_first = False
+    casts_rope_cache = False
+    norms_after_rope = False
     copies_operands = False
     cuts_chunks = True
     loss = LossKernel.FUSED
@@ -228,7 +230,7 @@ class MegatronParts:
         """Return a row-parallel layer."""
         return RowLinear(inputs // self.tp.size, outputs, self.tp, self.sink, bias=bias)
 
-    def whole_linear(self, inputs: int, outputs: int) -> nn.Module:
+    def replicated_linear(self, inputs: int, outputs: int) -> nn.Module:
         """Return a linear layer as one rank alone has it."""
         return ColumnLinear(inputs, outputs, ALONE, self.sink, bias=False)
 
@@ -239,13 +241,13 @@ class MegatronParts:
             return core
         if self.cp.way is ContextParallel.ALL_TO_ALL:
             sinks, core.sinks = core.sinks, None  # of all heads: a core has some of them
-            return SwappedCore(core, self.cp, sinks)
+            return UlyssesAttention(core, self.cp, sinks)
         if self.cp.way is ContextParallel.RING_OF_SWAPS:
             inner, outer = self.cp.levels
-            return SwappedCore(RingCore(outer), inner)
+            return UlyssesAttention(RingAttention(outer), inner)
         if self.cp.way is ContextParallel.ALL_GATHER:
-            return GatheredCore(self.cp, window)
-        return RingCore(self.cp)
+            return AllGatherAttention(self.cp, window)
+        return RingAttention(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the activation."""
@@ -287,7 +289,7 @@ class MegatronParts:
         return add
 
     def embedding(self, model: ModelSpec) -> nn.Module:
-        """Return the embedding, and remember its table for a tied head."""
+        """Return the embedding, and keep its weight for a tied head."""
         embedding = VocabularyEmbedding(
             model,
             self.tp,
@@ -306,7 +308,7 @@ class MegatronParts:
         """Return the tokens of all ranks."""
         return gather_tokens(values, self.tp)
 
-    def leading_loss(self, logits: Tensor, targets: Tensor, num_left_out: int) -> Tensor:
+    def leading_tokens_loss(self, logits: Tensor, targets: Tensor, num_left_out: int) -> Tensor:
         """Return the mean loss of all tokens of each sequence but the last ones.
 
         The mean over the ranks that share sequences is that of all tokens.  In Megatron-Core each

@@ -14,7 +14,7 @@ from meshwright.validate.programs.megatron.variables import ScheduleVariables
 
 
 class _Sent(AutogradFunction):
-    """Hand a stage's output over; keep nothing of it, and receive its gradient in backward."""
+    """Send a stage's output; keep nothing of it, and receive its gradient in backward."""
 
     @staticmethod
     def forward(
@@ -34,7 +34,7 @@ class _Sent(AutogradFunction):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageInput:
-    """What the first stage reads of a microbatch, and what the last compares with."""
+    """Tokens that the first stage reads of a microbatch, and targets of the last one."""
 
     tokens: Tensor
     targets: Tensor
@@ -44,12 +44,12 @@ class PipelineRank:
     """The virtual stages of one rank and their action list.
 
     Args:
-        actions: What the rank does, in order.
+        actions: Actions of the rank, in order.
         stages: Its virtual stages, in model order.
-        shares: What each of them holds of the model.
+        shares: Layers and ends of the model in each of them.
         messages: Sends to the next (1) or the previous (-1) rank, and receives from there.
         loss: From logits and targets.
-        variables: What the schedule keeps of messages; None if nothing but what passes wait for.
+        variables: Schedule variables that keep p2p buffers alive; None if none outlives its pass.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class PipelineRank:
             inputs = self._received(action, -1).requires_grad_()
         if self.variables is not None:
             self.variables.begin_forward(action[1:], inputs)
-        further = () if read is None else (read.tokens, read.targets)
+        mtp_inputs = () if read is None else (read.tokens, read.targets)
         # Megatron recomputes all of what it does not keep, also an operator that ends it.
         with set_checkpoint_early_stop(False):
-            output = self.stages[action.virtual_stage](inputs, *further)
+            output = self.stages[action.virtual_stage](inputs, *mtp_inputs)
         if is_last:
             assert read is not None
             loss = self.loss(output, read.targets)
@@ -131,7 +131,7 @@ class PipelineRank:
             self.send(gradient, -1)
 
     def _received(self, action: Action, distance: int) -> Tensor:
-        """Return the message with which a pass begins."""
+        """Return the message that a pass begins with."""
         if self.variables is None:
             buffer = self.buffer(action.phase, action.virtual_stage)
         else:

@@ -14,14 +14,14 @@ from meshwright.simulator.layout import gradient_bytes, rank_stages
 from meshwright.simulator.model import in_engine_order, shares_table
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
-from meshwright.validate.programs.experts import move_biases, refuse_routing
+from meshwright.validate.programs.experts import refuse_routing, update_routing_biases
 from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
 from meshwright.validate.programs.megatron.buffers import (
     BucketRule,
     DataParallelGroup,
     StageBuffers,
-    sum_tied_table,
-    sum_unsplit_weights,
+    all_reduce_tied_embedding,
+    all_reduce_unsplit_gradients,
 )
 from meshwright.validate.programs.megatron.groups import MegatronGroups, megatron_groups
 from meshwright.validate.programs.megatron.loss import vocabulary_loss
@@ -33,7 +33,7 @@ from meshwright.validate.programs.megatron.messages import (
 from meshwright.validate.programs.megatron.optimizer import ShardedAdam
 from meshwright.validate.programs.megatron.parts import ExpertSetting, MegatronParts
 from meshwright.validate.programs.megatron.pipeline import PipelineRank, StageInput
-from meshwright.validate.programs.megatron.tensor_parallel import LateSink
+from meshwright.validate.programs.megatron.tensor_parallel import DeferredSink
 from meshwright.validate.programs.megatron.variables import (
     InterleavedVariables,
     ScheduleVariables,
@@ -63,7 +63,7 @@ class MegatronProgram:
     """One rank of a Megatron plan.
 
     Args:
-        request: What to build.
+        request: Job, plan, stack and rank to build.
     """
 
     settling_steps = 1
@@ -77,7 +77,7 @@ class MegatronProgram:
             torch.manual_seed(request.rank // plan.tp)
         self.stages, self.buffers, self.of_experts = _virtual_stages(request, self._groups)
         for each in (*self.buffers, *self.of_experts):
-            each.stand_ins = self.buffers[0].stand_ins
+            each.dummy_gradients = self.buffers[0].dummy_gradients
         self.adam = ShardedAdam(
             [each for each in (self.buffers, self.of_experts) if each],
             self._groups.norm,
@@ -106,7 +106,7 @@ class MegatronProgram:
         )
         self.reports = any(each.has_head for each in shares) and self._groups.tp.rank == 0
         self._unsplit = _unsplit_weights(self.stages, request)
-        self._table = _tied_table(self.stages, request)
+        self._table = _tied_embedding(self.stages, request)
 
     @property
     def groups(self) -> Mapping[tuple[int, ...], str]:
@@ -127,11 +127,11 @@ class MegatronProgram:
         """Return the loss of a microbatch."""
         kernel = self.request.stack.loss
         loss = vocabulary_loss(logits, targets.t().contiguous(), self._groups.tp, kernel=kernel)
-        self.stages[-1].loss_is_made()
+        self.stages[-1].free_mtp_logits()
         return loss
 
     def _sum_gradients(self) -> None:
-        """Sum what is left to sum after the last backward pass.
+        """Sum gradients that the last backward pass has left unsummed.
 
         Megatron-Core reduces over data ranks, then sums over tensor ranks, then over both ends
         (`finalize_model_grads`, core r0.8). Before, tensor ranks came first, and the distributed
@@ -140,28 +140,28 @@ class MegatronProgram:
         is_core = self.request.stack.overlap_gradient_reduce
         scatters_last = self.buffers[0].shards and not is_core
         if not is_core:
-            sum_unsplit_weights(self.buffers, self._unsplit, self._groups.tp)
+            all_reduce_unsplit_gradients(self.buffers, self._unsplit, self._groups.tp)
         if scatters_last:
-            self._sum_table()
+            self._all_reduce_embedding()
         for buffers in (*self.buffers, *self.of_experts):
             buffers.finish()
         if is_core:
-            sum_unsplit_weights(self.buffers, self._unsplit, self._groups.tp)
+            all_reduce_unsplit_gradients(self.buffers, self._unsplit, self._groups.tp)
         if not scatters_last:
-            self._sum_table()
-        move_biases(self.stages, self._groups.stage)
+            self._all_reduce_embedding()
+        update_routing_biases(self.stages, self._groups.stage)
 
-    def _sum_table(self) -> None:
+    def _all_reduce_embedding(self) -> None:
         if self._table is not None and self._groups.ends is not None:
-            sum_tied_table(self.buffers, self._table, self._groups.ends)
+            all_reduce_tied_embedding(self.buffers, self._table, self._groups.ends)
 
     def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
-        """Yield weights, gradients, what stands in for these, and optimizer states."""
+        """Yield weights, gradients, dummy gradients and optimizer states."""
         for buffers in (*self.buffers, *self.of_experts):
             for bucket in buffers.buckets:
                 yield bucket.weights, ByteKind.PARAMETERS
                 yield bucket.gradients, ByteKind.GRADIENTS
-        for each in self.buffers[0].stand_ins.values():
+        for each in self.buffers[0].dummy_gradients.values():
             yield each, ByteKind.ACTIVATIONS
         yield from self.adam.persistent_tensors()
 
@@ -174,6 +174,7 @@ class MegatronProgram:
     def _microbatch(self, step: int, index: int) -> StageInput:
         request = self.request
         size = request.plan.microbatch_size
+        # Fake tensors have no values: any ids do.
         if not request.initialise:
             num_tokens = request.job.seq_len // request.plan.cp
             ids = torch.zeros(size, num_tokens, dtype=torch.long, device=request.device)
@@ -188,7 +189,7 @@ class MegatronProgram:
 def _variables(
     request: ProgramRequest, actions: Sequence[Action], index: int, messages: ActivationMessages
 ) -> ScheduleVariables | None:
-    """Return what the stack's schedules keep of messages, if they do."""
+    """Return the variables of the stack's schedules, if they keep p2p buffers alive."""
     plan = request.plan
     if not request.stack.holds_messages or plan.pp == 1:
         return None
@@ -254,8 +255,10 @@ def _virtual_stages(
     stages, all_buffers = [], []
     of_experts: list[StageBuffers] = []
     for virtual_stage, share in enumerate(rank_stages(model, plan, index)):
+        # Virtual stages are dealt to the pipeline ranks round-robin.
         first = sum(plan.stages[: index + virtual_stage * plan.pp])
-        sink, own = LateSink(), LateSink()
+        # The buffers behind them are made of the stage's weights, hence after it.
+        sink, own = DeferredSink(), DeferredSink()
         setting = ExpertSetting(groups.experts, request.routing, own)
         parts = MegatronParts(
             groups.tp, sink, vocab_size=size, dropout=dropout, cp=groups.cp, experts=setting
@@ -263,7 +266,7 @@ def _virtual_stages(
         parts.loss, parts.copies_operands = stack.loss, stack.transformer_engine
         with default_dtype(DTYPES[precision]), request.device:
             layers = range(first, first + share.num_layers)
-            angles = request.num_angles * num_angle_tables(model, [share])
+            angles = request.num_rope_elements * num_angle_tables(model, [share])
             ends = Ends(share.has_embedding, share.has_head, share.has_predictions, angles)
             stage = VirtualStage(model, layers, options, parts, ends)
         if request.initialise:
@@ -284,12 +287,12 @@ def _stage_buffers(
     """Return the buffers of a virtual stage, and of experts that other ranks hold than these."""
     plan, model = request.plan, request.job.transformer
     shards = plan.zero_stage > 0 and plan.dp_cp > 1
-    known = list(weight_parts(stage, model, request.vocab_size, groups.experts))
+    parts = list(weight_parts(stage, model, request.vocab_size, groups.experts))
     if stack.transformer_engine:
-        known = in_engine_order(known, lambda part: part.whole.name.partition(".")[0])
+        parts = in_engine_order(parts, lambda part: part.whole.name.partition(".")[0])
     are_apart = groups.edp is not None
     of_experts, others = (
-        [part.parameter for part in known if (are_apart and part.expert is not None) is wanted]
+        [part.parameter for part in parts if (are_apart and part.expert is not None) is wanted]
         for wanted in (True, False)
     )
     has_embedding = stage.embedding is not None
@@ -303,10 +306,10 @@ def _stage_buffers(
             dp,
             shards=plan.zero_stage > 0 and dp.size > 1,
             is_duplicate=_duplicates(stage, request, groups),
-            rule=BucketRule.of(stack, plan.dp_cp, is_first=has_embedding, far_table=far),
+            rule=BucketRule.of(stack, plan.dp_cp, is_first=has_embedding, far_embedding=far),
         )
 
-    far = _tied_table([stage], request) if shards else None
+    far = _tied_embedding([stage], request) if shards else None
     if stage.predictions is not None:  # a GPTModel has its table ahead of all
         others = list(dict.fromkeys([*_tables(stage, request), *others]))
     buffers = [buffers_of(others, groups.dp, far)]
@@ -323,7 +326,7 @@ def _stage_buffers(
 def _duplicates(
     stage: VirtualStage, request: ProgramRequest, groups: MegatronGroups
 ) -> Callable[[nn.Parameter], bool]:
-    """Return which weights another rank counts in the gradient norm."""
+    """Return the test for weights that another rank counts in the gradient norm."""
     model = request.job.transformer
     copies = set()
     for part in weight_parts(stage, model, request.vocab_size):
@@ -354,8 +357,8 @@ def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> lis
     ]
 
 
-def _tied_table(stages: list[VirtualStage], request: ProgramRequest) -> nn.Parameter | None:
-    """Return the table that two stages share, on these."""
+def _tied_embedding(stages: list[VirtualStage], request: ProgramRequest) -> nn.Parameter | None:
+    """Return the tied embedding that two stages share, on these."""
     if request.plan.pp == 1 or not shares_table(request.job.model):
         return None
     tables = [table for stage in stages for table in _tables(stage, request)]
@@ -363,7 +366,7 @@ def _tied_table(stages: list[VirtualStage], request: ProgramRequest) -> nn.Param
 
 
 def _tables(stage: VirtualStage, request: ProgramRequest) -> list[nn.Parameter]:
-    """Return the word table of *stage* if it has one."""
+    """Return the word embedding of *stage*, if it has one."""
     return _weights_named("word_embedding.weight", stage, request)
 
 

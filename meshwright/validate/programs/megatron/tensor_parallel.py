@@ -1,4 +1,4 @@
-"""Column and row parallel products as Megatron-Core runs them, with sequence parallelism.
+"""Column- and row-parallel linear layers of Megatron-Core, with sequence parallelism.
 
 Shoeybi et al. 2019 (arXiv 1909.08053) and Korthikanti et al. 2022 (arXiv 2205.05198): a column
 layer keeps only its own tokens of the input and gathers the rest again in backward.
@@ -16,8 +16,8 @@ from meshwright.validate.programs.context import all_gather, reduce_scatter
 from meshwright.validate.programs.fused import AutogradFunction, Context, GradientSink
 
 
-class LateSink:
-    """A sink that is known only after the layers that use it are built."""
+class DeferredSink:
+    """Accumulator whose target is set after the layers that use it are built."""
 
     def __init__(self) -> None:
         self.target: GradientSink | None = None
@@ -143,6 +143,7 @@ class _RowProduct(AutogradFunction):
     ) -> Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.tp, ctx.sink = weight, tp, sink
+        # The bias is added after the sum, or it would count once a rank.
         partial = F.linear(inputs, weight)
         return tp.scatter_sum(partial) if tp.splits_tokens else tp.sum(partial)
 
@@ -205,6 +206,7 @@ class _SumRanks(AutogradFunction):
 
     @staticmethod
     def forward(ctx: Context, partial: Tensor, tp: TensorParallelGroup) -> Tensor:
+        # Autograd must know that its input has been overwritten.
         ctx.mark_dirty(partial)
         return tp.sum(partial)
 

@@ -1,4 +1,4 @@
-"""The variables in which Megatron-Core's schedules keep messages, named as there.
+"""Variables of Megatron-Core's schedules, which keep p2p buffers alive, named as there.
 
 megatron/core/pipeline_parallel/schedules.py of core 0.16; groups are as large as the pipeline.
 """
@@ -17,7 +17,7 @@ Pass = tuple[int, int]
 
 
 class ScheduleVariables:
-    """What `forward_backward_pipelining_without_interleaving` keeps from pass to pass.
+    """Variables of `forward_backward_pipelining_without_interleaving`.
 
     Args:
         buffer: Makes a message's buffer.
@@ -57,12 +57,12 @@ class ScheduleVariables:
 
 
 class InterleavedVariables(ScheduleVariables):
-    """What `forward_backward_pipelining_with_interleaving` keeps, with ``overlap_p2p_comm``.
+    """Variables of `forward_backward_pipelining_with_interleaving`, with ``overlap_p2p_comm``.
 
     Args:
         buffer: Makes a message's buffer.
-        actions: What the rank does, in order.
-        place: Which rank it is, of how many.
+        actions: Actions of the rank, in order.
+        place: Pipeline rank, and number of pipeline ranks.
         vpp: Its virtual stages.
     """
 
@@ -136,7 +136,7 @@ class InterleavedVariables(ScheduleVariables):
         self._wait(Phase.BACKWARD, following)
 
     def _wait(self, phase: Phase, one: Pass | None) -> Tensor | None:
-        """Make the buffer of a message that is to come."""
+        """Return the buffer of a message that is to come; make it if there is none."""
         if one is None:
             return None
         if (phase, one) not in self._waiting:

@@ -1,4 +1,4 @@
-"""Which weight of the model each parameter of a Megatron stage is a part of."""
+"""Parameters of a Megatron stage, as parts of the model's weights."""
 
 import re
 import string
@@ -55,12 +55,12 @@ def weight_parts(
     """Yield every parameter of *stage* with the weight it is a part of.
 
     Args:
-        stage: Whose.
+        stage: Virtual stage.
         model: Of which it is a part.
-        vocab_size: Rows of the table.
-        experts: Who shares experts with this rank.
+        vocab_size: Rows of the embedding.
+        experts: Ranks that share experts with this one.
     """
-    known = {each.name: each for each in parameter_tensors(model, vocab_size=vocab_size)}
+    whole_weights = {each.name: each for each in parameter_tensors(model, vocab_size=vocab_size)}
     for path, parameter in stage.named_parameters():
         layer = _LAYER.fullmatch(path)
         prefix, inner = (f"{layer[1]}.{layer[2]}.", layer[3]) if layer else ("", path)
@@ -68,10 +68,10 @@ def weight_parts(
         if name == "output_embedding.weight" and model.tied_embeddings:
             name = "word_embedding.weight"
         expert = None
-        if is_expert(known[name]):
+        if is_expert(whole_weights[name]):
             number = int(path[len(path.rstrip(string.digits)) :])
-            expert = experts.own(known[name].shape[0])[number]
-        yield WeightPart(parameter, known[name], prefix + name, expert)
+            expert = experts.own(whole_weights[name].shape[0])[number]
+        yield WeightPart(parameter, whole_weights[name], prefix + name, expert)
 
 
 def _weight_name(path: str) -> str:
@@ -103,11 +103,12 @@ def fill_weights(
 def _own_part(
     whole: Tensor, tensor: ParameterTensor, model: ModelSpec, place: tuple[int, int]
 ) -> Tensor:
-    """Return what one of some ranks has of a weight: its *place* is which, of how many."""
+    """Return one rank's part of a weight; *place* is its rank, of how many."""
     rank, size = place
     if tensor.tp_dim is None:
         return whole
     if tensor.name.startswith(("mlp_in.", "shared_in.", "experts_in.")) and model.gated_mlp:
+        # Gate and value are split each, so that a rank has the same columns of both.
         halves = (half.chunk(size)[rank] for half in whole.chunk(2))
         return torch.cat(list(halves))
     return whole.chunk(size, dim=tensor.tp_dim)[rank]

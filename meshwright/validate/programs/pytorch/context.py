@@ -24,7 +24,7 @@ TOKENS = 2  # the dim of them where heads come first, as in PyTorch's loops
 
 
 class _RingAttention(AutogradFunction):
-    """Attention of a rank's queries to all tokens; keeps what it got and what it made."""
+    """Attention of a rank's queries to all tokens; keeps its inputs and outputs."""
 
     @staticmethod
     def forward(
@@ -43,9 +43,9 @@ class _RingAttention(AutogradFunction):
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum_exp = ctx.saved_tensors
-        slope, q, k, v = (each.transpose(1, 2) for each in (gradient, query, key, value))
+        output_gradient, q, k, v = (each.transpose(1, 2) for each in (gradient, query, key, value))
         op = cast("Any", _attend_back)
-        over = ctx.group, TOKENS, op, slope, "grad_out"
+        over = ctx.group, TOKENS, op, output_gradient, "grad_out"
         back = cast("Any", ring._templated_ring_attention_backward)  # noqa: SLF001
         found = back(*over, q, k, v, out, log_sum_exp, is_causal=True)
         return *(each.transpose(1, 2) for each in found[:3]), None
@@ -57,14 +57,16 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tu
     return out.transpose(1, 2), log_sum_exp
 
 
-def _attend_back(*, is_causal: bool, **said: Tensor) -> tuple[Tensor, ...]:
+def _attend_back(*, is_causal: bool, **inputs: Tensor) -> tuple[Tensor, ...]:
     names = ("grad_out", "query", "key", "value", "out")
-    gradient, *saved = (said[name].transpose(1, 2) for name in names)
-    slopes = flash_attention_backward(gradient, [*saved, said["logsumexp"]], 1, causal=is_causal)
-    return tuple(each.transpose(1, 2) for each in slopes)
+    gradient, *saved = (inputs[name].transpose(1, 2) for name in names)
+    gradients = flash_attention_backward(
+        gradient, [*saved, inputs["logsumexp"]], 1, causal=is_causal
+    )
+    return tuple(each.transpose(1, 2) for each in gradients)
 
 
-class RotatedCore(nn.Module):
+class TorchRingAttention(nn.Module):
     """Causal attention of a rank's tokens to those of all ranks."""
 
     def __init__(self, cp: ContextGroup) -> None:

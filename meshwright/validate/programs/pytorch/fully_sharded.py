@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from meshwright.hwprofiles import Precision, StackProfile, Units
 from meshwright.simulator.layout import STACKS_OWN, Formats, chosen_formats
 from meshwright.validate.programs.contract import ProgramRequest
-from meshwright.validate.programs.experts import GroupedExperts, OwnExperts
+from meshwright.validate.programs.experts import GroupedExperts, TransformersGroupedExperts
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.layout import RankLayout
 from meshwright.validate.programs.pytorch.parts import NORMS, Embedding, Head
@@ -29,13 +29,13 @@ from meshwright.validate.programs.pytorch.precision import DTYPES
 def mixed_precision(
     precision: Precision, stack: StackProfile, formats: Formats = STACKS_OWN
 ) -> MixedPrecisionPolicy:
-    """Return how the fp32 shards of *stack* compute and are reduced.
+    """Return the FSDP2 mixed-precision policy of a job on *stack*.
 
     An fp32 job computes in what its shards are kept in.
 
     Args:
         precision: Of the job.
-        stack: Whose program.
+        stack: Software stack of the program.
         formats: Of gradients, as a plan asks for.
     """
     reduced = chosen_formats(stack, precision, formats).reduced
@@ -46,7 +46,7 @@ def mixed_precision(
 
 
 class ExpertShards(NamedTuple):
-    """How FSDP shards a rank's experts, which other ranks hold than its layers.
+    """FSDP2 sharding of a rank's experts, which other ranks hold than its layers.
 
     Args:
         mesh: Over which ranks.
@@ -60,7 +60,7 @@ class ExpertShards(NamedTuple):
 
     @classmethod
     def of(cls, request: ProgramRequest, layout: RankLayout) -> "ExpertShards | None":
-        """Return how experts of a plan are sharded; None where it is as layers are."""
+        """Return the sharding of a plan's experts; None where it is that of layers."""
         mesh, plan, experts = layout.expert_data_mesh, request.plan, request.job.transformer.experts
         if mesh is None or experts is None:
             return None
@@ -75,18 +75,18 @@ class ExpertShards(NamedTuple):
         *,
         reshards: bool,
     ) -> None:
-        """Make the experts of each layer a unit, before the layer is one.
+        """Make the experts of each layer an FSDP unit, before the layer is one.
 
         `apply_fsdp` of torchtitan/models/llama4/infra/parallelize.py, 0.2.2; in the same way
         `apply_fully_sharded_data_parallelism` of transformers/distributed/fsdp.py, 5.23.
         """
-        stays = _kept_layer(stage, stack)
+        kept_layer = _kept_layer(stage, stack)
         for layer in stage.layers.values():
             for module in _expert_modules(layer):
-                self._shard(module, policy, frees=reshards and layer is not stays)
+                self._shard(module, policy, frees=reshards and layer is not kept_layer)
 
     def gather_ahead(self, stage: VirtualStage) -> None:
-        """Have both units of the next layer gathered as one begins, forward and backward.
+        """Prefetch both units of the next layer as one begins, forward and backward.
 
         `apply_fsdp` of torchtitan/models/llama4/infra/parallelize.py, 0.2.2.
         """
@@ -126,7 +126,11 @@ class ExpertShards(NamedTuple):
 
 def _expert_modules(layer: nn.Module) -> list[nn.Module]:
     """Return the experts of a layer, if it has some."""
-    return [each for each in layer.modules() if isinstance(each, GroupedExperts | OwnExperts)]
+    return [
+        each
+        for each in layer.modules()
+        if isinstance(each, GroupedExperts | TransformersGroupedExperts)
+    ]
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:
@@ -160,7 +164,7 @@ def shard_stage(
         stage: Whole, or split over tensor-parallel ranks.
         mesh: Over which; with two dims, shards on the second and replicas on the first.
         policy: Precision of gathered parameters and of reductions.
-        stack: Which units it makes of embedding, final norm and head, and what it frees.
+        stack: Its FSDP units of embedding, final norm and head, and what it reshards.
         reshards: Free a layer's gathered parameters after its forward pass.
         offloads: Keep shards, gradients and states in host memory.
     """
@@ -184,18 +188,19 @@ def shard_stage(
             head.insert(1, words)  # gathered when the first of them runs
         else:
             shard(words, frees=reshards)
-    stays = _kept_layer(stage, stack)
+    kept_layer = _kept_layer(stage, stack)
     for layer in stage.layers.values():
         _put_norms_last(layer)
-        shard(layer, frees=reshards and layer is not stays)
+        shard(layer, frees=reshards and layer is not kept_layer)
     if head and stack.units is Units.ENDS:
         shard(head, frees=False)
+    # Last: it takes the parameters that no inner unit has.
     shard(stage)
     return _fsdp(stage)
 
 
 def _put_norms_last(layer: nn.Module) -> None:
-    """Let the last weight of a unit be a norm's, as of layers of transformers and torchtitan.
+    """Make the last weight of a unit a norm's, as in layers of transformers and torchtitan.
 
     The reduction has a name for the gradient of the last one until it returns.
     """

@@ -1,4 +1,4 @@
-"""Where a rank stands in a PyTorch program: its device mesh, its groups, its stages."""
+"""Position of a rank in a PyTorch program: device mesh, process groups, stages."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,11 +17,11 @@ from meshwright.validate.programs.pytorch.parts import PlainParts, initialise_wh
 from meshwright.validate.ranks import (
     MESH_DIMS,
     batch_ranks,
-    different_parts,
     mesh_shape,
+    model_shard_ranks,
     plan_groups,
     stage_ranks,
-    table_ranks,
+    tied_embedding_ranks,
 )
 
 EXPERT_DIMS = ("pp", "dp_replicate", "edp", "ep")
@@ -31,18 +31,18 @@ EXPERT_DIMS = ("pp", "dp_replicate", "edp", "ep")
 class RankLayout:
     """A rank's mesh, ranks numbered as in the simulator's mesh: tp fastest, then dp, then pp.
 
-    Ranks that share one set of shards are neighbours on the data-parallel axis.
+    Ranks of one HSDP shard group are neighbours on the data-parallel axis.
 
     Args:
         mesh: Of dims `MESH_DIMS`.
         norm_group: Ranks that hold different parts of the model; None if this one holds all.
         batch_group: Ranks that train on parts of a batch; None if this one has all.
         stage_group: All ranks of a stage; None where there is one.
-        table_group: First and last pipeline rank, where each holds a copy of a tied table and
+        tied_embedding_group: First and last pipeline rank, where each holds a tied embedding and
             this rank is one of them.
         context: The context-parallel ranks of this one; None where it has whole sequences.
         groups: Axis of each group by its ranks.
-        experts: Who shares experts with this rank.
+        experts: Ranks that share experts with this one.
         expert_mesh: Of dims `EXPERT_DIMS`, where ranks have different experts; else None.
         sums_tokens: Whether a step first sums the tokens of its batch.
     """
@@ -51,7 +51,7 @@ class RankLayout:
     norm_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
     stage_group: dist.ProcessGroup | None
-    table_group: dist.ProcessGroup | None
+    tied_embedding_group: dist.ProcessGroup | None
     context: ContextGroup | None
     groups: dict[tuple[int, ...], str]
     experts: ExpertGroup
@@ -64,7 +64,7 @@ class RankLayout:
 
     @property
     def dp_rank(self) -> int:
-        """Which of the data-parallel replicas of the batch this rank trains on."""
+        """Data-parallel replica of the batch that this rank trains on."""
         shards = self.mesh["dp_shard"].size()
         rank = self.coordinate("dp_replicate") * shards + self.coordinate("dp_shard")
         return rank if self.context is None else rank // self.context.size
@@ -106,14 +106,14 @@ def make_layout(request: ProgramRequest) -> RankLayout:
     mesh = init_device_mesh(request.device.type, mesh_shape(plan), mesh_dim_names=MESH_DIMS)
     expert_mesh = _expert_mesh(request)
     groups = plan_groups(plan, rank, is_tied=request.job.transformer.tied_embeddings)
-    different = different_parts(plan, rank)
-    ends = table_ranks(plan, rank) if request.job.transformer.tied_embeddings else ()
+    different = model_shard_ranks(plan, rank)
+    ends = tied_embedding_ranks(plan, rank) if request.job.transformer.tied_embeddings else ()
     return RankLayout(
         mesh=mesh,
         norm_group=_group(different, groups, plan.world_size),
         batch_group=_group(batch_ranks(plan, rank), groups, plan.world_size),
         stage_group=_group(stage_ranks(plan, rank), groups, plan.world_size),
-        table_group=_group(ends, groups, plan.world_size),
+        tied_embedding_group=_group(ends, groups, plan.world_size),
         context=_context(request, groups),
         groups=groups,
         experts=_expert_group(plan, expert_mesh),
@@ -123,7 +123,7 @@ def make_layout(request: ProgramRequest) -> RankLayout:
 
 
 def _expert_mesh(request: ProgramRequest) -> DeviceMesh | None:
-    """Return the same ranks as of `MESH_DIMS`, by their experts."""
+    """Return the mesh of the ranks of `MESH_DIMS` by their experts."""
     plan = request.plan
     if plan.ep == 1:
         return None
@@ -170,7 +170,7 @@ def build_stage(
     is_last = index == plan.num_stages - 1
     with device:
         angles = _idle_angles(request, parts)
-        ends = Ends(embedding=index == 0, head=is_last, idle_angles=angles)
+        ends = Ends(embedding=index == 0, head=is_last, idle_rope_elements=angles)
         stage = VirtualStage(model, layers, options, parts, ends)
     if request.initialise:
         initialise_whole(stage, model, parts.of_experts)
@@ -178,12 +178,12 @@ def build_stage(
 
 
 def _idle_angles(request: ProgramRequest, parts: PlainParts) -> int:
-    """Return how many numbers a stage's table of angles has that no layer here reads.
+    """Return the elements of a stage's RoPE cache that no layer here reads.
 
-    They make angles in their kernels, or of the tokens that a rank has (`casts_angles`).
+    They make angles in their kernels, or of the tokens that a rank has (`casts_rope_cache`).
     """
-    table, cp = request.num_angles, request.plan.cp
-    return table // cp * (cp - 1) if parts.casts_angles else table
+    table, cp = request.num_rope_elements, request.plan.cp
+    return table // cp * (cp - 1) if parts.casts_rope_cache else table
 
 
 def _group(
@@ -195,4 +195,5 @@ def _group(
         return None
     if len(ranks) == world_size:
         return dist.group.WORLD
+    # Local: ranks outside of the group do not call this.
     return dist.new_group(list(ranks), use_local_synchronization=True)

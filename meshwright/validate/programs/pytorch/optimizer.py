@@ -47,7 +47,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def summed_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's part of each gradient, of parts of a sum the sum."""
+    """Return this rank's part of each gradient; Partial placements are summed first."""
     gradients = [parameter.grad for parameter in parameters]
     return [_local(_summed(gradient)) for gradient in gradients if gradient is not None]
 
@@ -62,7 +62,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
 def clip_gradients(
     own: list[Tensor], shared: list[Tensor], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Scale gradients in place so that their norm is at most `CLIP_NORM`; return what it was.
+    """Scale gradients in place so that their norm is at most `CLIP_NORM`; return the norm before.
 
     Args:
         own: Gradients that this rank counts: over the group each element is counted once.
@@ -95,12 +95,12 @@ def clip_gradients_by_axis(
     mesh: DeviceMesh,
     experts: ExpertNorms,
 ) -> Tensor:
-    """Do as `clip_gradients`, with a number for each gradient, and over one axis after another.
+    """Clip as `clip_gradients`, with a norm for each gradient, summed over axis after axis.
 
     Args:
         gradients: All of this rank.
         sums: The same, where they are parts of a sum the sum.
-        counts: Which of them it counts.
+        counts: True of those that this rank counts.
         mesh: With the axes over which weights are split, then that of the pipeline.
         experts: Which of them are summed over other axes (`_clip_grad_norm_with_ep` of torchtitan
             0.2.2, distributed/utils.py).
@@ -130,6 +130,7 @@ def _sum_over(values: Tensor, axis: DeviceMesh) -> None:
 def _scale_gradients(gradients: Iterable[Tensor], total: Tensor) -> Tensor:
     """Scale *gradients*, *total* the sum of the squares of all, and return their norm."""
     norm = total.sqrt()
+    # 1e-6 as in `torch.nn.utils.clip_grad_norm_`: a norm of 0 must not divide.
     scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale)
@@ -139,7 +140,7 @@ def _scale_gradients(gradients: Iterable[Tensor], total: Tensor) -> Tensor:
 def trained_tensors(
     parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[Tensor, ByteKind]]:
-    """Yield what lives between steps: weights, gradients and the optimizer's states."""
+    """Yield the tensors that live between steps: weights, gradients, optimizer states."""
     for parameter in parameters:
         yield parameter, ByteKind.PARAMETERS
         if parameter.grad is not None:

@@ -29,7 +29,7 @@ from meshwright.validate.programs.layers import (
     SquaredRelu,
     VirtualStage,
 )
-from meshwright.validate.programs.pytorch.context import RotatedCore
+from meshwright.validate.programs.pytorch.context import TorchRingAttention
 from meshwright.validate.programs.pytorch.loss import token_loss
 
 NORMS = "attention_norm", "attention_output_norm", "mlp_norm", "mlp_out_norm"
@@ -55,8 +55,8 @@ class PlainRmsNorm(nn.Module):
         return DTensor.from_local(local, values.device_mesh, values.placements)
 
 
-class DroppedAdd(nn.Module):
-    """Adds to the residual stream what dropout leaves; keeps a mask of one byte an element."""
+class DropoutAdd(nn.Module):
+    """Addition of dropped-out values to the residual stream; keeps a mask of a byte an element."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class DroppedAdd(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of the word table, and of the position table where the model learns one."""
+    """Word embedding, and position embedding where the model learns one."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and the output matrix, whose logits a soft cap may bend."""
+    """Final norm and output matrix, whose logits may be softcapped."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class PlainParts:
     """Modules of whole layers, batch first.
 
     Args:
-        vocab_size: Rows of the word table, padding included.
+        vocab_size: Rows of the word embedding, padding included.
         dropout: Probability of dropout after the embedding.
         fuses_qkv: Queries, keys and values are one linear layer.
         cp: The context-parallel ranks of this one, if there are others.
@@ -138,8 +138,8 @@ class PlainParts:
     seq_dim = 1
     fuses_gate = False
     is_reentrant = False
-    casts_angles = False
-    turns_first = True
+    casts_rope_cache = False
+    norms_after_rope = True
     copies_operands = False
     cuts_chunks = False
     of_transformers = False
@@ -173,7 +173,7 @@ class PlainParts:
         """Return a whole linear layer."""
         return nn.Linear(inputs, outputs, bias=bias)
 
-    def whole_linear(self, inputs: int, outputs: int) -> nn.Module:
+    def replicated_linear(self, inputs: int, outputs: int) -> nn.Module:
         """Return a linear layer."""
         return nn.Linear(inputs, outputs, bias=False)
 
@@ -181,7 +181,7 @@ class PlainParts:
         """Return the module from queries, keys and values to the attention."""
         if self.cp is None or self.cp.way is None:
             return AttentionCore(model, options, self.seq_dim, window)
-        return RotatedCore(self.cp)
+        return TorchRingAttention(self.cp)
 
     def activation(self, model: ModelSpec) -> nn.Module:
         """Return the exact GELU; a gated MLP has its activation in the gate unless fused."""
@@ -212,17 +212,17 @@ class PlainParts:
         return TitanExperts(experts, model.hidden_size, self.of_experts, shared)
 
     def residual_add(self, row: nn.Module, *, dropout: float) -> ResidualAdd:  # noqa: ARG002
-        """Return what adds an output to the residual stream, dropped out; its bias is in it."""
-        return DroppedAdd(dropout)
+        """Return the addition of an output and its bias to the residual stream, dropped out."""
+        return DropoutAdd(dropout)
 
     def embedding(self, model: ModelSpec) -> nn.Module:
         """Return the module from token ids to activations."""
         return Embedding(model, self.vocab_size, self.dropout, self.starts)
 
     def head(self, model: ModelSpec, losses: nn.Module | None = None) -> nn.Module:
-        """Return the module from activations to logits, with the final norm if nothing predicts."""
-        own = losses is None
-        norm = self.norm(model, model.hidden_size) if own else nn.Identity()
+        """Return the module from activations to logits, with the final norm unless MTP has it."""
+        has_norm = losses is None
+        norm = self.norm(model, model.hidden_size) if has_norm else nn.Identity()
         return Head(norm, model, self.vocab_size, losses)
 
     def gathered_columns(self, values: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class PlainParts:
         """Return *values*, which are of all tokens."""
         return values
 
-    def leading_loss(self, logits: Tensor, targets: Tensor, num_left_out: int) -> Tensor:
+    def leading_tokens_loss(self, logits: Tensor, targets: Tensor, num_left_out: int) -> Tensor:
         """Return the mean loss of all tokens of each sequence but the last ones."""
         return token_loss(logits[:, :-num_left_out], targets[:, :-num_left_out])
 
@@ -251,7 +251,7 @@ def plain_parts(
     cp: ContextGroup | None = None,
     experts: RoutedGroup | None = None,
 ) -> PlainParts:
-    """Return the parts of *model* with tables of *vocab_size* rows."""
+    """Return the parts of *model* with embeddings of *vocab_size* rows."""
     dropped = dropout if model.dropout else 0.0
     return PlainParts(vocab_size, dropped, fuses_qkv=fuses_qkv, cp=cp, experts=experts)
 
@@ -264,7 +264,7 @@ def drop(values: Tensor, probability: float, *, training: bool) -> Tensor:
 
 
 def tie_embeddings(stage: VirtualStage) -> None:
-    """Make the output matrix of *stage* its word table, where it holds both."""
+    """Tie the output matrix of *stage* to its word embedding, where it holds both."""
     if isinstance(stage.embedding, Embedding) and isinstance(stage.head, Head):
         stage.head.output.weight = stage.embedding.words.weight
 
@@ -284,8 +284,8 @@ def initialise_whole(
         with parameter.device:
             values = initial_parameter(model, name, fuses_gate=not has_gates)
         if ".mlp.experts." in name and experts is not None:
-            own = experts.ranks.own(len(values))
-            values = values[own.start : own.stop]
+            own_experts = experts.ranks.own(len(values))
+            values = values[own_experts.start : own_experts.stop]
         if values.shape != parameter.shape:  # a padded vocabulary: rows that no token has
             parameter.zero_()
         parameter[: values.shape[0]] = values
@@ -295,7 +295,7 @@ def initial_parameter(model: ModelSpec, name: str, *, fuses_gate: bool = False) 
     """Return the whole initial value of a parameter of a `VirtualStage` made of `PlainParts`.
 
     Args:
-        model: Whose.
+        model: Model.
         name: As in ``stage.named_parameters()``.
         fuses_gate: Whether a gate of an MLP is in one product with the values.
 
@@ -314,8 +314,8 @@ def initial_parameter(model: ModelSpec, name: str, *, fuses_gate: bool = False) 
         return initial_weight(f"{table}_embedding.weight", (model.vocab_size, width))
     if model.latent is not None and ".attention." in name:
         wanted = "attention_output" if module == "output" else module
-        known = {each.name: each.shape for each in parameter_tensors(model)}
-        return initial_weight(f"{layer}{wanted}.{tensor}", known[f"{wanted}.{tensor}"])
+        shapes = {each.name: each.shape for each in parameter_tensors(model)}
+        return initial_weight(f"{layer}{wanted}.{tensor}", shapes[f"{wanted}.{tensor}"])
     if module in ("qkv", "query", "key", "value"):
         rows = model.query_hidden_size + 2 * model.kv_hidden_size
         whole = _initial(f"{layer}qkv.{tensor}", rows, width)
@@ -369,8 +369,8 @@ def _initial_of_experts(model: ModelSpec, name: str) -> Tensor:
         "experts_in_bias": ("experts_in.bias", (num, first)),
         "experts_out_bias": ("experts_out.bias", (num, width)),
     }
-    known = tensor if module in ("mlp", "experts") else f"{module}.{tensor}"
-    canonical, shape = shapes[known]
+    key = tensor if module in ("mlp", "experts") else f"{module}.{tensor}"
+    canonical, shape = shapes[key]
     return initial_weight(f"{layer}{canonical}", shape)
 
 

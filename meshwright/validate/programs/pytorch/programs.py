@@ -27,7 +27,7 @@ from meshwright.simulator.layout import (
     syncs_by_default,
 )
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
-from meshwright.validate.programs.experts import RoutedGroup, move_biases, refuse_routing
+from meshwright.validate.programs.experts import RoutedGroup, refuse_routing, update_routing_biases
 from meshwright.validate.programs.layers import VirtualStage
 from meshwright.validate.programs.pytorch.fully_sharded import (
     ExpertShards,
@@ -126,7 +126,7 @@ class DdpProgram:
     fp16 is left out; it multiplies one number.
 
     Args:
-        request: What to build; its process group is that of all ranks.
+        request: Job and plan to build; its process group is that of all ranks.
     """
 
     settling_steps = 2  # the second rebuilds buckets in the order in which gradients came
@@ -165,6 +165,7 @@ class DdpProgram:
 
     def run_step(self, step: int) -> list[Tensor]:
         """Run one whole training step and return the loss of each microbatch."""
+        # Gradients that are views of buckets stay: freed ones would be made outside of them.
         self._optimizer.zero_grad(set_to_none=not self._request.stack.gradient_as_bucket_view)
         tokens, targets = _batch(self._request, self._layout, step)
         count = self._request.num_microbatches
@@ -192,11 +193,11 @@ class FullyShardedProgram:
 
     In fp32 one rank has plain weights, where the stack does not wrap it.
 
-    A tied table away from its end of a pipeline is a copy; the gradients of both are summed. Loss
-    scaling of fp16 is left out.
+    A tied embedding away from its end of a pipeline is a copy; the gradients of both are summed.
+    Loss scaling of fp16 is left out.
 
     Args:
-        request: What to build; its process group is that of all ranks.
+        request: Job and plan to build; its process group is that of all ranks.
     """
 
     settling_steps = 1
@@ -232,9 +233,9 @@ class FullyShardedProgram:
             self._run(tokens, targets)
         table = self._table()
         if table is not None:
-            dist.all_reduce(local_gradients([table])[0], group=self._layout.table_group)
+            dist.all_reduce(local_gradients([table])[0], group=self._layout.tied_embedding_group)
         self._clip()
-        move_biases(self._stages.values(), self._layout.stage_group)
+        update_routing_biases(self._stages.values(), self._layout.stage_group)
         self._optimizer.step()
         losses = self._loss.take()
         return losses if self._layout.reports else []
@@ -260,21 +261,21 @@ class FullyShardedProgram:
         if request.plan.pp > 1:
             return pipeline(list(self._stages.items()), request, self._layout, self._loss)
         plan = request.plan
-        each = syncs_by_default(request.stack, plan.zero_stage, plan.pp)
+        reduces_each = syncs_by_default(request.stack, plan.zero_stage, plan.pp)
         if plan.sync_each_microbatch is not None:
-            each = plan.sync_each_microbatch
-        return microbatch_loop(self._stages[0], request, self._loss, reduces_each=each)
+            reduces_each = plan.sync_each_microbatch
+        return microbatch_loop(self._stages[0], request, self._loss, reduces_each=reduces_each)
 
     def _are_of_experts(self) -> list[bool]:
-        """Tell of each parameter whether it is of experts that other ranks hold than layers."""
+        """Return for each parameter whether it is of experts that other ranks hold than layers."""
         if self._layout.expert_mesh is None:
             return [False] * len(self._parameters)
         named = (name for stage in self._stages.values() for name, _ in stage.named_parameters())
         return [".mlp.experts." in name for name in named]
 
     def _table(self) -> Tensor | None:
-        """Return this rank's copy of a table that both ends of a pipeline hold."""
-        if self._layout.table_group is None:
+        """Return this rank's copy of an embedding that both ends of a pipeline hold."""
+        if self._layout.tied_embedding_group is None:
             return None
         for stage in self._stages.values():
             if isinstance(stage.embedding, Embedding):
@@ -284,7 +285,7 @@ class FullyShardedProgram:
         return None
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Tell whether this rank counts a gradient in the norm; some other rank counts the rest.
+        """Return True if this rank counts a gradient in the norm; another rank counts the rest.
 
         One that tensor parallelism does not split, as the whole one of a table that is, counts on
         its first rank, a table that both ends of a pipeline hold on the first stage.
@@ -333,7 +334,7 @@ def _whole_stage(
         ),
     )
     spelling = spelling_of(BlockShape.of(request.job, request.plan, request.stack))
-    parts.casts_angles = spelling.rotary is RotaryFormula.TABLE
+    parts.casts_rope_cache = spelling.rotary is RotaryFormula.TABLE
     parts.fuses_gate = spelling.fuses_mlp
     return build_stage(request, index, parts, device)
 
@@ -367,7 +368,7 @@ def _sharded_stage(request: ProgramRequest, index: int, layout: RankLayout) -> V
 
 
 def _is_unwrapped(request: ProgramRequest) -> bool:
-    """Return whether the program does not run fully_shard, as weights are those of one rank.
+    """Return True if fully_shard is not called, as weights are those of one rank.
 
     In 16 bits it does, also where the stack would run one device under autocast.
     """

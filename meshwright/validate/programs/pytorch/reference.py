@@ -1,4 +1,4 @@
-"""The model trained by one process without any parallelism: what every layout must agree with."""
+"""Model trained by one process without parallelism: the reference for every layout's losses."""
 
 from torch.optim import Optimizer
 
@@ -6,7 +6,7 @@ from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import TrainingJob
 from meshwright.simulator.model import padded_vocab_size, predicts_further
 from meshwright.validate.programs.contract import token_batch
-from meshwright.validate.programs.experts import move_biases
+from meshwright.validate.programs.experts import update_routing_biases
 from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
 from meshwright.validate.programs.pytorch.loss import token_loss
 from meshwright.validate.programs.pytorch.optimizer import (
@@ -32,18 +32,18 @@ def reference_losses(
     needs no more padding of the vocabulary than one rank does.
 
     Args:
-        job: What is trained.
-        num_steps: How many steps.
+        job: Training job.
+        num_steps: Number of steps.
         dropout: Probability, where the model has dropout.
-        vocabulary_multiple: To which the table is padded.
+        vocabulary_multiple: To which the embedding is padded.
         of_transformers: Experts are chosen and weighed, and heads normed, as transformers does it.
     """
     model = job.transformer
     num_rows = padded_vocab_size(model, 1, vocabulary_multiple)
     parts = plain_parts(model, vocab_size=num_rows, dropout=dropout)
     parts.of_transformers = of_transformers
-    # Others norm heads before positions turn them, and so those of layers without positions.
-    parts.turns_first = of_transformers
+    # Others norm heads before RoPE, and so those of layers without RoPE.
+    parts.norms_after_rope = of_transformers
     options = LayerOptions(
         attention=Attention.FLASH,
         recompute=Recompute.NONE,
@@ -75,7 +75,7 @@ def _step(stage: VirtualStage, optimizer: Optimizer, job: TrainingJob, step: int
         loss.backward()
         total += loss.item()
     clip_gradients(local_gradients(stage.parameters()), [], None)
-    move_biases([stage], None)
+    update_routing_biases([stage], None)
     optimizer.step()
     optimizer.zero_grad()
     return total

@@ -1,4 +1,4 @@
-"""How the microbatches of a step go through a rank's stages: in a loop or in a pipeline."""
+"""Runners of a step's microbatches through a rank's stages: a loop, or a pipeline."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -23,7 +23,7 @@ from meshwright.validate.programs.pytorch.precision import DTYPES
 SINGLE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTIPLE_STAGES = {"interleaved": ScheduleInterleaved1F1B}
 SCHEDULES = (*SINGLE_STAGE, *MULTIPLE_STAGES)
-# What a stage gives is checked against its example. Of logits that are split over tensor-parallel
+# A stage's output is checked against its example. Of logits that are split over tensor-parallel
 # ranks releases with this class compare the rank's part, those before it (to 2.11) the whole.
 CHECKS_PARTS = hasattr(pipelining_parts, "InferenceMode")
 
@@ -38,7 +38,7 @@ class Runner(Protocol):
 def microbatch_loop(
     model: nn.Module, request: ProgramRequest, loss: LossOfMicrobatch, *, reduces_each: bool
 ) -> Runner:
-    """Return what runs one microbatch after the other through a module that FSDP2 may shard.
+    """Return the runner of one microbatch after the other through a module that FSDP2 may shard.
 
     Args:
         model: The whole model.
@@ -51,10 +51,11 @@ def microbatch_loop(
     def run(tokens: Tensor, targets: Tensor) -> None:
         last = request.num_microbatches - 1
         batches = zip(*(each.chunk(last + 1) for each in (tokens, targets)), strict=True)
-        for index, (ids, wanted) in enumerate(batches):
+        for index, (ids, labels) in enumerate(batches):
             if isinstance(model, FSDPModule):
+                # Without a sync FSDP2 keeps unsharded gradients, and adds to them.
                 model.set_requires_gradient_sync(reduces_each or index == last)
-            loss(model(ids), wanted).backward()
+            loss(model(ids), labels).backward()
 
     return run
 
@@ -65,7 +66,7 @@ def pipeline(
     layout: RankLayout,
     loss: LossOfMicrobatch,
 ) -> Runner:
-    """Return what runs the microbatches through `torch.distributed.pipelining`.
+    """Return the runner of the microbatches through `torch.distributed.pipelining`.
 
     Gradients are reduced after the last microbatch. Outputs of the last stage are not kept, but
     PyTorch holds a buffer for each message of a step, not one for each microbatch in flight.
@@ -108,7 +109,7 @@ def _schedule(
 def _pipeline_stage(
     index: int, stage: nn.Module, request: ProgramRequest, layout: RankLayout
 ) -> PipelineStage:
-    """Return *stage* with the shapes that it gets and gives, so that none are sent ahead."""
+    """Return *stage* with the shapes of its inputs and outputs, so that none are sent ahead."""
     plan, job = request.plan, request.job
     size, tokens = plan.microbatch_size, job.seq_len // plan.cp
     dtype = DTYPES[job.precision]

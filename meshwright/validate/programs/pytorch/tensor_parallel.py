@@ -22,7 +22,7 @@ from meshwright.validate.programs.layers import TransformerLayer, VirtualStage
 
 
 class SplitPositions(ParallelStyle):
-    """A whole position table of which each rank looks up the rows of its own tokens."""
+    """Whole position embedding of which each rank looks up the rows of its own tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split(_module: nn.Module, inputs: tuple[Tensor, ...]) -> DTensor:
@@ -61,6 +61,7 @@ def split_over_tensor_ranks(
 
 
 def _parallelize(module: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> None:
+    # None: all ranks have the same weights, so that nothing is broadcast.
     parallelize_module(module, mesh, styles, src_data_rank=None)
 
 
@@ -91,6 +92,7 @@ def _embedding_styles(embedding: nn.Module, outside: Placement) -> dict[str, Par
 
 
 def _head_styles(outside: Placement) -> dict[str, ParallelStyle]:
+    # Logits stay a DTensor, which loss_parallel needs.
     output = ColwiseParallel(input_layouts=outside, use_local_output=False)
     styles: dict[str, ParallelStyle] = {"output": output}
     if outside.is_shard():

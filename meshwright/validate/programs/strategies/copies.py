@@ -22,10 +22,10 @@ class Copy(NamedTuple):
 
 
 class Devices:
-    """The devices of one process, real or played by one device, and what crosses between them.
+    """The devices of one process, real or simulated on one device, and what crosses between them.
 
     Args:
-        count: How many there are.
+        count: Number of devices.
     """
 
     def __init__(self, count: int) -> None:
@@ -45,7 +45,7 @@ class Devices:
         """Fill *targets* on another device, in one message.
 
         Args:
-            route: What for, from which device, to which.
+            route: Kind of message, source and target device.
             sources: Tensors of the one device.
             targets: Tensors of the other one.
         """
@@ -65,13 +65,13 @@ class Devices:
         counted: Counter[tuple[str, str, int]] = Counter()
         for kind, source, target, size_bytes in self.copies:
             if device in (source, target):
-                way = "send" if device == source else "recv"
-                counted[kind.value, way, size_bytes] += 1
+                op = "send" if device == source else "recv"
+                counted[kind.value, op, size_bytes] += 1
         return tuple(
-            CollectiveCount(kind, way, 2, size_bytes, count)
-            for (kind, way, size_bytes), count in sorted(counted.items())
+            CollectiveCount(kind, op, 2, size_bytes, count)
+            for (kind, op, size_bytes), count in sorted(counted.items())
         )
 
     def record(self, route: tuple[TaskKind, int, int], tensors: Iterable[Tensor]) -> None:
-        """Write a message of *tensors* down that is copied elsewhere."""
+        """Record a message of *tensors* that is copied elsewhere."""
         self.copies.append(Copy(*route, sum(tensor.nbytes for tensor in tensors)))

@@ -53,10 +53,10 @@ def build_data_parallel_module(request: ProgramRequest) -> "DataParallelModulePr
             f"rank={request.rank} of stack {request.stack.name} does not exist; allowed: 0, "
             f"whose process drives all {plan.dp} devices"
         )
-    present = torch.cuda.device_count() if request.device.type == "cuda" else plan.dp
-    if present < plan.dp:
+    available = torch.cuda.device_count() if request.device.type == "cuda" else plan.dp
+    if available < plan.dp:
         raise PlanError(
-            f"dp={plan.dp} needs as many devices in one process; allowed here: at most {present}"
+            f"dp={plan.dp} needs as many devices in one process; allowed here: at most {available}"
         )
     return DataParallelModuleProgram(request)
 
@@ -67,7 +67,7 @@ class DataParallelModuleProgram:
     Gradients are zeroed, not freed, as in the PyTorch 1.6 that the stack is dated by.
 
     Args:
-        request: What to build; its rank is 0.
+        request: Job, plan and stack to build; its rank is 0.
     """
 
     settling_steps = 1
@@ -88,7 +88,7 @@ class DataParallelModuleProgram:
 
     @property
     def groups(self) -> Mapping[tuple[int, ...], str]:
-        """None: one process has nobody to talk to."""
+        """Empty: one process is in no process group."""
         return {}
 
     def run_step(self, step: int) -> list[Tensor]:
@@ -114,7 +114,7 @@ class DataParallelModuleProgram:
             yield from self.persistent_tensors_on(device)
 
     def persistent_tensors_on(self, device: int) -> Iterator[tuple[Tensor, ByteKind]]:
-        """Yield what a device holds through a step: all of device 0, copies of weights on others.
+        """Yield the tensors of a device in a step: all on device 0, copies of weights on others.
 
         The library's own replicas live within a pass.
         """
@@ -126,10 +126,10 @@ class DataParallelModuleProgram:
 
 
 class LibraryReplicas:
-    """What torch.nn.DataParallel does of itself, on the CUDA devices of this process.
+    """DataParallel itself, on the CUDA devices of this process.
 
     Args:
-        request: How many devices, and in which precision.
+        request: Number of devices, and precision.
         stage: The module on device 0.
         loss: Of a pass.
     """
@@ -151,7 +151,7 @@ class LibraryReplicas:
 
 
 class _Gathered(AutogradFunction):
-    """Hand the gradient of gathered logits over, and keep nothing of them."""
+    """Pass the gradient of gathered logits on, and keep nothing of them."""
 
     @staticmethod
     def forward(
@@ -167,7 +167,7 @@ class _Gathered(AutogradFunction):
 
 
 class _Waiting(AutogradFunction):
-    """Stand for logits whose gradient arrives later, and hold nothing but who has it then."""
+    """Placeholder for logits whose gradient arrives later; keeps only where it comes from."""
 
     @staticmethod
     def forward(ctx: Context, logits: Tensor, take: Callable[[], Tensor]) -> Tensor:
@@ -180,16 +180,16 @@ class _Waiting(AutogradFunction):
 
 
 class CopiedReplicas:
-    """The same on one device, step by step.
+    """DataParallel on one device, step by step.
 
     Gradients are added up as `torch.nn.parallel.comm.reduce_add` does with NCCL: into new tensors,
     straight from where they are, while those of device 0's own replica are alive, and only then
     to what earlier passes left.
 
     Args:
-        request: How many replicas, and in which precision.
+        request: Number of replicas, and precision.
         stage: The module on device 0, and its replica.
-        devices: Whose copies are made.
+        devices: Devices between which copies are made.
         loss: Of a pass.
     """
 
@@ -210,11 +210,12 @@ class CopiedReplicas:
         outputs = self._forward(ids)
         arrived: list[Tensor] = []  # the last device's first
         roots: list[Tensor] = [_Waiting.apply(output, arrived.pop) for output in outputs]
-        slopes: list[Tensor] = []
+        logits_gradients: list[Tensor] = []
         with self._devices.work_of(0):
-            loss = self._loss(self._gathered(outputs, slopes), targets)
+            loss = self._loss(self._gathered(outputs, logits_gradients), targets)
             loss.backward()
-        arrived.extend(reversed(self._scattered(slopes.pop())))
+        # Device 0 runs backward first, and pops the last one.
+        arrived.extend(reversed(self._scattered(logits_gradients.pop())))
         self._reduce([self._backward(*each) for each in enumerate(roots)])
 
     def _scattered(self, whole: Tensor) -> list[Tensor]:
@@ -236,10 +237,10 @@ class CopiedReplicas:
                 outputs.append(replica(part))
         return outputs
 
-    def _gathered(self, outputs: list[Tensor], slopes: list[Tensor]) -> Tensor:
+    def _gathered(self, outputs: list[Tensor], logits_gradients: list[Tensor]) -> Tensor:
         """Return the logits of all on device 0, and drop *outputs*.
 
-        Their gradient will be put into *slopes*.
+        Their gradient will be put into *logits_gradients*.
         """
         rows = [output.shape[0] for output in outputs]
         whole = outputs[0].new_empty((sum(rows), *outputs[0].shape[1:]))
@@ -250,8 +251,9 @@ class CopiedReplicas:
             route = (TaskKind.GATHER, device, 0)
             self._devices.copy_into(route, [outputs[device].detach()], [places[device]])
         outputs.clear()
+        # Backward needs a leaf that asks for a gradient: *whole* is a plain buffer.
         start = torch.zeros((), device=whole.device, requires_grad=True)
-        gathered: Tensor = _Gathered.apply(whole, start, slopes.append)
+        gathered: Tensor = _Gathered.apply(whole, start, logits_gradients.append)
         return gathered
 
     def _backward(self, device: int, root: Tensor) -> Sequence[Tensor]:

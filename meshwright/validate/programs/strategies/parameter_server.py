@@ -1,4 +1,4 @@
-"""The program of workers and parameter servers, in step or each worker on its own."""
+"""Program of workers and parameter servers, synchronous or asynchronous."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -47,7 +47,7 @@ class ServerProgram(ABC):
     """A worker, a server, or both.
 
     Args:
-        request: What to build; its process group is that of all workers and servers.
+        request: Job and plan to build; its process group is that of all workers and servers.
     """
 
     settling_steps = 1
@@ -86,7 +86,7 @@ class ServerProgram(ABC):
         """Run one round; return the losses of its microbatches on a worker."""
 
     def persistent_tensors(self) -> Iterator[tuple[Tensor, ByteKind]]:
-        """Yield what lives between steps."""
+        """Yield the tensors that live between steps."""
         for part in (self.worker, self.server):
             if part is not None:
                 yield from part.persistent_tensors()
@@ -107,7 +107,7 @@ class SynchronousServers(ServerProgram):
         return losses
 
     def _pull(self, turn: int) -> None:
-        """Hand parameters out to the workers of this turn; take those of one server."""
+        """Send parameters to the workers of this turn; receive those of one server."""
         messages = []
         if self.worker is not None:
             source, part = self._partner(self.worker.weights, turn)
@@ -130,12 +130,12 @@ class SynchronousServers(ServerProgram):
             else:
                 messages.append(dist.P2POp(dist.isend, part, target))
         visitors = list(self._visitors(turn))
-        arrived = torch.empty_like(self.server.weights) if visitors and self.server else None
+        received = torch.empty_like(self.server.weights) if visitors and self.server else None
         for source in visitors:
             assert self.server is not None
-            assert arrived is not None
-            exchange([*messages, dist.P2POp(dist.irecv, arrived, source)])
-            self.server.add(arrived)
+            assert received is not None
+            exchange([*messages, dist.P2POp(dist.irecv, received, source)])
+            self.server.add(received)
             messages = []
         exchange(messages)
 
@@ -153,7 +153,7 @@ class SynchronousServers(ServerProgram):
 
 
 class AsynchronousServers(ServerProgram):
-    """A server updates by each gradient that comes, and answers with what the update has left.
+    """Server that updates by each gradient that comes, and answers with the new weights.
 
     A worker clips its gradient itself: no server has all of it. A step is a round of a worker; a
     server serves as many rounds as there are workers in each of its steps, whosever they are.
@@ -177,6 +177,7 @@ class AsynchronousServers(ServerProgram):
             exchange(pulls)
         losses = self.worker.compute(step)
         self.worker.clip()
+        # The answer to a push is the next pull.
         exchange(self._messages(dist.isend, self.worker.gradients) + pulls)
         return losses
 
@@ -190,21 +191,21 @@ class AsynchronousServers(ServerProgram):
         workers = range(self.layout.num_workers)
         if begins:
             exchange([dist.P2POp(dist.isend, self.server.weights, worker) for worker in workers])
-        arrived = torch.empty_like(self.server.weights)
+        received = torch.empty_like(self.server.weights)
         for _ in workers:
-            worker = self._receive(arrived)
+            worker = self._receive(received)
             self.staleness[len(self.arrivals) - self._pulled_at[worker]] += 1
             self.arrivals.append(worker)
             self._pulled_at[worker] = len(self.arrivals)
-            self.server.update(arrived)
+            self.server.update(received)
             exchange([dist.P2POp(dist.isend, self.server.weights, worker)])
 
-    def _receive(self, arrived: Tensor) -> int:
-        """Fill *arrived* from whoever comes first, and return who that is."""
+    def _receive(self, received: Tensor) -> int:
+        """Fill *received* from whichever worker comes first; return its rank."""
         if dist.get_backend() == FIRST_COME:
-            return dist.recv(arrived)
+            return dist.recv(received)
         worker = len(self.arrivals) % self.layout.num_workers
-        exchange([dist.P2POp(dist.irecv, arrived, worker)])
+        exchange([dist.P2POp(dist.irecv, received, worker)])
         return worker
 
 

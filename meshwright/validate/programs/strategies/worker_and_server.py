@@ -25,7 +25,7 @@ ALONE = TensorParallelGroup(None, 0, 1, sequence_parallel=False)
 
 
 class _ReturnedGradient:
-    """Leaves weight gradients to autograd."""
+    """Accumulator that leaves weight gradients to autograd."""
 
     def add_product(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> Tensor:  # noqa: ARG002
         """Return the gradient of *weight*."""
@@ -63,9 +63,9 @@ class Worker:
     """A whole model whose weights, and whose gradients, are one buffer each.
 
     Args:
-        request: What to build.
-        worker: Which worker this is.
-        slowdown: How many times longer it computes than it would.
+        request: Job, plan, stack and rank to build.
+        worker: Index of this worker.
+        slowdown: Factor by which its computation is slowed.
     """
 
     def __init__(self, request: ProgramRequest, worker: int, slowdown: float) -> None:
@@ -77,6 +77,7 @@ class Worker:
         start = 0
         for parameter in self._stage.parameters():
             end = start + parameter.numel()
+            # Views, so that one message has all weights, or all gradients.
             parameter.data = self.weights[start:end].view(parameter.shape)
             parameter.grad = self.gradients[start:end].view(parameter.shape)
             start = end

@@ -19,7 +19,7 @@ _NAMES = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 @contextmanager
 def gpu_attention(memories: ScriptMemories) -> Iterator[None]:
-    """Let attention of tensors on the GPU run in the kernel that PyTorch takes there.
+    """Let attention of tensors on the GPU run in the kernel that PyTorch dispatches to there.
 
     PyTorch chooses among them only for what it knows to be on a GPU (`sdp_utils.cpp`): flash for
     16-bit numbers without a mask, else the memory-efficient one, unless the script forbids it.
@@ -67,6 +67,7 @@ def _efficient(tensors: list[Tensor], options: dict[str, Any]) -> Tensor:
     query, key, _ = tensors
     bias = options.get("attn_mask")
     if bias is not None:
+        # PyTorch makes an additive mask of a boolean one.
         if bias.dtype is torch.bool:
             bias = torch.zeros_like(bias, dtype=query.dtype)
         bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])

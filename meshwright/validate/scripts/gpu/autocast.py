@@ -47,13 +47,14 @@ class GpuCasts:
         self._cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the weight's identity
 
     def forget(self) -> None:
-        """Drop what was cast of weights, as at the end of a region."""
+        """Drop the casts of weights, as at the end of a region."""
         self._cast.clear()
 
-    def to(self, value: object, dtype: torch.dtype) -> object:
-        """Return what an operator gets for *value*."""
+    def cast(self, value: object, dtype: torch.dtype) -> object:
+        """Return *value* as an operator gets it."""
         if not isinstance(value, torch.Tensor) or not self._is_cast(value) or value.dtype == dtype:
             return value
+        # PyTorch caches the casts of fp32 leaves that need gradients, no others.
         keeps = value.is_leaf and value.requires_grad and value.dtype is torch.float32
         if not (keeps and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
             return value.to(dtype)
@@ -84,7 +85,7 @@ def _casting(
             # The last argument first, as PyTorch's compiler evaluates them: a weight is cast behind
             # its bias, and so its gradient comes before the bias's.
             leaves, structure = tree_flatten((args, kwargs))
-            cast = [casts.to(each, dtype) for each in reversed(leaves)]
+            cast = [casts.cast(each, dtype) for each in reversed(leaves)]
             args, kwargs = tree_unflatten(cast[::-1], structure)
             return operator(*args, **kwargs)
 
@@ -99,6 +100,7 @@ def _softmax(name: str) -> Callable[..., Any]:
     def run(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:  # noqa: ANN401
         with _without_autocast():
             if x.dtype in (torch.float16, torch.bfloat16) and dtype in (None, torch.float32):
+                # half_to_float: the conversion is inside the kernel.
                 return fused(x, dim, True)  # noqa: FBT003 - the signature is torch's
             return plain(x, dim, dtype)
 

@@ -64,7 +64,7 @@ def idle_gpu(number: int, count: int, memories: Memories) -> Iterator[None]:
     Args:
         number: Of the GPU in its node.
         count: GPUs of a node.
-        memories: What is live on it.
+        memories: Live tensors on it.
     """
     answers = _answers(number, count, memories)
     accelerator = {
@@ -90,6 +90,7 @@ def idle_gpu(number: int, count: int, memories: Memories) -> Iterator[None]:
             for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):
                 if hasattr(module, name):
                     stack.enter_context(patch.object(module, name, function))
+        # Torch's own Python code asks through these.
         for name in ("_get_accelerator", "_accelerator_getAccelerator"):
             stack.enter_context(patch.object(torch._C, name, accelerator["current_accelerator"]))  # noqa: SLF001
         stack.enter_context(patch.object(torch, "Generator", HostGenerator))
@@ -98,7 +99,7 @@ def idle_gpu(number: int, count: int, memories: Memories) -> Iterator[None]:
 
 
 def _answers(number: int, count: int, memories: Memories) -> dict[str, Callable[..., Any] | type]:
-    """Return what stands in ``torch.cuda``, by name."""
+    """Return the answers of ``torch.cuda``, by name."""
     major, minor = CAPABILITY
     properties = SimpleNamespace(
         name="a counted GPU", total_memory=MEMORY_BYTES, major=major, minor=minor

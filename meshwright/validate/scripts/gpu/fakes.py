@@ -14,7 +14,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from meshwright.validate.scripts.gpu.memories import GPU, HOST, STAND_IN
+from meshwright.validate.scripts.gpu.memories import GPU, HOST, PLACEHOLDER_DEVICE
 
 _ASK = torch.ops.prim.device.default
 _COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
@@ -27,15 +27,19 @@ def gpu_of_fakes(number: int) -> Iterator[None]:
     handlers = fake_tensor._DISPATCH_META_HANDLERS
     handle: Callable[..., Any] = handlers[_ASK]
     group = torch._C._group_tensors_by_device_and_dtype
-    dispatch = _asked(FakeTensor.__torch_dispatch__)
+    dispatch = _with_placeholder(FakeTensor.__torch_dispatch__)
     changes = (
-        patch.dict(handlers, {_ASK: lambda args: _told(handle(args))}),
+        patch.dict(handlers, {_ASK: lambda args: _as_placeholder(handle(args))}),
         patch.object(FakeTensor, "__torch_dispatch__", classmethod(dispatch)),
-        patch.object(FakeTensorMode, "dispatch", _placed(FakeTensorMode.dispatch, gpu)),
-        patch.object(FakeTensor, "_find_common_device", _joined(FakeTensor._find_common_device)),
+        patch.object(FakeTensorMode, "dispatch", _made_on_gpu(FakeTensorMode.dispatch, gpu)),
+        patch.object(
+            FakeTensor, "_find_common_device", _common_device(FakeTensor._find_common_device)
+        ),
         # As where there is no GPU: values come to one after they have been taken in.
         patch.object(FakeTensorMode, "avoid_device_init", property(lambda _mode: True)),
-        patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped(group, gpu)),
+        patch.object(
+            torch._C, "_group_tensors_by_device_and_dtype", _grouped_by_device(group, gpu)
+        ),
     )
     with ExitStack() as stack:
         for change in changes:
@@ -44,34 +48,34 @@ def gpu_of_fakes(number: int) -> Iterator[None]:
         yield
 
 
-def _told(device: torch.device) -> torch.device:
-    return STAND_IN if device.type == GPU else device
+def _as_placeholder(device: torch.device) -> torch.device:
+    return PLACEHOLDER_DEVICE if device.type == GPU else device
 
 
-def _asked(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a tensor's dispatch that names the stand-in when C++ code asks for its device."""
+def _with_placeholder(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a tensor's dispatch that names the placeholder when C++ code asks for its device."""
 
     def run(_cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = dispatch(func, types, args, kwargs or {})
-        return _told(result) if func is _ASK else result
+        return _as_placeholder(result) if func is _ASK else result
 
     return run
 
 
-def _placed(dispatch: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
-    """Return a mode's dispatch that makes on the GPU what is to be made on the stand-in."""
+def _made_on_gpu(dispatch: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
+    """Return a mode's dispatch that makes tensors of the placeholder on the GPU."""
 
     def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
-        if named.get("device") == STAND_IN:
+        if named.get("device") == PLACEHOLDER_DEVICE:
             named["device"] = gpu
         return dispatch(mode, func, types, args, named)
 
     return run
 
 
-def _joined(common: Callable[..., Any]) -> object:
-    """Return what finds one device for operands; those with data were on the host till now."""
+def _common_device(common: Callable[..., Any]) -> object:
+    """Return the search for one device of operands; those with data were on the host till now."""
 
     def find(func: torch._ops.OpOverload, flat_args: Sequence[object]) -> Any:
         fakes = [each for each in flat_args if isinstance(each, FakeTensor)]
@@ -85,13 +89,13 @@ def _joined(common: Callable[..., Any]) -> object:
     return staticmethod(find)
 
 
-def _grouped(group: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
-    """Return what groups tensors by device for an optimizer, which asks it what it can do."""
+def _grouped_by_device(group: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
+    """Return the grouping of tensors by device for optimizers, with the GPU as device."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return {
-            (gpu if device == STAND_IN else device, dtype): found
-            for (device, dtype), found in group(*args, **kwargs).items()
+            (gpu if device == PLACEHOLDER_DEVICE else device, dtype): tensors
+            for (device, dtype), tensors in group(*args, **kwargs).items()
         }
 
     return run

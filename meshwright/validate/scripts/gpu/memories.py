@@ -1,4 +1,4 @@
-"""What of a script's tensors is live on its GPU, and what on its host."""
+"""Live tensors of a script, on its GPU and on its host."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -6,18 +6,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwright.validate.counting import Memories, tensors_in
 
 GPU, HOST = "cuda", torch.device("cpu")
-# What PyTorch's C++ code takes a GPU for: autograd has a word for it, and needs no hardware.
-STAND_IN = torch.device("lazy", 0)
+# Device that PyTorch's C++ code takes a GPU for: autograd knows it, and it needs no hardware.
+PLACEHOLDER_DEVICE = torch.device("lazy", 0)
 
 
 def is_gpu(device: object) -> bool:
-    """Return whether a script means a GPU by *device*.
+    """Return True if a script means a GPU by *device*.
 
     >>> [is_gpu(each) for each in ("cuda:1", torch.device("cuda"), 0, "cpu", None, True)]
     [True, True, True, False, False, False]
     """
     if isinstance(device, torch.device):
-        return device.type in (GPU, STAND_IN.type)
+        return device.type in (GPU, PLACEHOLDER_DEVICE.type)
     if isinstance(device, str):
         return device.partition(":")[0] == GPU
     return isinstance(device, int) and not isinstance(device, bool)
@@ -39,7 +39,7 @@ class ScriptMemories(Memories):
         self._made_on_gpu = False
 
     def is_on_gpu(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on the GPU."""
+        """Return True if a tensor is on the GPU."""
         if isinstance(tensor, FakeTensor):
             return tensor.fake_device.type == GPU
         return any(local in self.device for local in tensors_in(tensor))
@@ -47,8 +47,8 @@ class ScriptMemories(Memories):
     def choose_place(self, given: object) -> None:
         """Put the next tensors with data on the GPU if it is named, or they are made of such."""
         named = given[1].get("device") if isinstance(given, tuple) and given else None
-        comes = is_gpu(named) or any(map(self.is_on_gpu, tensors_in(given)))
-        self._made_on_gpu = comes and not self.leaves_gpu
+        goes_to_gpu = is_gpu(named) or any(map(self.is_on_gpu, tensors_in(given)))
+        self._made_on_gpu = goes_to_gpu and not self.leaves_gpu
 
     def add(self, tensor: torch.Tensor, where: str) -> None:
         """Count the storage of *tensor* from now on, if it has memory at all."""

@@ -1,4 +1,4 @@
-"""What a script calls of a tensor that is on its GPU, or that it moves there and back."""
+"""Tensor methods of a script on its GPU: answers about it, and moves there and back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ class GpuNames(TorchFunctionMode):
         return method(*args, **named)
 
     def _moved(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        """Return what ``to`` returns: the tensor itself, if it is there and stays as it is."""
+        """Return ``tensor.to(...)``: the tensor itself, if it is there and stays as it is."""
         device = kwargs.get("device", args[0] if args else None)
         to: Callable[..., Tensor] = tensor.to
         if not self._memories.is_on_gpu(tensor):

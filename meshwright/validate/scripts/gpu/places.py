@@ -1,4 +1,4 @@
-"""Where in a user's script something happens."""
+"""Place in a user's script where something happens."""
 
 import sys
 import sysconfig

@@ -45,7 +45,7 @@ class ScriptTensors(TorchDispatchMode):
             shardings, and all is without data in them.
 
     Attributes:
-        notes: How often which question was answered so at which place.
+        notes: Number of such answers, by question and place.
         refused: The last question that had no answer, if any; a script may go on without.
     """
 
@@ -56,7 +56,7 @@ class ScriptTensors(TorchDispatchMode):
         self._memories, self._fakes = memories, fakes
 
     def note(self, what: str) -> None:
-        """Note that the script was answered what need not be so."""
+        """Note an answer that need not be true."""
         self.notes[what, script_place()] += 1
 
     def __torch_dispatch__(
@@ -96,6 +96,7 @@ class ScriptTensors(TorchDispatchMode):
                 "when a script is counted; allowed: sizes that are known before"
             )
             raise self.refused from error
+        # Made from no tensor: it can be made again, with data.
         if not given and self._can_have_data(func, result):
             return self._with_data(func, args, kwargs)
         return result
@@ -111,30 +112,30 @@ class ScriptTensors(TorchDispatchMode):
             return func(*here, **_on_host(kwargs))
 
     def _can_have_data(self, func: torch._ops.OpOverload, result: object) -> bool:
-        """Tell whether a new tensor is made again, with data: whole numbers, unless very many."""
+        """Return True if a new tensor is remade with data: whole numbers, unless very many."""
         if not isinstance(result, FakeTensor) or result.is_meta or communication_of(func):
             return False
         is_whole = not (result.is_floating_point() or result.is_complex())
         return func in _RANGES or (is_whole and result.nbytes <= MOST_BYTES)
 
     def _is_there(self, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-        """Tell whether a copy to the GPU is of what is there, and has its format, already.
+        """Return True if a copy to the GPU is of a tensor that is there, in its format, already.
 
         PyTorch is told that such a tensor is on the host.
         """
         same = {"dtype": tensor.dtype, "layout": tensor.layout}
         is_same = all(kwargs.get(name) in (None, value) for name, value in same.items())
-        goes = is_gpu(kwargs.get("device")) and kwargs.get("memory_format") is None
-        return goes and is_same and self._memories.is_on_gpu(tensor)
+        to_gpu = is_gpu(kwargs.get("device")) and kwargs.get("memory_format") is None
+        return to_gpu and is_same and self._memories.is_on_gpu(tensor)
 
     def _answer(self, func: torch._ops.OpOverload, tensor: torch.Tensor) -> object:
         if func in _SAME:
             self.note("whether tensors without data are equal: True")
             return True
-        known = getattr(tensor, "constant", None)
-        if known is not None:
+        constant = getattr(tensor, "constant", None)
+        if constant is not None:
             with unset_fake_temporarily():
-                return known.item()
+                return constant.item()
         answer: object = 0.0 if tensor.is_floating_point() else 1
         if tensor.dtype is torch.bool:
             answer = False
