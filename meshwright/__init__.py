@@ -125,9 +125,9 @@ PACKAGES = (
 def __getattr__(name: str) -> object:
     """Return a public name of one of the packages, imported when first asked for."""
     if name in __all__:
-        from meshwright.faces import late_name
+        from meshwright.faces import lazy_name
 
-        return late_name(__name__, PACKAGES, name)
+        return lazy_name(__name__, PACKAGES, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

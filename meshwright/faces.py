@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 
-def late_name(package: str, modules: Sequence[str], name: str) -> object:
+def lazy_name(package: str, modules: Sequence[str], name: str) -> object:
     """Return a public name of *package*, imported when first asked for.
 
     Args:

@@ -160,11 +160,11 @@ def test_ranks_of_a_plan_agree_with_pytorch_as_the_page_says(
 def test_the_page_has_every_plan_and_rank_as_it_is_predicted_now() -> None:
     from meshwright.validate.agreement import RankAgreement
     from meshwright.validate.comparison import compare_rank
-    from meshwright.validate.ranks import capped, predict_members, usual_members
+    from meshwright.validate.ranks import capped, predict_members, representative_members
 
     for name, plan in agreement.plans().items():
         saved = plan.saved()
-        ranks = plan.ranks or usual_members(saved)
+        ranks = plan.ranks or representative_members(saved)
         rows = [cells for line in agreement_rows(RANKS, name) for cells in cells_of(line)]
         on_hosts = [cells for line in agreement_rows(HOSTS, name) for cells in cells_of(line)]
         assert [int(cells[1]) for cells in rows] == [*ranks]

@@ -53,7 +53,7 @@ from meshwright.records import Record
 from meshwright.simulator import PlanError, list_models, load_model
 from meshwright.simulator.model import AnyModel, parse_any_model
 from meshwright.validate.calibration.fit.profile_files import device_toml, link_toml
-from meshwright.validate.cli import plan_of_words
+from meshwright.validate.cli import plan_of_options
 from meshwright.validate.launch import (
     Launcher,
     RunSpec,
@@ -156,7 +156,7 @@ def put(document: dict[str, Any], route: ROUTE, text: str) -> dict[str, Any] | N
 
 def written_out(words: str) -> dict[str, Any]:
     """Return a plan file that says all of its model, cluster and stack, each of another name."""
-    saved = plan_of_words(words, "dgx-b200")
+    saved = plan_of_options(words, "dgx-b200")
     document: dict[str, Any] = json.loads(json_text(plan_document(saved)))
     parts = {"model": saved.job.model, "cluster": saved.cluster, "stack": saved.stack}
     return document | {key: each.model_dump(mode="json") for key, each in parts.items()}
@@ -533,7 +533,7 @@ def test_a_picture_shows_dollars_as_they_stand() -> None:
 
 @pytest.mark.parametrize("text", ["-rf", "/etc/x", "a b'; touch canary; '", "$(touch canary)"])
 def test_folders_of_any_name_reach_a_worker(text: str, stubs: Path, tmp_path: Path) -> None:
-    saved = plan_of_words(PLANS["megatron-lm"][0], "dgx-b200")
+    saved = plan_of_options(PLANS["megatron-lm"][0], "dgx-b200")
     spec = RunSpec(plans=(Path("plan.json"),), backend="nccl", results=Path("results"))
     results = f"{tmp_path}{text}" if text.startswith("/") else text
     spec = replace(spec, results=Path(results))

@@ -21,7 +21,7 @@ from meshwright.simulator.layout import (
     ParameterServer,
     PlanField,
     default_precision,
-    said_of,
+    minimal_options,
 )
 
 NUM_PLANS, GPUS, BATCH, SEQ_LEN = 200, 8, 32, 1024
@@ -102,7 +102,7 @@ def asked_plans() -> Iterator[Asked]:
         said: dict[str, Any] = {}
         if plans:
             plan = draw.choice(plans)
-            said = said_of(job, load_cluster(CLUSTER), load_stack(stack), plan)
+            said = minimal_options(job, load_cluster(CLUSTER), load_stack(stack), plan)
             more = {each: getattr(plan, each) for each in draw.sample([*PLAN_FIELDS], 8)}
             said |= {name: each for name, each in more.items() if each is not None and each != ()}
         elif draw.random() < 0.5:

@@ -61,7 +61,7 @@ from witnesses.torchtitan_parts import rows_answered
 from meshwright.hwprofiles import Kernels, Recompute
 from meshwright.simulator import graph
 from meshwright.simulator.blocks.parts.feed_forward import gated
-from meshwright.simulator.graph import Block, Dim, Rotary, RotaryFormula, handed_on, rotary
+from meshwright.simulator.graph import Block, Dim, Rotary, RotaryFormula, pass_through, rotary
 from meshwright.simulator.model import (
     EXPERT_LAYER,
     TRANSFORMER_LAYER,
@@ -229,7 +229,7 @@ def turned(block: Block, formula: RotaryFormula) -> Sequence[graph.Tensor]:
     with block.module(query, key):
         made = rotary(block, query, key, how=Rotary(formula=formula))
         both = made[0].like("both", dims=(*places, Dim("both", (heads + 1) * WIDTH, WIDTH)))
-        handed_on(block, made, both)
+        pass_through(block, made, both)
         block.hold(*made)
     return query, key
 
@@ -252,7 +252,7 @@ def test_what_turns_transformers_latent_heads_is_byte_exact_by_itself(
         shapes = (LATENT.num_heads * WIDTH, WIDTH)
         given = [Given((NUM_SEQUENCES, TOKENS, width)) for width in shapes]
         found = count_pass(run, given, RankOracle({}))
-    lowering = replace(PYTORCH, kernels=Kernels.EAGER, spells_out=True)
+    lowering = replace(PYTORCH, kernels=Kernels.EAGER, uses_transformers_ops=True)
     case = GraphCase(build=lambda block: turned(block, formula), lowering=lowering)
     assert case.derive() == found
 
@@ -359,7 +359,7 @@ def test_the_gate_of_transformers_shared_experts_is_byte_exact_by_itself() -> No
         x, shared, routed = (block.tensor(name, *dims) for name in ("x", "shared", "routed"))
         with block.module(x, shared, routed):
             beside = gated(block, x, shared)
-            handed_on(block, [routed, beside], routed.like("all experts out"))
+            pass_through(block, [routed, beside], routed.like("all experts out"))
             block.hold(beside)
         return x, shared, routed
 

@@ -35,7 +35,7 @@ from meshwright.planner.export import export_plan, get_framework, registry
 from meshwright.planner.reports import SavedPlan
 from meshwright.planner.tables import Keys
 from meshwright.simulator import ModelSpec
-from meshwright.validate.cli import plan_of_words
+from meshwright.validate.cli import plan_of_options
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip  (after Apex)
 from megatron.core.optimizer import OptimizerConfig  # isort: skip
@@ -121,7 +121,7 @@ def keys_of(saved: SavedPlan, name: str, version: str | None = None) -> Keys:
 
 @pytest.mark.parametrize("words", TITAN_PLANS)
 def test_torchtitan_reads_the_plan(words: str, tmp_path: Path) -> None:
-    saved = plan_of_words(words, "dgx-h100")
+    saved = plan_of_options(words, "dgx-h100")
     file = tmp_path / "train.toml"
     file.write_text(export_plan(saved, get_framework("torchtitan")).files["train.toml"])
     read = ConfigManager().parse_args(["--job.config_file", str(file)])
@@ -140,7 +140,7 @@ def test_torchtitan_reads_the_plan(words: str, tmp_path: Path) -> None:
 
 
 def test_torchtitan_refuses_a_misspelt_key(tmp_path: Path) -> None:
-    saved = plan_of_words(TITAN_PLANS[5], "dgx-h100")
+    saved = plan_of_options(TITAN_PLANS[5], "dgx-h100")
     text = export_plan(saved, get_framework("torchtitan")).files["train.toml"]
     file = tmp_path / "train.toml"
     for section, table in tomllib.loads(text).items():
@@ -153,7 +153,7 @@ def test_torchtitan_refuses_a_misspelt_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", CORE_PLANS)
 def test_megatron_core_is_told_the_plan(words: str) -> None:
-    saved = plan_of_words(words, "dgx-h100")
+    saved = plan_of_options(words, "dgx-h100")
     plan, keys = saved.plan, keys_of(saved, "megatron-bridge")
     parts = {
         name: {key.partition(".")[2]: value for key, value in keys.items() if key.startswith(name)}
@@ -185,7 +185,7 @@ def test_megatron_core_is_told_the_plan(words: str) -> None:
 
 @pytest.mark.parametrize("words", EXPERT_PLANS)
 def test_megatron_core_is_told_of_experts(words: str) -> None:
-    saved = plan_of_words(words, "dgx-h100")
+    saved = plan_of_options(words, "dgx-h100")
     plan, model = saved.plan, saved.job.model
     own = {name.replace("-", "_"): value for name, value in keys_of(saved, "megatron-lm").items()}
     own["num_moe_experts"] = own.pop("num_experts")
@@ -215,7 +215,7 @@ def test_megatron_core_is_told_of_experts(words: str) -> None:
 
 @pytest.mark.parametrize("words", SPEED_PLANS)
 def test_deepspeed_reads_the_plan(words: str) -> None:
-    saved = plan_of_words(words, "dgx-h100")
+    saved = plan_of_options(words, "dgx-h100")
     plan, job = saved.plan, saved.job
     text = export_plan(saved, get_framework("deepspeed")).files["ds_config.json"]
     document = json.loads(text)
@@ -252,7 +252,7 @@ def environment(file: Path) -> Mapping[str, str]:
 
 @pytest.mark.parametrize("words", ACCELERATE_PLANS)
 def test_accelerate_reads_the_plan(words: str, tmp_path: Path) -> None:
-    saved = plan_of_words(words, "dgx-h100")
+    saved = plan_of_options(words, "dgx-h100")
     plan, file = saved.plan, tmp_path / "accelerate.yaml"
     file.write_text(export_plan(saved, get_framework("accelerate")).files["accelerate.yaml"])
     config = load_config_from_file(str(file))
@@ -281,7 +281,7 @@ def test_accelerate_reads_the_plan(words: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", RUN_PLANS)
 def test_torchrun_reads_the_plan(words: str) -> None:
-    plan = plan_of_words(words, "dgx-h100").plan
+    plan = plan_of_options(words, "dgx-h100").plan
     read = launched(words)
     num_nodes = max(1, plan.world_size // 8)
     assert read.nnodes == ("1:1" if num_nodes == 1 else f"{num_nodes}")
@@ -292,7 +292,7 @@ def test_torchrun_reads_the_plan(words: str) -> None:
 
 def launched(words: str, misspelt: str = "") -> Namespace:
     """Return what torchrun's own parser makes of the script that starts a plan."""
-    files = export_plan(plan_of_words(words, "dgx-h100"), get_framework("torchrun")).files
+    files = export_plan(plan_of_options(words, "dgx-h100"), get_framework("torchrun")).files
     said = files["run.sh"].replace("$NODE_RANK", "0").replace("${MASTER_PORT:-29500}", "29500")
     options = shlex.split(said.replace("\\\n", " "), comments=True)
     options = options[options.index("torchrun") + 1 :]
@@ -375,7 +375,7 @@ def test_every_key_is_one_of_the_frameworks_own_and_a_misspelt_one_is_not(
     name: str, words: str
 ) -> None:
     known, _, version = KNOWN[name]
-    keys = keys_of(plan_of_words(words, "dgx-h100"), name, version)
+    keys = keys_of(plan_of_options(words, "dgx-h100"), name, version)
     own = known() | VARIABLES
     assert {*keys} <= own
     assert not {f"{key}x" for key in keys} & own

@@ -15,7 +15,7 @@ import test_count
 from meshwright import main
 from meshwright.planner.export import export_plan, get_framework
 from meshwright.planner.reports import SavedPlan, json_text, plan_document
-from meshwright.validate.cli import plan_of_words
+from meshwright.validate.cli import plan_of_options
 
 SEQ_LEN, HEAD_WIDTH = 2048, 128
 GPT = """
@@ -89,7 +89,7 @@ def plan(tmp_path: Path) -> Callable[[str, str], SavedPlan]:
         model = tmp_path / "small.toml"
         model.write_text(text)
         words = options if not text else f"{model} --global-batch 16 {options}"
-        saved = plan_of_words(words, "dgx-h100")
+        saved = plan_of_options(words, "dgx-h100")
         (tmp_path / "plan.json").write_text(json_text(plan_document(saved)))
         return saved
 

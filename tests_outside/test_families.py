@@ -22,7 +22,7 @@ from witnesses.families import LAYERS, SMALL, Family, Layer, read_file, spec_of
 
 from meshwright.hwprofiles import Kernels, Precision, StackProfile, load_stack
 from meshwright.simulator import PlanError
-from meshwright.simulator.blocks import BlockShape, Ending, walk
+from meshwright.simulator.blocks import BlockShape, BorderGradients, walk
 from meshwright.simulator.graph import BlockMemory
 from meshwright.simulator.model import (
     EMBEDDING,
@@ -234,7 +234,7 @@ def measured(
 
 
 def derived(model: ModelSpec, kind: BlockKind, profile: StackProfile) -> Measured:
-    ending = Ending(keeps_gradients=not profile.autocast)
+    ending = BorderGradients(keeps_gradients=not profile.autocast)
     found = walk(shape_of(model, profile), kind, ending=ending)
     assert BlockMemory.of(found).buffer == 0
     return as_measured(found)

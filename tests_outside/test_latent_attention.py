@@ -121,7 +121,7 @@ class Flash(nn.Module):
 
 def over_ranks(way: ContextParallel) -> nn.Module:
     """Return attention over the context-parallel ranks that Megatron-Core has made."""
-    if way is ContextParallel.RING_OF_SWAPS:
+    if way is ContextParallel.HYBRID_RING:
         levels = parallel_state.get_hierarchical_context_parallel_groups()
         inner, outer = (ranks_of(group) for group in levels)
         return UlyssesAttention(RingAttention(outer), inner)
@@ -302,9 +302,9 @@ OVER_RANKS = {
     "ring of 2": plan_of(cp=2, cp_type=RING),
     "ring of 4, up-projections again": plan_of(2, UP, cp=4, cp_type=RING),
     "ring of 2, attention again": plan_of(2, CORE, cp=2, cp_type=RING),
-    "ring of swaps": plan_of(cp=4, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=2),
+    "ring of swaps": plan_of(cp=4, cp_type=ContextParallel.HYBRID_RING, cp_inner=2),
     "ring of swaps, all again": plan_of(
-        2, UP, CORE, cp=4, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=2
+        2, UP, CORE, cp=4, cp_type=ContextParallel.HYBRID_RING, cp_inner=2
     ),
     # Which Transformer Engine takes with such heads from 2.15 on.
     "gather": plan_of(2, UP, cp=2, cp_type=ContextParallel.ALL_GATHER),

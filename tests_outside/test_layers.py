@@ -20,7 +20,7 @@ from witnesses.dense_layers import (
 
 from meshwright.hwprofiles import Kernels, Precision, Recompute, RecomputeModule, load_stack
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator.blocks import BlockShape, Ending, walk
+from meshwright.simulator.blocks import BlockShape, BorderGradients, walk
 from meshwright.simulator.graph import BlockMemory
 from meshwright.simulator.model import TRANSFORMER_LAYER, ModelSpec, parse_model
 from meshwright.validate.counting import RankOracle, fake_cluster
@@ -35,7 +35,7 @@ NUM_SEQUENCES = 2
 
 def derived(shape: BlockShape, *, keeps_gradients: bool) -> tuple[Measured, int]:
     """Return what the graph says of a layer, and of what it shares with all others."""
-    found = walk(shape, TRANSFORMER_LAYER, ending=Ending(keeps_gradients=keeps_gradients))
+    found = walk(shape, TRANSFORMER_LAYER, ending=BorderGradients(keeps_gradients=keeps_gradients))
     return as_measured(found), BlockMemory.of(found).buffer
 
 

@@ -7,7 +7,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from meshwright.simulator import PlanError
-from meshwright.simulator.layout import check_predictions, prediction_place, read_layout
+from meshwright.simulator.layout import check_mtp_layers, layout_mtp_stage, read_layout
 
 # The first ones are of its own comments and of NVIDIA's recipes.
 LAYOUTS = [
@@ -64,8 +64,8 @@ def test_layers_that_predict_further_tokens_stand_where_megatron_core_has_them(
     assert read_layout(text) == tuple(stage.count(LayerType.decoder) for stage in stages)
     predicting = [index for index, stage in enumerate(stages) if LayerType.mtp in stage]
     assert predicting == [len(stages) - 1 if place is None else place]
-    assert prediction_place(text) == place
-    check_predictions(text, 1)
+    assert layout_mtp_stage(text) == place
+    check_mtp_layers(text, 1)
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -74,7 +74,7 @@ def test_a_layout_has_as_many_of_them_as_the_model(number: int) -> None:
     with pytest.raises(AssertionError):
         PipelineParallelLayerLayout(text, 16).validate_layer_layout(61, number)
     with pytest.raises(PlanError, match=f"has 1 layer m; allowed: prediction_layers={number}"):
-        check_predictions(text, number)
+        check_mtp_layers(text, number)
 
 
 @pytest.mark.parametrize("text", ["tE|L", "Et|t", "LtE", "Et|tLt", "Et|EtL", "Etm|t|L", "Et|tm|mL"])

@@ -328,7 +328,7 @@ def predicted(layers: list[tuple[int, int]], way: Way | None, num_sets: int = 1)
     walk = bare.walked(WalkSettings.of(mean))
     calls = Counter({("all_gather", width * end.size): 2})
     reduced = [end, end]
-    for unit, vain in zip(walk.units, walk.vain_gathers, strict=True):
+    for unit, vain in zip(walk.units, walk.repeated_gathers, strict=True):
         for bucket, more in zip(unit.buckets, vain, strict=True):
             calls["all_gather", bucket.width * bucket.size] += 2 * (2 + more)
             reduced.append(bucket)

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.combined_1f1b import (
 )
 
 from meshwright.hwprofiles import PipelineRuntime
-from meshwright.simulator.costs import LayerNodes, hidden_exchange_ps
+from meshwright.simulator.costs import LayerNodes, overlap_saving_ps
 from meshwright.simulator.schedules import Action, Phase, get_schedule
 
 COMPUTE, EXCHANGE = "compute", "exchange"
@@ -89,7 +89,7 @@ def test_parts_of_a_pair_start_as_megatron_core_starts_them(seed: int) -> None:
         TransformerLayerSchedulePlan.run(f, None, f_input="x")
     alone = sum(each.forward_ps for each in forward)
     alone += sum(each.backward_ps for each in backward)
-    assert hidden_exchange_ps(forward, backward) == alone - max(streams.free.values())
+    assert overlap_saving_ps(forward, backward) == alone - max(streams.free.values())
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

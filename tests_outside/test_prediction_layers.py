@@ -13,13 +13,13 @@ from witnesses import megatron_job
 
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.planner.reports import SavedPlan
-from meshwright.simulator.blocks import BlockShape, Ending, walk
+from meshwright.simulator.blocks import BlockShape, BorderGradients, walk
 from meshwright.simulator.blocks.dims import LayerDims
 from meshwright.simulator.blocks.ends import final_norm, head, predictions
 from meshwright.simulator.blocks.kinds import BLOCKS
 from meshwright.simulator.graph import Block, BlockMemory
 from meshwright.simulator.graph import Tensor as Written
-from meshwright.simulator.model import HEAD, count_parameters, with_predictions
+from meshwright.simulator.model import HEAD, count_parameters, with_mtp_layers
 from meshwright.validate.counting import RankOracle
 from meshwright.validate.outside import load_outside_plans
 from meshwright.validate.ranks import CollectiveCount, predict_members
@@ -43,7 +43,7 @@ SHIFTED_BYTES = 3  # of a token's numbers that a layer's pass still has while it
 def predicting(name: str, number: int) -> SavedPlan:
     """Return a plan whose model has so many MTP layers."""
     saved = PLANS[name].saved()
-    return replace(saved, job=replace(saved.job, model=with_predictions(saved.job.model, number)))
+    return replace(saved, job=replace(saved.job, model=with_mtp_layers(saved.job.model, number)))
 
 
 def counted_head(saved: SavedPlan, number: int = 0) -> Measured:
@@ -94,7 +94,7 @@ def test_a_head_that_predicts_further_is_byte_exact(
     saved = predicting(name, number)
     counted = counted_head(saved)
     shape = BlockShape.of(saved.job, saved.plan, saved.stack)
-    walked = walk(shape, HEAD, ending=Ending(keeps_gradients=False))
+    walked = walk(shape, HEAD, ending=BorderGradients(keeps_gradients=False))
     found, buffer = as_measured(walked), BlockMemory.of(walked).buffer
     tokens = saved.plan.microbatch_size * saved.job.seq_len
     lasting = buffer + kept_of_losses(saved, number)
@@ -128,7 +128,7 @@ def test_layers_that_run_again_one_by_one_need_as_many_bytes(
     saved = replace(saved, plan=replace(saved.plan, recompute=Recompute.FULL))
     counted = counted_head(saved)
     shape = BlockShape.of(saved.job, saved.plan, saved.stack)
-    walked = walk(shape, HEAD, ending=Ending(keeps_gradients=False))
+    walked = walk(shape, HEAD, ending=BorderGradients(keeps_gradients=False))
     found, buffer = as_measured(walked), BlockMemory.of(walked).buffer
     # The scale of a softmax is recomputed, too.
     kept = kept_of_losses(saved, number) - number * SCALE_BYTES

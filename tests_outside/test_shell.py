@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.planner.export import export_plan, get_framework
-from meshwright.validate.cli import plan_of_words
+from meshwright.validate.cli import plan_of_options
 from meshwright.validate.launch import RunSpec, emit_slurm, emit_torchrun
 
 # ShellCheck asks about text in single quotes that looks as if it should expand (SC2016): on each
@@ -36,7 +36,7 @@ def scripts(framework: str) -> Iterator[str]:
     """Yield the scripts of a framework's plans, of models with a hostile name where it may be."""
     chosen = get_framework(framework)
     for words in PLANS[framework]:
-        saved = plan_of_words(words, "dgx-b200")
+        saved = plan_of_options(words, "dgx-b200")
         if framework not in NAMED:
             model = saved.job.model.model_copy(update={"name": HOSTILE})
             saved = replace(saved, job=replace(saved.job, model=model))
@@ -62,7 +62,7 @@ def test_scripts_of_exports_are_clean(framework: str) -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_scripts_of_runs_are_clean(backend: str) -> None:
-    saved = plan_of_words(PLANS["megatron-lm"][0], "dgx-b200")
+    saved = plan_of_options(PLANS["megatron-lm"][0], "dgx-b200")
     for folder in ("results", "my folder", "-rf", "it's $(touch x)"):
         spec = RunSpec(plans=(Path("plan.json"),), backend=backend, results=Path(folder))
         for emit in (emit_slurm, emit_torchrun):

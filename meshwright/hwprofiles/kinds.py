@@ -96,7 +96,7 @@ class ContextParallel(StrEnum):
     RING = "ring"
     ALL_GATHER = "all-gather"
     ALL_TO_ALL = "all-to-all"
-    RING_OF_SWAPS = "ring+all-to-all"
+    HYBRID_RING = "ring+all-to-all"
 
 
 class Dispatcher(StrEnum):

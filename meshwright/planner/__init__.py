@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.faces import late_name
+from meshwright.faces import lazy_name
 from meshwright.planner.changes import Change, cheapest_changes
 from meshwright.planner.search import FrontierPoint, Nearest, SearchResult, SimulatedPlan, search
 from meshwright.planner.space import RULES, Space, SpaceLimits, enumerate_space
@@ -31,4 +31,4 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Return a name of `largest`, imported when first asked for: few searches need it."""
-    return late_name(__name__, ("largest",), name)
+    return lazy_name(__name__, ("largest",), name)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.faces import late_name
+from meshwright.faces import lazy_name
 from meshwright.simulator.account import AsyncRun, MemoryResult, StageMemory, StepResult
 from meshwright.simulator.blocks import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.costs import COMMUNICATION, Category, Cost, CostModel
@@ -104,4 +104,4 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Return a writer of files, imported when first asked for."""
-    return late_name(__name__, ("chrome_trace",), name)
+    return lazy_name(__name__, ("chrome_trace",), name)

@@ -42,8 +42,8 @@ from meshwright.simulator.memory import (
     PeakBytes,
     PeriodGrowth,
     RankMemory,
-    fullest_event,
     memory_timeline,
+    peak_event,
     peak_upper_bound,
     usable_bytes,
 )
@@ -270,19 +270,19 @@ def _fullest(memory: RankMemory, rank: RankTimes) -> MemoryEvent:
     """Return the first memory peak of a rank."""
     order, update_ps = rank.actions, rank.update_start_ps
     if not isinstance(order, Periodic):
-        return fullest_event(memory, order, rank.ran, update_ps, rank.pairs)
+        return peak_event(memory, order, rank.ran, update_ps, rank.pairs)
     first, size = order.end - order.size, order.size * order.copies
     # Sent p2p buffers that live until the step ends grow with every period.
     growth_bytes = order.copies * memory.growth_bytes(order.once[first : order.end])
     if not growth_bytes:  # each copy of the period finds what the one before it found
-        return fullest_event(memory, order.once, rank.ran_once, update_ps, rank.pairs_once)
+        return peak_event(memory, order.once, rank.ran_once, update_ps, rank.pairs_without_repeats)
 
     def ran(position: int) -> tuple[Action, int, int]:
         """Return a pass, of those of the period that of its last copy, which is the fullest."""
         return rank.ran(position + size if position >= first else position)
 
     growth = PeriodGrowth(first, growth_bytes)
-    return fullest_event(memory, order.once, ran, update_ps, growth=growth)
+    return peak_event(memory, order.once, ran, update_ps, growth=growth)
 
 
 def _stages(built: BuiltStep, peaks: RankPeaks, costs: CostModel) -> Iterator[StageMemory]:

@@ -16,7 +16,7 @@ from meshwright.hwprofiles import Offload, counted, suggestion
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError, StepResult
 from meshwright.simulator.layout import without_defaults
-from meshwright.validate.cli import plan_of_words
+from meshwright.validate.cli import plan_of_options
 from meshwright.validate.comparison import (
     HOST_PEAK,
     PEAK,
@@ -27,7 +27,7 @@ from meshwright.validate.comparison import (
     CheckVerdict,
     compare_rank,
 )
-from meshwright.validate.ranks import capped, predict_members, usual_members
+from meshwright.validate.ranks import capped, predict_members, representative_members
 from meshwright.validate.runs import measure_fakes
 
 FILE = "agreement_plans.csv"
@@ -96,7 +96,7 @@ class AgreementPlan(BaseModel):
 
     def saved(self) -> SavedPlan:
         """Return the plan that the command writes with ``--out``."""
-        return plan_of_words(self.options, CLUSTER)
+        return plan_of_options(self.options, CLUSTER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +211,7 @@ def validate_plan(
     """
     saved = SavedPlan(job=step.job, plan=step.plan, cluster=step.cluster, stack=step.stack)
     # Counts scale exactly with microbatches, so that few of them answer for the whole step.
-    chosen = tuple(ranks) or usual_members(saved)
+    chosen = tuple(ranks) or representative_members(saved)
     saved = capped(saved, chosen)
     predictions = predict_members(saved, chosen)
     for measured in measure_fakes(saved, chosen):

@@ -30,7 +30,7 @@ from meshwright.hwprofiles import (
 from meshwright.planner.reports import SavedPlan, json_text, plan_document
 from meshwright.simulator import PlanError
 from meshwright.validate.calibration import Accelerator
-from meshwright.validate.cli import DEFAULT_STEPS, plan_of_words
+from meshwright.validate.cli import DEFAULT_STEPS, plan_of_options
 from meshwright.validate.gpu_rows import CheckedRow, read_rows, write_tables
 
 FILE = "gpu_plans.csv"
@@ -113,7 +113,7 @@ def saved_plan(plan: GpuPlan, setting: GpuSetting) -> SavedPlan:
     Raises:
         PlanError: If no plan can be so, or steps are asked for of one that has several ranks.
     """
-    saved = plan_of_words(plan.options, setting.cluster)
+    saved = plan_of_options(plan.options, setting.cluster)
     if plan.kind == "step" and saved.plan.world_size > 1:
         raise PlanError(
             f"plan {plan.name}: steps need --gpus 1, not {saved.plan.world_size}; allowed: probe"

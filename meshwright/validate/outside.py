@@ -13,13 +13,13 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from meshwright.planner.reports import SavedPlan
-from meshwright.validate.cli import plan_of_words
+from meshwright.validate.cli import plan_of_options
 from meshwright.validate.comparison import Check, CheckUnit, CheckVerdict, compare_rank
 from meshwright.validate.ranks import (
     CollectiveCount,
     RankMeasurement,
     predict_members,
-    usual_members,
+    representative_members,
 )
 
 CLUSTER = "dgx-h100"  # its times are not compared; any that has fp8 would do
@@ -72,11 +72,11 @@ class OutsidePlan(BaseModel):
         """Return the plan."""
         model, rest = self.options.split(maxsplit=1)
         path = DATA / "outside_models" / f"{model}.toml"
-        return plan_of_words(f"{path if path.is_file() else model} {rest}", CLUSTER)
+        return plan_of_options(f"{path if path.is_file() else model} {rest}", CLUSTER)
 
     def counted_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are counted."""
-        return self.ranks or usual_members(self.saved())
+        return self.ranks or representative_members(self.saved())
 
 
 class OutsideCount(NamedTuple):

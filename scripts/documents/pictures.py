@@ -14,7 +14,7 @@ from documents.pages import DocumentError, commands_of, read_page
 from documents.terminal import out_folder, pictures_with_numbers, run, scratch_folder, terminal
 from meshwright import simulate
 from meshwright.planner.plots import plot_timeline
-from meshwright.validate.cli import plan_of_words
+from meshwright.validate.cli import plan_of_options
 
 MATMUL = "matmul 4x5 5x8 --devices 2 --precision fp32"  # as docs/placements.md names it
 GALLERY = "docs/gallery.md"
@@ -103,7 +103,7 @@ def _timeline(target: str) -> Path:
             words = shlex.split(section.command)[1:]
             at = words.index("--cluster")
             options = shlex.join([*words[:at], *words[at + 2 :]])
-            saved = plan_of_words(options, words[at + 1])
+            saved = plan_of_options(options, words[at + 1])
             step = simulate(saved.job, saved.plan, saved.cluster, saved.stack)
             path = _scratch() / Path(target).name
             save_with_numbers(plot_timeline(step), path)

@@ -9,7 +9,7 @@ import yaml
 
 Claims = dict[str, object]
 ADAM = {"adam", "adamw", "fusedadam", "onebitadam"}
-UNTOLD = ("auto", None)
+INEXPRESSIBLE = ("auto", None)
 FLAVORS = {
     ("llama3", "debugmodel"): (6, 256),
     ("llama3", "8B"): (32, 4096),
@@ -118,10 +118,10 @@ def deepspeed_claims(tree: object, told: Mapping[str, str]) -> Claims:
         ("global_batch_size", "train_batch_size"),
         ("microbatch_size", "train_micro_batch_size_per_gpu"),
     ):
-        if at(tree, key) not in UNTOLD:
+        if at(tree, key) not in INEXPRESSIBLE:
             claims[field] = at(tree, key)
     steps = at(tree, "gradient_accumulation_steps")
-    if steps not in UNTOLD and isinstance(steps, int):
+    if steps not in INEXPRESSIBLE and isinstance(steps, int):
         claims["num_microbatches"] = steps
     claims["tp"] = at(tree, "tensor_parallel.autotp_size", 0) or 1
     claims["offload"] = _offload(

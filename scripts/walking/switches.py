@@ -79,7 +79,7 @@ TURNS: dict[str, Turns] = {
     "ep": _expert_degrees("ep"),
     "etp": _expert_degrees("etp", None),
     "cp_inner": lambda plan, _job: (
-        {"cp_type": ContextParallel.RING_OF_SWAPS, "cp_inner": each} for each in divisors(plan.cp)
+        {"cp_type": ContextParallel.HYBRID_RING, "cp_inner": each} for each in divisors(plan.cp)
     ),
     "num_virtual_stages": _virtual_stages,
     "microbatch_size": lambda plan, job: (

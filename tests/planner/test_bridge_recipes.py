@@ -13,7 +13,7 @@ from meshwright.planner.configuration import load_options
 from meshwright.planner.export import bridge_recipe, export_plan, get_framework, load_recipes
 from meshwright.planner.reports import json_text, plan_document
 from meshwright.simulator import load_model
-from meshwright.validate.cli import plan_of_words
+from meshwright.validate.cli import plan_of_options
 
 OWN_VOCABULARY = "tokenizer.use_tokenizer_vocab_size=false"
 LLAMA, QWEN = "llama3_8b_pretrain_config", "qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config"
@@ -216,7 +216,7 @@ EXPORTED = [
 def test_an_exported_plan_overrides_all_that_its_recipe_sets(words: str, tmp_path: Path) -> None:
     gpus, batch = ("288", "1152") if "--pp 9" in words else ("256", "1024")
     job = f"{words} --gpus {gpus} --global-batch {batch} --seq-len 4096"
-    saved = plan_of_words(job, "dgx-h100")
+    saved = plan_of_options(job, "dgx-h100")
     file = tmp_path / "run.sh"
     (text,) = export_plan(saved, get_framework("megatron-bridge")).files.values()
     file.write_text(text)

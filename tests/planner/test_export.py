@@ -17,7 +17,7 @@ from meshwright.planner.importing import read_keys, table_of
 from meshwright.planner.reports import json_text, plan_document
 from meshwright.planner.tables import Facts
 from meshwright.simulator import PlanError
-from meshwright.validate.cli import plan_of_words
+from meshwright.validate.cli import plan_of_options
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "imports"
 WHERE = ["--cluster", "dgx-b200"]
@@ -196,7 +196,7 @@ ROUNDS = [
 
 def plan_file(words: list[str], folder: Path, cluster: str = "dgx-b200") -> Path:
     """Return a plan file of options of simulate."""
-    saved = plan_of_words(" ".join(words), cluster)
+    saved = plan_of_options(" ".join(words), cluster)
     path = folder / "plan.json"
     path.write_text(json_text(plan_document(saved)))
     return path
@@ -431,7 +431,7 @@ def test_whatever_a_file_says_is_read_or_refused(name: str) -> None:
     profile, codecs = framework.profile, framework.program.codecs
     tried: set[str] = set()  # an entry reads its keys whatever plan they are of
     for words, _ in PLANS[name]:
-        saved = plan_of_words(" ".join(words), "dgx-h100")
+        saved = plan_of_options(" ".join(words), "dgx-h100")
         facts = facts_of(saved)
         keys, _table = keys_of(saved, framework, facts)
         known = {*table_of(profile, keys).keys} - tried
@@ -568,7 +568,7 @@ COMMANDS: dict[str, tuple[list[str], list[str], list[list[str]]]] = {
 def test_commands_are_those_of_the_frameworks_examples(name: str) -> None:
     options, start, stretches = COMMANDS[name]
     framework, _, version = name.partition(" ")
-    saved = plan_of_words(" ".join(options), "dgx-h100")
+    saved = plan_of_options(" ".join(options), "dgx-h100")
     files = export_plan(saved, FRAMEWORKS[framework], version or None, slurm=True).files
     command = files["run.sbatch"].partition("srun --kill-on-bad-exit=1")[2]
     command = command.replace("${SCRIPT:?is not set: your script}", "my.py").replace("\\\n", " ")
@@ -616,7 +616,7 @@ def test_ranks_and_machines_of_a_configuration_are_those_of_the_plan(
     """Half a machine is one, and a batch is a microbatch, its steps and the ranks, multiplied."""
     own = ["--gpus", str(gpus), "--micro-batch", "2"]
     yaml, of_deepspeed = (
-        export_plan(plan_of_words(" ".join([*words, *own]), "dgx-h100"), FRAMEWORKS[name]).files
+        export_plan(plan_of_options(" ".join([*words, *own]), "dgx-h100"), FRAMEWORKS[name]).files
         for name, words in (("accelerate", DDP), ("deepspeed", [*GPT, "--stack", "deepspeed"]))
     )
     said = [line for line in yaml["accelerate.yaml"].splitlines() if not line.startswith("#")]
@@ -657,7 +657,7 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("words", SCRIPTS)
 def test_a_script_of_pytorch_has_the_published_model_and_the_plan(words: str) -> None:
-    saved = plan_of_words(words, "dgx-h100")
+    saved = plan_of_options(words, "dgx-h100")
     program = ast.parse(export_plan(saved, FRAMEWORKS["torchrun"]).files["train.py"])
     first = next(number for number, each in enumerate(program.body) if isinstance(each, ast.Import))
     found = {

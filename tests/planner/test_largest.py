@@ -9,7 +9,7 @@ import pytest
 from meshwright import main
 from meshwright.hwprofiles import GIBI, Attention, StageSplit, load_cluster, load_stack
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
-from meshwright.planner.footprint.groups import FullestRanks
+from meshwright.planner.footprint.groups import LargestPeaks
 from meshwright.planner.largest import Quantity, find_largest, find_largest_of_plan
 from meshwright.planner.largest.quantity import deeper_job, stretches
 from meshwright.planner.search import search
@@ -322,7 +322,7 @@ def test_what_needs_more_than_any_device_has_never_comes_out_small() -> None:
         1,
         SpaceLimits(),
     )
-    ranks = FullestRanks.of(space, 2**62)
+    ranks = LargestPeaks.of(space, 2**62)
     indices = np.arange(len(space))
     ranks.add(indices, np.full(len(space), 2**60, np.int64), np.zeros(len(space), np.int64))
     assert (device_bytes_column(space, CLUSTER, ranks.peaks) > 2**45).all()

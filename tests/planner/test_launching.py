@@ -24,7 +24,7 @@ from meshwright.planner.cli import importer
 from meshwright.planner.configuration import read_toml
 from meshwright.planner.export import FRAMEWORKS, export_plan
 from meshwright.planner.importing import JOB_OPTIONS, get_format, read_keys, table_of
-from meshwright.planner.importing.plans import asked_by
+from meshwright.planner.importing.plans import asking_option
 from meshwright.planner.options import ImportOptions
 from meshwright.planner.reports import SavedPlan
 from meshwright.planner.search import search
@@ -162,7 +162,7 @@ def has_mesh(stack: str) -> bool:
 
 ASKED = re.compile(r"does not say: (.*)")
 NAMES = {
-    asked_by(name): name for name in (*PLAN_FIELDS, *JOB_OPTIONS) if name != "parameter_server"
+    asking_option(name): name for name in (*PLAN_FIELDS, *JOB_OPTIONS) if name != "parameter_server"
 }
 
 

@@ -25,7 +25,7 @@ from meshwright.simulator import (
     simulate,
 )
 from meshwright.simulator.account import message_traffic
-from meshwright.simulator.blocks import BlockOperators, BlockShape, BlockTable, Ending
+from meshwright.simulator.blocks import BlockOperators, BlockShape, BlockTable, BorderGradients
 from meshwright.simulator.graph import BlockMemory
 from meshwright.simulator.layout import rank_stages, stack_refusal
 from meshwright.simulator.model import BlockRun, ParameterTensor
@@ -108,7 +108,9 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
             recompute=known.recompute * count,
         )
 
-    def kept(table: BlockTable, shape: BlockShape, kind: str, *ending: Ending) -> BlockMemory:
+    def kept(
+        table: BlockTable, shape: BlockShape, kind: str, *ending: BorderGradients
+    ) -> BlockMemory:
         if kind not in MADE:
             return memory(table, shape, kind, *ending)
         made, known = MADE[kind], memory(table, shape, "layer", *ending)

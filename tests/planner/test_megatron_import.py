@@ -16,7 +16,7 @@ from meshwright.planner.export.megatron_model import read_model, write_model
 from meshwright.planner.importing import Imported, Source, import_source
 from meshwright.planner.importing.plans import built_in_name, differences
 from meshwright.planner.importing.sources import all_options
-from meshwright.planner.tables.facts import Facts, FileWords
+from meshwright.planner.tables.facts import Facts, FileValues
 from meshwright.planner.tables.texts import flags
 from meshwright.simulator import MistakesError, ModelSpec, load_model
 from meshwright.simulator.launching import gaps
@@ -67,7 +67,7 @@ def model_of(found: Imported) -> ModelSpec:
     return model
 
 
-def said_of(found: Imported) -> dict[str, object]:
+def minimal_options(found: Imported) -> dict[str, object]:
     """Return what was read by the names of the golden file."""
     model, values = model_of(found), found.values
     layers, stages = model.num_layers, values.get("stages")
@@ -85,7 +85,7 @@ def said_of(found: Imported) -> dict[str, object]:
 
 @pytest.mark.parametrize("line", WITNESSED, ids=lambda line: str(line["name"]))
 def test_words_mean_what_megatron_lm_makes_of_them(line: dict[str, Any]) -> None:
-    said = said_of(imported(line["words"], line["ranks"]))
+    said = minimal_options(imported(line["words"], line["ranks"]))
     expected = line["expected"]
     assert {name: said[name] for name in expected} == expected
 
@@ -112,7 +112,7 @@ def test_a_model_comes_back_from_its_options(name: str) -> None:
     words = [Word(word) for line in flags(options) for word in shlex.split(line)]
     keys = read_options(words, all_options(MEGATRON.profile)).keys
     for like in (None, model):
-        found = read_model({}, keys, Facts({}, like), FileWords("megatron-lm"))["model"]
+        found = read_model({}, keys, Facts({}, like), FileValues("megatron-lm"))["model"]
         assert isinstance(found, ModelSpec)
         others = {each.field for each in differences(found, model)}
         # Whether transformers makes queries, keys and values in one product no option says.

@@ -42,7 +42,7 @@ from meshwright.planner.search.result import (
     SimulatedPlan,
     layout_density,
 )
-from meshwright.planner.search.varied import Varied
+from meshwright.planner.search.varied import SearchedFields
 from meshwright.simulator import (
     Category,
     ResolvedPlan,
@@ -117,12 +117,13 @@ def search_result() -> SearchResult:
         stack=first.stack,
         num_gpus=32,
         space_size=50,
+        looked_at=50,
         feasible=40,
         simulated=len(evaluated),
         optimal=True,
         bound_gap_fraction=0.0,
         rejections={},
-        varied=Varied((), ()),
+        varied=SearchedFields((), ()),
         plans=(first,),
         like=((),),
         evaluated=tuple(evaluated),

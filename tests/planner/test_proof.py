@@ -37,7 +37,7 @@ from meshwright.planner.footprint import (
     peak_bytes,
 )
 from meshwright.planner.footprint.least import least_bytes
-from meshwright.planner.footprint.pass_table import most_of
+from meshwright.planner.footprint.pass_table import max_weighted_sums
 from meshwright.planner.search import search
 from meshwright.planner.space import PASSES, SWITCHES
 from meshwright.planner.space.shapes import ShapeTable
@@ -655,7 +655,7 @@ CASES = {
             max_pp=2,
             max_tp=2,
             cp=(1, 4),
-            cp_type=(ContextParallel.RING_OF_SWAPS, None),
+            cp_type=(ContextParallel.HYBRID_RING, None),
             recompute=(Recompute.NONE,),
             gradient_precision=(None,),
         ),
@@ -768,7 +768,7 @@ CASES = {
         "megatron-core",
         16,
         8,
-        limits=SpaceLimits(**FEW_CUT, cp=(4, 8), cp_type=(ContextParallel.RING_OF_SWAPS, None)),
+        limits=SpaceLimits(**FEW_CUT, cp=(4, 8), cp_type=(ContextParallel.HYBRID_RING, None)),
     ),
     "windows among gathered tokens": Case(
         SMALL.model_copy(update={"window": 96, "layer_pattern": "WF"}),
@@ -1066,8 +1066,8 @@ def test_memory_is_exact_where_floats_no_longer_are() -> None:
     sizes = np.array([[2**53 + 1, 3], [5, 2**52 + 1], [1, 1]])
     counts = np.array([[1, 0], [1, 2]])
     starts = np.array([0])
-    assert most_of(sizes, counts, starts).tolist() == [[2**53 + 7], [2**53 + 7], [3]]
-    assert most_of(sizes[2:], counts, np.array([0, 1])).tolist() == [[1, 3]]
+    assert max_weighted_sums(sizes, counts, starts).tolist() == [[2**53 + 7], [2**53 + 7], [3]]
+    assert max_weighted_sums(sizes[2:], counts, np.array([0, 1])).tolist() == [[1, 3]]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if " on the host" in name])

@@ -21,7 +21,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.planner import SpaceLimits, enumerate_space
-from meshwright.planner.search.varied import Held, Varied
+from meshwright.planner.search.varied import Held, SearchedFields
 from meshwright.planner.space import SWITCHES
 from meshwright.planner.space.rules import Candidates, fits_memory
 from meshwright.planner.space.switches import Place, settings
@@ -29,7 +29,7 @@ from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, load_mode
 from meshwright.simulator.layout import Axis, divides
 
 STACK = load_stack("megatron-core")
-SWAPS = ContextParallel.RING_OF_SWAPS
+SWAPS = ContextParallel.HYBRID_RING
 # One block of choices each: the others are products of what divides.
 NARROW = SpaceLimits(
     recompute=(Recompute.NONE,),
@@ -171,7 +171,7 @@ def test_unequal_virtual_stages_are_told_of_where_they_are_left_out(
     job = TrainingJob(model=model_of(10, 4), global_batch_size=16, seq_len=16)
     pins = SpaceLimits(**limits)
     space = enumerate_space(job, load_stack(stack), 8, NARROW)
-    varied = Varied.of(space, pins, space.column)
+    varied = SearchedFields.of(space, pins, space.column)
     told = [each for each in varied.left_out if each.name == "num_virtual_stages"]
     assert told == [Held("num_virtual_stages", "unequal", "ask with --max-vpp")] * is_told
 
@@ -180,7 +180,7 @@ def test_unequal_virtual_stages_are_told_of_where_there_are_any() -> None:
     for num_layers, is_told in ((6, False), (7, False), (14, True)):  # 6 and 6 + 2 by 4; never
         job = TrainingJob(model=model_of(num_layers), global_batch_size=8, seq_len=16)
         space = enumerate_space(job, STACK, 4, NARROW)
-        varied = Varied.of(space, SpaceLimits(), space.column)
+        varied = SearchedFields.of(space, SpaceLimits(), space.column)
         assert ("num_virtual_stages" in {each.name for each in varied.left_out}) == is_told
 
 
@@ -314,7 +314,7 @@ def test_one_microbatch_is_reduced_at_one_time(batch: int, found: set[bool | Non
 def test_an_axis_that_a_stack_lacks_is_not_told_of(stack: str, *, is_told: bool) -> None:
     job = TrainingJob(model=model_of(), global_batch_size=8, seq_len=16)
     space = enumerate_space(job, load_stack(stack), 4, SpaceLimits())
-    varied = Varied.of(space, SpaceLimits(), space.column)
+    varied = SearchedFields.of(space, SpaceLimits(), space.column)
     told = {*varied.searched, *(each.name for each in varied.held)}
     assert ("cp" in told) == is_told
     assert "micro_batch" in told or "microbatch_size" in told
@@ -331,7 +331,7 @@ def test_values_that_have_to_be_asked_for_are_told_of(
     limits = SpaceLimits(zero_stage=asked)
     space = enumerate_space(job, load_stack(stack), 4, limits)
     searched = {*space.column("zero_stage").tolist()}
-    varied = Varied.of(space, limits, space.column)
+    varied = SearchedFields.of(space, limits, space.column)
     assert [each.value for each in varied.left_out] == left_out
     assert not searched & {*left_out}
 

@@ -272,7 +272,7 @@ def test_a_combination_that_cannot_be_is_a_row_and_a_value_that_cannot_is_a_mist
     assert [row["outcome"] for row in found.rows].count("refused") == 6
     refusals = {row["cell"]: row["reason"] for row in found.rows if row["outcome"] == "refused"}
     assert refusals[4] == "gpus=8 is not tp=4 x dp=8 = 32"
-    assert found.num_found == 2
+    assert found.num_fitting == 2
     with pytest.raises(PlanError, match=r"--vary gpus=9: gpus=9 is not tp=4 x dp=3"):
         sweep({"gpus": [12, 9]}, tp=4, dp=3, **options)
 

@@ -11,7 +11,7 @@ from meshwright import main
 from meshwright.hwprofiles import load_cluster, load_stack, stack_frameworks, with_facts
 from meshwright.planner import SpaceLimits, enumerate_space, search
 from meshwright.planner.search import Cause, Verdict
-from meshwright.planner.space import cannot_be_told, lacks
+from meshwright.planner.space import cannot_be_expressed, lacks
 from meshwright.simulator import TrainingJob
 
 CLUSTER = load_cluster("dgx-h100")
@@ -34,16 +34,16 @@ def test_what_lacks_memory_is_told_from_what_is_refused_by_counts() -> None:
     found = verdict_of(LLAMA, "ddp", 16)
     space = enumerate_space(LLAMA, load_stack("ddp"), 16, SpaceLimits())
     refused = int(np.count_nonzero(lacks(space)))
-    untold = int(np.count_nonzero(cannot_be_told(space) & ~lacks(space)))
+    inexpressible = int(np.count_nonzero(cannot_be_expressed(space) & ~lacks(space)))
     assert found.cause is Cause.MEMORY
-    rest = len(space) - refused - untold
+    rest = len(space) - refused - inexpressible
     assert found.layouts == {
         Cause.UNDIVIDED: found.layouts[Cause.UNDIVIDED],
         Cause.REFUSED: refused,
-        Cause.UNTOLD: untold,
+        Cause.INEXPRESSIBLE: inexpressible,
         Cause.MEMORY: rest,
     }
-    assert sum(each.layouts for each in found.rules) == refused + untold
+    assert sum(each.layouts for each in found.rules) == refused + inexpressible
     assert found.text.startswith(
         f"no memory: the smallest of {rest} layouts that ddp@2.13 runs lacks "
     )
@@ -60,7 +60,7 @@ def test_the_one_rule_that_refuses_all_is_named_with_its_release_and_what_is_all
 
 def test_what_a_framework_cannot_be_told_runs_with_any() -> None:
     found = verdict_of(LLAMA, "megatron-core", 16, schedule=("gpipe",), pp=(2,))
-    assert found.cause is Cause.UNTOLD
+    assert found.cause is Cause.INEXPRESSIBLE
     assert found.text.startswith("not told: all ")
     assert "Megatron-LM core_v0.16.1: schedule other than 1f1b" in found.text
     ways = {each.options: each for each in found.ways}

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.hwprofiles import load_stack
 from meshwright.simulator import ResolvedPlan, TrainingJob, load_model
-from meshwright.simulator.blocks import BlockShape, angle_table_bytes
+from meshwright.simulator.blocks import BlockShape, rope_cache_bytes
 
 TOKENS = 8192
 
@@ -30,11 +30,11 @@ TOKENS = 8192
 def test_a_stage_has_angles_of_all_positions(model: str, stack: str, of_a_token: int) -> None:
     job = TrainingJob(model=load_model(model), global_batch_size=1, seq_len=TOKENS)
     shape = BlockShape.of(job, ResolvedPlan(), load_stack(stack))
-    assert angle_table_bytes(shape) == of_a_token * TOKENS
+    assert rope_cache_bytes(shape) == of_a_token * TOKENS
 
 
 @pytest.mark.parametrize(("stack", "share"), [("torchtitan@0.2", 1), ("megatron-core", 4)])
 def test_of_cut_sequences_megatron_keeps_a_ranks_angles(stack: str, share: int) -> None:
     job = TrainingJob(model=load_model("llama3-8b"), global_batch_size=1, seq_len=TOKENS)
     shape = BlockShape.of(job, ResolvedPlan(cp=4), load_stack(stack))
-    assert angle_table_bytes(shape) == 128 * 4 * TOKENS // share
+    assert rope_cache_bytes(shape) == 128 * 4 * TOKENS // share

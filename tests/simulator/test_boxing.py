@@ -32,7 +32,7 @@ from meshwright.simulator.matmul.boxing import (
     TensorSize,
     boxing,
     boxings_from,
-    change_cost,
+    redistribute_cost,
 )
 
 Tensor = npt.NDArray[np.int64]
@@ -213,7 +213,7 @@ def test_every_boxing_of_a_mesh_moves_the_tensor_there(sizes: tuple[int, ...]) -
                 grid, group_bytes = change_axis(grid, step.axis, step.change)
                 (held,) = group_bytes
                 assert step.sent_bytes == step.change.sent_bytes(held, sizes[step.axis])
-                assert step.cost == change_cost(step.change, held, mesh, step.axis)
+                assert step.cost == redistribute_cost(step.change, held, mesh, step.axis)
             together = gather(grid, target, sizes)
             assert together is not None, (source, target)
             assert np.array_equal(together, tensor), (source, target)
@@ -277,7 +277,7 @@ def test_of_two_orders_the_faster_one_is_taken() -> None:
     for axis, split, held in network_last:
         change = redistribute(split, R)
         assert change is not None
-        other_ps += change_cost(change, held, mesh, axis).time_ps
+        other_ps += redistribute_cost(change, held, mesh, axis).time_ps
     assert route.time_ps < other_ps
 
 
@@ -322,7 +322,7 @@ def test_a_tensor_that_does_not_divide_is_refused() -> None:
     change = redistribute(S0, S1)
     assert change is not None
     with pytest.raises(ValueError, match="not whole bytes"):
-        change_cost(change, 5, mesh, 0)
+        redistribute_cost(change, 5, mesh, 0)
 
 
 def test_a_free_change_costs_nothing() -> None:

@@ -204,8 +204,8 @@ def test_gathered_keys_live_in_order_beside_those_that_are_not(cp: int, microbat
         column = 2 * TOKENS * microbatch  # of all tokens
         both, twice = column * (keys + values), column * max(keys, values)
         assert sum(each.nbytes for each in {*attention.scratch}) == both + twice
-        halves, handed_on = both + both // (2 * cp), both // cp
-        expected = both + both + halves + twice - handed_on + column * queries // cp
+        halves, pass_through = both + both // (2 * cp), both // cp
+        expected = both + both + halves + twice - pass_through + column * queries // cp
         assert sum(each.nbytes for each in {*attention.backward_scratch}) == expected
 
 
@@ -226,8 +226,8 @@ def test_halves_of_a_window_have_gradients_of_the_tokens_that_they_see() -> None
     )
     pair, queries = 2 * 2 * KEYS, 2 * seq_len // 2 * WIDTH
     # In order, their gradients, keys or values twice, but not a rank's own that are handed on.
-    twice, handed_on = pair // 2 * seq_len, pair * seq_len // 2
-    lives = pair * (2 * seq_len + seen) + twice - handed_on + queries
+    twice, pass_through = pair // 2 * seq_len, pair * seq_len // 2
+    lives = pair * (2 * seq_len + seen) + twice - pass_through + queries
     assert sum(each.nbytes for each in {*attention.backward_scratch}) == lives
     ordered = 2 * seq_len
     again = pair * (ordered + seq_len + 3 * seen + ordered)

@@ -18,7 +18,7 @@ from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob, load_mod
 from meshwright.simulator import simulate as simulated
 from meshwright.simulator.blocks import BlockShape, BlockTable, HostPasses
 from meshwright.simulator.costs import issue_ps
-from meshwright.simulator.costs.host import waiting_s
+from meshwright.simulator.costs.host import host_wait_s
 from meshwright.simulator.layout import Stage, stack_refusal
 from meshwright.simulator.memory import BlockMemory, block_bytes, pass_workspace_bytes
 from meshwright.simulator.model import (
@@ -55,7 +55,7 @@ def test_the_host_does_what_no_graph_has_captured(
 ) -> None:
     passes = HostPasses("host", 1, experts=16)
     stack = switched(cuda_graphs=graphs, expert_capacity=capacity)
-    assert waiting_s(passes, stack) * 1e6 == pytest.approx(waits_us)
+    assert host_wait_s(passes, stack) * 1e6 == pytest.approx(waits_us)
     assert issue_ps([passes], stack, CLUSTER) == issues_us * 10**6
 
 

@@ -26,7 +26,7 @@ from meshwright.simulator.ledger import (
 from meshwright.simulator.model import BlockRun
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.replication.data_parallel import (
-    HeldParameters,
+    ParametersByGroup,
     Replication,
     WireBytes,
     replication_of,
@@ -130,7 +130,7 @@ def test_the_update_moves_the_share_of_a_rank_once(n: int, dp: int) -> None:
     costs, wire = cost_model(), WireBytes.of(CORE, Precision.BF16)
     span = GroupSpan(dp, dp, 1)
     for zero_stage, share in ((0, n), (1, -(-n // dp))):
-        cost = update_cost(costs, HeldParameters(n), wire, Replication.of(zero_stage, span))
+        cost = update_cost(costs, ParametersByGroup(n), wire, Replication.of(zero_stage, span))
         expected = costs.memory_traffic(share * CORE.optimizer_traffic_bytes)
         assert cost.time_ps == cost.category_ps(Category.OPTIMIZER) == expected.time_ps
         assert cost.source_ps(expected.source) == expected.time_ps

@@ -23,7 +23,7 @@ from meshwright.simulator.engine import (
 )
 from meshwright.simulator.engine.groups import CollectiveStream, QueuedCollective, busy_end_ps
 from meshwright.simulator.engine.record import Messages, SpanKind
-from meshwright.simulator.engine.run import Submission, collective_meeting
+from meshwright.simulator.engine.run import Submission, collective_barrier
 from meshwright.simulator.errors import DeadlockError
 from meshwright.simulator.layout import Axis
 from meshwright.simulator.layout.mesh import Mesh
@@ -143,14 +143,16 @@ class RankPath:
         sums, reduced = (("sums", self.pp_rank, 0), ("reduced", self.pp_rank, 0))
         under = any(stage[Phase.BACKWARD].reductions for stage in rank.virtual_stages)
         if self.work.sums_first:
-            self.graph.add(sums, rank.sums_ps, after)
+            self.graph.add(sums, rank.norm_all_reduce_ps, after)
             after = [(sums, 0)]
         if rank.reduce_ps or under:
             after.append((self.wire, 0))
         if not self.work.sums_first:
             self.graph.add(sums, rank.reduce_ps, after)
             after = [(sums, 0)]
-        self.graph.add(reduced, rank.reduce_ps if self.work.sums_first else rank.sums_ps, after)
+        self.graph.add(
+            reduced, rank.reduce_ps if self.work.sums_first else rank.norm_all_reduce_ps, after
+        )
 
 
 def reference(work: StepWork) -> tuple[int, list[tuple[list[int], list[int]]]]:
@@ -219,7 +221,7 @@ def works(draw: st.DrawFn, *, collectives: bool, shared_port: bool = False) -> S
                 for _ in range(vpp)
             ),
             reduce_ps=0 if reductions else draw(TIMES),
-            sums_ps=draw(TIMES),
+            norm_all_reduce_ps=draw(TIMES),
             shared_embedding_ps=tied_ps,
             optimizer_ps=draw(TIMES),
             gather_ps=0 if gathers else draw(TIMES),
@@ -326,7 +328,7 @@ def test_512_ranks_with_everything_at_once_run_like_their_representatives(
     ranks = tuple(
         RankWork(
             virtual_stages=virtual_stages,
-            sums_ps=9 - r,
+            norm_all_reduce_ps=9 - r,
             shared_embedding_ps=33,
             optimizer_ps=11 + r,
         )
@@ -506,7 +508,7 @@ def test_overhead_keeps_the_order_of_times(time_ps: int, more_ps: int, ppm: int)
 def test_a_collective_starts_when_its_last_member_is_ready() -> None:
     """Ready at 5 and 9 it takes 3, until 12; the next waits for it, then for a message of 2."""
     stream = CollectiveStream()
-    meeting = collective_meeting(Environment(), 2, stream, shared_port=True)
+    meeting = collective_barrier(Environment(), 2, stream, shared_port=True)
     kind = SpanKind.GRADIENT_REDUCTION
     ready = ((5, 6), (9, 10))
     first, last = (

@@ -32,9 +32,9 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import (
     Category,
     LayerNodes,
-    hidden_exchange_ps,
-    hideable_ps,
     layer_nodes,
+    overlap_limit_ps,
+    overlap_saving_ps,
 )
 from meshwright.simulator.engine import simulate_folded, simulate_unfolded
 from meshwright.simulator.layout import Mesh
@@ -82,7 +82,7 @@ def test_no_more_is_hidden_than_is_exchanged(
     computed = sum(each.forward_ps for each in forward) + sum(each.backward_ps for each in backward)
     computed -= exchanged
     # One stream computes and one exchanges: a pair takes as long as the longer one at least.
-    assert 0 <= hidden_exchange_ps(forward, backward) <= min(exchanged, computed)
+    assert 0 <= overlap_saving_ps(forward, backward) <= min(exchanged, computed)
 
 
 parts = st.lists(st.tuples(*[st.integers(0, 50)] * 4), max_size=3)
@@ -98,7 +98,7 @@ def test_a_pass_with_nothing_beside_it_hides_nothing(
         LayerNodes(back=came, expert_inputs=made, returned=returned, inputs=inputs)
         for came, made, returned, inputs in backward
     ]
-    assert hidden_exchange_ps(there, []) == hidden_exchange_ps([], back) == 0
+    assert overlap_saving_ps(there, []) == overlap_saving_ps([], back) == 0
 
 
 @given(count=st.integers(1, 6), short=st.integers(0, 9), long=st.integers(10, 99))
@@ -106,13 +106,13 @@ def test_exchanges_shorter_than_what_is_beside_them_cost_nothing(
     count: int, short: int, long: int
 ) -> None:
     layer = LayerNodes(long, short, long, short, short, 2 * long, 0, short, 2 * long, 0)
-    assert hidden_exchange_ps([layer] * count, [layer] * count) == 4 * count * short
+    assert overlap_saving_ps([layer] * count, [layer] * count) == 4 * count * short
 
 
 def test_exchanges_longer_than_all_beside_them_hide_what_that_takes() -> None:
     layer = LayerNodes(before=1, dispatch=50, experts=1, combine=50)
     back = LayerNodes(back=50, expert_inputs=2, returned=50, inputs=2)
-    assert hidden_exchange_ps([layer], [back]) == 1 + 1 + 2 + 2
+    assert overlap_saving_ps([layer], [back]) == 1 + 1 + 2 + 2
 
 
 def test_a_layer_is_cut_in_parts_that_add_up() -> None:
@@ -153,7 +153,7 @@ def test_nothing_hides_what_the_host_takes_to_start_two_passes() -> None:
     again = BlockShape.of(JOB, replace(plan, recompute=Recompute.FULL), busy)
     redone = layer_nodes(CostModel(CLUSTER, busy, 16), again, EXPERT_LAYER, delays=False)
     assert redone.backward_issue == nodes.backward_issue + nodes.forward_issue
-    assert hideable_ps([nodes], [nodes]) < hidden_exchange_ps([nodes], [nodes])
+    assert overlap_limit_ps([nodes], [nodes]) < overlap_saving_ps([nodes], [nodes])
     # Nothing is left to win, and a pass more runs ahead.
     assert beside.step_ps >= alone.step_ps > ran(plan).step_ps
     issue_ps = 24 * 8 * (nodes.forward_issue + nodes.backward_issue)
@@ -173,8 +173,8 @@ def test_a_pair_ends_together_and_every_pass_takes_its_time(plan: ResolvedPlan) 
         assert rank.pairs
         for first in rank.pairs:
             assert rank.ends_ps[first] == rank.starts_ps[first + 1]
-            assert all(result.work.hidden_of(pp_rank, each) > 0 for each in (first, first + 1))
-        assert result.work.hidden_of(pp_rank, 0) == 0
+            assert all(result.work.pass_saving_ps(pp_rank, each) > 0 for each in (first, first + 1))
+        assert result.work.pass_saving_ps(pp_rank, 0) == 0
         for each in rank_passes(result.work.ranks[pp_rank], rank):
             assert each.parts[-1].end_ps <= each.end_ps
 

@@ -24,7 +24,7 @@ from meshwright.simulator.blocks import BlockShape, Gemm, MemoryBound, walk
 from meshwright.simulator.blocks.fp8_casts import num_linear_weights
 from meshwright.simulator.blocks.parts import hottest_share
 from meshwright.simulator.costs import Category
-from meshwright.simulator.costs.collectives import dispatch_cost, sent_once
+from meshwright.simulator.costs.collectives import dispatch_cost, mean_destinations
 from meshwright.simulator.costs.compute import gemm_cost
 from meshwright.simulator.graph import BlockMemory, Kind, Phase, Product, Tensor, Traffic, Transfer
 from meshwright.simulator.layout import ExpertAxis, Mesh, stack_refusal
@@ -68,7 +68,9 @@ def test_a_token_is_sent_to_as_many_parts_as_counted(
         num_groups=groups,
         groups_per_token=of_token,
     )
-    assert sent_once(experts, num_parts) == pytest.approx(float(brute_force(experts, num_parts)))
+    assert mean_destinations(experts, num_parts) == pytest.approx(
+        float(brute_force(experts, num_parts))
+    )
 
 
 def test_dispatch_takes_as_long_as_published() -> None:

@@ -14,7 +14,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob, load_model, simulate
-from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
+from meshwright.simulator.ledger import StepPoint, StepSetting, rank_ledger
 from meshwright.simulator.replication.flat_units import bucket_size
 
 CORE, CLUSTER = load_stack("megatron-core@0.16"), load_cluster("dgx-h100")
@@ -26,7 +26,13 @@ def job_of(name: str, batch: int, *, precision: Precision = Precision.BF16) -> T
     )
 
 
-OF_REPLICAS = {Moment.GATHER, Moment.AHEAD, Moment.REDUCE, Moment.REPLICAS, Moment.UPDATED}
+OF_REPLICAS = {
+    StepPoint.GATHER,
+    StepPoint.AHEAD,
+    StepPoint.REDUCE,
+    StepPoint.REPLICAS,
+    StepPoint.UPDATED,
+}
 
 
 def calls(

@@ -9,7 +9,7 @@ from meshwright.hwprofiles import Attention, CollectiveOp, StageSplit, load_clus
 from meshwright.simulator import CostModel, ResolvedPlan, TrainingJob, load_model, simulate
 from meshwright.simulator.engine import SpanKind, simulate_folded
 from meshwright.simulator.layout import resolve_stages
-from meshwright.simulator.ledger import Moment, StepSetting, price, rank_ledger
+from meshwright.simulator.ledger import StepPoint, StepSetting, price, rank_ledger
 from meshwright.simulator.step import build_step
 
 DGX = load_cluster("dgx-h100")
@@ -44,12 +44,12 @@ PLANS = {
         ),
     ),
 }
-KINDS = {Moment.GATHER: SpanKind.PARAMETER_GATHER, Moment.REDUCE: SpanKind.GRADIENT_REDUCTION}
+KINDS = {StepPoint.GATHER: SpanKind.PARAMETER_GATHER, StepPoint.REDUCE: SpanKind.GRADIENT_REDUCTION}
 CLOSING = {
-    SpanKind.TENSOR_SUM: Moment.SUMS,
-    SpanKind.SHARED_EMBEDDING: Moment.TIED_TABLE,
-    SpanKind.GRADIENT_NORM: Moment.NORM,
-    SpanKind.PARAMETER_GATHER: Moment.UPDATED,
+    SpanKind.TENSOR_SUM: StepPoint.SUMS,
+    SpanKind.SHARED_EMBEDDING: StepPoint.TIED_TABLE,
+    SpanKind.GRADIENT_NORM: StepPoint.NORM,
+    SpanKind.PARAMETER_GATHER: StepPoint.UPDATED,
 }
 
 
@@ -73,20 +73,20 @@ def test_the_engine_runs_each_collective_as_often_and_as_long_as_the_ledger_says
     work = build_step(job, plan, costs).work._replace(shared_port=False)  # nothing pauses
     setting = StepSetting.of(job, plan, stack, DGX.devices_per_node)
     # All ranks wait for the one that sums the most norms.
-    sums = [rank_ledger(setting, rank).at(Moment.NORM).collectives for rank in range(plan.pp)]
+    sums = [rank_ledger(setting, rank).at(StepPoint.NORM).collectives for rank in range(plan.pp)]
     norm_ps = max(price(costs, each).time_ps for each in sums)
     for pp_rank, rank in enumerate(simulate_folded(work).ranks):
         ledger = rank_ledger(setting, pp_rank)
         prices = {entry.moment: price(costs, entry.collectives).time_ps for entry in ledger.closing}
-        prices[Moment.NORM] = norm_ps
+        prices[StepPoint.NORM] = norm_ps
         calls, times = Counter[SpanKind](), Counter[SpanKind]()
         for entries in ledger.virtual_stages:
             for entry in entries:
                 time_ps = price(costs, entry.collectives).time_ps
                 calls[KINDS[entry.moment]] += entry.num_times * (time_ps > 0)
                 times[KINDS[entry.moment]] += entry.num_times * time_ps
-        calls[SpanKind.GRADIENT_REDUCTION] += prices[Moment.PASSES_DONE] > 0
-        times[SpanKind.GRADIENT_REDUCTION] += prices[Moment.PASSES_DONE]
+        calls[SpanKind.GRADIENT_REDUCTION] += prices[StepPoint.PASSES_DONE] > 0
+        times[SpanKind.GRADIENT_REDUCTION] += prices[StepPoint.PASSES_DONE]
         assert sum(calls.values()) > 0
         assert Counter(span.kind for span in rank.collectives) == +calls
         ran = Counter[SpanKind]()

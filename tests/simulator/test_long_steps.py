@@ -39,8 +39,8 @@ from meshwright.simulator import (
 from meshwright.simulator.account import critical_path
 from meshwright.simulator.chrome_trace import chrome_trace
 from meshwright.simulator.engine import (
-    Hidden,
     Message,
+    OverlapSavings,
     PassSegment,
     PassWork,
     RankWork,
@@ -173,7 +173,7 @@ class RandomWork:
             self.time_ps(),
             gather_ps=time_ps if self.has["gather"] else 0,
             reduce_ps=time_ps if self.has["reduce"] else 0,
-            again_ps=choice([0, time_ps]),
+            accumulate_ps=choice([0, time_ps]),
             last_ps=choice([0, time_ps]),
             unpack_ps=choice([0, time_ps]),
             pack_ps=choice([0, time_ps]),
@@ -183,7 +183,7 @@ class RandomWork:
     def virtual_stage(self) -> dict[Phase, PassWork]:
         forward_ps, backward_ps = self.time_ps(), self.time_ps(2)
         forward = PassWork(forward_ps, self.messages())
-        backward = PassWork(backward_ps, self.messages(), reduces_always=self.has["all"])
+        backward = PassWork(backward_ps, self.messages(), reduces_every_microbatch=self.has["all"])
         if self.kind in ("at the ends", "each pass"):
             gathers, reductions = self.segments(), self.segments()
             every = self.kind == "each pass"
@@ -191,7 +191,7 @@ class RandomWork:
             backward_ps = sum(each.compute_ps for each in reductions)
             forward = forward._replace(compute_ps=forward_ps, gathers=gathers)
             backward = PassWork(
-                backward_ps, backward.message, reductions=reductions, reduces_always=every
+                backward_ps, backward.message, reductions=reductions, reduces_every_microbatch=every
             )
         if self.kind == "units":
             units = tuple(self.unit() for _ in range(self.num_parts))
@@ -205,13 +205,15 @@ class RandomWork:
         schedule = get_schedule("interleaved" if interleaves else "1f1b", CORE, beside=overlaps)
         count = choice([each for each in range(120, 200) if not schedule.refusal(pp, each, vpp)])
         hidden = {
-            (a, b): Hidden(self.time_ps(0.1), self.time_ps(0.2)) for a in (0, 1) for b in (0, 1)
+            (a, b): OverlapSavings(self.time_ps(0.1), self.time_ps(0.2))
+            for a in (0, 1)
+            for b in (0, 1)
         }
         ranks = tuple(
             RankWork(
                 virtual_stages=tuple(self.virtual_stage() for _ in range(vpp)),
                 reduce_ps=self.time_ps(),
-                sums_ps=self.time_ps(),
+                norm_all_reduce_ps=self.time_ps(),
                 optimizer_ps=self.time_ps(),
                 hidden=hidden,
             )

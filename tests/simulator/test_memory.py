@@ -23,12 +23,12 @@ from meshwright.simulator.layout.plan import ResolvedPlan, TrainingJob
 from meshwright.simulator.memory import (
     BlockMemory,
     Fragmentation,
-    LateGradients,
     Overheads,
+    ReallocatedGradients,
     SentBytes,
     block_bytes,
+    dummy_gradient_bytes,
     num_communicators,
-    stand_in_bytes,
     usable_bytes,
     workspace_bytes,
 )
@@ -47,7 +47,7 @@ from meshwright.simulator.memory.rank import (
     virtual_stage_memory,
     with_workspace,
 )
-from meshwright.simulator.memory.timeline import fullest_event, memory_timeline
+from meshwright.simulator.memory.timeline import memory_timeline, peak_event
 from meshwright.simulator.model import EMBEDDING, HEAD, BlockKind, BlockRun
 from meshwright.simulator.model.catalogue import load_model
 from meshwright.simulator.model.parameters import count_parameters
@@ -251,12 +251,12 @@ def test_a_gradient_added_to_its_sum_has_a_stand_in_of_each_shape() -> None:
     shape = block_shape(model, stack=stack, tp=2, attention=Attention.FLASH)
     # Of all layers one; queries, keys and values are as large as what opens the MLP.
     layers = 2 * (3 * h // 2 * h + h * h // 2 + h * f // 2)
-    assert stand_in_bytes(shape, num_layers) == layers
-    assert stand_in_bytes(shape, [*num_layers, BlockRun(HEAD, 1)]) == layers + 2 * rows * h
+    assert dummy_gradient_bytes(shape, num_layers) == layers
+    assert dummy_gradient_bytes(shape, [*num_layers, BlockRun(HEAD, 1)]) == layers + 2 * rows * h
     others = {"fused_gradient_accumulation": False}, {"keeps_stand_ins": False}
     for other in others:
         own = replace(shape, stack=stack.model_copy(update=other))
-        assert stand_in_bytes(own, num_layers) == 0
+        assert dummy_gradient_bytes(own, num_layers) == 0
 
 
 # Bytes of 16-bit logits, fp32 copies and probabilities, and of a gradient beside them.
@@ -413,7 +413,7 @@ def test_the_peak_is_static_plus_in_flight_plus_the_larger_workspace(
     expected = max(in_flight * virtual_stage.saved_bytes + workspace, update_bytes)
     peak = max(events, key=lambda event: event.dynamic_bytes)
     assert memory.static_bytes + peak.dynamic_bytes == 9000 + expected
-    assert fullest_event(memory, actions, passes.__getitem__, 10 * len(actions)) == peak
+    assert peak_event(memory, actions, passes.__getitem__, 10 * len(actions)) == peak
     fullest = [e for e in events if e.activations_bytes + e.buffers_bytes == expected]
     assert (peak.time_ps, peak.moment) == (fullest[0].time_ps, fullest[0].moment)
 
@@ -448,7 +448,7 @@ def test_gradients_that_come_late_are_not_there_before_their_first_backward() ->
         saved_bytes=100,
         forward_workspace_bytes=7,
         backward_workspace_bytes=30,
-        late_gradients_bytes=10,
+        reallocated_gradients_bytes=10,
         first_backward=PassPeak(25, absent_bytes=3),
         after_forward_bytes=2,
         after_backward_bytes=5,
@@ -553,7 +553,7 @@ def test_units_are_gathered_ahead_of_passes_and_reduced_after_the_last() -> None
         saved_bytes=100,
         forward_workspace_bytes=0,
         backward_workspace_bytes=0,
-        late_gradients_bytes=10,
+        reallocated_gradients_bytes=10,
         after_forward_bytes=300,
         after_backward_bytes=200,
         kept_units=kept,
@@ -665,7 +665,7 @@ def test_late_gradients_are_fullest_at_a_block_of_the_first_backward_pass(
         for kind, (saved, backward, _) in sizes.items()
     }
     blocks[HEAD] = blocks[HEAD]._replace(waiting=waiting)
-    late = LateGradients(blocks, {kind: made for kind, (_, _, made) in sizes.items()})
+    late = ReallocatedGradients(blocks, {kind: made for kind, (_, _, made) in sizes.items()})
     stage = stage_of(layers, has_embedding=True, has_head=True)
     freed, absent = 0, late.total_bytes(stage)
     moments = [(0, absent)]
@@ -685,7 +685,7 @@ def test_sums_of_gradients_leave_with_the_last_backward() -> None:
         saved_bytes=100,
         forward_workspace_bytes=7,
         backward_workspace_bytes=30,
-        late_gradients_bytes=10,
+        reallocated_gradients_bytes=10,
         first_backward=PassPeak(25, absent_bytes=3),
         last_backward=PassPeak(28, absent_bytes=1),
         reduced_gradients_bytes=8,

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.hwprofiles import Attention, ContextParallel, Kernels, Precision, load_stack
 from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, load_model, model_flops
-from meshwright.simulator.blocks import BlockShape, Ending, walk
+from meshwright.simulator.blocks import BlockShape, BorderGradients, walk
 from meshwright.simulator.graph import Backward, BlockMemory
 from meshwright.simulator.layout import stack_refusal
 from meshwright.simulator.model import Experts, layer_kinds, parameters_by_kind, parse_model
@@ -49,7 +49,9 @@ def walked(model: ModelSpec, stack: str, kind: str, kernels: Kernels, **ranks: i
         microbatch_size=2,
         attention=Attention.UNFUSED if is_eager else Attention.FLASH,
     )
-    return walk(BlockShape.of(job, plan, profile), kind, ending=Ending(keeps_gradients=True))
+    return walk(
+        BlockShape.of(job, plan, profile), kind, ending=BorderGradients(keeps_gradients=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_a_step_without_prefetch_adds_up(microbatches: int) -> None:
     # The root comes once for both passes of a microbatch.
     expected = sum(2 * each.in_ps + each.out_ps for each in copies) * microbatches
     expected -= copies[0].in_ps * microbatches
-    expected += sum(each.again_ps for each in copies) * (microbatches - 1)
+    expected += sum(each.accumulate_ps for each in copies) * (microbatches - 1)
     assert plain.times is not None
     assert moved.times is not None
     passes_ps = moved.times.ranks[0].passes_end_ps - plain.times.ranks[0].passes_end_ps

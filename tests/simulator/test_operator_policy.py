@@ -19,8 +19,8 @@ from meshwright.simulator import ModelSpec, ResolvedPlan, TrainingJob, load_mode
 from meshwright.simulator.blocks import (
     BlockShape,
     BlockTable,
+    BorderGradients,
     Collective,
-    Ending,
     Gemm,
     MemoryBound,
     Operator,
@@ -174,7 +174,7 @@ def test_backward_holds_all_tensors_and_what_nobody_reads(
 ) -> None:
     """Without dropout nothing reads what the last product gave out, nor its sum."""
     shape = shape_of(model, tp=2, sequence_parallel=True, seq_len=1024)
-    ending = Ending(keeps_gradients=keeps)
+    ending = BorderGradients(keeps_gradients=keeps)
     op, none = (
         TABLE.memory(replace(shape, recompute=each), "layer", ending)
         for each in (OP, Recompute.NONE)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshwright.hwprofiles import StageSplit
 from meshwright.simulator.errors import PlanError
 from meshwright.simulator.layout import head_cost_layers, parse_stages, resolve_stages
-from meshwright.simulator.layout.splits import check_predictions, split_layers
+from meshwright.simulator.layout.splits import check_mtp_layers, split_layers
 from meshwright.simulator.model.catalogue import load_model
 
 RELAXED = settings(deadline=None, max_examples=100)
@@ -107,9 +107,9 @@ def test_stages_are_read_as_a_rule_or_as_counts() -> None:
         parse_stages("3;2")
     assert parse_stages("E|t*2,|(t|)*2ttL") == (0, 2, 1, 1, 2)
     assert parse_stages("Et*4|(t*4|)*2tmmL") == (4, 4, 4, 1)
-    check_predictions("Et*4|(t*4|)*2tmmL", 2)
+    check_mtp_layers("Et*4|(t*4|)*2tmmL", 2)
     with pytest.raises(PlanError, match="has 2 layers m; allowed: prediction_layers=1"):
-        check_predictions("Et*4|(t*4|)*2tmmL", 1)
+        check_mtp_layers("Et*4|(t*4|)*2tmmL", 1)
     model = load_model("gpt2")
     assert resolve_stages(model, 1024, 4, StageSplit.EVEN) == (3, 3, 3, 3)
     assert resolve_stages(model, 1024, 2, [5, 7]) == (5, 7)

@@ -362,7 +362,7 @@ class PairCommunication(NamedTuple):
 MEGATRON = Lowering(
     fuses_products=True,
     fuses_gate=True,
-    fuses_places=True,
+    fuses_redistribute=True,
     fuses_residual=True,
     saves_first=False,
     weight_gradients=WeightGradients.FUSED,

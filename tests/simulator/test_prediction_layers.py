@@ -22,7 +22,7 @@ from meshwright.simulator.blocks import (
     BlockTable,
     Collective,
     model_flops,
-    num_angle_tables,
+    num_rope_caches,
     walk,
 )
 from meshwright.simulator.layout import (
@@ -42,9 +42,9 @@ from meshwright.simulator.model import (
     load_model,
     parameter_tensors,
     parse_model,
-    shares_table,
+    shares_embedding,
     with_layers,
-    with_predictions,
+    with_mtp_layers,
 )
 
 STACK = load_stack("megatron-core")
@@ -54,7 +54,7 @@ PLAN = ResolvedPlan(tp=2, pp=2, dp=8, ep=8, sequence_parallel=True, stages=(46, 
 
 
 def predicting(number: int = 1) -> TrainingJob:
-    model = with_predictions(GLM, number)
+    model = with_mtp_layers(GLM, number)
     return TrainingJob(model=model, global_batch_size=64, seq_len=4096)
 
 
@@ -63,7 +63,7 @@ def test_they_are_a_layer_of_the_last_kind_a_product_and_three_norms() -> None:
     assert isinstance(DEEPSEEK, ModelSpec)
     width = DEEPSEEK.hidden_size
     layer = count_parameters(DEEPSEEK) - count_parameters(with_layers(DEEPSEEK, 60))
-    with_one = with_predictions(DEEPSEEK, 1)
+    with_one = with_mtp_layers(DEEPSEEK, 1)
     own = count_parameters(with_one) - count_parameters(DEEPSEEK)
     assert own == layer + 2 * width**2 + 3 * width
     assert own == pytest.approx(11.5e9, rel=0.01)
@@ -79,7 +79,7 @@ def test_they_and_the_head_are_written_with_as_many_weights_as_they_have(kind: s
     block = walk(shape, kind).tape.block
     rows = shape.local_vocab_size * shape.model.hidden_size
     assert sum(int(each.numel) for each in block.weights) == shape.parameters[kind]
-    assert shape.copied_parameters == rows
+    assert shape.tied_embedding_parameters == rows
     tensors = parameter_tensors(shape.model, vocab_size=2 * shape.local_vocab_size)
     own = [each for each in tensors if each.block == kind]
     assert sum(prod(shape.local_shape(each)) for each in own) == shape.parameters[kind]
@@ -88,14 +88,14 @@ def test_they_and_the_head_are_written_with_as_many_weights_as_they_have(kind: s
 def test_model_flops_count_a_product_a_layer_and_logits_more() -> None:
     job = predicting()
     model, tokens = job.transformer, job.tokens_per_step
-    deeper = replace(job, model=with_layers(with_predictions(model, 0), model.num_layers + 1))
+    deeper = replace(job, model=with_layers(with_mtp_layers(model, 0), model.num_layers + 1))
     ends = 2 * model.hidden_size * (2 * model.hidden_size + model.vocab_size)
     assert model_flops(job) == model_flops(deeper) + 3 * tokens * ends
 
 
 def test_rules_of_stages_count_them_with_the_head() -> None:
     job = predicting()
-    plain = with_predictions(job.model, 0)
+    plain = with_mtp_layers(job.model, 0)
     assert head_cost_layers(job.transformer, 4096) > head_cost_layers(plain, 4096) + 1
     last = [resolve_stages(each, 4096, 8, StageSplit.BALANCED)[-1] for each in (job.model, plain)]
     assert last == [8, 10]
@@ -136,7 +136,7 @@ def test_the_gradient_of_their_table_waits_for_its_last_use(number: int, num_tab
 
 def test_stages_behind_them_keep_angles_of_all_streams() -> None:
     stages = model_stages(predicting(2).transformer, (92, 0, 0, 0), 1)
-    found = [num_angle_tables(predicting(2).transformer, [each]) for each in stages]
+    found = [num_rope_caches(predicting(2).transformer, [each]) for each in stages]
     assert found == [1, 1, 3, 3]
 
 
@@ -149,8 +149,8 @@ def test_a_head_of_all_streams_keeps_the_buffer_that_tokens_are_gathered_into() 
 
 
 def test_both_ends_of_a_pipeline_share_the_table() -> None:
-    assert shares_table(predicting().model)
-    assert not shares_table(GLM)
+    assert shares_embedding(predicting().model)
+    assert not shares_embedding(GLM)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_both_ends_of_a_pipeline_share_the_table() -> None:
 )
 def test_models_that_cannot_have_them_are_refused(name: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        with_predictions(load_model(name), 1)
+        with_mtp_layers(load_model(name), 1)
 
 
 def test_a_configuration_that_is_asked_for_them_warns_no_more() -> None:
     said = "num_nextn_predict_layers=1 predict tokens beyond the next, which is left out"
     others = "router_jitter_noise=0.1 moves tokens before they are routed, which is not modelled"
     told = {**DEEPSEEK.model_dump(), "left_out": f"{said}; {others}"}
-    model = with_predictions(parse_model(told, origin="test"), 1)
+    model = with_mtp_layers(parse_model(told, origin="test"), 1)
     assert isinstance(model, ModelSpec)
     assert model.left_out == others
 
@@ -253,7 +253,7 @@ def test_one_of_them_in_a_pipeline_is_beside_another_microbatch(
 
 @pytest.mark.parametrize("name", ["torchtitan@0.2", "fsdp", "ddp", "megatron-lm-2022"])
 def test_other_stacks_refuse_them_by_name(name: str) -> None:
-    llama = with_predictions(load_model("llama3-8b"), 1)
+    llama = with_mtp_layers(load_model("llama3-8b"), 1)
     job = TrainingJob(model=llama, global_batch_size=8, seq_len=4096)
     plan = ResolvedPlan(dp=8, zero_stage=load_stack(name).zero_stage, stages=(32,))
     said = "prediction_layers of llama3-8b is not offered"

@@ -269,7 +269,7 @@ def test_what_is_summed_at_the_end_takes_the_time_of_its_calls(
     for pp_rank, rank in enumerate(work.ranks):
         calls = closing_traffic(job, plan, stack, pp_rank)
         assert len(calls) == sequence_parallel
-        assert rank.sums_ps == sum(
+        assert rank.norm_all_reduce_ps == sum(
             each.num_calls
             * costs.collective(each.op, each.size_bytes, GroupSpan(2, 1, 2), Axis.TP).time_ps
             for each in calls

@@ -25,7 +25,9 @@ def work_of(
     )
     virtual_stage = {
         Phase.FORWARD: PassWork(forward_ps, units=forward),
-        Phase.BACKWARD: PassWork(backward_ps, units=backward, reduces_always=reduces_each_pass),
+        Phase.BACKWARD: PassWork(
+            backward_ps, units=backward, reduces_every_microbatch=reduces_each_pass
+        ),
     }
     return StepWork(
         ranks=(RankWork(virtual_stages=(virtual_stage,)),) * pp,

@@ -44,7 +44,7 @@ from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.blocks import model_flops
 from meshwright.simulator.costs import Cost
 from meshwright.simulator.engine import PassWork, RankWork
-from meshwright.simulator.ledger import Moment
+from meshwright.simulator.ledger import StepPoint
 from meshwright.simulator.schedules import Action, Phase
 
 RELAXED = settings(deadline=None, max_examples=25)
@@ -128,7 +128,9 @@ def idle_ps(result: StepResult, pp_rank: int) -> int:
         total += start_ps - free_ps
         free_ps = end_ps + sending_ps(result, pp_rank, action)
     assert rank.passes_end_ps == free_ps
-    total += rank.reduce_end_ps - free_ps - rank.reduce_wait_ps - work.ranks[pp_rank].sums_ps
+    total += (
+        rank.reduce_end_ps - free_ps - rank.reduce_wait_ps - work.ranks[pp_rank].norm_all_reduce_ps
+    )
     assert rank.update_start_ps >= rank.reduce_end_ps + work.norm_ps
     total += rank.update_start_ps - work.norm_ps - rank.reduce_end_ps
     held = work.ranks[pp_rank]
@@ -190,7 +192,7 @@ def test_measured_idle_is_the_closed_form_for_equal_stages_and_free_communicatio
         work=work,
         virtual_stage_costs=((inner,) * vpp,) * pp,
         update_costs=(nothing,) * pp,
-        closing_costs=({moment: Cost(0, Source.DATASHEET) for moment in Moment},) * pp,
+        closing_costs=({moment: Cost(0, Source.DATASHEET) for moment in StepPoint},) * pp,
     )
     times = simulate_folded(work)
     parts, _ = time_breakdown(equal, times)
@@ -265,7 +267,7 @@ def test_memory_of_each_rank_is_static_plus_the_fullest_moment(
         live = max(event.activations_bytes + event.buffers_bytes for event in events)
         assert stage.peak_bytes == memory.static_bytes + live
         # Modules of Megatron-Core keep their last inputs, with gradients, until the next step.
-        left = sum(2 * sent.gradient for sent in memory.sent) if memory.held_at else 0
+        left = sum(2 * sent.gradient for sent in memory.sent) if memory.p2p_position else 0
         stand_ins = memory.buffers_bytes if stack.keeps_stand_ins else 0
         assert events[-1].activations_bytes == left + stand_ins
         assert stage.parameters_bytes == memory.parameters_bytes
@@ -296,13 +298,13 @@ def test_a_full_rank_is_named_without_a_walk_of_all(
     step = job, plan, load_cluster("dgx-a100"), CORE
     need = simulate(*step).memory.device_bytes
     walked: list[object] = []
-    walk = simulation.fullest_event
+    walk = simulation.peak_event
 
     def counted(*step: object, **changes: object) -> object:
         walked.append(step)
         return walk(*step, **changes)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(simulation, "fullest_event", counted)
+    monkeypatch.setattr(simulation, "peak_event", counted)
     for limit in (need, need - 1):
         walked.clear()
         full = simulate(*step, memory_limit_bytes=limit)

@@ -42,7 +42,7 @@ from meshwright.simulator.ledger import (
     gradient_reductions,
     parameter_gathers,
     price,
-    tied_table,
+    tied_embedding_sums,
 )
 from meshwright.simulator.model import BlockRun
 from meshwright.simulator.model.catalogue import load_model
@@ -411,7 +411,7 @@ def test_only_a_tied_table_on_two_ranks_is_reduced_between_them() -> None:
         shape = BlockShape.of(make_job(model, dp), plan, CORE)
         mesh = Mesh(tp=1, dp=dp, pp=pp, node_size=8)
         wire = WireBytes.of(CORE, shape.precision)
-        return price(costs, tied_table(shape, wire, mesh, plan)).time_ps
+        return price(costs, tied_embedding_sums(shape, wire, mesh, plan)).time_ps
 
     assert shared_ps(untied, 2, 2) == shared_ps(tied, 1, 2) == 0
     table_bytes = padded_vocab_size(tied, 1, 128) * 768 * 4

@@ -86,18 +86,18 @@ def test_backward_gathers_beside_the_gradient_of_an_input_and_sums_beside_that_o
     stack = load_stack("megatron-core").model_copy(update={"tp_in_pieces": False})
     shape = BlockShape.of(job_of(1), plan, stack)
     operators = BlockTable().operators(shape, "layer")
-    assert not any(getattr(each, "hides_under", None) for each in operators.forward)
+    assert not any(getattr(each, "overlapped_with", None) for each in operators.forward)
     calls = [each for each in operators.backward if isinstance(each, Collective)]
-    calls = [each for each in calls if each.hides_under]
+    calls = [each for each in calls if each.overlapped_with]
     contracted = [
-        each.hides_under.k
+        each.overlapped_with.k
         for each in calls
-        if each.op is CollectiveOp.ALL_GATHER and each.hides_under
+        if each.op is CollectiveOp.ALL_GATHER and each.overlapped_with
     ]
     tokens = [
-        each.hides_under.k
+        each.overlapped_with.k
         for each in calls
-        if each.op is CollectiveOp.REDUCE_SCATTER and each.hides_under
+        if each.op is CollectiveOp.REDUCE_SCATTER and each.overlapped_with
     ]
     assert sorted(contracted) == [3 * 256 // 2, 4 * 256 // 2]  # outputs of a rank
     assert tokens == [MODEL.seq_len] * 2
@@ -110,7 +110,7 @@ def covers(model: ModelSpec, kind: BlockKind, phase: str) -> list[tuple[str, str
     operators = BlockTable().operators(BlockShape.of(job, plan, load_stack("megatron-core")), kind)
     calls = (each for each in getattr(operators, phase) if isinstance(each, Collective))
     return [
-        (each.op.value, each.hides_under and each.hides_under.name)
+        (each.op.value, each.overlapped_with and each.overlapped_with.name)
         for each in calls
         if each.axis is Axis.TP
     ]

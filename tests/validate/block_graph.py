@@ -8,7 +8,7 @@ from block_modules import BATCH, GROUPS, HEAD, HEADS, TOKENS, WIDE, WIDTH, WORDS
 from block_witness import Measured
 
 from meshwright.hwprofiles import CollectiveOp, LossKernel
-from meshwright.simulator.blocks.kinds import Ending, walk
+from meshwright.simulator.blocks.kinds import BorderGradients, walk
 from meshwright.simulator.blocks.losses import loss_of
 from meshwright.simulator.blocks.shape import BlockShape
 from meshwright.simulator.graph import (
@@ -46,7 +46,7 @@ Build = Callable[[Block], Sequence[Tensor]]  # writes a block down, and returns 
 PYTORCH = Lowering(
     fuses_products=False,
     fuses_gate=False,
-    fuses_places=False,
+    fuses_redistribute=False,
     fuses_residual=False,
     saves_first=True,
     weight_gradients=WeightGradients.KEPT,
@@ -55,7 +55,7 @@ PYTORCH = Lowering(
 ADDED = replace(PYTORCH, weight_gradients=WeightGradients.ADDED)
 CAST = replace(PYTORCH, casts=True)
 CAST_ADDED = replace(ADDED, casts=True)
-MEGATRON = replace(PYTORCH, fuses_places=True, fuses_residual=True)
+MEGATRON = replace(PYTORCH, fuses_redistribute=True, fuses_residual=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ def derive_block(shape: BlockShape, kind: str) -> Measured:
     keeps = not (
         shape.stack.megatron_layers or shape.stack.autocast
     )  # FSDP does, until its unit is done
-    ending = Ending(keeps_gradients=keeps)
+    ending = BorderGradients(keeps_gradients=keeps)
     return as_measured(walk(shape, kind, ending=ending))
 
 

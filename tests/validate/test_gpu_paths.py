@@ -38,7 +38,7 @@ from meshwright.validate.counting.finished_work import done  # noqa: E402
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
 from meshwright.validate.device import attention_kernels  # noqa: E402
 from meshwright.validate.device import facts as driver  # noqa: E402
-from meshwright.validate.device.attention_kernels import Attended  # noqa: E402
+from meshwright.validate.device.attention_kernels import SavedAttention  # noqa: E402
 from meshwright.validate.device.memory import DeviceMemory  # noqa: E402
 from meshwright.validate.probe import stage_probe as probe  # noqa: E402
 from meshwright.validate.programs.build import build_program  # noqa: E402
@@ -152,13 +152,13 @@ def test_kernels_of_gpus_are_called_as_their_schemas_say(
     gradient = torch.randn(shapes[0], generator=generator)
     wanted = attention_kernels.attention_forward(query, key, value, causal=True)
     wanted_slopes = attention_kernels.attention_backward(
-        gradient, Attended(query, key, value, *wanted), causal=True
+        gradient, SavedAttention(query, key, value, *wanted), causal=True
     )
     monkeypatch.setattr(attention_kernels, "ATEN", KernelsByHand())
     forward = getattr(attention_kernels, f"{kernel}_forward")
     backward = getattr(attention_kernels, f"{kernel}_backward")
     found = forward(query, key, value, causal=True)
-    found_slopes = backward(gradient, Attended(query, key, value, *found), causal=True)
+    found_slopes = backward(gradient, SavedAttention(query, key, value, *found), causal=True)
     for got, true in zip((*found, *found_slopes), (*wanted, *wanted_slopes), strict=True):
         torch.testing.assert_close(got, true, atol=1e-5, rtol=1e-5)
 

@@ -58,7 +58,7 @@ from meshwright.simulator.graph import (
     whole_product,
 )
 
-TRANSFORMERS = replace(PYTORCH, kernels=Kernels.EAGER, spells_out=True)
+TRANSFORMERS = replace(PYTORCH, kernels=Kernels.EAGER, uses_transformers_ops=True)
 TORCHTITAN = replace(PYTORCH, kernels=Kernels.EAGER)
 LOCAL = replace(MEGATRON, kernels=Kernels.EAGER)
 COMPILED = replace(PYTORCH, kernels=Kernels.COMPILED)

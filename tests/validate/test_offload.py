@@ -39,8 +39,8 @@ from meshwright.validate.comparison.validation import Validation, rank_kinds  # 
 from meshwright.validate.counting.accelerator import (  # noqa: E402
     NAME,
     REGISTER,
-    StandIn,
-    stand_in,
+    DummyAccelerator,
+    dummy_accelerator,
 )
 from meshwright.validate.counting.oracle import RankOracle  # noqa: E402
 from meshwright.validate.ranks.measurement import (  # noqa: E402
@@ -245,11 +245,11 @@ def test_a_release_that_takes_no_device_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(backend_registration, REGISTER, raising=False)
     says = rf"^torch \S+ has no {REGISTER}, .*; allowed: a later release, or --backend gloo$"
     with pytest.raises(PlanError, match=says):
-        stand_in()
+        dummy_accelerator()
 
 
 def test_the_device_does_nothing_in_order() -> None:
-    device = StandIn()
+    device = DummyAccelerator()
     assert (device.is_available(), device.is_initialized()) == (True, True)
     assert (device.device_count(), device.current_device()) == (1, 0)
     stream = device.Stream(priority=-1)
@@ -269,11 +269,11 @@ def test_the_device_does_nothing_in_order() -> None:
 
 OF_A_PROCESS = """
 import torch
-from meshwright.validate.counting.accelerator import stand_in
+from meshwright.validate.counting.accelerator import dummy_accelerator
 from meshwright.validate.counting.fake_cluster import fake_cluster
 
-device = stand_in()
-assert stand_in() == device
+device = dummy_accelerator()
+assert dummy_accelerator() == device
 with fake_cluster(3, 8):
     weight = torch.ones(4, 4, device=device, requires_grad=True)
     (weight @ weight).sum().backward()

@@ -114,11 +114,11 @@ def test_the_kernels_of_attention_are_attention(
     key, value = (random(2, groups, tokens, width) for _ in range(2))
     inputs = [each.to(dtype) for each in (query, key, value)]
     out, log_sum_exp = attention_kernels.attention_forward(*inputs, causal=True)
-    seen = attention_kernels.Attended(*inputs, out, log_sum_exp)
+    seen = attention_kernels.SavedAttention(*inputs, out, log_sum_exp)
     found = attention_kernels.attention_backward(gradient.to(dtype), seen, causal=True)
     on_host = [each.cpu().float() for each in inputs]
     wanted_out, wanted_sum = attention_kernels.attention_forward(*on_host, causal=True)
-    kept = attention_kernels.Attended(*on_host, wanted_out, wanted_sum)
+    kept = attention_kernels.SavedAttention(*on_host, wanted_out, wanted_sum)
     wanted = attention_kernels.attention_backward(gradient.cpu().float(), kept, causal=True)
     for got, true in zip(
         (out, log_sum_exp, *found), (wanted_out, wanted_sum, *wanted), strict=True

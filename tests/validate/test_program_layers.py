@@ -84,7 +84,7 @@ CASES = {
     "latents, full": latent(STRAIGHT, "megatron-core", **FULL),
     "latents over a ring": latent(STRAIGHT, "megatron-core", cp=4, **SP),
     "latents over a ring of swaps": latent(
-        STRAIGHT, "megatron-core", cp=4, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=2
+        STRAIGHT, "megatron-core", cp=4, cp_type=ContextParallel.HYBRID_RING, cp_inner=2
     ),
     "deepseek": latent(DEEPSEEK, "megatron-core", pp=2, ep=4, etp=1, **SP),
     "deepseek over cp": latent(DEEPSEEK, "megatron-core", cp=2, ep=4, etp=1, **SP),

@@ -176,7 +176,7 @@ CASES: dict[str, tuple[str, ResolvedPlan, str]] = {
         ResolvedPlan(
             cp=4,
             cp_inner=2,
-            cp_type=ContextParallel.RING_OF_SWAPS,
+            cp_type=ContextParallel.HYBRID_RING,
             microbatch_size=2,
             stages=(4,),
             zero_stage=1,

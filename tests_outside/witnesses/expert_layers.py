@@ -17,7 +17,7 @@ from meshwright.hwprofiles import (
     load_stack,
 )
 from meshwright.simulator import ResolvedPlan, TrainingJob
-from meshwright.simulator.blocks import BlockShape, Ending, walk
+from meshwright.simulator.blocks import BlockShape, BorderGradients, walk
 from meshwright.simulator.model import EXPERT_LAYER, BlockKind, Experts, LatentAttention, ModelSpec
 from meshwright.validate.counting import RankOracle, fake_cluster
 from meshwright.validate.programs.megatron import default_dtype
@@ -171,7 +171,7 @@ def derived(  # noqa: PLR0913 -- what a layer is, and what its ranks are
         recompute_modules=modules,
     )
     shape = BlockShape.of(job, plan, profile)
-    return as_measured(walk(shape, kind, ending=Ending(keeps_gradients=True)))
+    return as_measured(walk(shape, kind, ending=BorderGradients(keeps_gradients=True)))
 
 
 def counts(x: Tensor, bins: int, **_: object) -> Tensor:

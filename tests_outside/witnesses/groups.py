@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from meshwright.simulator import ResolvedPlan
-from meshwright.simulator.layout import table_rank
+from meshwright.simulator.layout import tied_embedding_rank
 from meshwright.validate.ranks import plan_groups
 
 
@@ -39,7 +39,7 @@ def groups_of(plan: ResolvedPlan, rank: int) -> Mapping[tuple[int, ...], str]:
         own = stage + first + rank % plan.ep
         found["edp"] = range(own, own + shards, plan.ep)
         found["dp"] = found.pop("dp")
-    ends = [found["pp"][0], found["pp"][table_rank(plan)]]
+    ends = [found["pp"][0], found["pp"][tied_embedding_rank(plan)]]
     axes = {tuple(ends): "table"} if pp > 2 else {}
     for axis, ranks in found.items():
         if len(ranks) > 1 and (axis != "parts" or len(ranks) < plan.world_size):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from meshwright.hwprofiles import Precision, Recompute, RecomputeMethod
 from meshwright.planner.tables.texts import layout_text
 from meshwright.simulator import ResolvedPlan, TrainingJob
-from meshwright.simulator.layout import repeated_modules
+from meshwright.simulator.layout import recomputed_modules
 from meshwright.simulator.model import ModelSpec
 from witnesses import apex
 
@@ -57,7 +57,7 @@ def recompute_settings(plan: ResolvedPlan) -> dict[str, object]:
     if plan.recompute is Recompute.NONE:
         return {}
     if plan.recompute is Recompute.SELECTIVE:
-        modules = repeated_modules(plan.recompute, plan.recompute_modules)
+        modules = recomputed_modules(plan.recompute, plan.recompute_modules)
         return {
             "recompute_granularity": "selective",
             "recompute_modules": [*map(str, modules)],
@@ -76,11 +76,11 @@ def embedding_ranks(ranks: list[int], *, config: TransformerConfig, tied: bool) 
     return sorted({*ends})
 
 
-def layout_of(plan: ResolvedPlan, num_predictions: int = 0) -> str | None:
+def layout_of(plan: ResolvedPlan, count_mtp_layers: int = 0) -> str | None:
     """Return the pipeline layout of stages that are not equal."""
     if len({*plan.stages}) <= 1:
         return None
-    return layout_text(plan.stages, num_predictions, plan.prediction_stage)
+    return layout_text(plan.stages, count_mtp_layers, plan.prediction_stage)
 
 
 def activation_of(model: ModelSpec) -> Callable[[Tensor], Tensor]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import StackProfile, Units
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.ledger import Moment, sums_first
+from meshwright.simulator.ledger import StepPoint, sums_first
 from meshwright.simulator.replication import Replication
 from meshwright.simulator.step import PartExchanges, RankExchanges, StageExchanges
 
@@ -52,17 +52,19 @@ class DataParallelTimes(NamedTuple):
     ) -> "DataParallelTimes":
         """Return the times of a *rank*."""
         closing = {moment: cost.time_ps for moment, cost in rank.closing.items()}
-        sums_ps, reduce_ps = closing[Moment.SUMS], closing[Moment.PASSES_DONE]
+        norm_all_reduce_ps, reduce_ps = closing[StepPoint.SUMS], closing[StepPoint.PASSES_DONE]
         times = _of_buckets(rank.virtual_stages)
         if replication.in_units:
             times = _of_units(times, rank.virtual_stages, replication, stack)
         if sums_first(stack):  # while the last reduction of a pass may go on
-            times = times._replace(exposed=max(times.exposed, sums_ps), closing=reduce_ps)
+            times = times._replace(
+                exposed=max(times.exposed, norm_all_reduce_ps), closing=reduce_ps
+            )
         else:
-            times = times._replace(closing=reduce_ps + sums_ps)
+            times = times._replace(closing=reduce_ps + norm_all_reduce_ps)
         return times._replace(
-            tied=closing[Moment.TIED_TABLE],
-            norm=closing[Moment.TOKENS] + closing[Moment.NORM],
+            tied=closing[StepPoint.TIED_TABLE],
+            norm=closing[StepPoint.TOKENS] + closing[StepPoint.NORM],
             update=rank.update.time_ps + rank.updated_ps,
         )
 
@@ -98,12 +100,12 @@ def _of_units(
     units = [unit for stage in stages for unit in stage.units]
     freed = [unit.backward for unit in units if not unit.backward.stays]
     keeps, each = replication.keeps_units, replication.reduces_each_microbatch
-    once = sum(unit.forward.gather_ps for unit in units if unit.forward.is_once)
+    once = sum(unit.forward.gather_ps for unit in units if unit.forward.gathered_once)
     gathered = sum(unit.forward.gather_ps for unit in units) - once
     again = sum(unit.gather_ps for unit in freed)
     reduced, added, last = (
         sum(getattr(unit.backward, name) for unit in units)
-        for name in ("reduce_ps", "again_ps", "last_ps")
+        for name in ("reduce_ps", "accumulate_ps", "last_ps")
     )
     # All units are gathered for every forward pass, and those that it frees for backward; where
     # they stay from a backward pass on these alone, and all others once at least.  A gradient of
@@ -111,7 +113,7 @@ def _of_units(
     port_each = again + (0 if keeps else gathered) + (reduced if each else 0) + added
     port_last = once - added + (gathered if keeps else 0) + (0 if each else reduced) + last
     copied, written = (
-        sum(unit.unpack_ps for unit in gathers if unit.gather_ps and not unit.is_once)
+        sum(unit.unpack_ps for unit in gathers if unit.gather_ps and not unit.gathered_once)
         for gathers in ([unit.forward for unit in units], freed)
     )
     packed = [sum(unit.backward.pack_ps for unit in stage.units) for stage in stages]

@@ -93,7 +93,7 @@ class PartialBounds:
 
 def _deferred(shape: BlockShape) -> BlockShape:
     """Return *shape* with tensor-parallel sums deferred to the step's end, not in its blocks."""
-    return replace(shape, defers_sums=True)
+    return replace(shape, defers_norm_all_reduce=True)
 
 
 def _fastest(nodes: Nodes) -> list[Column]:

@@ -20,7 +20,7 @@ from meshwright.planner.space import (
 )
 from meshwright.simulator import CostModel, ResolvedPlan
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.costs import exchange_times
+from meshwright.simulator.costs import expert_all_to_all_times
 from meshwright.simulator.layout import MAX_ZERO_STAGE, Stage
 from meshwright.simulator.ledger import StepSetting, deferred_sums
 from meshwright.simulator.model import ENDS
@@ -154,7 +154,7 @@ class OverlapLimits:
     def _overlap_limits_ps(self, shape: BlockShape) -> list[int]:
         most = [0] * (2 * len(self._table.kinds))
         for place, kind in enumerate(self._table.kinds[: -len(ENDS)]):
-            for phase, times in enumerate(exchange_times(self._costs, shape, kind)):
+            for phase, times in enumerate(expert_all_to_all_times(self._costs, shape, kind)):
                 share = self._costs.stack.ep_overlap_fraction * sum(times)
                 # Rounded up, so that the bound stays one.
                 most[2 * place + phase] = int(share) + 1 if times else 0

@@ -8,9 +8,9 @@ from meshwright.simulator import ResolvedPlan, StepResult, resolve
 from meshwright.simulator.layout import (
     AXES,
     PLAN_FIELDS,
+    minimal_options,
     overridden,
-    said_of,
-    usual_zero_stages,
+    searched_zero_stages,
 )
 
 Fields = Mapping[str, object]
@@ -28,7 +28,7 @@ def switches(plan: ResolvedPlan, stack: StackProfile) -> Iterator[Fields]:
         others = (each for each in field.choices if each != getattr(plan, name))
         yield from chain.from_iterable(_chosen(plan, name, each) for each in others)
     yield from (
-        {"zero_stage": stage} for stage in usual_zero_stages(stack) if stage > plan.zero_stage
+        {"zero_stage": stage} for stage in searched_zero_stages(stack) if stage > plan.zero_stage
     )
     if plan.num_shards < plan.dp_cp:
         yield {"dp_shard": plan.dp}
@@ -46,7 +46,7 @@ def switches(plan: ResolvedPlan, stack: StackProfile) -> Iterator[Fields]:
 
 def _chosen(plan: ResolvedPlan, name: str, value: object) -> Iterator[Fields]:
     """Yield the changes of *plan* to one value of a field: of hybrid cp for each group size."""
-    if value is ContextParallel.RING_OF_SWAPS:
+    if value is ContextParallel.HYBRID_RING:
         sizes = (each for each in range(2, plan.cp) if plan.cp % each == 0)
         yield from ({name: value, "cp_inner": each} for each in sizes)
     elif name == "cp_type" and plan.cp_inner is not None:
@@ -64,7 +64,7 @@ def neighbours(plan: ResolvedPlan, stack: StackProfile) -> Iterator[Fields]:
     yield from switches(plan, stack)
     yield {"microbatch_size": 2 * plan.microbatch_size}
     yield from (
-        {"zero_stage": stage} for stage in usual_zero_stages(stack) if stage < plan.zero_stage
+        {"zero_stage": stage} for stage in searched_zero_stages(stack) if stage < plan.zero_stage
     )
     if stack.strategy is not Strategy.MESH:
         return
@@ -83,7 +83,7 @@ def switched(step: StepResult, fields: Fields) -> tuple[ResolvedPlan, Fields]:
         PlanError: If there is no such plan.
     """
     job, cluster, stack, plan = step.job, step.cluster, step.stack, step.plan
-    options = overridden(said_of(job, cluster, stack, plan), fields, plan, keeps_model=True)
+    options = overridden(minimal_options(job, cluster, stack, plan), fields, plan, keeps_model=True)
     changed = resolve(job, cluster, stack, options, num_gpus=plan.world_size)
     if not fields.keys() & AXES.keys():
         return changed, fields

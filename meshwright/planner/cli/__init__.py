@@ -1,14 +1,14 @@
 """Commands of the planner, from options to results."""
 
-from meshwright.planner.cli.buckets import with_buckets
+from meshwright.planner.cli.buckets import with_bucket_size
 from meshwright.planner.cli.commands import (
     NOTHING_FITS,
     STEP_WIDTH,
     check_json,
     check_outputs,
     print_report,
+    print_written,
     progress_bar,
-    say_written,
     show,
     tell,
     write_text,
@@ -23,14 +23,14 @@ __all__ = [
     "check_json",
     "check_outputs",
     "print_report",
+    "print_written",
     "progress_bar",
     "read_budget",
     "read_limits",
     "read_setting",
     "resolve_plan",
-    "say_written",
     "show",
     "tell",
-    "with_buckets",
+    "with_bucket_size",
     "write_text",
 ]

@@ -7,7 +7,7 @@ from meshwright.simulator import PlanError
 from meshwright.simulator.replication import WireBytes
 
 
-def with_buckets(setting: Setting, given: Given) -> Setting:
+def with_bucket_size(setting: Setting, given: Given) -> Setting:
     """Return *setting* with a stack of the given gradient bucket size, if one is given.
 
     Raises:

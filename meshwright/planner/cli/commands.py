@@ -82,7 +82,7 @@ def run_search(
         return search_report(result, budget, largest)
 
     show(output.json, document, report, SEARCH_WIDTH)
-    say_written(output, written)
+    print_written(output, written)
     return 0 if result.plans else NOTHING_FITS
 
 
@@ -96,12 +96,12 @@ def run_simulate(
 ) -> int:
     """Run ``meshwright simulate``; return its exit status."""
     from meshwright.planner.changes import cheapest_changes
-    from meshwright.planner.cli.buckets import with_buckets
+    from meshwright.planner.cli.buckets import with_bucket_size
     from meshwright.planner.cli.growth import simulated
     from meshwright.planner.cli.request import read_budget, read_setting
     from meshwright.planner.reports import check_file, new_file, step_document
 
-    setting = with_buckets(read_setting(job, files.plan), replication)
+    setting = with_bucket_size(read_setting(job, files.plan), replication)
     given = {**layout, **replication}
     budget = read_budget(money, setting.cluster)
     folder = check_outputs(output)
@@ -130,7 +130,7 @@ def run_simulate(
         return step_report(*parts)
 
     show(output.json, lambda: step_document(*parts), report, STEP_WIDTH)
-    say_written(output, written, files.trace)
+    print_written(output, written, files.trace)
     # A quantity of which no value fits ends as a search in which nothing fits.
     return NOTHING_FITS if largest is not None and largest.value is None else 0
 
@@ -144,7 +144,7 @@ def run_matmul(options: "MatmulOptions", output: "OutputOptions") -> int:
     check_outputs(output)
     written = () if output.out is None else write_matmul(study, Path(output.out))
     show(output.json, lambda: matmul_document(study), lambda: matmul_report(study), MATMUL_WIDTH)
-    say_written(output, written)
+    print_written(output, written)
     return 0
 
 
@@ -222,7 +222,7 @@ def show(
     print_report(report(), width)
 
 
-def say_written(output: "JsonOptions", names: Sequence[str] = (), *files: str | None) -> None:
+def print_written(output: "JsonOptions", names: Sequence[str] = (), *files: str | None) -> None:
     """Print the paths that were written, unless standard output is taken.
 
     Args:

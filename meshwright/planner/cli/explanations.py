@@ -14,8 +14,8 @@ from meshwright.planner.cli.commands import (
     STEP_WIDTH,
     check_json,
     check_outputs,
+    print_written,
     progress_bar,
-    say_written,
     show,
     tell,
 )
@@ -45,7 +45,7 @@ def run_explain(
     output: "JsonOptions",
 ) -> int:
     """Run ``meshwright explain``; return its exit status."""
-    from meshwright.planner.cli.buckets import with_buckets
+    from meshwright.planner.cli.buckets import with_bucket_size
     from meshwright.planner.cli.request import read_setting, resolve_plan
     from meshwright.planner.explain import explain, explanation_document, explanation_report
     from meshwright.planner.reports import is_plan_file
@@ -56,7 +56,7 @@ def run_explain(
         if plan_file is not None:
             raise PlanError(f"--plan {plan_file} and {job.model} are two plans; allowed: one")
         job, plan_file = replace(job, model=None), job.model
-    setting = with_buckets(read_setting(job, plan_file), replication)
+    setting = with_bucket_size(read_setting(job, plan_file), replication)
     plan = resolve_plan(setting, {**layout, **replication})
     check_json(output)
     with progress_bar() as progress:
@@ -74,7 +74,7 @@ def run_explain(
         lambda: explanation_report(explanation),
         STEP_WIDTH,
     )
-    say_written(output)
+    print_written(output)
     return 0
 
 
@@ -120,7 +120,7 @@ def run_compare(
         lambda: comparison_report(comparison),
         STEP_WIDTH,
     )
-    say_written(output, written)
+    print_written(output, written)
     return 0
 
 

@@ -35,12 +35,12 @@ from meshwright.simulator.layout import (
     PLAN_FIELDS,
     SERVER_FIELDS,
     default_precision,
+    minimal_options,
     overridden,
     resolve,
-    said_of,
 )
 from meshwright.simulator.memory import usable_bytes
-from meshwright.simulator.model import AnyModel, with_predictions
+from meshwright.simulator.model import AnyModel, with_mtp_layers
 
 
 class Setting(NamedTuple):
@@ -136,7 +136,7 @@ def _job(
         )
     if options.prediction_layers is not None:
         # MTP layers are the model's: the job that is saved keeps them.
-        model = with_predictions(model, options.prediction_layers)
+        model = with_mtp_layers(model, options.prediction_layers)
     # Another model has its own sequence length.
     keeps_length = saved_job is not None and saved_job.model == model
     precision = saved_job.precision if saved_job else default_precision(cluster.device, stack)
@@ -168,7 +168,7 @@ def resolve_plan(setting: Setting, given: Given) -> ResolvedPlan:
     plan_values, num_gpus = plan_words(given), setting.num_gpus
     saved = setting.saved
     if saved is not None:
-        base = said_of(saved.job, saved.cluster, saved.stack, saved.plan)
+        base = minimal_options(saved.job, saved.cluster, saved.stack, saved.plan)
         keeps_model = saved.job.model == setting.job.model
         # With --dp and without --gpus the degrees decide the world size.
         if num_gpus is None and "dp" not in plan_values:

@@ -253,7 +253,7 @@ def _probe(given: Given, setting: Setting) -> ResolvedPlan:
         "tp": tp,
         "cp": given.get("cp", given.get("cp_inner", 1)),
         # Only hybrid ring + all-to-all has an inner group.
-        "cp_inner": 1 if given.get("cp_type") is ContextParallel.RING_OF_SWAPS else None,
+        "cp_inner": 1 if given.get("cp_type") is ContextParallel.HYBRID_RING else None,
         "dp": ep * cast("int", given.get("dp", 2 * _number(given, "dp_shard"))),
         "ep": ep,
         "attention": stack.attention,

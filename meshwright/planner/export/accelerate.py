@@ -7,7 +7,7 @@ from meshwright.planner.configuration import yaml_text
 from meshwright.planner.tables import (
     Codec,
     Facts,
-    FileWords,
+    FileValues,
     Keys,
     MissingError,
     Program,
@@ -41,7 +41,7 @@ def _write_mesh(roles: Roles, facts: Facts) -> Keys:
     return {roles["replicas"]: dp // shards, roles["shards"]: shards, roles["tp"]: tp}
 
 
-def _read_mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_mesh(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the mesh: an axis that is absent is 1, and all ranks are in it.
 
     So ParallelismConfig checks it (parallelism_config.py).
@@ -62,7 +62,7 @@ def _read_mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys
     return {"tp": tp, "dp": dp, "dp_shard": shards}
 
 
-def _read_strategy(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_strategy(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the sharding strategy of FSDP, which has a name and a number."""
     key, ranks, nodes = roles["strategy"], facts.world_size, facts.number("num_nodes")
     strategy = str(keys.get(key, STRATEGIES[0])).upper()
@@ -86,7 +86,7 @@ def _write_steps(roles: Roles, facts: Facts) -> Keys:
     return {roles["steps"]: facts.num_microbatches}
 
 
-def _read_steps(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_steps(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the batch of the accumulation steps; ``auto`` leaves them to the script.
 
     Where nothing says them DeepSpeedPlugin of Accelerate 1.15 takes ``auto``.

@@ -7,7 +7,7 @@ from meshwright.planner.configuration import json_keys
 from meshwright.planner.tables import (
     Codec,
     Facts,
-    FileWords,
+    FileValues,
     Keys,
     MissingError,
     Program,
@@ -36,7 +36,7 @@ def _write_batches(roles: Roles, facts: Facts) -> Keys:
     }
 
 
-def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     values = {name: keys[roles[name]] for name in NAMES if keys.get(roles[name]) is not None}
     given = {name: words.whole(keys, roles[name], 1) for name in values if values[name] != AUTO}
     if len(given) < len(NAMES):
@@ -53,7 +53,7 @@ def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
 
 
 def _completed(
-    roles: Roles, given: Mapping[str, int], steps: int | None, facts: Facts, words: FileWords
+    roles: Roles, given: Mapping[str, int], steps: int | None, facts: Facts, words: FileValues
 ) -> Keys:
     """Return batch sizes completed as _set_batch_related_parameters of DeepSpeed does.
 
@@ -82,7 +82,7 @@ def _completed(
     return {"global_batch_size": batch, "microbatch_size": size, "dp": dp}
 
 
-def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the format that is switched on: fp32 if none is, as in DeepSpeed."""
     switches = {name: keys.get(key) or False for name, key in roles.items()}
     for name, value in switches.items():
@@ -101,7 +101,7 @@ def _read_precision(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
     return {}
 
 
-def _read_stage(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_stage(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the ZeRO stage; with stage 3 parameters have to be prefetched a layer ahead.
 
     DeepSpeed takes ``auto`` for nothing, of which Accelerate has made a 2 where it reads the file.
@@ -140,7 +140,7 @@ def _is_between(value: object, least: int, most: int | None) -> bool:
     return value >= least and (most is None or value <= most)
 
 
-def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the offload to the host: old files have switches, others sections."""
     offloaded = []
     for part in ("optimizer", "parameters"):
@@ -161,7 +161,7 @@ def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     return {"offload": value_of("offload", offloaded[-1] if offloaded else "none")}
 
 
-def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the bucket size in parameters; transformers' ``auto`` is hidden_size squared."""
     size = keys.get(roles["size"])
     if size == AUTO:
@@ -173,7 +173,7 @@ def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     return {STACK_BUCKET: words.whole({roles["size"]: whole}, roles["size"], 1)}
 
 
-def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the overlap of gradient reduction with backward: stage 3 has it unless told."""
     overlaps = keys.get(roles["overlap"])
     if overlaps in (None, AUTO):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from meshwright.hwprofiles import Profile
-from meshwright.planner.tables import Facts, FileWords, Keys, Roles
+from meshwright.planner.tables import Facts, FileValues, Keys, Roles
 from meshwright.records import Field
 from meshwright.simulator import ModelSpec, PlanError, load_model
 from meshwright.simulator.model import parse_model
@@ -85,7 +85,7 @@ def flavor_model(name: str, flavor: str, seq_len: int) -> ModelSpec:
     return parse_model({**LIKE_LLAMA, **sizes, **named}, origin="model.flavor of torchtitan")
 
 
-def read_flavor(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def read_flavor(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the model of a flavor; what is left out is as in JobConfig's Model."""
     of_name, of_flavor = roles["name"], roles["flavor"]
     if not keys.keys() & {of_name, of_flavor}:
@@ -124,7 +124,7 @@ def _check_sizes(sizes: Mapping[str, object], roles: Roles, keys: Keys, facts: F
         )
 
 
-def read_config(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def read_config(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the model of a configuration of 0.3: ``llama3_8b``."""
     module, config = keys.get(roles["module"]), keys.get(roles["config"])
     if module != "llama3":

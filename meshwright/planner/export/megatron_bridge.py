@@ -20,7 +20,7 @@ from meshwright.planner.tables import (
     Codec,
     Export,
     Facts,
-    FileWords,
+    FileValues,
     Keys,
     MissingError,
     Program,
@@ -56,7 +56,7 @@ def _hydra(value: object) -> str:
     return "null" if value is None else theirs(value)
 
 
-def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the model of a recipe, with the vocabulary that its tokenizer has.
 
     Raises:
@@ -110,7 +110,7 @@ def _write_stages(roles: Roles, facts: Facts) -> Keys:
     return layout | {roles["embedding"]: False, roles["loss"]: False}
 
 
-def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return stages; embedding and loss may each count as a layer of the even split."""
     layout = dict(CODECS["layout of Megatron"].read(roles, keys, facts, words))  # type: ignore[misc]
     first, last = (keys.get(roles[each]) is True for each in ("embedding", "loss"))
@@ -132,7 +132,7 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     return layout | {"stages": tuple(stages)}
 
 
-def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileValues) -> Keys:
     stored = cast("Precision | None", facts.get("storage"))
     # Gradients of fp16 are kept in fp16 unless told, those of bf16 in fp32.
     is_half = keys.get(roles["fp32"], stored is not Precision.FP16) is False
@@ -146,7 +146,7 @@ def _overlap(fact: str) -> Codec:
     context parallelism are none (_get_optimizer_overlap_cfgs of comm_overlap.py).
     """
 
-    def read(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+    def read(roles: Roles, keys: Keys, facts: Facts, _: FileValues) -> Keys:
         switch = keys.get(roles["switch"])
         if switch is None:
             model_ranks = facts.number("tp") * facts.number("pp") * facts.number("cp")
@@ -163,7 +163,7 @@ def _write_bucket(roles: Roles, facts: Facts) -> Keys:
     return {roles["size"]: max(cast("int", facts.get(f"stack.{BUCKET}")), per_replica * ranks)}
 
 
-def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_bucket(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the bucket size in parameters, unless it is the default.
 
     That is distributed_data_parallel.py of megatron/core/distributed.
@@ -184,7 +184,7 @@ def _write_moments(roles: Roles, facts: Facts) -> Keys:
     return {roles["switch"]: True} | {roles[each]: f"torch.{name}" for each in ("first", "second")}
 
 
-def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     if keys.get(roles["switch"]) is not True:
         return {}
     formats = {

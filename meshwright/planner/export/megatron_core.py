@@ -20,9 +20,9 @@ from meshwright.hwprofiles import (
     StageSplit,
     changed_facts,
 )
-from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Roles, layout_text
+from meshwright.planner.tables import Codec, Facts, FileValues, Keys, Roles, layout_text
 from meshwright.simulator import ModelSpec, PlanError
-from meshwright.simulator.layout import check_predictions, prediction_place, read_layout
+from meshwright.simulator.layout import check_mtp_layers, layout_mtp_stage, read_layout
 from meshwright.simulator.schedules import core_group
 
 Part = TypeVar("Part", bound=StrEnum)
@@ -44,7 +44,7 @@ SEGMENT_SETTINGS = {
 }
 
 
-def _read_zero(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_zero(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the ZeRO stage of the distributed optimizer's keys, or Megatron-FSDP's."""
     strategy = roles["strategy"]
     if keys.get(roles["switch"]) is True:
@@ -92,7 +92,7 @@ def _write_instances(roles: Roles, facts: Facts) -> Keys:
     return {roles["instances"]: instances} if instances > 1 else {}
 
 
-def _read_instances(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_instances(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the data-parallel ranks of a distributed-optimizer instance, with whole sequences.
 
     Raises:
@@ -116,7 +116,7 @@ def _write_sizes(roles: Roles, facts: Facts) -> Keys:
     return {roles["sizes"]: [inner, facts.number("cp") // inner]} if inner else {}
 
 
-def _read_sizes(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_sizes(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     sizes, ranks = roles["sizes"], roles["ranks"]
     group_sizes = [int(each) for each in re.findall(r"\d+", str(keys.get(sizes)))]
     if len(group_sizes) != TWO_LEVELS or prod(group_sizes) != keys[ranks]:
@@ -137,7 +137,7 @@ def _write_recompute(roles: Roles, facts: Facts) -> Keys:
     return {roles[name]: value for name, value in recompute_keys.items()}
 
 
-def _read_recompute(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_recompute(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     recompute_keys = {role: keys[key] for role, key in roles.items() if keys.get(key) is not None}
     parts = _modules(words, roles[MODULES], keys, RecomputeModule)
     # Core attention alone is what selective recomputes without a list.
@@ -175,7 +175,7 @@ def _layers(recompute_keys: Keys) -> Keys | None:
     }
 
 
-def _modules(words: FileWords, key: str, keys: Keys, kinds: Iterable[Part]) -> tuple[Part, ...]:
+def _modules(words: FileValues, key: str, keys: Keys, kinds: Iterable[Part]) -> tuple[Part, ...]:
     """Return the modules of a layer that a key names, in one text or as a list."""
     value = keys.get(key)
     if isinstance(value, str):
@@ -200,7 +200,7 @@ def _write_offload(roles: Roles, facts: Facts) -> Keys:
     return {roles["fine"]: True, roles[MODULES]: names} if modules else {}
 
 
-def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_offload(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     offload: Keys = {}
     if "switch" not in roles or keys.get(roles["switch"]) is True:
         number = words.whole(keys, roles["layers"], 0, least=0)
@@ -226,7 +226,7 @@ def _virtual(roles: Roles) -> str:
     return roles.get("virtual") or roles["virtual_of_even"]
 
 
-def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     layout, virtual, pp = roles["layout"], _virtual(roles), facts.number("pp")
     if keys.get(layout) is None:
         count = words.whole({virtual: keys.get(virtual) or 1}, virtual, 1)
@@ -241,13 +241,13 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     text = words.word(keys, layout, "")
     try:
         stages = read_layout(text)
-        check_predictions(text, facts.number(MTP_LAYERS))
+        check_mtp_layers(text, facts.number(MTP_LAYERS))
     except PlanError as error:
         raise PlanError(f"{layout} of {words.framework}: {error}") from None
     # Stages go round the ranks: as many on each.
     if len(stages) % pp:
         raise words.unknown(layout, text, (f"a multiple of {pp} stages",))
-    place = {MTP_STAGE: prediction_place(text)}
+    place = {MTP_STAGE: layout_mtp_stage(text)}
     return place | {"stages": stages, "num_virtual_stages": len(stages) // pp}
 
 
@@ -264,7 +264,7 @@ def _write_group(roles: Roles, facts: Facts) -> Keys:
     return {} if size in {None, facts.number("pp")} else {roles["size"]: size}
 
 
-def _read_group(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_group(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     key = roles["size"]
     size = None if keys.get(key) is None else words.whole(keys, key, 1)
     return {} if size in {None, _core_group_size(facts)} else {"microbatch_group_size": size}
@@ -296,7 +296,7 @@ def _write_graphs(roles: Roles, facts: Facts) -> Keys:
     return graph_keys | ({roles["scope"]: [*UP_TO_EXPERTS]} if _leaves_experts_out(facts) else {})
 
 
-def _read_graphs(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_graphs(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the CUDA graphs: of layers as far as a plan has them captured, or of a whole step."""
     no_graphs, scope = str(CudaGraphs.NONE), roles["scope"]
     impl = words.word(
@@ -329,7 +329,7 @@ def _write_capacity(roles: Roles, facts: Facts) -> Keys:
     return {} if factor is None else {roles["factor"]: factor, roles["pad"]: True}
 
 
-def _read_capacity(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_capacity(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the capacity factor of experts; dropping tokens without padding is in no plan."""
     factor, has_padding = keys.get(roles["factor"]), keys.get(roles["pad"]) is True
     if isinstance(factor, int | float) and factor < 0:  # as no word (TransformerConfig)
@@ -353,7 +353,7 @@ def _write_segments(roles: Roles, facts: Facts) -> Keys:
     return variables | ({roles["registers"]: "0"} if facts.get(GRAPHS) != CudaGraphs.NONE else {})
 
 
-def _read_segments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_segments(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     words.held(keys, roles["registers"], ("0", "1"))
     words.held(keys, roles["grow"], tuple(SEGMENT_SETTINGS.values()))
     setting = keys.get(roles["grow"])  # without a word they are as the stack has them

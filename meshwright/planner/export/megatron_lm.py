@@ -11,7 +11,7 @@ from typing import cast
 from meshwright.hwprofiles import Dispatcher, Precision, StageSplit
 from meshwright.planner.export import megatron_core
 from meshwright.planner.export.megatron_model import MODEL
-from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Program, Roles, flags
+from meshwright.planner.tables import Codec, Facts, FileValues, Keys, Program, Roles, flags
 from meshwright.simulator import PlanError
 
 # Formats of exp_avg_dtype; the first is that of any other optimizer.
@@ -21,12 +21,12 @@ MOMENTS = Precision.FP32, Precision.FP16, Precision.BF16, Precision.FP8
 BACKENDS = {"auto": "flash", "flash": "flash", "fused": "flash", "unfused": "unfused"}
 
 
-def _ranks_of_replica(roles: Roles, keys: Keys, words: FileWords) -> int:
+def _ranks_of_replica(roles: Roles, keys: Keys, words: FileValues) -> int:
     """Return the ranks of one replica: tp x pp x cp."""
     return prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp"))
 
 
-def _read_ranks(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_ranks(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     world, replica_ranks = facts.world_size, _ranks_of_replica(roles, keys, words)
     if world % replica_ranks:
         raise PlanError(f"{world} ranks are no multiple of the {replica_ranks} of tp, pp and cp")
@@ -37,7 +37,7 @@ def _write_batch(roles: Roles, facts: Facts) -> Keys:
     return {roles["batch"]: facts.get("global_batch_size")}
 
 
-def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the global batch size: by default one microbatch of each replica."""
     if roles["batch"] in keys:
         return {"global_batch_size": keys[roles["batch"]]}
@@ -45,7 +45,7 @@ def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     return {"global_batch_size": size * (facts.world_size // _ranks_of_replica(roles, keys, words))}
 
 
-def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the attention kernel; NVTE_ variables exclude some (language_module.py)."""
     backend = words.word(keys, roles["backend"], "auto")
     if backend not in BACKENDS:
@@ -62,7 +62,7 @@ def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     return {"attention": BACKENDS[backend]}
 
 
-def _read_sequence_parallel(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+def _read_sequence_parallel(roles: Roles, keys: Keys, facts: Facts, _: FileValues) -> Keys:
     """Return sequence parallelism, which is off on one tensor-parallel rank."""
     return {"sequence_parallel": keys.get(roles["switch"]) is True and facts.number("tp") > 1}
 
@@ -82,7 +82,7 @@ def _write_gradients(roles: Roles, facts: Facts) -> Keys:
     return {roles["bf16"]: True} if stored is Precision.BF16 else {}
 
 
-def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+def _read_gradients(roles: Roles, keys: Keys, facts: Facts, _: FileValues) -> Keys:
     if facts.get("precision") is None:
         return {}  # which is refused
     stored = _stored(facts)
@@ -98,7 +98,7 @@ def _write_weights(roles: Roles, facts: Facts) -> Keys:
     return dict.fromkeys(roles.values(), True) if holds else {}
 
 
-def _read_weights(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_weights(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the fact that weights are 8-bit alone; MXFP8 ones are gathered in gradient buffers."""
     switches = {key: keys.get(key) is True for key in roles.values()}
     if len({*switches.values()}) > 1:
@@ -120,7 +120,7 @@ def _write_moments(roles: Roles, facts: Facts) -> Keys:
     return moment_keys | ({roles["gradients"]: "bf16"} if gradient_format is Precision.BF16 else {})
 
 
-def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     first, second = roles["first"], roles["second"]
     on = roles["switch"] in keys
     default = str(Precision.FP32)
@@ -132,7 +132,7 @@ def _read_moments(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     return {"moment_precision": Precision(str(formats[first]))} if on else {}
 
 
-def _read_dispatcher(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_dispatcher(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the token dispatcher of experts; on one rank tokens go nowhere."""
     kind = words.word(keys, roles["type"], "allgather")
     backends = Dispatcher.DEEPEP, Dispatcher.HYBRIDEP
@@ -170,7 +170,7 @@ def _write_core(codec: str, roles: Roles, facts: Facts) -> Keys:
     return core_codec.write(core_roles, facts)
 
 
-def _read_recompute(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_recompute(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the recomputation, which releases before 2022-05 set by switches."""
     keys = dict(keys)
     if keys.get(roles["selective"]) is True:
@@ -184,7 +184,7 @@ def _read_recompute(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
     return core_codec.read(core_roles, keys, facts, words)
 
 
-def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the layers of stages, for which Megatron-LM has options of its own, too."""
     core_codec, core_roles = _core_codec(LAYOUT, roles)
     assert core_codec.read is not None
@@ -205,7 +205,7 @@ def _read_stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Ke
     return split
 
 
-def _stages(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _stages(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the stages of get_num_layers_to_build (core/transformer/transformer_block.py)."""
     pp, num_layers = facts.number("pp"), 1 if facts.model is None else facts.model.num_layers
     layers = words.whole(keys, roles["layers"], num_layers)

@@ -13,7 +13,7 @@ from meshwright.planner.export.megatron_core import expert_fields
 from meshwright.planner.tables import (
     Codec,
     Facts,
-    FileWords,
+    FileValues,
     Keys,
     MissingError,
     Roles,
@@ -75,7 +75,7 @@ def write_model(_: Roles, facts: Facts) -> Keys:
     }
 
 
-def read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def read_model(_: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the model that the options of a file describe.
 
     What they leave open, such as the vocabulary of a tokenizer's files, is that of ``--model``.
@@ -132,7 +132,7 @@ class _ModelOptions(NamedTuple):
     """Options of a file that describe a model, and their reader."""
 
     keys: Keys
-    words: FileWords
+    words: FileValues
 
     def has(self, key: str) -> bool:
         """Return True if a switch stands in the file."""

@@ -12,7 +12,7 @@ from meshwright.records import Field
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "recipes"
 FINE_TUNING = ("_sft_", "_peft_", "_lora_", "_dora_", "_finetune_")
 
-Said = bool | int | float | str | list[str | int] | dict[str, str | int]
+UserOptions = bool | int | float | str | list[str | int] | dict[str, str | int]
 """A value of a recipe's key."""
 
 
@@ -31,7 +31,7 @@ class Recipe(Profile):
     model: str = ""
     sizes: dict[str, bool | int] = Field({})
     release: str = ""
-    keys: dict[str, Said] = Field({})
+    keys: dict[str, UserOptions] = Field({})
 
     def has_section(self, name: str) -> bool:
         """Return True if it fills a section, so that an override may set keys in it."""
@@ -40,7 +40,7 @@ class Recipe(Profile):
 
 class _File(Profile):
     source: str
-    usual: dict[str, Said]
+    usual: dict[str, UserOptions]
     recipes: dict[str, Recipe]
     refused: dict[str, str]
 

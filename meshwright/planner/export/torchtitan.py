@@ -18,7 +18,7 @@ from meshwright.planner.tables import (
     Codec,
     Export,
     Facts,
-    FileWords,
+    FileValues,
     Keys,
     MissingError,
     Program,
@@ -50,7 +50,7 @@ def _write_replicas(roles: Roles, facts: Facts) -> Keys:
     return {roles["replicate"]: facts.number("dp") // shards, roles["shard"]: shards}
 
 
-def _read_replicas(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_replicas(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     shard = roles["shard"]
     replicas = words.whole(keys, roles["replicate"], 1)
     shards = words.whole(keys, shard, -1, least=-1)
@@ -74,7 +74,7 @@ def _write_batches(roles: Roles, facts: Facts) -> Keys:
     return {**batches, local: size * facts.num_microbatches, micro: size}
 
 
-def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_batches(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     local = words.whole(keys, roles["local"], 8)
     pass_size = local * facts.number("dp")
     batch = words.whole(keys, roles["batch"], -1, least=-1)
@@ -98,7 +98,7 @@ def _write_stages(head: str, roles: Roles, facts: Facts) -> Keys:
     return {roles["parts"]: parts}
 
 
-def _read_stages(head: str, roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_stages(head: str, roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     key, pp = roles["parts"], facts.number("pp")
     if pp == 1:
         return {}
@@ -116,7 +116,7 @@ def _read_stages(head: str, roles: Roles, keys: Keys, facts: Facts, words: FileW
     return {"stages": stages, "num_virtual_stages": len(parts) // pp}
 
 
-def _even_stages(key: str, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _even_stages(key: str, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return stages as pipeline_llm makes them: two on a rank that interleaves, or by a size.
 
     Ends count as a layer each.
@@ -144,7 +144,7 @@ def _write_reshard(roles: Roles, facts: Facts) -> Keys:
     return {roles["policy"]: "always" if reshards else "never"}
 
 
-def _read_reshard(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_reshard(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     choices = {"default": facts.number("pp") == 1, "always": True, "never": False}
     policy = str(keys.get(roles["policy"], "default"))
     if policy not in choices:
@@ -152,7 +152,7 @@ def _read_reshard(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     return {"reshard_after_forward": choices[policy]}
 
 
-def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the format; a section of float8 counts where its converter is named."""
     param = str(keys.get(roles["param"], "bfloat16"))
     if param not in FORMATS:
@@ -175,7 +175,7 @@ def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     return {"precision": Precision.FP8}
 
 
-def _read_compiled(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
+def _read_compiled(_: Roles, keys: Keys, _facts: Facts, words: FileValues) -> Keys:
     """Return the kernels of layers; a compiled loss is in no plan."""
     components = words.names(keys, COMPILED, ("model", "loss"))
     switch = keys.get("compile.enable", False)
@@ -197,7 +197,7 @@ def _write_checkpoints(roles: Roles, facts: Facts) -> Keys:
     return {mode: mode_name, **({option: OPERATORS} if mode_name == SELECTIVE else {})}
 
 
-def _read_checkpoints(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_checkpoints(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     mode, option = keys.get(roles["mode"], SELECTIVE), str(keys.get(roles["option"], "2"))
     if spelled(mode) not in MODES:
         raise words.unknown(roles["mode"], mode, MODES)

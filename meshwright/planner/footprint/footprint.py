@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from meshwright.hwprofiles import Cluster, CudaGraphs, counted
 from meshwright.planner.footprint.groups import (
     MOST_LIVE_BYTES,
-    FullestRanks,
+    LargestPeaks,
     PipelineGroup,
     pipeline_groups,
 )
@@ -29,7 +29,7 @@ from meshwright.simulator.memory import (
     num_communicators,
     symmetric_bytes,
 )
-from meshwright.simulator.model import shares_table
+from meshwright.simulator.model import shares_embedding
 from meshwright.simulator.replication import blocks_of, narrow_shard_bytes
 
 Progress = Callable[[str, int, int], None]
@@ -89,7 +89,7 @@ class Footprint:
         progress: Progress | None = None,
     ) -> PeakBytes[Column]:
         """Return the largest peaks of each layout; see `peak_bytes`."""
-        peaks = FullestRanks.of(self._space, most_bytes)
+        peaks = LargestPeaks.of(self._space, most_bytes)
 
         def tell(done: int, total: int) -> None:
             if progress is not None:
@@ -113,7 +113,7 @@ class Footprint:
 
 
 def _add_group(
-    peaks: FullestRanks, group: PipelineGroup, layouts: Layouts, kinds: list[Kind], sizes: Sizes
+    peaks: LargestPeaks, group: PipelineGroup, layouts: Layouts, kinds: list[Kind], sizes: Sizes
 ) -> None:
     """Add the *peaks* of layouts with one pipeline."""
     space = peaks.space
@@ -234,7 +234,7 @@ def device_bytes_column(
     names = (*Axis, "ep", "etp", "cp_inner")
     axes = [space.column(name)[rows] for name in names]
     first, member = distinct(axes)
-    is_tied = shares_table(space.job.model)
+    is_tied = shares_embedding(space.job.model)
     overheads_of_mesh = [
         Overheads.of(
             cluster.device,

@@ -29,7 +29,7 @@ def pipeline_groups(space: Space, indices: NDArray[np.int64]) -> Iterator[Pipeli
         yield PipelineGroup(by_group[number], space.pipelines[number])
 
 
-class FullestRanks(NamedTuple):
+class LargestPeaks(NamedTuple):
     """Largest peaks of a space's layouts so far; `most_bytes` is that of `peak_bytes`."""
 
     space: Space

@@ -57,7 +57,7 @@ class PassColumns(NamedTuple):
     by_shape: NDArray[np.int64]
     run: Column
     runs: list[tuple[Pipeline, int]]
-    makes_gradients: bool
+    materializes_weight_gradients: bool
     keeps_units: bool
 
     @classmethod
@@ -131,7 +131,7 @@ class PassColumns(NamedTuple):
         # Of two overlapped passes one frees what the other saves.
         in_flight = schedule.in_flight(*size) - bool(schedule.pairs(*size))
         passes, all_allocated = first_passes(group, count, vpp, in_flight), True
-        if self.makes_gradients:
+        if self.materializes_weight_gradients:
             done = first_passes(group, count, vpp, count * vpp - in_flight)[::-1]
             all_allocated = all(done)
             if all_allocated:

@@ -7,13 +7,13 @@ from numpy.typing import NDArray
 
 from meshwright.planner.space import Column, ShapeTable, block_counts
 from meshwright.simulator.blocks import (
-    angle_table_bytes,
-    beside_weights_bytes,
-    layer_table_bytes,
-    num_angle_tables,
+    extra_weight_bytes,
+    layer_rope_cache_bytes,
+    num_rope_caches,
+    rope_cache_bytes,
 )
-from meshwright.simulator.layout import Stage, copies_table
-from meshwright.simulator.memory import stand_in_bytes
+from meshwright.simulator.layout import Stage, copies_embedding
+from meshwright.simulator.memory import dummy_gradient_bytes
 from meshwright.simulator.model import BlockKind, BlockRun, model_blocks
 from meshwright.simulator.replication import blocks_of
 
@@ -24,15 +24,15 @@ class BesideWeights:
     def __init__(self, table: ShapeTable) -> None:
         self._kinds = table.kinds
         runs = [[BlockRun(each, 1) for each in model_blocks(kind)] for kind in table.kinds]
-        keys = [(*shape.weight_degrees, layer_table_bytes(shape)) for shape in table.shapes]
+        keys = [(*shape.weight_degrees, layer_rope_cache_bytes(shape)) for shape in table.shapes]
         alike = dict(zip(keys, table.shapes, strict=True))
         known = {
-            key: [beside_weights_bytes(shape, blocks) for blocks in runs]
+            key: [extra_weight_bytes(shape, blocks) for blocks in runs]
             for key, shape in alike.items()
         }
         of_blocks = [known[key] for key in keys]
         self._bytes = np.array(of_blocks, np.int64).reshape(-1, len(table.kinds))
-        self._tables = np.array([*map(angle_table_bytes, table.shapes)], np.int64)
+        self._tables = np.array([*map(rope_cache_bytes, table.shapes)], np.int64)
         self._model = table.shapes[0].trained
 
     def of_rank(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
@@ -42,7 +42,7 @@ class BesideWeights:
 
     def angle_tables(self, shape_index: Column, stages: Sequence[Stage]) -> Column:
         """Return the bytes of such a rank's RoPE cos/sin caches, which its passes make."""
-        each = self._tables * num_angle_tables(self._model, stages)
+        each = self._tables * num_rope_caches(self._model, stages)
         return np.asarray(each[shape_index], np.int64)
 
 
@@ -57,7 +57,10 @@ class ParameterCounts:
         self._kinds = table.kinds
         self.shapes, self.degrees = table.by_degrees()
         counts = [
-            [*(_total(shape.parameters, kind) for kind in table.kinds), shape.copied_parameters]
+            [
+                *(_total(shape.parameters, kind) for kind in table.kinds),
+                shape.tied_embedding_parameters,
+            ]
             for shape in self.shapes
         ]
         self._counts = np.array(counts, np.int64).reshape(-1, len(table.kinds) + 1)
@@ -101,7 +104,7 @@ class ParameterCounts:
     def _weights(self, stages: Sequence[Stage]) -> Column:
         """Return the blocks of each kind of a rank of *stages*, and its copies of the embedding."""
         model = self._table.shapes[0].trained
-        copies = sum(copies_table(model, stage) for stage in stages)
+        copies = sum(copies_embedding(model, stage) for stage in stages)
         return np.array([*block_counts(self._kinds, stages), copies], np.int64)
 
     def beside_bytes(self, shape_index: Column, stages: tuple[Stage, ...]) -> Column:
@@ -121,7 +124,7 @@ class ParameterCounts:
         if kinds not in self._dummy_gradients:
             # Counts do not matter: weights of equal shape share one dummy.
             blocks = [BlockRun(kind, 1) for kind in kinds]
-            each = [stand_in_bytes(shape, blocks) for shape in self.shapes]
+            each = [dummy_gradient_bytes(shape, blocks) for shape in self.shapes]
             self._dummy_gradients[kinds] = np.array(each, np.int64)
         return self._dummy_gradients[kinds]
 

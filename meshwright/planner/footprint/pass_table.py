@@ -12,7 +12,7 @@ from meshwright.simulator import Phase, Schedule
 from meshwright.simulator.memory import (
     NUM_SIZES,
     PassSize,
-    PipelinePlace,
+    PipelinePosition,
     RankOrder,
     RankPasses,
     pass_counts,
@@ -53,7 +53,7 @@ class RolePasses(NamedTuple):
         """
         schedule, pp = self.schedule, self.pp
         if len(self.order.kinds) == 1:
-            ahead = 0 if schedule.holds_sent or schedule.runs_beside else pp - 1 - pp_rank
+            ahead = 0 if schedule.keeps_sent_buffers or schedule.runs_beside else pp - 1 - pp_rank
             # What was sent alone lives for as many backward passes as the warm-up has forward ones.
             ahead += ahead * self.order.keeps_units
             return min(ahead + 1 + len(Phase), num_microbatches)
@@ -65,10 +65,10 @@ class RolePasses(NamedTuple):
 
     def order_of(self, pp_rank: int, num_microbatches: int) -> RankOrder:
         """Return the order of a rank's passes, from which its counts follow."""
-        place = PipelinePlace(pp_rank, self.pp) if self.holds_messages else None
+        place = PipelinePosition(pp_rank, self.pp) if self.holds_messages else None
         size = pp_rank, self.pp, num_microbatches, len(self.order.kinds)
-        pairs, holds_sent = self.schedule.pairs(*size), self.schedule.holds_sent
-        return self.order._replace(place=place, holds_sent=holds_sent, pairs=pairs)
+        pairs, keeps_sent_buffers = self.schedule.pairs(*size), self.schedule.keeps_sent_buffers
+        return self.order._replace(place=place, keeps_sent_buffers=keeps_sent_buffers, pairs=pairs)
 
 
 class PassTable(NamedTuple):
@@ -95,7 +95,7 @@ class PassTable(NamedTuple):
         if self.growth is not None and excluded.any():
             counts = np.concatenate([self.rows, self.growth], axis=1)
             sizes = np.concatenate([sizes, excluded[:, None] * sizes], axis=1)
-        return most_of(sizes, counts, np.zeros(1, np.int64))[:, 0]
+        return max_weighted_sums(sizes, counts, np.zeros(1, np.int64))[:, 0]
 
 
 def joined(tables: Sequence[PassTable]) -> tuple[Column, NDArray[np.int64], Column]:
@@ -122,7 +122,7 @@ def pass_table(passes: RolePasses, pp_rank: int, num_microbatches: int) -> PassT
     if len(passes.order.kinds) == 1:
         # GPipe is alike on all ranks, 1F1B where as many passes are ahead.
         alike = min(passes.pp - pp_rank, num_microbatches)
-        if passes.schedule.holds_sent:
+        if passes.schedule.keeps_sent_buffers:
             alike = min(passes.pp, 2)  # without a pipeline there is no schedule
         return _pass_table(passes._replace(pp=alike), 0, num_microbatches)
     return _pass_table(passes, pp_rank, num_microbatches)
@@ -165,7 +165,7 @@ def _rank_passes(
 def _growth(passes: RolePasses, order: RankOrder, actions: Sequence[Action]) -> Column:
     """Return the growth of each row with an excluded microbatch: 0 none, 1 a pass, 2 messages."""
     growth = np.zeros((len(actions), 2), np.int64)
-    if not passes.schedule.holds_sent or passes.pp == 1:
+    if not passes.schedule.keeps_sent_buffers or passes.pp == 1:
         return growth.ravel()
     if len(order.kinds) == 1:
         growth[:-1] = 1
@@ -176,7 +176,7 @@ def _growth(passes: RolePasses, order: RankOrder, actions: Sequence[Action]) -> 
     return growth.ravel()
 
 
-def most_of(
+def max_weighted_sums(
     sizes: NDArray[np.int64], counts: NDArray[np.int64], starts: Column
 ) -> NDArray[np.int64]:
     """Return the largest weighted sum of *sizes*, a row for each rank, with a row of *counts*.

@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.planner.footprint.parameters import ParameterCounts
-from meshwright.planner.footprint.pass_table import RolePasses, joined, most_of, pass_table
+from meshwright.planner.footprint.pass_table import (
+    RolePasses,
+    joined,
+    max_weighted_sums,
+    pass_table,
+)
 from meshwright.planner.footprint.replicas import Kind, StageSharing
 from meshwright.planner.space import Column, Pipeline, Role, ShapeTable, distinct, row_slices
 from meshwright.simulator.blocks import BlockTable
@@ -26,7 +31,7 @@ from meshwright.simulator.memory import (
     VirtualStageMemory,
     block_bytes,
     dynamic_upper_bound,
-    most_messages,
+    max_live_messages,
     overlapped_pass_bytes,
     pairs_of,
     pass_sizes,
@@ -165,7 +170,7 @@ class RolePeaks:
         for num_microbatches in own.microbatches[first].tolist():
             in_flight = schedule.most_in_flight(self._role.first, pp, num_microbatches, len(kinds))
             larger_by = schedule.group(pp, num_microbatches) - pp
-            held = most_messages(len(kinds), larger_by) if holds else 0
+            held = max_live_messages(len(kinds), larger_by) if holds else 0
             bounds.append((*in_flight, held))
         passes, last, messages = np.array(bounds, np.int64)[member].T
         names = DYNAMIC if order.moves_states else DYNAMIC_WITHOUT_STATES
@@ -210,7 +215,7 @@ class RolePeaks:
         tables = {rank: pass_table(self._passes, *rank) for rank in every}
         columns, counts, starts = joined([*tables.values()])
         sizes = self._columns(columns, own)
-        most = most_of(sizes, counts, starts)
+        most = max_weighted_sums(sizes, counts, starts)
         for number, table in enumerate(tables.values()):
             if table.growth is not None:
                 of_table = sizes[:, np.searchsorted(columns, table.columns)]

@@ -13,7 +13,7 @@ from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import DP_CP, MAX_ZERO_STAGE, GroupSpan, Mesh, Stage
 from meshwright.simulator.memory import (
     BlockMemory,
-    LateGradients,
+    ReallocatedGradients,
     SentBytes,
     StateBytes,
     VirtualStageMemory,
@@ -164,7 +164,7 @@ class StageSharing:
             self._parts[key] = reduced_parts(shape, stage, replication)
         late = None
         if kind.is_late:
-            late = LateGradients.of(self._walked, shape, kind.state.gradient)
+            late = ReallocatedGradients.of(self._walked, shape, kind.state.gradient)
         sharing = PassSharing(replication, kind.state, kind.wire)
         return sharing.added_to(memory, shape, stage, self._blocks[index], self._parts[key], late)
 

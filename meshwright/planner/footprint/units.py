@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.footprint.groups import FullestRanks, PipelineGroup, pipeline_groups
+from meshwright.planner.footprint.groups import LargestPeaks, PipelineGroup, pipeline_groups
 from meshwright.planner.footprint.parameters import BesideWeights
 from meshwright.planner.footprint.pass_table import RolePasses
 from meshwright.planner.footprint.passes import Layouts, RolePeaks
@@ -142,7 +142,7 @@ class UnitPeaks:
         self._shapes, self._member = table.by_degrees()
 
     def add_to(
-        self, peaks: FullestRanks, indices: Column, tell: Callable[[int, int], None]
+        self, peaks: LargestPeaks, indices: Column, tell: Callable[[int, int], None]
     ) -> None:
         """Add the largest peaks of *indices* to *peaks*, those of all layouts.
 

@@ -31,7 +31,7 @@ from meshwright.planner.tables import (
     Codec,
     Codecs,
     Facts,
-    FileWords,
+    FileValues,
     Keys,
     MissingError,
     Program,
@@ -44,7 +44,7 @@ HUB_FILE = Path(__file__).resolve().parents[1] / "data" / "hub_models.csv"
 HUB_TABLE = FileKind(title="table of models", most_bytes=1_000_000)
 
 
-def model_of(roles: Roles, keys: Keys, facts: Facts, _: FileWords) -> Keys:
+def model_of(roles: Roles, keys: Keys, facts: Facts, _: FileValues) -> Keys:
     """Return the model of a path in a configuration, or of a name on the hub."""
     paths = listed(roles, "path")
     value = next((keys[key] for key in paths if keys.get(key) is not None), None)
@@ -69,7 +69,7 @@ def hub_models() -> Mapping[str, str]:
 def batches(dialect: Dialect) -> Codec:
     """Return the codec of a batch: microbatch, times accumulation steps, times replicas."""
 
-    def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    def read(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
         size = _count(roles, keys, words, "micro", dialect.microbatch_size)
         steps = _count(roles, keys, words, "steps", 1)
         total = roles.get("total", "")
@@ -88,7 +88,7 @@ def batches(dialect: Dialect) -> Codec:
     return Codec(read=read)
 
 
-def _count(roles: Roles, keys: Keys, words: FileWords, role: str, default: int) -> int:
+def _count(roles: Roles, keys: Keys, words: FileValues, role: str, default: int) -> int:
     """Return the count of a role; *default* where no key has it."""
     key = roles[role]
     return default if keys.get(key) is None else words.whole(keys, key, default)
@@ -97,7 +97,7 @@ def _count(roles: Roles, keys: Keys, words: FileWords, role: str, default: int) 
 def checkpoints(dialect: Dialect) -> Codec:
     """Return the codec of recomputation: all layers, one by one, or none."""
 
-    def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    def read(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
         switches = [key for key in listed(roles, "switch") if keys.get(key) is not None]
         is_on = any(switch(words, keys, key, default=False) for key in switches)
         off, fsdp = roles.get("off", ""), roles.get("fsdp", "")
@@ -122,7 +122,7 @@ def checkpoints(dialect: Dialect) -> Codec:
     return Codec(read=read)
 
 
-def _unused(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _unused(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return DDP's search for unused parameters: without recomputation it is on."""
     default = facts.get("recompute") != "full"
     key = roles["switch"]
@@ -138,7 +138,7 @@ SHARDING = {"full_shard": True, "shard_grad_op": False}
 def shards(dialect: Dialect) -> Codec:
     """Return the codec of FSDP: reshard after forward, and CPU offload."""
 
-    def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    def read(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
         version = fsdp_version(dialect, roles, keys, words)
         options = _fsdp_options(roles["fsdp"], keys, words)
         keywords = {*SHARDING, "auto_wrap", "offload"}
@@ -171,7 +171,7 @@ def shards(dialect: Dialect) -> Codec:
     return Codec(read=read)
 
 
-def _fsdp_options(key: str, keys: Keys, words: FileWords) -> list[str]:
+def _fsdp_options(key: str, keys: Keys, words: FileValues) -> list[str]:
     value = keys.get(key)
     if value is None or value is True or value == MARK or str(value).lower() == "true":
         return []
@@ -182,7 +182,7 @@ def _fsdp_options(key: str, keys: Keys, words: FileWords) -> list[str]:
     return value.replace(",", " ").split()
 
 
-def _reshards(version: int, key: str, keys: Keys, words: FileWords) -> bool | None:
+def _reshards(version: int, key: str, keys: Keys, words: FileValues) -> bool | None:
     value = keys.get(key)
     if value is None:
         return None
@@ -201,7 +201,7 @@ def attention(names: Mapping[str, str], *, on_deepspeed: bool) -> Codec:
         on_deepspeed: Whether the plan's stack has to be told of the kernel.
     """
 
-    def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    def read(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
         key = roles["word"]
         value = keys.get(key)
         kernel_name = "flash"
@@ -232,7 +232,7 @@ ATTENTION = {
 LLAMA_FACTORY_ATTENTION = {"auto": "", "disabled": "unfused", "sdpa": "flash", "fa2": "flash"}
 
 
-def _mesh(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _mesh(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the data-parallel ranks and the shards among them: all of them unless told."""
     dp = facts.world_size
     replicas, size = (_count(roles, keys, words, name, 1) for name in ("replicas", "shards"))

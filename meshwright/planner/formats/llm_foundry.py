@@ -5,7 +5,7 @@ Rules are those of llm-foundry 0.22 (commit 8c8dd48f) and of Composer 0.30.
 
 from meshwright.hwprofiles import Precision
 from meshwright.planner.formats.hugging_face import ATTENTION as KERNELS
-from meshwright.planner.tables import Codec, Facts, FileWords, Keys, MissingError, Program, Roles
+from meshwright.planner.tables import Codec, Facts, FileValues, Keys, MissingError, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 
@@ -25,7 +25,7 @@ MULTI_HEAD, MULTI_QUERY, GROUPED = (
 AUTOMATIC = "auto"
 
 
-def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the model of an MPTConfig, with its defaults."""
     width, heads = (
         words.whole(keys, MODEL + name, default)
@@ -81,7 +81,7 @@ def _positions(keys: Keys) -> str:
     return "rotary" if is_rotary else "alibi" if has_alibi else "learned"
 
 
-def _groups(keys: Keys, heads: int, words: FileWords) -> object:
+def _groups(keys: Keys, heads: int, words: FileValues) -> object:
     """Return the number of heads of keys and values."""
     key, groups = f"{ATTENTION}attn_type", f"{ATTENTION}kv_n_heads"
     kinds = {MULTI_HEAD: heads, MULTI_QUERY: 1, GROUPED: keys.get(groups, heads)}
@@ -91,7 +91,7 @@ def _groups(keys: Keys, heads: int, words: FileWords) -> object:
     return kinds[kind]
 
 
-def _ffn_width(keys: Keys, width: int, words: FileWords) -> int:
+def _ffn_width(keys: Keys, width: int, words: FileValues) -> int:
     key = f"{MODEL}expansion_ratio"
     ratio = keys.get(key, 4)
     if type(ratio) not in {int, float} or (inner := width * float(str(ratio))) != int(inner):
@@ -99,7 +99,7 @@ def _ffn_width(keys: Keys, width: int, words: FileWords) -> int:
     return int(inner)
 
 
-def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the length of sequences, which the file and its data loader must say alike."""
     if roles["length"] not in keys:
         return {}
@@ -108,7 +108,7 @@ def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     return {"seq_len": length}
 
 
-def _read_microbatch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_microbatch(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return a microbatch that is no larger than a rank's share of the batch."""
     if roles["batch"] not in keys:
         return {}
@@ -126,7 +126,7 @@ def _read_microbatch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -
     return {"dp": ranks, "microbatch_size": min(micro, batch // ranks)}
 
 
-def _read_shards(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_shards(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return full sharding, and whether parameters are resharded after forward."""
     key = roles["strategy"]
     if not any(each.startswith("fsdp_config.") for each in keys):
@@ -141,7 +141,7 @@ def _read_shards(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     return {"zero_stage": 3, "reshard_after_forward": strategies[strategy]}
 
 
-def _read_reduction(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_reduction(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     precision, key = facts.get("precision"), roles["mixed"]
     # PURE reduces in the storage format, DEFAULT in fp32 (Composer).
     kinds: dict[str, object] = {"DEFAULT": Precision.FP32}
@@ -153,11 +153,11 @@ def _read_reduction(roles: Roles, keys: Keys, facts: Facts, words: FileWords) ->
     return {"reduce_precision": kinds[kind]}
 
 
-def _read_segments(roles: Roles, keys: Keys, _: Facts, __: FileWords) -> Keys:
+def _read_segments(roles: Roles, keys: Keys, _: Facts, __: FileValues) -> Keys:
     return {"stack.allocator": "expandable"} if keys.get(roles["grow"], True) else {}
 
 
-def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the kernel of a model of transformers; the older key goes before the other."""
     kernel = "flash_attention_2" if keys.get(roles["flash"]) else keys.get(roles["kernel"])
     kernel = "sdpa" if kernel is None else kernel

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
 
-from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Program, Roles
+from meshwright.planner.tables import Codec, Facts, FileValues, Keys, Program, Roles
 from meshwright.simulator import ModelSpec, PlanError, list_models
 from meshwright.simulator.model import parse_model
 
@@ -36,7 +36,7 @@ FREE = -1
 SHORTEST_FLASH_TOKENS = 128  # tokens below which no flash attention is chosen (attention_op.py)
 
 
-def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_model(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the model that a file names, or that its sizes make: a decoder as Llama's."""
     name = words.word(keys, roles["name"], DEFAULT)
     of_sizes = [key for key, _ in SIZES.values() if key in keys]
@@ -87,7 +87,7 @@ class _Axes(NamedTuple):
     is_open: bool = False
 
 
-def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the degrees of all axes; data, fsdp and expert are one axis here."""
     degrees, is_open = _axes(roles, keys, facts, words)
     tensor, tensor_sequence = degrees["tensor"], degrees["tensor_sequence"]
@@ -116,7 +116,7 @@ def _read_axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys
     }
 
 
-def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> _Axes:
+def _axes(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> _Axes:
     """Return the degree of each axis; of data and fsdp, where both are free, the product alone."""
     defaults = {"ici_fsdp": FREE, "dcn_data": FREE}
     given = {
@@ -178,7 +178,7 @@ def _share(whole: int, part: int, name: str) -> int:
     return whole // part
 
 
-def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the global batch, and the microbatch of a data-parallel rank."""
     key, pp = roles["device"], facts.number("pp")
     # A batch of a device may be a fraction: 0.5 is a sequence on two devices.
@@ -197,7 +197,7 @@ def _read_batch(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Key
     return {"global_batch_size": round(whole * steps), "microbatch_size": round(micro)}
 
 
-def _read_pipeline(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_pipeline(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the schedule of a pipeline with one stage a rank: GPipe."""
     pp, named = facts.number("pp"), facts.get("model")
     model = facts.model or named
@@ -212,7 +212,7 @@ def _read_pipeline(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> 
     return {"schedule": "gpipe", "stages": (layers,) * pp}
 
 
-def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     kernel = words.word(keys, roles["kernel"], "autoselected")
     # `autoselected` goes by the length of sequences and the hardware.
     is_short = words.whole(keys, roles["length"], 2048) < SHORTEST_FLASH_TOKENS

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import prod
 
 from meshwright.hwprofiles import MEBI
-from meshwright.planner.tables import Codec, Facts, FileWords, Keys, Program, Roles
+from meshwright.planner.tables import Codec, Facts, FileValues, Keys, Program, Roles
 from meshwright.simulator import ModelSpec, PlanError
 from meshwright.simulator.model import parse_model
 
@@ -26,7 +26,7 @@ SIZES = {
 ALL_GATHER_KERNEL = "llama3_ring_attention"
 
 
-def _read_model(_: Roles, keys: Keys, _facts: Facts, words: FileWords) -> Keys:
+def _read_model(_: Roles, keys: Keys, _facts: Facts, words: FileValues) -> Keys:
     """Return the model of Llama's or Qwen2's configuration."""
     kinds = [each for each in (LLAMA, QWEN) if keys.get(each) is True]
     if len(kinds) != 1:
@@ -65,7 +65,7 @@ LIKE_LLAMA: Mapping[str, object] = {
 }
 
 
-def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the length of sequences, which stages of data may not change."""
     key = roles["length"]
     if key not in keys:
@@ -90,28 +90,28 @@ def _restarts_positions(stage: object) -> bool:
     return isinstance(stage, Mapping) and "dataset_folder" in stage and stage.get(POSITIONS, True)
 
 
-def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     if roles["dp"] not in keys:
         return {}
     world_size = prod(words.whole(keys, roles[axis], 1) for axis in ("tp", "pp", "cp", "dp"))
     return {"dp": keys[roles["dp"]], "world_size": world_size}
 
 
-def _read_batch(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_batch(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     if not {*roles.values()} <= {*keys}:
         return {}
     micro, steps, dp = (words.whole(keys, roles[name], 1) for name in ("micro", "steps", "dp"))
     return {"global_batch_size": micro * steps * dp, "microbatch_size": micro}
 
 
-def _read_overlap(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_overlap(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the overlap of tensor-parallel collectives: none unless they are asynchronous."""
     key, tp = roles["asynchronous"], words.whole(keys, roles["tp"], 1)
     words.held(keys, key, (True, False, None))
     return {} if tp == 1 or keys.get(key) else {"stack.tp_overlap_fraction": 0.0}
 
 
-def _read_buckets(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_buckets(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the bucket size of DistributedDataParallel in parameters."""
     # Buckets are sized in megabytes (bucket_cap_mb) of gradients in fp32 or 16 bits.
     size = 4 if facts.get("precision") == "fp32" else 2
@@ -122,7 +122,7 @@ def _read_buckets(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     }
 
 
-def _read_context(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_context(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the degree of context parallelism, whose ranks all-gather keys and values."""
     cp, kernel = words.whole(keys, roles["cp"], 1), keys.get(roles["kernel"])
     if cp == 1:
@@ -136,7 +136,7 @@ def _read_context(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     return {"cp": cp, "cp_type": "all-gather"}
 
 
-def _read_stages(_: Roles, _keys: Keys, facts: Facts, _words: FileWords) -> Keys:
+def _read_stages(_: Roles, _keys: Keys, facts: Facts, _words: FileValues) -> Keys:
     """Return the layers of each stage, balanced by costs; a stage ends past its share."""
     pp, model = facts.number("pp"), facts.model or facts.get("model")
     if pp == 1 or not isinstance(model, ModelSpec):

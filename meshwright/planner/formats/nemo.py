@@ -9,7 +9,7 @@ from math import prod
 
 from meshwright.hwprofiles import MEBI, Precision
 from meshwright.planner.export import MEGATRON_CODECS
-from meshwright.planner.tables import Codec, Facts, FileWords, Keys, MissingError, Program, Roles
+from meshwright.planner.tables import Codec, Facts, FileValues, Keys, MissingError, Program, Roles
 from meshwright.simulator import PlanError
 from meshwright.simulator.model import parse_model
 
@@ -32,7 +32,7 @@ FORMATS = {16: "fp16", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-m
 FORMATS |= {32: "fp32", "32": "fp32", "32-true": "fp32"}
 
 
-def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the model, if the file or ``--model`` says the size of its vocabulary."""
     _check_defaults(keys, words)
     vocabulary = _vocabulary(keys, facts)
@@ -48,7 +48,7 @@ def _read_model(_: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
     return {"model": parse_model(model_facts, origin="model of nemo"), "vocab_size": vocabulary}
 
 
-def _dense(keys: Keys, facts: Facts, words: FileWords) -> dict[str, object]:
+def _dense(keys: Keys, facts: Facts, words: FileValues) -> dict[str, object]:
     """Return the fields of a model without experts, but its vocabulary."""
     width, heads = (_size(keys, name, words) for name in ("hidden_size", "num_attention_heads"))
     activation = _choice(keys, "activation", "gelu", tuple(ACTIVATIONS), words)
@@ -79,7 +79,7 @@ def _dense(keys: Keys, facts: Facts, words: FileWords) -> dict[str, object]:
     }
 
 
-def _check_defaults(keys: Keys, words: FileWords) -> None:
+def _check_defaults(keys: Keys, words: FileValues) -> None:
     """Raise PlanError where a file extends others: their keys are not here."""
     names = keys.get("defaults") or []
     for each in names if isinstance(names, list) else [names]:
@@ -101,7 +101,7 @@ def _vocabulary(keys: Keys, facts: Facts) -> object:
     return vocab_size
 
 
-def _size(keys: Keys, name: str, words: FileWords) -> int:
+def _size(keys: Keys, name: str, words: FileValues) -> int:
     if MODEL + name not in keys:
         raise PlanError(f"{MODEL}{name} of nemo is missing")
     return words.whole(keys, MODEL + name, 1)
@@ -112,20 +112,22 @@ def _value_or_default(keys: Keys, name: str, default: int) -> object:
     return default if value is None else value
 
 
-def _choice(keys: Keys, name: str, default: str, allowed: tuple[str, ...], words: FileWords) -> str:
+def _choice(
+    keys: Keys, name: str, default: str, allowed: tuple[str, ...], words: FileValues
+) -> str:
     word = words.word(keys, MODEL + name, default)
     if word not in allowed:
         raise words.unknown(MODEL + name, word, allowed)
     return word
 
 
-def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_length(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     length = words.whole(keys, roles["length"], 512)
     words.held(keys, roles["data"], (length,))
     return {"seq_len": length}
 
 
-def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the ranks, where the trainer counts devices; -1 and auto are what a node has."""
     devices, nodes = keys.get(roles["devices"], "auto"), words.whole(keys, roles["nodes"], 1)
     if devices in ("auto", -1, "-1"):
@@ -140,7 +142,7 @@ def _read_ranks(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     return {"world_size": ranks, "dp": ranks // model_ranks}
 
 
-def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the number format: 16-bit weights are copies of masters, which O2 alone has."""
     trainer_precision = keys.get(roles["trainer"])
     if trainer_precision is None:
@@ -158,7 +160,7 @@ def _read_precision(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     return {"precision": Precision.FP8}
 
 
-def _read_gradients(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_gradients(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the format of gradients: those of fused_adam's O2 are fp32 (MainParamsOptimizer)."""
     if keys.get(roles["optimizer"]) == PLAIN:
         return {"gradient_precision": Precision.FP32}
@@ -169,7 +171,7 @@ def _read_gradients(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     return {"gradient_precision": formats[word]}
 
 
-def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     """Return the overlap of gradient reduction with backward, and the fusion of accumulation.
 
     What the file leaves out is as the optimizer has it.
@@ -185,7 +187,7 @@ def _read_overlap(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> K
     return {"stack.overlap_gradient_reduce": overlaps, "stack.fused_gradient_accumulation": fuses}
 
 
-def _read_buckets(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_buckets(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the bucket size of Apex's, or core's, optimizer in parameters."""
     if keys.get(roles["optimizer"]) == APEX:
         # Apex sizes buckets in megabytes of the format that is reduced.
@@ -201,7 +203,7 @@ def _read_buckets(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     }
 
 
-def _read_sequences(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_sequences(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     words.held(keys, roles["switch"], (True, False, None))
     return {
         "sequence_parallel": bool(keys.get(roles["switch"]))
@@ -209,7 +211,7 @@ def _read_sequences(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Key
     }
 
 
-def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def _read_attention(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     kernels = {"auto": "flash", "fused": "flash", "flash": "flash", "unfused": "unfused"}
     backend = words.word(keys, roles["backend"], "auto")
     if backend not in kernels:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshwright.hwprofiles import Precision, shown
-from meshwright.planner.tables import Codec, Facts, FileWords, Keys, MissingError, Roles
+from meshwright.planner.tables import Codec, Facts, FileValues, Keys, MissingError, Roles
 from meshwright.simulator import PlanError
 
 SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
@@ -39,7 +39,7 @@ LLAMA_FACTORY = Dialect(
 AXOLOTL = Dialect(microbatch_size=1, bf16=AUTO, fsdp_version=1)
 
 
-def switch(words: FileWords, keys: Keys, key: str, *, default: bool) -> bool:
+def switch(words: FileValues, keys: Keys, key: str, *, default: bool) -> bool:
     """Return the value of a switch; on a command line it is a word.
 
     Raises:
@@ -59,7 +59,7 @@ def listed(roles: Roles, role: str) -> list[str]:
     return [key for name, key in roles.items() if name.split("_")[0] == role]
 
 
-def fsdp_version(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -> int:
+def fsdp_version(dialect: Dialect, roles: Roles, keys: Keys, words: FileValues) -> int:
     """Return the version of FSDP.
 
     Raises:
@@ -72,7 +72,7 @@ def fsdp_version(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -
     return int(str(value))
 
 
-def mixed_format(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -> Precision | None:
+def mixed_format(dialect: Dialect, roles: Roles, keys: Keys, words: FileValues) -> Precision | None:
     """Return the format of mixed precision; None where there is none."""
     bf16, fp16 = roles["bf16"], roles["fp16"]
     is_auto = keys.get(bf16, dialect.bf16) == AUTO
@@ -87,7 +87,7 @@ def mixed_format(dialect: Dialect, roles: Roles, keys: Keys, words: FileWords) -
 def plain_precision(dialect: Dialect) -> Codec:
     """Return the codec of DDP's formats: weights are as the script loads them."""
 
-    def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    def read(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
         mixed, weights = mixed_format(dialect, roles, keys, words), _loaded(roles, keys, words)
         if mixed is None:
             return _unmixed(weights, facts, roles)
@@ -103,7 +103,7 @@ def plain_precision(dialect: Dialect) -> Codec:
 def sharded_precision(dialect: Dialect) -> Codec:
     """Return the codec of FSDP's formats: with mixed precision Accelerate makes weights fp32."""
 
-    def read(roles: Roles, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+    def read(roles: Roles, keys: Keys, facts: Facts, words: FileValues) -> Keys:
         mixed, weights = mixed_format(dialect, roles, keys, words), _loaded(roles, keys, words)
         if mixed is None:
             return _unmixed(weights, facts, roles)
@@ -112,7 +112,7 @@ def sharded_precision(dialect: Dialect) -> Codec:
     return Codec(read=read)
 
 
-def _loaded(roles: Roles, keys: Keys, words: FileWords) -> Precision | None:
+def _loaded(roles: Roles, keys: Keys, words: FileValues) -> Precision | None:
     """Return the format in which a script loads weights; None where it is the checkpoint's."""
     formats = {"float32": Precision.FP32, "bfloat16": Precision.BF16, AUTO: None}
     options = listed(roles, "dtype")
@@ -132,7 +132,7 @@ def _unmixed(weights: Precision | None, facts: Facts, roles: Roles) -> Keys:
     return {"precision": weights, "gradient_precision": weights, **low}
 
 
-def _ddp_formats(mixed: Precision, weights: Precision, words: FileWords) -> Keys:
+def _ddp_formats(mixed: Precision, weights: Precision, words: FileValues) -> Keys:
     if weights is Precision.FP32:
         return {"precision": mixed, "gradient_precision": weights}
     # PyTorch's GradScaler refuses to unscale fp16 gradients of fp16 weights.
@@ -144,14 +144,14 @@ def _ddp_formats(mixed: Precision, weights: Precision, words: FileWords) -> Keys
 def master_precision(dialect: Dialect) -> Codec:
     """Return the codec of the format where weights are kept in fp32."""
 
-    def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    def read(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
         mixed = mixed_format(dialect, roles, keys, words) or Precision.FP32
         return {"precision": mixed, "gradient_precision": Precision.FP32}
 
     return Codec(read=read)
 
 
-def axolotl_ddp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def axolotl_ddp(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the formats of axolotl's DDP: weights are loaded in the format of matrix products.
 
     Norms and embeddings become fp32 ones unless FlashAttention is asked for (loaders/model.py).
@@ -168,7 +168,7 @@ def axolotl_ddp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
     )
 
 
-def axolotl_fsdp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+def axolotl_fsdp(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
     """Return the formats of axolotl's FSDP.
 
     Its own fsdp2_prepare_model (monkeypatch/accelerate/fsdp2.py) leaves weights in the format in
@@ -186,7 +186,7 @@ def axolotl_fsdp(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
 def engine_precision(dialect: Dialect) -> Codec:
     """Return the codec of DeepSpeed's format; what its file leaves open is the trainer's."""
 
-    def read(roles: Roles, keys: Keys, _: Facts, words: FileWords) -> Keys:
+    def read(roles: Roles, keys: Keys, _: Facts, words: FileValues) -> Keys:
         mixed = mixed_format(dialect, roles, keys, words)
         for name, precision in (("bf16", Precision.BF16), ("fp16", Precision.FP16)):
             key = roles[f"deepspeed_{name}"]

@@ -170,13 +170,13 @@ def _disagreements(
             and file_value not in (value, str(value))
             and str(file_value) != str(value)
         ):
-            asking = f"the launcher's {name}" if name in (launched or {}) else asked_by(name)
+            asking = f"the launcher's {name}" if name in (launched or {}) else asking_option(name)
             text = f"{asking} {value} is not what the file says; allowed: {theirs(file_value)}"
             complaints.append(Complaint("", text))
     return complaints
 
 
-def asked_by(name: str) -> str:
+def asking_option(name: str) -> str:
     """Return the option that sets a value."""
     return option_name(OPTIONS[name]) if name in OPTIONS else option_of(name)
 
@@ -212,7 +212,7 @@ def _refuse(source: Source, complaints: Iterable[Complaint], missing: Mapping[st
     placed = [(source.place(each.key), each.text) for each in complaints]
     lines = [f"{place}: {text}" if place else text for place, text in placed]
     if missing:
-        questions = "; ".join(f"{asked_by(name)} ({why})" for name, why in missing.items())
+        questions = "; ".join(f"{asking_option(name)} ({why})" for name, why in missing.items())
         lines.append(f"does not say: {questions}")
     # Several keys may be refused for one reason.
     lines = list(dict.fromkeys(lines))
@@ -244,7 +244,7 @@ def _rows(source: Source, reading: Reading, given: Mapping[str, object]) -> Iter
         elif name in source.launched:
             yield Row(name, text, source.launcher)
         else:
-            yield Row(name, text, (), asked_by(name) if name in given else str(origin))
+            yield Row(name, text, (), asking_option(name) if name in given else str(origin))
 
 
 class Difference(NamedTuple):

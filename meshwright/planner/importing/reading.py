@@ -24,7 +24,7 @@ from meshwright.planner.tables import (
     ANY,
     Codecs,
     Facts,
-    FileWords,
+    FileValues,
     Keys,
     MissingError,
     spelled,
@@ -97,7 +97,7 @@ def table_of(framework: FrameworkProfile, keys: Keys) -> FrameworkTable:
             return table
     (key, _), *_ = next(iter(tables)).told_by.items()
     allowed = dict.fromkeys(each.told_by[key] for each in tables)
-    raise FileWords(framework.name).unknown(key, shown(keys.get(key)), allowed)
+    raise FileValues(framework.name).unknown(key, shown(keys.get(key)), allowed)
 
 
 def options_of(table: FrameworkTable) -> Mapping[str, Option]:
@@ -184,7 +184,7 @@ class _Reader:
     def check_held(self, keys: Keys, *, whatever: bool) -> None:
         """Complain of keys of no plan: first of those held *whatever* the plan is."""
         # Held keys depend on fields that are read by now.
-        facts, words = self._known(), FileWords(self.framework.name)
+        facts, words = self._known(), FileValues(self.framework.name)
         for key, rule in self.table.held.items():
             if bool(rule.when) == whatever or not facts.holds(rule.when):
                 continue
@@ -205,7 +205,7 @@ class _Reader:
         if not facts.holds(entry.when):
             return
         words, own_keys = (
-            FileWords(self.framework.name),
+            FileValues(self.framework.name),
             [key for key in entry.all_keys if key in keys],
         )
         reader = self.codecs[entry.codec].read if entry.codec else None
@@ -293,7 +293,7 @@ def _section(key: str, options: Mapping[str, Option]) -> Option | None:
     return None
 
 
-def _read_plain(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_plain(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileValues) -> Keys:
     if entry.values and not entry.key:
         word = _matched_value(entry, keys, words)
         return {} if word is None else {name: value_of(name, word)}
@@ -309,7 +309,9 @@ def _read_plain(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: F
     return {name: value_of(name, entry.only[0])} if entry.only and not entry.script else {}
 
 
-def _read_one_key(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileWords) -> Keys:
+def _read_one_key(
+    name: str, entry: FieldEntry, keys: Keys, facts: Facts, words: FileValues
+) -> Keys:
     value = keys.get(entry.key)
     if value is None or value in entry.nothing:
         if entry.absent_as:
@@ -329,7 +331,7 @@ def _read_one_key(name: str, entry: FieldEntry, keys: Keys, facts: Facts, words:
     raise words.unknown(entry.key, value, (*entry.values.values(), *entry.also))
 
 
-def _matched_value(entry: FieldEntry, keys: Keys, words: FileWords) -> str | None:
+def _matched_value(entry: FieldEntry, keys: Keys, words: FileValues) -> str | None:
     """Return the value of a field by keys that a file has, all of them; None where it has none.
 
     A key that the file lacks, or that a value says nothing of, is as where it is absent.

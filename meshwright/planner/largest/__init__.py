@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.faces import late_name
+from meshwright.faces import lazy_name
 from meshwright.simulator.layout import Quantity
 
 if TYPE_CHECKING:
@@ -15,4 +15,4 @@ __all__ = ["Largest", "Quantity", "find_largest", "find_largest_of_plan"]
 
 def __getattr__(name: str) -> object:
     """Return a name of a late module, imported when first asked for."""
-    return late_name(__name__, ("quantity", "one_plan", "layouts"), name)
+    return lazy_name(__name__, ("quantity", "one_plan", "layouts"), name)

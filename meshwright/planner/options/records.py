@@ -13,7 +13,7 @@ from meshwright.hwprofiles import Precision, parse_bytes, parse_price
 from meshwright.planner.options.words import argument, flag, option, option_name
 from meshwright.simulator import PlanError
 from meshwright.simulator.layout import Quantity
-from meshwright.simulator.model import MAX_PREDICTION_LAYERS
+from meshwright.simulator.model import MAX_MTP_LAYERS
 
 MAX_GPUS = 10_000_000
 MAX_COUNT = 10_000_000
@@ -202,7 +202,7 @@ def check_count(name: str, value: object) -> None:
         "jobs": MAX_JOBS,
         "global_batch": 10**9,
         "seq_len": 10**8,
-        "prediction_layers": MAX_PREDICTION_LAYERS,
+        "prediction_layers": MAX_MTP_LAYERS,
     }
     # A model may have no MTP layer.
     least, limit = int(name != "prediction_layers"), most.get(name, MAX_COUNT)

@@ -5,7 +5,7 @@ Text is made with rich, which who asks for a document alone need not wait for.
 
 from typing import TYPE_CHECKING
 
-from meshwright.faces import late_name
+from meshwright.faces import lazy_name
 from meshwright.planner.reports.documents import (
     COST,
     FIGURES,
@@ -128,4 +128,4 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Return a maker of text or files, imported when first asked for."""
     modules = ("tables_csv", "result_files", "columns", "step", "search", "catalogue")
-    return late_name(__name__, modules, name)
+    return lazy_name(__name__, modules, name)

@@ -34,7 +34,7 @@ from meshwright.simulator import (
     TrainingJob,
     count_parameters,
 )
-from meshwright.simulator.layout import PLAN_FIELDS, Axis, known_values, without_defaults
+from meshwright.simulator.layout import PLAN_FIELDS, Axis, applicable_values, without_defaults
 
 if TYPE_CHECKING:
     from meshwright.planner.largest import Largest
@@ -239,7 +239,7 @@ def switches_text(plan: ResolvedPlan, job: TrainingJob) -> str:
         each
         for each in PLAN_FIELDS.values()
         if each.name not in FIELDS_WITH_LINES
-        and known_values(each, job.model) != ()
+        and applicable_values(each, job.model) != ()
         and (each.declaration.is_basic or getattr(plan, each.name) != each.default)
     )
     return " ".join(f"{each.name}={value_text(getattr(plan, each.name))}" for each in shown)

@@ -22,7 +22,7 @@ from meshwright.planner.space import (
     ShapeTable,
     Space,
     apply_rules,
-    cannot_be_told,
+    cannot_be_expressed,
     lacks,
 )
 from meshwright.simulator import MAX_PASSES, CostModel, PlanError
@@ -89,7 +89,7 @@ class Ranked(NamedTuple):
         space = runs.space
 
         def numbers(name: str) -> Column:
-            return space.column(name)[~(lacks(space) | cannot_be_told(space))]
+            return space.column(name)[~(lacks(space) | cannot_be_expressed(space))]
 
         results = finalists, rejections, density, proof, rows, frontier, len(space), numbers
         return cls(field, candidates, *results)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from meshwright.hwprofiles import Cluster, StackProfile, counted
 from meshwright.planner.changes import Change
-from meshwright.planner.search.varied import Varied
+from meshwright.planner.search.varied import SearchedFields
 from meshwright.planner.search.verdict import Verdict
 from meshwright.planner.space import Column
 from meshwright.simulator import ResolvedPlan, StepResult, TrainingJob
@@ -186,7 +186,7 @@ class SearchResult(Shown):
     optimal: bool
     bound_gap_fraction: float
     rejections: dict[str, int]
-    varied: Varied
+    varied: SearchedFields
     plans: tuple[StepResult, ...]
     like: tuple[tuple[ResolvedPlan, ...], ...]
     evaluated: tuple[SimulatedPlan, ...]

@@ -18,7 +18,7 @@ from meshwright.planner.search.nearest import find_nearest, find_unlaunchable
 from meshwright.planner.search.ranking import Ranked, rank_mesh
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.strategies import strategy_field
-from meshwright.planner.search.varied import Varied
+from meshwright.planner.search.varied import SearchedFields
 from meshwright.planner.search.ways import SearchRequest, find_verdict
 from meshwright.planner.space import (
     ACTIVATIONS,
@@ -102,7 +102,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
         optimal=proof.is_proven,
         bound_gap_fraction=_gap_fraction(proof, runs),
         rejections=ranked.rejections,
-        varied=Varied.of(space, user_limits, ranked.numbers),
+        varied=SearchedFields.of(space, user_limits, ranked.numbers),
         plans=tuple(runs.result(index, memory_limit_bytes) for index in ranked.rows),
         like=_alike(space, ranked.rows),
         evaluated=runs.evaluated(usable_bytes(cluster, memory_limit_bytes)),

@@ -24,10 +24,10 @@ from meshwright.simulator.layout import (
     PLAN_FIELDS,
     Axis,
     PlanField,
-    known_values,
-    usual_zero_stages,
+    applicable_values,
+    searched_zero_stages,
 )
-from meshwright.simulator.model import predicts_further
+from meshwright.simulator.model import has_mtp_layers
 
 # Fields that only some stacks have, with the trait of those stacks.
 OF_STACKS = {
@@ -52,7 +52,7 @@ class Held(NamedTuple):
     reason: str
 
 
-class Varied(NamedTuple):
+class SearchedFields(NamedTuple):
     """Searched fields of a plan, fixed ones, and values that were excluded."""
 
     searched: tuple[str, ...]
@@ -60,7 +60,7 @@ class Varied(NamedTuple):
     left_out: tuple[Held, ...] = ()
 
     @classmethod
-    def of(cls, space: Space, limits: SpaceLimits, numbers: Numbers) -> "Varied":
+    def of(cls, space: Space, limits: SpaceLimits, numbers: Numbers) -> "SearchedFields":
         """Return the searched and fixed fields of the layouts that a stack offers.
 
         Args:
@@ -73,7 +73,7 @@ class Varied(NamedTuple):
             for each in PLAN_FIELDS.values()
             if each.name != "parameter_server"
             # Fields without any value for this model say nothing of it.
-            and known_values(each, space.job.model) != ()
+            and applicable_values(each, space.job.model) != ()
             and not _is_of_others(each, space, numbers)
         ]
         codes = {
@@ -119,18 +119,20 @@ def _is_of_others(field: PlanField, space: Space, numbers: Numbers) -> bool:
     """
     stack = space.stack
     if field.name in OF_STACKS:
-        is_known = not field.declaration.of_experts or known_values(field, space.job.model) is None
+        is_known = (
+            not field.declaration.of_experts or applicable_values(field, space.job.model) is None
+        )
         return not (is_known and getattr(stack, OF_STACKS[field.name]))
     has_core = stack.pipeline_runtime is PipelineRuntime.MEGATRON_CORE
     if field.name == "microbatch_group_size":
         return not has_core
     if field.name == PREDICTION_STAGE:
-        return not (has_core and predicts_further(space.job.model))
+        return not (has_core and has_mtp_layers(space.job.model))
     # Fields of recomputed layers, and of hybrid context parallelism, searched where asked for.
     if field.name in {"recompute_method", "cp_inner", *ACTIVATIONS}:
         return not numbers(field.name).any()
     if field.declaration.of_experts:
-        return not (stack.expert_parallel and known_values(field, space.job.model) is None)
+        return not (stack.expert_parallel and applicable_values(field, space.job.model) is None)
     axis = field.declaration.axis or field.declaration.acts_on
     known = AXES.get(Axis(axis)) if axis in set(Axis) else None
     return bool(known and known.is_rare and not getattr(stack, known.offered_by or ""))
@@ -140,7 +142,7 @@ def _excluded(space: Space, limits: SpaceLimits) -> Iterator[Held]:
     """Yield values of searched fields that the stack offers and that have to be asked for."""
     name, stack = "zero_stage", space.stack
     if limits.values(name) is None:
-        for stage in sorted({*stack.zero_stages} - {*usual_zero_stages(stack)}):
+        for stage in sorted({*stack.zero_stages} - {*searched_zero_stages(stack)}):
             yield Held(name, stage, f"ask with --zero {stage}")
     if _lacks_unequal(space, limits):
         yield Held("num_virtual_stages", UNEQUAL, "ask with --max-vpp")

@@ -24,7 +24,7 @@ class Cause(StrEnum):
 
     UNDIVIDED = "not divisible"
     REFUSED = "refused"
-    UNTOLD = "not told"
+    INEXPRESSIBLE = "not told"
     MEMORY = "no memory"
 
 
@@ -113,13 +113,13 @@ class Layouts:
         space: All layouts.
         gaps: Gaps of the stack and of the framework, with the owner of each rule.
         refused: Mask of layouts that the stack refuses.
-        untold: Mask of others that the framework cannot express.
+        inexpressible: Mask of others that the framework cannot express.
     """
 
     space: Space
     gaps: tuple[tuple[str, Gap, Mask], ...]
     refused: Mask
-    untold: Mask
+    inexpressible: Mask
 
     @classmethod
     def of(cls, space: Space) -> "Layouts":
@@ -133,9 +133,9 @@ class Layouts:
         title = "" if launcher is None else launcher.release
         of_launcher = [(title, gap, none | gap.lacks(space.column)) for gap in told]
         refused = np.asarray(sum((mask for *_, mask in of_stack), start=none), np.bool_)
-        untold = np.asarray(sum((mask for *_, mask in of_launcher), start=none), np.bool_)
+        inexpressible = np.asarray(sum((mask for *_, mask in of_launcher), start=none), np.bool_)
         # Of a layout that both refuse the stack is the cause.
-        return cls(space, (*of_stack, *of_launcher), refused, untold & ~refused)
+        return cls(space, (*of_stack, *of_launcher), refused, inexpressible & ~refused)
 
     @property
     def cause(self) -> Cause:
@@ -144,14 +144,14 @@ class Layouts:
             return Cause.UNDIVIDED
         if self.refused.all():
             return Cause.REFUSED
-        return Cause.UNTOLD if (self.refused | self.untold).all() else Cause.MEMORY
+        return Cause.INEXPRESSIBLE if (self.refused | self.inexpressible).all() else Cause.MEMORY
 
     def counts(self, undivided: int) -> dict[Cause, int]:
         """Return the number of layouts by cause."""
-        refused, untold = int(self.refused.sum()), int(self.untold.sum())
+        refused, inexpressible = int(self.refused.sum()), int(self.inexpressible.sum())
         # Layouts that stack and framework allow need too much memory.
-        rest = len(self.space) - refused - untold
-        return dict(zip(Cause, (undivided, refused, untold, rest), strict=True))
+        rest = len(self.space) - refused - inexpressible
+        return dict(zip(Cause, (undivided, refused, inexpressible, rest), strict=True))
 
     def rules(self) -> tuple[RuleCount, ...]:
         """Return the rules that are the first to rule layouts out, those of most layouts first."""
@@ -167,7 +167,7 @@ class Layouts:
 
     def blocking(self) -> tuple[ResolvedPlan, list[tuple[str, Gap, Mask]]]:
         """Return the layout that fewest rules refuse, of those the stack runs if any, and these."""
-        kept = np.flatnonzero(self.untold if self.untold.any() else self.refused)
+        kept = np.flatnonzero(self.inexpressible if self.inexpressible.any() else self.refused)
         number = sum(mask[kept].astype(np.int64) for *_, mask in self.gaps)
         index = int(kept[int(np.argmin(number))])
         return self.space.plan(index), [each for each in self.gaps if each[2][index]]
@@ -197,7 +197,7 @@ def refusal_line(layouts: Layouts) -> str:
     count = int(np.count_nonzero(mask))
     of_all = f"all {counted(number, 'layout')}" if count == number else f"{count:,} of {number:,}"
     others = "" if count == number else f", the others by {len(layouts.rules()) - 1} other rules"
-    known = "" if cause is Cause.UNTOLD else f"; allowed: {', '.join(map(str, gap.allowed))}"
+    known = "" if cause is Cause.INEXPRESSIBLE else f"; allowed: {', '.join(map(str, gap.allowed))}"
     rule = f"{whose}: {gap.reason}{known}{in_parentheses(gap.why)}"
     return f"{cause}: {of_all} by {rule}{others}"
 

@@ -210,7 +210,7 @@ def _of_refusal(request: SearchRequest, layouts: Layouts) -> Iterator[Way]:
     plan, gaps = layouts.blocking()
     limits, launcher = request.limits, layouts.space.launcher
     yield from _without_pins(request, {name for _, gap, _ in gaps for name in gap.fields})
-    if layouts.cause is Cause.UNTOLD and launcher is not None:
+    if layouts.cause is Cause.INEXPRESSIBLE and launcher is not None:
         note = "which no framework starts as it stands"
         yield from request.way("--any", limits=limits.launched_by(None), note=note)
         for name in request.stack.launched_by:

@@ -36,7 +36,7 @@ from meshwright.planner.space.rules import (
     Candidates,
     Mask,
     apply_rules,
-    cannot_be_told,
+    cannot_be_expressed,
     lacks,
 )
 from meshwright.planner.space.shapes import ShapeTable, ShapeTimes
@@ -78,7 +78,7 @@ __all__ = [
     "are_equal",
     "askable_values",
     "block_counts",
-    "cannot_be_told",
+    "cannot_be_expressed",
     "distinct",
     "divisors",
     "enumerate_space",

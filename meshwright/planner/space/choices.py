@@ -37,12 +37,12 @@ from meshwright.simulator.layout import (
     SEARCHED_FIELDS,
     Axis,
     PlanField,
+    applicable_values,
     attention_kernels,
     divides,
     experts_refusal,
-    known_values,
     offers,
-    usual_zero_stages,
+    searched_zero_stages,
 )
 
 # Fields whose values depend on the virtual stages, too, in the order in which they vary.
@@ -326,9 +326,9 @@ class Choices:
         """
         stack = self.stack
         if field.name == "zero_stage":
-            return tuple(sorted({0, 1, *usual_zero_stages(stack)}))
+            return tuple(sorted({0, 1, *searched_zero_stages(stack)}))
         if field.name == "attention":
             return attention_kernels(self.job, stack)
         alone = {Recompute.SELECTIVE_OP} - {*stack.recompute_modes}
-        known = known_values(field, self.job.model) or field.choices
+        known = applicable_values(field, self.job.model) or field.choices
         return tuple(each for each in known if each not in alone)

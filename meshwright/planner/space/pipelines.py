@@ -18,8 +18,8 @@ from meshwright.simulator.model import (
     ENDS,
     AnyModel,
     BlockKind,
-    kinds_apart,
     layer_kinds,
+    mtp_kinds,
 )
 
 
@@ -31,7 +31,7 @@ def block_kinds(model: AnyModel, stages: Iterable[Stage] = ()) -> tuple[BlockKin
     own = layer_kinds(model)
     # Only plans of a space derive kinds: of recomputed or offloaded layers.
     made = dict.fromkeys(kind for stage in stages for kind, _ in stage.passes)
-    own += kinds_apart(model)
+    own += mtp_kinds(model)
     return (*own, *(kind for kind in made if kind not in {*own, *ENDS}), *ENDS)
 
 

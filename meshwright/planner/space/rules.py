@@ -88,7 +88,7 @@ def fits_hosts(candidates: Candidates) -> dict[str, Mask]:
     return {"needs more memory than a host has": candidates.host_bytes > have}
 
 
-def cannot_be_told(space: Space) -> Mask:
+def cannot_be_expressed(space: Space) -> Mask:
     """Return the mask of layouts that the framework of the search cannot express."""
     return _any(space, told(space))
 

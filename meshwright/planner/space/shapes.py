@@ -73,7 +73,7 @@ class ShapeTable:
 
 
 def _defers_sums(space: Space, alone: Column) -> Column:
-    """Return `BlockShape.defers_sums` of every layout; *alone* marks those without units."""
+    """Return `defers_norm_all_reduce` of every layout; *alone* marks those without units."""
     stack = space.stack
     default = syncs_by_default(stack, space.column("zero_stage"), space.column("pp"))
     # Codes of the field: 0 is the stack's default, then no and yes.
@@ -131,7 +131,7 @@ class ShapeTimes:
         self.blocks[new] = np.concatenate(times, axis=1)
         for index, shape in zip(new, shapes, strict=True):
             # Recomputation is of layers: shapes that differ in it share the messages.
-            flags = (shape.sequence_parallel, shape.in_pipeline, shape.defers_sums)
+            flags = (shape.sequence_parallel, shape.in_pipeline, shape.defers_norm_all_reduce)
             key = (shape.tp, shape.cp, shape.microbatch_size, *flags)
             if key not in self.known:
                 self.known[key] = _message_times(shape, costs, table.kinds)

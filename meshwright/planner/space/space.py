@@ -17,7 +17,7 @@ from meshwright.planner.space.pipelines import Pipeline, block_kinds, stage_laye
 from meshwright.planner.space.switches import SWITCHES
 from meshwright.simulator import ResolvedPlan, Schedule, TrainingJob
 from meshwright.simulator.layout import (
-    ALL_ALONE,
+    DEFAULT_CHECKPOINTS,
     DP_CP,
     EXPERT_SHARDS,
     JOINT_AXES,
@@ -172,7 +172,7 @@ class Space:
         """Kinds of blocks that passes go through, in column order."""
         all_stages = [stages for _, _, stages in self._stages.values()]
         derived = any(
-            stages[0].checkpoints != ALL_ALONE
+            stages[0].checkpoints != DEFAULT_CHECKPOINTS
             or stages[0].offload != NO_OFFLOAD
             or stages[-1].copies
             for stages in all_stages

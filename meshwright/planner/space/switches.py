@@ -26,9 +26,9 @@ from meshwright.simulator.layout import (
     SEARCHED_FIELDS,
     Formats,
     PlanField,
+    applicable_values,
     chosen_formats,
     conflict_of,
-    known_values,
     offered_formats,
     syncs_by_default,
 )
@@ -124,7 +124,7 @@ def askable_values(field: PlanField, job: TrainingJob, stack: StackProfile) -> t
 
     Formats in 16 bits are those of the training alone.
     """
-    if not field.declaration.is_asked or known_values(field, job.model) is not None:
+    if not field.declaration.is_asked or applicable_values(field, job.model) is not None:
         return (field.default,)
     if field.name in OF_GRADIENTS:
         usual = {Precision.FP32, job.precision.storage}
@@ -203,7 +203,7 @@ def _groups(place: Place, wanted: Wanted) -> Iterator[Setting]:
 
 def _context(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Setting]:
     """Yield the kinds of context parallelism: the stack's default unless others are asked for."""
-    name, inner, hybrid = "cp_type", "cp_inner", ContextParallel.RING_OF_SWAPS
+    name, inner, hybrid = "cp_type", "cp_inner", ContextParallel.HYBRID_RING
     values = wanted.get(name, ())
     others = [each for each in stack.context_parallel[1:] if each in values]
     default = stack.context_parallel[0] if stack.context_parallel else None
@@ -222,7 +222,7 @@ def _context(stack: StackProfile, place: Place, wanted: Wanted) -> Iterator[Sett
 def _dispatch(job: TrainingJob, stack: StackProfile, wanted: Wanted) -> Iterator[Setting]:
     """Yield the token dispatchers of experts: the stack's default unless others are asked for."""
     name, default = "dispatcher", next(iter(stack.dispatchers), None)
-    if known_values(PLAN_FIELDS[name], job.model) is not None:
+    if applicable_values(PLAN_FIELDS[name], job.model) is not None:
         return _chosen(name, default, [], {})
     values = wanted.get(name, ())
     return _chosen(

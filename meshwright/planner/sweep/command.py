@@ -10,9 +10,9 @@ from meshwright.planner.cli import (
     NOTHING_FITS,
     STEP_WIDTH,
     check_json,
+    print_written,
     progress_bar,
     read_budget,
-    say_written,
     show,
     tell,
 )
@@ -68,8 +68,8 @@ def run_sweep(
             tell(progress, "drawing pictures")
             written = write_sweep(result, folder)
     show(output.json, lambda: sweep_document(result), lambda: sweep_report(result), STEP_WIDTH)
-    say_written(output, written)
-    return 0 if result.num_found else NOTHING_FITS
+    print_written(output, written)
+    return 0 if result.num_fitting else NOTHING_FITS
 
 
 def _place(options: SweepOptions) -> ExecutorFactory:

@@ -11,7 +11,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from meshwright.hwprofiles import Cluster, ProfileError, StackProfile
-from meshwright.planner.cli import Setting, read_limits, read_setting, resolve_plan, with_buckets
+from meshwright.planner.cli import (
+    Setting,
+    read_limits,
+    read_setting,
+    resolve_plan,
+    with_bucket_size,
+)
 from meshwright.planner.options import REPLICATION, SEARCH_OPTIONS, SWEPT, JobOptions
 from meshwright.planner.reports import job_fields, known_by, plan_fields
 from meshwright.planner.space import SpaceLimits
@@ -206,7 +212,7 @@ def _task(setting: Setting, given: Mapping[str, object], *, is_simulation: bool)
         limits, plan = read_limits(setting, given), None
     else:
         # A search does not vary the bucket size.
-        setting = with_buckets(setting, given)
+        setting = with_bucket_size(setting, given)
         limits, plan = None, resolve_plan(setting, given)
     return Task(
         job=setting.job,

@@ -39,7 +39,7 @@ class Measure(NamedTuple):
 def pictures_of(result: SweepResult) -> Mapping[str, Callable[[SweepResult], Figure]]:
     """Return the pictures that say something of a sweep, by name."""
     pictures: dict[str, Callable[[SweepResult], Figure]] = {}
-    if not result.num_found:
+    if not result.num_fitting:
         return pictures
     several = [each for each in result.varied if len(each.values) > 1]
     over_gpus = any(each.column == GPUS for each in several)

@@ -44,10 +44,10 @@ class SweepResult(Shown):
     def __repr__(self) -> str:
         """Return the sweep in a line: what it varies, and how many of its cells fit."""
         names = " x ".join(each.name for each in self.varied)
-        return f"<SweepResult of {names}: {self.num_found} of {len(self.cells)} cells fit>"
+        return f"<SweepResult of {names}: {self.num_fitting} of {len(self.cells)} cells fit>"
 
     @property
-    def num_found(self) -> int:
+    def num_fitting(self) -> int:
         """Cells with a layout that fits."""
         return sum(each["outcome"] == Outcome.FITS for each in self.documents)
 

@@ -3,7 +3,7 @@
 from meshwright.planner.tables.facts import (
     STACK_FACT,
     Facts,
-    FileWords,
+    FileValues,
     Keys,
     MissingError,
     spelled,
@@ -46,7 +46,7 @@ __all__ = [
     "Codecs",
     "Export",
     "Facts",
-    "FileWords",
+    "FileValues",
     "Framework",
     "Keys",
     "Launch",

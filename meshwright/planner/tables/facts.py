@@ -123,7 +123,7 @@ def value_of(name: str, word: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class FileWords:
+class FileValues:
     """Typed reader of the values of a framework's files.
 
     Args:

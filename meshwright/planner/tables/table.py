@@ -16,7 +16,7 @@ from meshwright.hwprofiles import (
     FrameworkTable,
 )
 from meshwright.planner.configuration import Options, OptionWord
-from meshwright.planner.tables.facts import Facts, FileWords, Keys, spelled
+from meshwright.planner.tables.facts import Facts, FileValues, Keys, spelled
 from meshwright.planner.tables.launch import Starter
 
 Roles: TypeAlias = Mapping[str, str]
@@ -34,7 +34,7 @@ class Codec(NamedTuple):
     """
 
     write: Callable[[Roles, Facts], Keys] | None = None
-    read: Callable[[Roles, Keys, Facts, FileWords], Keys] | None = None
+    read: Callable[[Roles, Keys, Facts, FileValues], Keys] | None = None
 
 
 Codecs: TypeAlias = Mapping[str, Codec]

@@ -78,7 +78,7 @@ def tyro_options(keys: Keys) -> list[str]:
 
 
 def layout_text(
-    stages: tuple[int, ...], num_predictions: int = 0, prediction_stage: int | None = None
+    stages: tuple[int, ...], count_mtp_layers: int = 0, prediction_stage: int | None = None
 ) -> str:
     """Return stages as Megatron-Core's PipelineParallelLayerLayout has them.
 
@@ -87,7 +87,7 @@ def layout_text(
     """
     parts = [f"t*{count}" if count else "" for count in stages]
     # MTP layers follow the last layers of their stage.
-    parts[-1 if prediction_stage is None else prediction_stage] += "m" * num_predictions
+    parts[-1 if prediction_stage is None else prediction_stage] += "m" * count_mtp_layers
     return f"E{'|'.join(parts)}L"
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.faces import late_name
+from meshwright.faces import lazy_name
 from meshwright.simulator.account.advice import copy_warnings, plan_warnings
 from meshwright.simulator.account.breakdown import time_breakdown
 from meshwright.simulator.account.critical_path import CLOSING, CriticalPath, critical_path
@@ -59,4 +59,4 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Return a name of a late module, imported when first asked for."""
-    return late_name(__name__, ("passes", "counts", "traffic"), name)
+    return lazy_name(__name__, ("passes", "counts", "traffic"), name)

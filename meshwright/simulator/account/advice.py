@@ -120,7 +120,7 @@ def copy_warnings(plan: ResolvedPlan, times: StepTimes) -> tuple[str, ...]:
 
     PyTorch's allocator reuses their memory only after the copy (`record_stream`).
     """
-    behind = max(rank.copies_behind for rank in times.ranks)
+    behind = max(rank.pending_offloads for rank in times.ranks)
     if not plan.offload_modules or behind <= AHEAD:
         return ()
     said = f"copies of offload_modules={','.join(plan.offload_modules)} fall {behind} layers behind"

@@ -3,7 +3,7 @@
 from meshwright.hwprofiles import Source
 from meshwright.simulator.costs import Category, Cost, PhaseCost
 from meshwright.simulator.engine import RankTimes, RankWork, StepTimes
-from meshwright.simulator.ledger import Moment
+from meshwright.simulator.ledger import StepPoint
 from meshwright.simulator.schedules import total_ps
 from meshwright.simulator.step import BuiltStep
 
@@ -34,7 +34,7 @@ def _rank_cost(built: BuiltStep, times: StepTimes, pp_rank: int) -> PhaseCost:
     for costs in built.virtual_stage_costs[pp_rank]:
         total += sum(costs.values(), PhaseCost()) * built.work.num_microbatches
     # Overlapped passes hide some all-to-all time that their costs include.
-    hidden_ps = built.work.all_hidden_ps(pp_rank)
+    hidden_ps = built.work.total_overlap_saving_ps(pp_rank)
     total += PhaseCost.total([(Category.EP_COMM, Cost(-hidden_ps, built.evidence.exchanges))])
     # Without overlap_p2p a send occupies the rank until it is done.
     if built.work.blocking_messages:
@@ -52,7 +52,7 @@ def _exposed(built: BuiltStep, pp_rank: int, work: RankWork, rank: RankTimes) ->
         [
             (Category.DP_COMM, Cost(waited_ps - host_ps, built.evidence.replicas)),
             (Category.HOST_COPY, Cost(host_ps + sum(rank.copy_waits_ps), built.evidence.host)),
-            (Category.TP_COMM, closing[Moment.SUMS]),
-            *((Category.DP_COMM, closing[each]) for each in (Moment.TOKENS, Moment.NORM)),
+            (Category.TP_COMM, closing[StepPoint.SUMS]),
+            *((Category.DP_COMM, closing[each]) for each in (StepPoint.TOKENS, StepPoint.NORM)),
         ]
     )

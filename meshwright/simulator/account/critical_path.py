@@ -147,7 +147,7 @@ class _Walk:
         """Add the times of a pass: compute by category, waits and copies."""
         times = self._times.ranks[rank]
         action, time_ps = times.actions[place], times.ends_ps[place] - times.starts_ps[place]
-        hidden_ps = self._built.work.hidden_of(rank, place)
+        hidden_ps = self._built.work.pass_saving_ps(rank, place)
         self.spent_ps[Category.EP_COMM] -= hidden_ps
         # Costs are of a pass alone: the time that overlap hides is taken off.
         cost = self._built.virtual_stage_costs[rank][action.virtual_stage][action.phase]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Offload, StackProfile
 from meshwright.simulator.layout import ResolvedPlan, TrainingJob
-from meshwright.simulator.ledger import Moment, StepSetting, rank_ledger
+from meshwright.simulator.ledger import StepPoint, StepSetting, rank_ledger
 from meshwright.simulator.replication import unit_shards
 from meshwright.simulator.step import owned_share
 
@@ -36,15 +36,15 @@ def host_traffic(
         return NO_TRAFFIC
     setting = StepSetting.of(job, plan, stack)
     replication, state = setting.replication, setting.state
-    shares = dict.fromkeys(Moment, 0)
+    shares = dict.fromkeys(StepPoint, 0)
     for entry in rank_ledger(setting, pp_rank).entries:
         num_owned = sum(owned_share(count, replication) for count in entry.part.buckets)
         shares[entry.moment] += entry.num_times * num_owned
-    reduced_bytes = shares[Moment.REDUCE] * state.gradient
+    reduced_bytes = shares[StepPoint.REDUCE] * state.gradient
     if replication.offload is Offload.OPTIMIZER:
         # What earlier microbatches left comes back to be added to, then what was updated.
         added_bytes = reduced_bytes - reduced_bytes // setting.num_reductions
-        updated_bytes = shares[Moment.UPDATED] * setting.wire.gather_bytes
+        updated_bytes = shares[StepPoint.UPDATED] * setting.wire.gather_bytes
         return HostTraffic(updated_bytes + added_bytes, reduced_bytes)
     if stack.is_fully_sharded:
         stages, num_shards = setting.rank_stages(pp_rank), replication.span.num_ranks
@@ -52,4 +52,4 @@ def host_traffic(
             sum(unit_shards(setting.shape, num_owned, num_shards, shard)) for num_owned in stages
         )
         reduced_bytes = setting.num_reductions * owned * state.gradient
-    return HostTraffic(shares[Moment.GATHER] * state.sharded_parameter, reduced_bytes)
+    return HostTraffic(shares[StepPoint.GATHER] * state.sharded_parameter, reduced_bytes)

@@ -9,12 +9,18 @@ from meshwright.hwprofiles import CollectiveOp, StackProfile
 from meshwright.simulator.blocks import SHIFTED_BYTES, BlockTable
 from meshwright.simulator.costs import sent_ratio
 from meshwright.simulator.layout import Axis, MeshAxis, ResolvedPlan, TrainingJob
-from meshwright.simulator.ledger import LedgerEntry, Moment, StepSetting, pass_entries, rank_ledger
+from meshwright.simulator.ledger import (
+    LedgerEntry,
+    StepPoint,
+    StepSetting,
+    pass_entries,
+    rank_ledger,
+)
 
-OTHER_SUMS = (Moment.SUMS, Moment.TIED_TABLE)
+OTHER_SUMS = (StepPoint.SUMS, StepPoint.TIED_TABLE)
 # `norm_ranks` has the group of a norm that is one number.
-ELSEWHERE = (*OTHER_SUMS, Moment.TOKENS, Moment.NORM, Moment.MESSAGE)
-REPEATED = tuple(moment for moment in Moment if moment not in ELSEWHERE)
+ELSEWHERE = (*OTHER_SUMS, StepPoint.TOKENS, StepPoint.NORM, StepPoint.MESSAGE)
+REPEATED = tuple(moment for moment in StepPoint if moment not in ELSEWHERE)
 
 
 class Traffic(NamedTuple):
@@ -80,7 +86,7 @@ def token_traffic(
 ) -> tuple[Traffic, ...]:
     """Return the all-reduces of experts' token counts over a stage, if routing has biases."""
     entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
-    return _traffic(entries, (Moment.TOKENS,))
+    return _traffic(entries, (StepPoint.TOKENS,))
 
 
 def norm_traffic(
@@ -91,7 +97,7 @@ def norm_traffic(
     Else `norm_ranks` sum one number.
     """
     entries = rank_ledger(StepSetting.of(job, plan, stack), pp_rank).closing
-    return _traffic(entries, (Moment.NORM,)) if stack.norm_by_axis else ()
+    return _traffic(entries, (StepPoint.NORM,)) if stack.norm_by_axis else ()
 
 
 def message_traffic(
@@ -99,11 +105,11 @@ def message_traffic(
 ) -> tuple[tuple[Traffic, ...], tuple[Traffic, ...]]:
     """Return the sends of a pipeline rank, and its receives with the gathers that follow."""
     entries = pass_entries(StepSetting.of(job, plan, stack), BlockTable(), pp_rank)
-    received = _traffic(entries, (Moment.MESSAGE,))
+    received = _traffic(entries, (StepPoint.MESSAGE,))
     return tuple(each for each in received if each.op is CollectiveOp.P2P), received
 
 
-def _traffic(entries: Iterable[LedgerEntry], moments: tuple[Moment, ...]) -> tuple[Traffic, ...]:
+def _traffic(entries: Iterable[LedgerEntry], moments: tuple[StepPoint, ...]) -> tuple[Traffic, ...]:
     """Return the collectives at *moments*, with padding; those of one rank alone are left out."""
     counted: Counter[tuple[MeshAxis, CollectiveOp, int, int]] = Counter()
     for entry in entries:

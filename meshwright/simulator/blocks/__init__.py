@@ -2,12 +2,18 @@
 
 from meshwright.simulator.blocks.ends import SHIFTED_BYTES
 from meshwright.simulator.blocks.fp8_casts import (
-    beside_weights_bytes,
+    extra_weight_bytes,
     num_linear_weights,
     step_cast_bytes,
     weight_copy_bytes,
 )
-from meshwright.simulator.blocks.kinds import ADDED, OUTPUT, Ending, makes_gradients, walk
+from meshwright.simulator.blocks.kinds import (
+    ADDED,
+    OUTPUT,
+    BorderGradients,
+    materializes_weight_gradients,
+    walk,
+)
 from meshwright.simulator.blocks.losses import LOGITS
 from meshwright.simulator.blocks.model_flops import CONVENTION, hardware_flops, model_flops
 from meshwright.simulator.blocks.operators import (
@@ -22,15 +28,15 @@ from meshwright.simulator.blocks.operators import (
     MemoryBound,
     Operator,
     RingMessages,
-    is_exchange,
+    is_expert_all_to_all,
     sum_flops,
 )
 from meshwright.simulator.blocks.shape import BlockShape, fuses_qkv, plan_parameters
 from meshwright.simulator.blocks.spelling import (
-    angle_table_bytes,
-    layer_table_bytes,
-    num_angle_tables,
-    spelling_of,
+    layer_code_of,
+    layer_rope_cache_bytes,
+    num_rope_caches,
+    rope_cache_bytes,
 )
 from meshwright.simulator.blocks.table import BlockTable, NamedBytes
 
@@ -43,8 +49,8 @@ __all__ = [
     "BlockOperators",
     "BlockShape",
     "BlockTable",
+    "BorderGradients",
     "Collective",
-    "Ending",
     "ExpertOperators",
     "FlashAttention",
     "Gemm",
@@ -55,18 +61,18 @@ __all__ = [
     "NamedBytes",
     "Operator",
     "RingMessages",
-    "angle_table_bytes",
-    "beside_weights_bytes",
+    "extra_weight_bytes",
     "fuses_qkv",
     "hardware_flops",
-    "is_exchange",
-    "layer_table_bytes",
-    "makes_gradients",
+    "is_expert_all_to_all",
+    "layer_code_of",
+    "layer_rope_cache_bytes",
+    "materializes_weight_gradients",
     "model_flops",
-    "num_angle_tables",
     "num_linear_weights",
+    "num_rope_caches",
     "plan_parameters",
-    "spelling_of",
+    "rope_cache_bytes",
     "step_cast_bytes",
     "sum_flops",
     "walk",

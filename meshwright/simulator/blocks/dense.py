@@ -5,7 +5,7 @@ from meshwright.hwprofiles import Attention, OffloadModule, RecomputeModule
 from meshwright.simulator.blocks.dims import LayerDims
 from meshwright.simulator.blocks.parts import Chunks, Shared, Widths, chunk_tokens, feed_forward
 from meshwright.simulator.blocks.shape import BlockShape, norm_part
-from meshwright.simulator.blocks.spelling import heads_apart, latent_rotary, spelling_of
+from meshwright.simulator.blocks.spelling import heads_apart, latent_rotary, layer_code_of
 from meshwright.simulator.graph import (
     Activation,
     Block,
@@ -20,8 +20,8 @@ from meshwright.simulator.graph import (
     copy,
     counted,
     flash,
-    handed_on,
     norm,
+    pass_through,
     residual,
     rotary,
     row,
@@ -64,7 +64,7 @@ def layer(
         y = write_attention(block, attended, shape, dims, kind)
         block.discard(norm_parts[0], attended)
         y = _normed(block, y, "attention output norm", shape)
-        named = (y,) if spelling_of(shape).names_attention else ()
+        named = (y,) if layer_code_of(shape).names_attention else ()
         x = residual(block, y, x, bias=model.output_bias, drops=model.dropout)
         with block.part(norm_part(shape, kind, OffloadModule.MLP_NORM)):
             mlp_input = _normed(block, x, "mlp norm", shape, norm_parts[1])
@@ -95,7 +95,7 @@ def normed(
 ) -> Tensor:
     """Return *x* after the model's norm; a norm without weights is always an RMS norm."""
     # Only RMS norms come without weights (Llama 4's QK norm).
-    centers, formula = shape.model.norm == "layernorm" and weighted, spelling_of(shape).norm
+    centers, formula = shape.model.norm == "layernorm" and weighted, layer_code_of(shape).norm
     return norm(block, x, name, centers=centers, formula=formula, weighted=weighted)
 
 
@@ -103,7 +103,7 @@ def _side_by_side(
     block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind
 ) -> Tensor:
     """Return the output of a parallel layer (GPT-J): attention and MLP read the same tokens."""
-    model, spelling = shape.model, spelling_of(shape)
+    model, spelling = shape.model, layer_code_of(shape)
     with block.part("layer"):
         attention_input = mlp_input = normed(block, x, "attention norm", shape)
         if model.parallel_mlp == "two norms" and spelling.norms_first:
@@ -115,7 +115,7 @@ def _side_by_side(
         if spelling.norms_first:
             both = y.like("both", base=y.storage)
             # Falcon adds attention's output to the MLP's in place.
-            handed_on(block, [y, attended], both, block.traffic(y, y, attended))
+            pass_through(block, [y, attended], both, block.traffic(y, y, attended))
         else:
             both = residual(block, attended, y, bias=False, drops=False)
         out = residual(block, both, x, bias=False, drops=False)
@@ -134,7 +134,7 @@ def _attention(
     block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: BlockKind
 ) -> Tensor:
     """Return self-attention of normalised tokens, with its projections."""
-    model, spelling = shape.model, spelling_of(shape)
+    model, spelling = shape.model, layer_code_of(shape)
     has_positions, chunks = model.has_positions(kind), _chunks(shape, dims, kind)
     is_unfused = shape.attention is Attention.UNFUSED
     with block.module(x):
@@ -144,7 +144,7 @@ def _attention(
             query, key, value = (chunks.cut(block, each) for each in (query, key, value))
         if has_positions:
             query, key = _apply_rope(block, query, key, _rotary(shape))
-            if model.qk_norm == "unweighted" and not block.lowering.fuses_places:
+            if model.qk_norm == "unweighted" and not block.lowering.fuses_redistribute:
                 query, key = _normed_heads(block, query, key, shape, dims)
         keys_values = key, value
         is_strided = not has_positions and model.num_kv_heads < model.num_heads
@@ -210,7 +210,7 @@ def _latent(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims, kind: B
 
 def _projected(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> list[Tensor]:
     """Return queries, keys and values, with QK norm if the model has one before RoPE."""
-    model, spelling = shape.model, spelling_of(shape)
+    model, spelling = shape.model, layer_code_of(shape)
     parts = dims.queries, dims.keys, dims.values
     # With unfused attention LAYOUT_WIDTHS has the bias gradient's traffic.
     counts_bias = shape.attention is not Attention.UNFUSED
@@ -225,7 +225,7 @@ def _projected(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> l
         query = copy(block, query, "queries apart")
     # Megatron-Core applies QK norms without weights before RoPE, transformers after it.
     if model.qk_norm in {"head", "width"} or (
-        model.qk_norm == "unweighted" and block.lowering.fuses_places
+        model.qk_norm == "unweighted" and block.lowering.fuses_redistribute
     ):
         query, key = _normed_heads(block, query, key, shape, dims)
     return [query, key, value]
@@ -239,7 +239,7 @@ def _rotary(shape: BlockShape) -> Rotary:
     """
     model = shape.model
     is_apart = model.scaled_angles and shape.stack.transformer_engine
-    return Rotary(model.rotary_dim, spelling_of(shape).rotary, is_apart)
+    return Rotary(model.rotary_dim, layer_code_of(shape).rotary, is_apart)
 
 
 def _apply_rope(block: Block, query: Tensor, key: Tensor, how: Rotary) -> tuple[Tensor, Tensor]:
@@ -275,7 +275,7 @@ def _normed_heads(
 def _mlp(block: Block, x: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     """Return the MLP's output of normalised tokens."""
     model = shape.model
-    bias = Linear(bias=model.mlp_bias, fuses=spelling_of(shape).fuses_mlp)
+    bias = Linear(bias=model.mlp_bias, fuses=layer_code_of(shape).fuses_mlp)
     parts = (dims.gate, dims.ffn) if model.gated_mlp else (dims.ffn,)
     widths = Widths(parts, dims.inner, dims.hidden, Activation(model.activation))
     return feed_forward(block, x, widths, dims.outside, bias)

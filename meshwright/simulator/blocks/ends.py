@@ -164,8 +164,8 @@ def streams_like(x: Tensor, shape: BlockShape) -> Tensor:
 def _losses(block: Block, streams: Tensor, shape: BlockShape, dims: LayerDims) -> Tensor:
     """Return the losses of the next token and of MTP.
 
-    Hidden states are chunked again, and the MTP logits come first (GPTModel._postprocess of core
-    0.16).  With sequence parallelism tokens are gathered into a global buffer
+    Hidden states are chunked again, and the MTP logits come first (GPTModel._postprocess of
+    core 0.16).  With sequence parallelism tokens are gathered into a global buffer
     (`get_global_memory_buffer` in tensor_parallel/layers.py).
     """
     main, *mtp_streams = _chunk_streams(block, streams)

@@ -21,8 +21,8 @@ from math import prod
 from meshwright.hwprofiles import Precision, RecomputeModule, WeightCast
 from meshwright.simulator.blocks.operators import Gemm, KernelLaunches, MemoryBound, Operator
 from meshwright.simulator.blocks.shape import BlockShape, narrows_head
-from meshwright.simulator.blocks.spelling import layer_table_bytes
-from meshwright.simulator.layout import repeated_modules
+from meshwright.simulator.blocks.spelling import layer_rope_cache_bytes
+from meshwright.simulator.layout import recomputed_modules
 from meshwright.simulator.model import (
     ENDS,
     HEAD,
@@ -71,7 +71,7 @@ def backward_casts(shape: BlockShape, linears: Sequence[Gemm]) -> tuple[Operator
         recipe.weight_casts is WeightCast.FORWARD_BACKWARD and not recipe.gathers_parameters
     )
     operators = _casts(shape, "backward", cast, gradients, linears if casts_in_backward else ())
-    if RecomputeModule.MOE_ACT not in repeated_modules(shape.recompute, shape.modules):
+    if RecomputeModule.MOE_ACT not in recomputed_modules(shape.recompute, shape.modules):
         return operators
     # A recomputed activation is cast once more, by a kernel for each expert.
     again = [linear.batch for linear in linears if linear.rows][1:2]
@@ -86,7 +86,9 @@ def expert_casts(shape: BlockShape, backward: int) -> int:
     """
     if shape.recipe is None:
         return 0
-    again = backward and RecomputeModule.MOE_ACT in repeated_modules(shape.recompute, shape.modules)
+    again = backward and RecomputeModule.MOE_ACT in recomputed_modules(
+        shape.recompute, shape.modules
+    )
     return (CASTS_OF_PASS + again) * shape.recipe.casts_of_expert
 
 
@@ -139,11 +141,11 @@ def weight_copy_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
     return total
 
 
-def beside_weights_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
+def extra_weight_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
     """Return the bytes *blocks* hold beside their weights: fp8 copies and RoPE caches."""
     runs = list(blocks)
     num_layers = sum(count for kind, count in runs if kind not in ENDS)
-    return weight_copy_bytes(shape, runs) + layer_table_bytes(shape) * num_layers
+    return weight_copy_bytes(shape, runs) + layer_rope_cache_bytes(shape) * num_layers
 
 
 def num_linear_weights(shape: BlockShape) -> Counter[BlockKind]:

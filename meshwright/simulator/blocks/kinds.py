@@ -35,7 +35,7 @@ from meshwright.simulator.graph import (
     Transfer,
     WeightGradients,
 )
-from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis, repeated_modules
+from meshwright.simulator.layout import Axis, ExpertAxis, MeshAxis, recomputed_modules
 from meshwright.simulator.model import (
     COPY,
     COPY_OF_STREAMS,
@@ -164,20 +164,20 @@ BLOCKS: dict[BlockKind, Callable[[Block, BlockShape, LayerDims], Tensor]] = {
 }
 
 
-class Ending(NamedTuple):
+class BorderGradients(NamedTuple):
     """Gradients at the borders of a block's backward: that of its output, and those of weights.
 
     Args:
         keeps_gradients: Weight gradients stay allocated until the pass is over.
-        arriving_bytes: Bytes of the output's gradient; None for the output's size, 0 for a
+        output_gradient_bytes: Bytes of the output's gradient; None for the output's size, 0 for a
             buffer that is counted elsewhere.
     """
 
     keeps_gradients: bool = False
-    arriving_bytes: int | None = None
+    output_gradient_bytes: int | None = None
 
 
-ADDED = Ending()
+ADDED = BorderGradients()
 
 
 def lowering_of(shape: BlockShape) -> Lowering:
@@ -188,14 +188,14 @@ def lowering_of(shape: BlockShape) -> Lowering:
     fuses_gradients = stack.fused_gradient_accumulation and stack.kernels is not Kernels.EAGER
     return Lowering(
         kernels=stack.kernels,
-        spells_out=stack.transformers_layers,
+        uses_transformers_ops=stack.transformers_layers,
         # Under context parallelism torchtitan passes position ids (`reshape_for_broadcast` of
         # models/llama3/model/model.py, 0.2.2).
         indexes_rope_cache=shape.cp > 1
         and not (stack.transformers_layers or stack.megatron_layers),
         fuses_products=fuses_qkv(shape),
         fuses_gate=stack.megatron_layers,
-        fuses_places=stack.megatron_layers,
+        fuses_redistribute=stack.megatron_layers,
         redistributes_each_input=stack.tp_plan and shape.tp > 1,
         fuses_norms=stack.transformer_engine and stack.kernels is Kernels.FUSED,
         fuses_residual=stack.megatron_layers,
@@ -218,7 +218,7 @@ def saved_offload(shape: BlockShape) -> SavedOffload:
     return SavedOffload(frozenset(map(str, shape.offload_modules)), SMALLEST_MEGATRON_OFFLOAD)
 
 
-def makes_gradients(shape: BlockShape) -> bool:
+def materializes_weight_gradients(shape: BlockShape) -> bool:
     """Return True if a weight's gradient is a tensor of its own before accumulation."""
     return lowering_of(shape).weight_gradients is not WeightGradients.FUSED
 
@@ -248,7 +248,7 @@ def outputs_again(shape: BlockShape) -> frozenset[str]:
     """Return the parts whose outputs are discarded and recomputed, in fp8."""
     if shape.recipe is None:
         return frozenset()
-    return frozenset(DISCARDED.intersection(repeated_modules(shape.recompute, shape.modules)))
+    return frozenset(DISCARDED.intersection(recomputed_modules(shape.recompute, shape.modules)))
 
 
 def written(shape: BlockShape, kind: BlockKind, columns: Columns | None = None) -> Written:
@@ -309,7 +309,7 @@ def walk(
     kind: BlockKind,
     known: Written | None = None,
     *,
-    ending: Ending = ADDED,
+    ending: BorderGradients = ADDED,
     repeats: bool = True,
 ) -> Backward:
     """Return the forward and backward walk of a block.
@@ -328,15 +328,15 @@ def walk(
     policy = WeightGradients.KEPT if ending.keeps_gradients else block.lowering.weight_gradients
     result = Backward(tape, policy)
     arriving = None
-    if ending.arriving_bytes is not None:
-        arriving = block.tensor("arriving", Dim("bytes", ending.arriving_bytes), width=1)
+    if ending.output_gradient_bytes is not None:
+        arriving = block.tensor("arriving", Dim("bytes", ending.output_gradient_bytes), width=1)
     result.run(arriving)
     return result
 
 
 def _repetition(shape: BlockShape, block: Block) -> Repetition:
     is_by_operator = shape.recompute is Recompute.SELECTIVE_OP
-    modules = frozenset(repeated_modules(shape.recompute, shape.modules))
+    modules = frozenset(recomputed_modules(shape.recompute, shape.modules))
     is_whole = shape.recompute in WHOLE_LAYERS
     parts = frozenset({LAYER, GROUP}) if is_whole else modules
     # Megatron's checkpoints of layers are reentrant, too; PyTorch's and DeepSpeed's own are not.

@@ -29,7 +29,7 @@ from meshwright.simulator.graph import (
     WeightGradients,
     Work,
 )
-from meshwright.simulator.layout import ResolvedPlan, TrainingJob, repeated_layers
+from meshwright.simulator.layout import ResolvedPlan, TrainingJob, recomputed_layers
 from meshwright.simulator.model import (
     EMBEDDING,
     HEAD,
@@ -39,7 +39,7 @@ from meshwright.simulator.model import (
     ImageModel,
     ModelSpec,
     layer_flops,
-    prediction_flops,
+    mtp_flops,
 )
 
 CONVENTION = (
@@ -76,7 +76,7 @@ def hardware_flops(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) ->
         steps = walk(unsharded, kind).tape.steps
         return _flops(each.work for each in steps if each.phase is Phase.RECOMPUTE)
 
-    runs = [*repeated_layers(job.model, plan)]
+    runs = [*recomputed_layers(job.model, plan)]
     if isinstance(job.model, ModelSpec) and job.model.prediction_layers:
         runs.append(BlockRun(HEAD, 1))
     recomputed = sum(count * recomputed_flops(kind) for kind, count in runs)
@@ -91,7 +91,7 @@ def _transformer_flops(job: TrainingJob, model: ModelSpec) -> int:
     hidden = model.hidden_size
     head_width = model.vocab_size + (hidden if model.mlm_head else 0)
     num_scored = ceil(job.tokens_per_step * model.scored_fraction)
-    per_token += prediction_flops(model, job.seq_len)
+    per_token += mtp_flops(model, job.seq_len)
     return per_token * job.tokens_per_step + 2 * hidden * head_width * num_scored
 
 
@@ -100,7 +100,7 @@ def _listed_flops(model: ImageModel | ChainModel) -> int:
     eager = Lowering(
         fuses_products=False,
         fuses_gate=False,
-        fuses_places=False,
+        fuses_redistribute=False,
         fuses_residual=False,
         saves_first=True,
         weight_gradients=WeightGradients.ADDED,

@@ -200,14 +200,14 @@ class HostPasses(NamedTuple):
 class Collective(NamedTuple):
     """A collective over *axis*; ``size_bytes`` is the larger of a rank's two buffers.
 
-    ``hides_under`` is the GEMM that may overlap it.
+    ``overlapped_with`` is the GEMM that may overlap it.
     """
 
     name: str
     op: CollectiveOp
     size_bytes: int
     axis: MeshAxis
-    hides_under: Gemm | None = None
+    overlapped_with: Gemm | None = None
 
     @property
     def collectives(self) -> tuple[tuple[CollectiveOp, int, int], ...]:
@@ -227,7 +227,7 @@ class RingMessages(NamedTuple):
     axis: MeshAxis
     steps: int
     beside_bytes: int = 0
-    hides_under: FlashAttention | None = None
+    overlapped_with: FlashAttention | None = None
 
     @property
     def collectives(self) -> tuple[tuple[CollectiveOp, int, int], ...]:
@@ -272,7 +272,7 @@ class ExpertOperators(NamedTuple):
     other_weights: tuple[Operator, ...] = ()
 
 
-def is_exchange(operator: Operator) -> bool:
+def is_expert_all_to_all(operator: Operator) -> bool:
     """Return True for expert parallelism's all-to-all: dispatch or combine."""
     if not isinstance(operator, Collective):
         return False

@@ -194,7 +194,7 @@ class PricedBlock(NamedTuple):
         With sequence parallelism a rank's norms see its own tokens alone.
         """
         stack, width = self.shape.stack, self.shape.element_bytes
-        if not stack.sums_norms_each_microbatch or self.shape.defers_sums:
+        if not stack.sums_norms_each_microbatch or self.shape.defers_norm_all_reduce:
             return ()
         return tuple(
             Collective(

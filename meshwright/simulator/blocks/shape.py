@@ -22,7 +22,7 @@ from meshwright.hwprofiles import (
 from meshwright.simulator.layout import (
     ResolvedPlan,
     TrainingJob,
-    context_way,
+    context_parallel_type,
     is_unwrapped,
     reduces_once,
 )
@@ -38,7 +38,7 @@ from meshwright.simulator.model import (
     local_shape,
     padded_vocab_size,
     rank_parameters,
-    shares_table,
+    shares_embedding,
 )
 
 
@@ -128,12 +128,12 @@ class WeightShape:
 class BlockShape(WeightShape):
     """Fields of job, plan and stack that a block depends on; plans that share them share costs.
 
-    ``defers_sums``: all-reduces of norm gradients over tp, in every microbatch by default, wait for
-    the last one.  ``is_unwrapped``: the stack does not run fully_shard.  ``modules`` are recomputed
-    selectively; those in ``offload_modules`` offload their saved tensors.  ``cp`` ranks split a
-    sequence by ``cp_type``, with all-to-all groups of ``cp_inner`` in a hybrid ring.
-    ``announces_messages``: p2p messages of varying size are preceded by their shapes.
-    ``accumulated_bytes`` is the traffic per element of wgrad's accumulation.
+    ``defers_norm_all_reduce``: all-reduces of norm gradients over tp, in every microbatch by
+    default, wait for the last one.  ``is_unwrapped``: the stack does not run fully_shard.
+    ``modules`` are recomputed selectively; those in ``offload_modules`` offload their saved
+    tensors.  ``cp`` ranks split a sequence by ``cp_type``, with all-to-all groups of ``cp_inner``
+    in a hybrid ring. ``announces_messages``: p2p messages of varying size are preceded by their
+    shapes. ``accumulated_bytes`` is the traffic per element of wgrad's accumulation.
     """
 
     __hash__ = WeightShape.__hash__  # a dataclass would have one of its own
@@ -146,7 +146,7 @@ class BlockShape(WeightShape):
     stack: StackProfile = field(hash=False)
     in_pipeline: bool = False
     announces_messages: bool = False
-    defers_sums: bool = False
+    defers_norm_all_reduce: bool = False
     is_unwrapped: bool = False
     cp: int = 1
     cp_type: ContextParallel | None = None
@@ -184,11 +184,11 @@ class BlockShape(WeightShape):
             expert_parameters=of_experts,
             in_pipeline=plan.pp > 1 and stack.keeps_stage_outputs,  # else all share one shape
             announces_messages=plan.prediction_stage is not None,
-            defers_sums=stack.sums_norms_each_microbatch
+            defers_norm_all_reduce=stack.sums_norms_each_microbatch
             and (reduces_once(job, plan, stack) or bool(is_unwrapped(stack, plan.dp_cp))),
             is_unwrapped=bool(is_unwrapped(stack, plan.dp_cp)),
             cp=plan.cp,
-            cp_type=context_way(plan, stack),
+            cp_type=context_parallel_type(plan, stack),
             cp_inner=_cp_inner(plan),
             ep=plan.ep,
             etp=plan.etp,
@@ -261,9 +261,9 @@ class BlockShape(WeightShape):
         return self.microbatch_size * self.trained.num_outputs
 
     @property
-    def copied_parameters(self) -> int:
+    def tied_embedding_parameters(self) -> int:
         """Parameters of a rank's tied embedding; 0 if embedding and head are not tied."""
-        if not shares_table(self.trained):
+        if not shares_embedding(self.trained):
             return 0
         return self.local_vocab_size * self.model.hidden_size
 

@@ -20,7 +20,7 @@ from meshwright.simulator.graph import (
     copy,
     cut,
 )
-from meshwright.simulator.layout import Stage, receives_streams
+from meshwright.simulator.layout import Stage, receives_mtp_states
 from meshwright.simulator.model import AnyModel, ModelSpec
 
 INDEX_BYTES = 8
@@ -83,7 +83,7 @@ SPELLINGS = {
 }
 
 
-def spelling_of(shape: BlockShape) -> Spelling:
+def layer_code_of(shape: BlockShape) -> Spelling:
     """Return the layer code of a stack: that of the family in transformers, or the usual one.
 
     With compiled or fused kernels, only fused GEMMs are left of it.
@@ -115,12 +115,12 @@ def latent_rotary(shape: BlockShape) -> RotaryFormula:
     """
     model = shape.model
     if not shape.stack.transformers_layers:
-        return spelling_of(shape).rotary
+        return layer_code_of(shape).rotary
     is_second = model.experts is not None and model.experts.scores == "softmax"
     return RotaryFormula.CAST_COMPLEX if is_second else RotaryFormula.NEIGHBOURS
 
 
-def layer_table_bytes(shape: BlockShape) -> int:
+def layer_rope_cache_bytes(shape: BlockShape) -> int:
     """Return the bytes of a layer's own RoPE cache, if it has one.
 
     It has a complex number in fp32 for each token and pair of a head, or a cosine and a sine
@@ -128,13 +128,13 @@ def layer_table_bytes(shape: BlockShape) -> int:
     """
     if not isinstance(shape.trained, ModelSpec) or shape.model.positions != "rotary":
         return 0
-    formula, latent = spelling_of(shape).rotary, shape.model.latent
+    formula, latent = layer_code_of(shape).rotary, shape.model.latent
     width = shape.model.head_dim if latent is None else latent.rotary_head_dim
     repeats = {RotaryFormula.INDEXED_COMPLEX: 1, RotaryFormula.INDEXED_COS_SIN: 2}.get(formula, 0)
     return shape.seq_len * width * ANGLE_BYTES * repeats
 
 
-def angle_table_bytes(shape: BlockShape) -> int:
+def rope_cache_bytes(shape: BlockShape) -> int:
     """Return the bytes of the RoPE cache that the layers of a stage share, if they do.
 
     It is ``freqs_cis`` or ``rope_cache`` of torchtitan 0.2 for all positions (models/{llama3,
@@ -144,11 +144,15 @@ def angle_table_bytes(shape: BlockShape) -> int:
     0.16), whose latent attention has its own.  DataParallel's replicas have none.
     """
     model, stack = shape.trained, shape.stack
-    if not isinstance(model, ModelSpec) or model.positions != "rotary" or layer_table_bytes(shape):
+    if (
+        not isinstance(model, ModelSpec)
+        or model.positions != "rotary"
+        or layer_rope_cache_bytes(shape)
+    ):
         return 0
     if stack.strategy is not Strategy.MESH:
         return 0
-    latent, formula = model.latent, spelling_of(shape).rotary
+    latent, formula = model.latent, layer_code_of(shape).rotary
     width = model.rotary_dim if latent is None else latent.rotary_head_dim
     if stack.megatron_layers:
         return 0 if latent else shape.seq_len // shape.cp * width * ANGLE_BYTES
@@ -164,14 +168,14 @@ def angle_table_bytes(shape: BlockShape) -> int:
     return shape.seq_len * number * element
 
 
-def num_angle_tables(model: AnyModel, stages: Iterable[Stage]) -> int:
+def num_rope_caches(model: AnyModel, stages: Iterable[Stage]) -> int:
     """Return the number of RoPE caches on *stages*, in sequences: one each, more behind MTP layers.
 
     A stage that receives the concatenated MTP hidden states takes them for one long sequence
     (`get_rotary_seq_len` of Megatron-Core's RotaryEmbedding).
     """
     mtp_layers = model.prediction_layers if isinstance(model, ModelSpec) else 0
-    return sum(1 + mtp_layers * receives_streams(model, stage) for stage in stages)
+    return sum(1 + mtp_layers * receives_mtp_states(model, stage) for stage in stages)
 
 
 def heads_apart(block: Block, x: Tensor, packing: Packing, *parts: Dim) -> list[Tensor]:

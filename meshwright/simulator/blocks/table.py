@@ -11,7 +11,7 @@ from meshwright.hwprofiles import Recompute
 from meshwright.simulator.blocks.dims import Columns, expert_mesh
 from meshwright.simulator.blocks.kinds import (
     ADDED,
-    Ending,
+    BorderGradients,
     Written,
     keeps_output,
     lowering_of,
@@ -44,7 +44,7 @@ from meshwright.simulator.model import (
     LayerGroup,
     ModelSpec,
     OffloadedLayer,
-    predicts_further,
+    has_mtp_layers,
 )
 
 Phases = TypeVar("Phases", BlockOperators, ExpertOperators)
@@ -111,16 +111,16 @@ class BlockTable:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[BlockShape, BlockKind, Ending], _Row] = {}
+        self._rows: dict[tuple[BlockShape, BlockKind, BorderGradients], _Row] = {}
         self._written: dict[tuple[object, ...], Written] = {}
-        self._memory: dict[tuple[BlockShape, BlockKind, Ending], BlockMemory[int]] = {}
+        self._memory: dict[tuple[BlockShape, BlockKind, BorderGradients], BlockMemory[int]] = {}
         self._tensors: dict[tuple[BlockShape, BlockKind, bool], tuple[NamedBytes, ...]] = {}
 
     def prepare(
         self,
         shapes: Sequence[BlockShape],
         kinds: Sequence[BlockKind] = (),
-        ending: Ending = ADDED,
+        ending: BorderGradients = ADDED,
     ) -> None:
         """Walk the blocks of *kinds* (default: all) of all *shapes*, structure by structure."""
         for kind in kinds or (shapes[0].parameters if shapes else ()):
@@ -141,7 +141,7 @@ class BlockTable:
         self,
         group: Sequence[BlockShape],
         kind: BlockKind,
-        ending: Ending,
+        ending: BorderGradients,
         structure: tuple[object, ...],
     ) -> None:
         """Walk a *group* of shapes: the graph is made once, whatever is recomputed."""
@@ -192,7 +192,7 @@ class BlockTable:
         return walked.expert_operators[row]
 
     def memory(
-        self, shape: BlockShape, kind: BlockKind, ending: Ending = ADDED
+        self, shape: BlockShape, kind: BlockKind, ending: BorderGradients = ADDED
     ) -> BlockMemory[int]:
         """Return the memory of a block."""
         key = (shape, kind, ending)
@@ -201,7 +201,9 @@ class BlockTable:
             self._memory[key] = _without_output(memory, shape, kind)
         return self._memory[key]
 
-    def nested_memory(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> NestedMemory:
+    def nested_memory(
+        self, shape: BlockShape, kind: BlockKind, ending: BorderGradients
+    ) -> NestedMemory:
         """Return the memory around the routed experts of a block."""
         walked, _, row = self._row(shape, kind, ending)
         return walked.nested[row]
@@ -229,7 +231,7 @@ class BlockTable:
                 self._tensors[key] = tuple(_saved(walk(shape, kind, repeats=False)))
         return self._tensors[key]
 
-    def _row(self, shape: BlockShape, kind: BlockKind, ending: Ending) -> _Row:
+    def _row(self, shape: BlockShape, kind: BlockKind, ending: BorderGradients) -> _Row:
         if isinstance(kind, KeptLayer):
             return self._row(kept_shape(shape), kind.layer, ending)
         if isinstance(kind, OffloadedLayer):
@@ -243,7 +245,9 @@ class BlockTable:
             self._add(_Walk(block, 1), {shape: 0}, ending)
         return self._rows[key]
 
-    def _add(self, walked: _Walk, shapes: Mapping[BlockShape, int], ending: Ending) -> None:
+    def _add(
+        self, walked: _Walk, shapes: Mapping[BlockShape, int], ending: BorderGradients
+    ) -> None:
         """Store the memory of each of *shapes*, by its row of *walked*."""
         memory = BlockMemory.of(walked.priced.walk)
         rows = [BlockMemory(*row) for row in _rows_of(memory, walked.count)]
@@ -290,7 +294,7 @@ def _without_output(
 
 def _has_layers(shape: BlockShape, kind: BlockKind) -> bool:
     """Return True if a block has layers, or context-parallel messages as an MTP head has."""
-    return kind not in ENDS or (kind == HEAD and predicts_further(shape.trained))
+    return kind not in ENDS or (kind == HEAD and has_mtp_layers(shape.trained))
 
 
 def _has_experts(kind: BlockKind) -> bool:
@@ -315,7 +319,7 @@ def _structure(shape: BlockShape, kind: BlockKind) -> tuple[object, ...]:
         shape.tp > 1,
         shape.sequence_parallel,
         shape.keeps_outputs,
-        shape.defers_sums,
+        shape.defers_norm_all_reduce,
         # With one sequence DTensor's transposes of tokens and sequences are views.
         shape.microbatch_size > 1 and not shape.stack.megatron_layers,
     )

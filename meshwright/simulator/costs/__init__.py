@@ -2,10 +2,10 @@
 
 from meshwright.simulator.costs.beside import (
     LayerNodes,
-    exchange_times,
-    hidden_exchange_ps,
-    hideable_ps,
+    expert_all_to_all_times,
     layer_nodes,
+    overlap_limit_ps,
+    overlap_saving_ps,
 )
 from meshwright.simulator.costs.collectives import CollectiveCall, collective_cost, p2p_cost
 from meshwright.simulator.costs.compute import (
@@ -42,14 +42,14 @@ __all__ = [
     "bus_factor",
     "collective_cost",
     "constant_cost",
-    "exchange_times",
+    "expert_all_to_all_times",
     "flash_attention_cost",
     "gemm_cost",
-    "hidden_exchange_ps",
-    "hideable_ps",
     "issue_ps",
     "layer_nodes",
     "memory_bound_cost",
+    "overlap_limit_ps",
+    "overlap_saving_ps",
     "p2p_cost",
     "peak_flops_per_s",
     "port_bytes_per_s",

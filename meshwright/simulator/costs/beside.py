@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from meshwright.simulator.blocks import BlockShape, is_exchange
+from meshwright.simulator.blocks import BlockShape, is_expert_all_to_all
 from meshwright.simulator.costs.cost_model import CostModel
 from meshwright.simulator.costs.host import issue_ps
 from meshwright.simulator.model import BlockKind
@@ -85,7 +85,7 @@ def layer_nodes(
         delays: Whether wgrad is delayed (--delay-wgrad-compute).
     """
     operators, serial = costs.blocks.operators(shape, kind), costs.block_cost(shape, kind)
-    sent, returned = exchange_times(costs, shape, kind)
+    sent, returned = expert_all_to_all_times(costs, shape, kind)
     parts = costs.blocks.expert_operators(shape, kind)
     experts, inputs, weights, others = (costs.phase_cost(each, shape).time_ps for each in parts)
     expert_inputs = inputs if delays else inputs + weights
@@ -108,19 +108,23 @@ def layer_nodes(
     )
 
 
-def exchange_times(
+def expert_all_to_all_times(
     costs: CostModel, shape: BlockShape, kind: BlockKind
 ) -> tuple[list[int], list[int]]:
     """Return the picoseconds of each expert all-to-all of a layer, forward and backward."""
     operators = costs.blocks.operators(shape, kind)
     sent, returned = (
-        [costs.operator_cost(each, shape)[1].time_ps for each in phase if is_exchange(each)]
+        [
+            costs.operator_cost(each, shape)[1].time_ps
+            for each in phase
+            if is_expert_all_to_all(each)
+        ]
         for phase in (operators.forward, operators.backward)
     )
     return sent, returned
 
 
-def hidden_exchange_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
+def overlap_saving_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
     """Return the picoseconds that overlap saves for a forward and a backward pass.
 
     Args:
@@ -129,13 +133,13 @@ def hidden_exchange_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNo
 
     >>> layer = LayerNodes(before=10, dispatch=4, experts=10, combine=4, back=4, expert_inputs=20,
     ...                    returned=4, inputs=20)
-    >>> hidden_exchange_ps([layer], [layer])
+    >>> overlap_saving_ps([layer], [layer])
     16
     """
     return max(0, _serial_ps(forward, backward) - overlapped_ps(forward, backward))
 
 
-def hideable_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
+def overlap_limit_ps(forward: Sequence[LayerNodes], backward: Sequence[LayerNodes]) -> int:
     """Return the picoseconds by which two passes outlast the host time to launch both."""
     started_ps = sum(each.forward_issue for each in forward)
     started_ps += sum(each.backward_issue for each in backward)

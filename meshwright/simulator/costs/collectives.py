@@ -140,7 +140,7 @@ def dispatch_cost(
 
     One copy of a token goes to each other node that has any of its experts; inside a node one to
     each rank.  Network and intra-node links work at the same time (HybridEP, arXiv 2603.07685;
-    `sent_once` says how many).
+    `mean_destinations` says how many).
 
     Args:
         size_bytes: Bytes of a rank's tokens, repeated for each of their experts (top-k).
@@ -156,14 +156,14 @@ def dispatch_cost(
         return Cost(0, Source.DATASHEET)
     local = span.ranks_per_node if span.crosses_nodes else span.num_ranks
     # size_bytes has a row for each expert: here one for each rank that has any of them.
-    inside_bytes = call.size_bytes * sent_once(experts, span.num_ranks) / num_rows
+    inside_bytes = call.size_bytes * mean_destinations(experts, span.num_ranks) / num_rows
     inside = _intra_node_performance(call, local)
     seconds = _latency_bandwidth_s(call.op, inside_bytes, local, inside) if local > 1 else 0.0
     source = inside.source
     if span.crosses_nodes:
         num_nodes = -(-span.num_ranks // span.ranks_per_node)
         # One of the nodes is the token's own.
-        part = sent_once(experts, num_nodes) / num_rows * (num_nodes - 1) / num_nodes
+        part = mean_destinations(experts, num_nodes) / num_rows * (num_nodes - 1) / num_nodes
         rate = nic_share_bytes_per_s(call.cluster) * call.network_fraction
         latency_s = _network_latency_s(call, ceil(log2(span.num_nodes)))
         across_s = latency_s + part * call.size_bytes / rate
@@ -172,13 +172,13 @@ def dispatch_cost(
     return Cost.from_seconds(seconds, source if is_known else Source.EXTRAPOLATED)
 
 
-def sent_once(experts: Experts, num_parts: int) -> float:
+def mean_destinations(experts: Experts, num_parts: int) -> float:
     """Return the mean number of *num_parts* equal parts of the experts that a token is sent to.
 
     The router chooses groups, then experts within them, all with the same probability.
 
     >>> from meshwright.simulator.model import Experts
-    >>> sent_once(Experts(num_experts=4, experts_per_token=2, hidden_size=8), 2)  # 2 of 6 pairs: 1
+    >>> mean_destinations(Experts(num_experts=4, experts_per_token=2, hidden_size=8), 2)  # 2 of 6
     1.6666666666666667
     """
     groups, chosen = experts.num_groups, experts.groups_per_token

@@ -34,7 +34,7 @@ from meshwright.simulator.costs.compute import (
     memory_bound_cost,
 )
 from meshwright.simulator.costs.cost import Category, Cost, PhaseCost
-from meshwright.simulator.costs.host import issue_ps, waiting_s
+from meshwright.simulator.costs.host import host_wait_s, issue_ps
 from meshwright.simulator.costs.spans import GroupSpans
 from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, GroupSpan, MeshAxis
 from meshwright.simulator.model import BlockKind, LayerGroup
@@ -139,7 +139,7 @@ class CostModel:
                 cost = constant_cost(operator.num_kernels, stack.kernel_gap_s)
                 return Category.KERNEL_LAUNCH, cost
             case HostPasses():
-                return Category.HOST, constant_cost(1, waiting_s(operator, stack))
+                return Category.HOST, constant_cost(1, host_wait_s(operator, stack))
             case Collective() | RingMessages():
                 return COMMUNICATION_OF[operator.axis], self._exposed_cost(operator, shape)
 
@@ -164,10 +164,10 @@ class CostModel:
             assert experts is not None
             return dispatch_cost(operator.size_bytes, span, self.cluster, experts, dispatcher)
         cost = self.collective(operator.op, operator.size_bytes, span, operator.axis)
-        if operator.hides_under is None or self.stack.tp_overlap_fraction == 0:
+        if operator.overlapped_with is None or self.stack.tp_overlap_fraction == 0:
             return cost
         # Overlap is limited by the GEMM's time.
-        gemm_ps = self._product_cost(operator.hides_under, shape.precision).time_ps
+        gemm_ps = self._product_cost(operator.overlapped_with, shape.precision).time_ps
         overlapped_ps = int(self.stack.tp_overlap_fraction * min(cost.time_ps, gemm_ps))
         return Cost(cost.time_ps - overlapped_ps, cost.source)
 
@@ -182,7 +182,7 @@ class CostModel:
             sent, latency = self.message(size_bytes, crosses_nodes=span.crosses_nodes)
             # A step waits for the message's arrival, not only for the port.
             latency_ps = latency.time_ps
-        cover = messages.hides_under
+        cover = messages.overlapped_with
         attention_ps = (
             0 if cover is None else self.operator_cost(cover, shape)[1].time_ps // cover.ranks
         )

@@ -7,7 +7,7 @@ from meshwright.simulator.blocks import HostPasses, Operator
 from meshwright.simulator.costs.compute import constant_cost
 
 
-def waiting_s(passes: HostPasses, stack: StackProfile) -> float:
+def host_wait_s(passes: HostPasses, stack: StackProfile) -> float:
     """Return the seconds in which the device waits for the host, however busy it is.
 
     A CUDA graph launches its kernels without the host: there are no waits.

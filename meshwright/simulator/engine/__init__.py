@@ -5,8 +5,8 @@ from meshwright.simulator.engine.graph import Task, TaskKind, TaskTimes, simulat
 from meshwright.simulator.engine.record import RankStreams, RankTimes, Span, SpanKind, StepTimes
 from meshwright.simulator.engine.work import (
     MAX_PASSES,
-    Hidden,
     Message,
+    OverlapSavings,
     PassSegment,
     PassWork,
     RankWork,
@@ -21,9 +21,9 @@ from meshwright.simulator.engine.world import simulate_folded, simulate_unfolded
 __all__ = [
     "MAX_PASSES",
     "CopyPoint",
-    "Hidden",
     "HostCopies",
     "Message",
+    "OverlapSavings",
     "PassSegment",
     "PassWork",
     "RankStreams",

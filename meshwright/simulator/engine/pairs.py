@@ -82,6 +82,6 @@ def _run_passes(run: StepRun, place: SimulatedRank, group: ActionGroup, now: int
             assert len(group) == 1, "the first forward and the last backward passes run alone"
             now = yield from run.overlapping_pass(place, lane.instruction, action.microbatch, now)
         else:
-            now += lane.compute_ps - run.work.hidden_of(place.pp_rank, position)
+            now += lane.compute_ps - run.work.pass_saving_ps(place.pp_rank, position)
         state.ends_ps.append(now)
     return now

@@ -48,7 +48,10 @@ def _after_forward(units: tuple[UnitWork, ...]) -> tuple[UnitWork, ...]:
 def _after_backward(work: StepWork, units: tuple[UnitWork, ...]) -> tuple[UnitWork, ...]:
     """Return *units* without gathers of those that backward does not reshard."""
     return tuple(
-        [_without_gather(unit) if work.keeps_units or unit.is_once else unit for unit in units]
+        [
+            _without_gather(unit) if work.keeps_units or unit.gathered_once else unit
+            for unit in units
+        ]
     )
 
 

@@ -102,7 +102,7 @@ class RankTimes(NamedTuple):
             buffers of collectives.
         copy_waits_ps: Time of each pass waiting for activation offload; empty without offload.
         copies: Copies of activations, those to the host first.
-        copies_behind: Peak number of layers whose offload had not ended.
+        pending_offloads: Peak number of layers whose offload had not ended.
         passes_end_ps: End of the last action, a blocking message included.
         reduce_end_ps: End of all gradient reductions, those over tp and of the tied embedding
             included.
@@ -129,7 +129,7 @@ class RankTimes(NamedTuple):
     pairs: range = range(0)
     copy_waits_ps: Sequence[int] = ()
     copies: Sequence[Span] = ()
-    copies_behind: int = 0
+    pending_offloads: int = 0
 
     @property
     def senders(self) -> list[Action]:
@@ -151,7 +151,7 @@ class RankTimes(NamedTuple):
         return self.ran(order.place(position) if isinstance(order, Periodic) else position)
 
     @property
-    def pairs_once(self) -> range:
+    def pairs_without_repeats(self) -> range:
         """The `pairs` of the order without repeated periods."""
         pairs, left_out = self.pairs, 0
         if isinstance(self.actions, Periodic):

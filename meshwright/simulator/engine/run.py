@@ -188,7 +188,7 @@ class StepRun:
         if work.gathers and microbatch == 0:
             return self._gathered_forward(place, instruction, now)
         is_last = microbatch in self.last_microbatch
-        if work.reductions and (work.reduces_always or is_last):
+        if work.reductions and (work.reduces_every_microbatch or is_last):
             return _reduced_backward(self, place, instruction, microbatch, now)
         return _plain_pass(state, work, now)
 
@@ -209,7 +209,10 @@ class StepRun:
         """Run a pass of FSDP units, with each gather prefetched by one unit where allowed."""
         state, prefetches = self.states[place.index], self.work.prefetches
         units = _units_to_gather(state, instruction, self.resharded[place.pp_rank])
-        reduces = instruction.work.reduces_always or microbatch == self.work.num_microbatches - 1
+        reduces = (
+            instruction.work.reduces_every_microbatch
+            or microbatch == self.work.num_microbatches - 1
+        )
         gathers_after_ps = [*(unit.gather_ps for unit in units[1:]), 0]
         if units[0].gather_ps:
             state.queue.append(QueuedCollective(now, units[0].gather_ps, SpanKind.PARAMETER_GATHER))
@@ -291,9 +294,9 @@ def _plain_pass(state: RankProgress, work: PassWork, now: int) -> Wait:
 def _all_reduce_norms(run: StepRun, place: SimulatedRank, now: int) -> Wait:
     """All-reduce norm gradients over tensor-parallel ranks."""
     rank, state = run.work.ranks[place.pp_rank], run.states[place.index]
-    if rank.sums_ps and place.tp_group is not None:
+    if rank.norm_all_reduce_ps and place.tp_group is not None:
         now = yield place.tp_group.arrive(now)
-    return state.close(SpanKind.TENSOR_SUM, now, rank.sums_ps)
+    return state.close(SpanKind.TENSOR_SUM, now, rank.norm_all_reduce_ps)
 
 
 def lanes_of(run: StepRun, place: SimulatedRank) -> dict[Phase, list[Lane]]:
@@ -321,7 +324,7 @@ def _plain_lanes(run: StepRun, place: SimulatedRank) -> dict[Phase, list[Lane]]:
 
 def _special_microbatches(run: StepRun, work: PassWork) -> frozenset[int]:
     """Return the microbatches whose passes overlap collectives or copies."""
-    if work.copies or work.units or (work.reductions and work.reduces_always):
+    if work.copies or work.units or (work.reductions and work.reduces_every_microbatch):
         return run.every_microbatch
     if work.gathers:
         return FIRST_MICROBATCH
@@ -374,7 +377,7 @@ def _copy_buffer(state: RankProgress, copy_ps: int, now: int) -> int:
     return now + copy_ps
 
 
-def collective_meeting(
+def collective_barrier(
     env: Environment, size: int, stream: CollectiveStream, *, shared_port: bool
 ) -> GroupBarrier[Submission, int]:
     """Return the barrier of a data-parallel group; its result is the last collective's end.

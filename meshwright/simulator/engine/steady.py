@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 
 from meshwright.simulator.engine.record import Mark, Messages, RankTimes, Span, moved_spans
 from meshwright.simulator.engine.work import StepWork, shortened
-from meshwright.simulator.schedules import Action, Periodic, moved_actions, moved_times
+from meshwright.simulator.schedules import Action, Periodic, shifted_actions, shifted_times
 
 # Lengths of steady phases to try, in the shortest that often shows the period; the whole step must
 # have so many times their microbatches.
@@ -131,7 +131,7 @@ class RankRecord(NamedTuple):
         time_ps, moved_ps = period.time_ps, copies * period.time_ps
 
         def later(values: Sequence[int], last: int, size: int) -> Periodic[int]:
-            return Periodic(values, last, size, copies, time_ps, moved_times)
+            return Periodic(values, last, size, copies, time_ps, shifted_times)
 
         pairs, num_microbatches = times.pairs, period.num_groups * self.order.distance
         sent, sent_before = self.sent[end], self.sent[end - period.size]
@@ -141,7 +141,7 @@ class RankRecord(NamedTuple):
         waited_ps = period_end.gather_wait_ps - period_start.gather_wait_ps
         return times._replace(
             actions=Periodic(
-                times.actions, end, period.size, copies, num_microbatches, moved_actions
+                times.actions, end, period.size, copies, num_microbatches, shifted_actions
             ),
             pairs=pairs and range(pairs.start, pairs.stop + copies * period.size, pairs.step),
             starts_ps=later(times.starts_ps, end, period.size),

@@ -29,7 +29,7 @@ class UnitWork(NamedTuple):
     """An FSDP unit in a pass: all-gather, compute, reduce-scatter.
 
     The gather must end before the unit computes; the reduction may start after it.  After the first
-    microbatch a reduction takes ``again_ps`` more, to accumulate what earlier ones left, and in the
+    microbatch a reduction takes ``accumulate_ps`` more, to add what earlier ones left, and in the
     last one ``last_ps``, the HSDP all-reduce.  A unit that ``stays`` is not resharded between
     forward and backward.  The rank itself copies parameters out of the all-gather's buffer
     (``unpack_ps``) before computing, and gradients into that of the reduction (``pack_ps``) after.
@@ -38,18 +38,18 @@ class UnitWork(NamedTuple):
     compute_ps: int
     gather_ps: int = 0
     reduce_ps: int = 0
-    again_ps: int = 0
+    accumulate_ps: int = 0
     last_ps: int = 0
     unpack_ps: int = 0
     pack_ps: int = 0
     stays: bool = False
-    is_once: bool = False
+    gathered_once: bool = False
 
     def reduction_ps(self, microbatch: int, num_microbatches: int) -> int:
         """Return the time of the reduction in *microbatch* of *num_microbatches*."""
-        again_ps = self.again_ps if microbatch else 0
+        accumulate_ps = self.accumulate_ps if microbatch else 0
         last_ps = self.last_ps if microbatch == num_microbatches - 1 else 0
-        return self.reduce_ps + again_ps + last_ps
+        return self.reduce_ps + accumulate_ps + last_ps
 
 
 def num_gathers(
@@ -97,7 +97,7 @@ class PassWork(NamedTuple):
         reductions: Segments of a pass, overlapped with gradient reductions.
         units: FSDP units of each pass, in order.
         copies: Points of activation offload or reload.
-        reduces_always: Gradients are reduced in every microbatch, not the last one alone. With
+        reduces_every_microbatch: Gradients are reduced in every one, not the last alone. With
             segments the rank waits for all of them before its next pass.
     """
 
@@ -107,10 +107,10 @@ class PassWork(NamedTuple):
     reductions: tuple[PassSegment, ...] = ()
     units: tuple[UnitWork, ...] = ()
     copies: tuple[CopyPoint, ...] = ()
-    reduces_always: bool = False
+    reduces_every_microbatch: bool = False
 
 
-class Hidden(NamedTuple):
+class OverlapSavings(NamedTuple):
     """Time that F/B overlap saves, divided between the two passes."""
 
     forward_ps: int = 0
@@ -124,7 +124,7 @@ class RankWork:
     Args:
         virtual_stages: The phases of each virtual stage, in model order.
         reduce_ps: Exposed gradient reduction after the last backward pass.
-        sums_ps: All-reduces of norm gradients over tp, after the last backward pass.
+        norm_all_reduce_ps: All-reduces of norm gradients over tp, after the last backward pass.
         shared_embedding_ps: All-reduce of the tied embedding's gradient, first and last stage.
         optimizer_ps: Parameter update.
         gather_ps: Exposed parameter gather after the update.
@@ -133,11 +133,11 @@ class RankWork:
 
     virtual_stages: tuple[Mapping[Phase, PassWork], ...]
     reduce_ps: int = 0
-    sums_ps: int = 0
+    norm_all_reduce_ps: int = 0
     shared_embedding_ps: int = 0
     optimizer_ps: int = 0
     gather_ps: int = 0
-    hidden: Mapping[tuple[int, int], Hidden] = field(default_factory=dict)
+    hidden: Mapping[tuple[int, int], OverlapSavings] = field(default_factory=dict)
 
 
 class StepWork(NamedTuple):
@@ -181,7 +181,7 @@ class StepWork(NamedTuple):
         """Virtual stages a rank."""
         return len(self.ranks[0].virtual_stages)
 
-    def hidden_of(self, pp_rank: int, position: int) -> int:
+    def pass_saving_ps(self, pp_rank: int, position: int) -> int:
         """Return the picoseconds that F/B overlap saves for a pass of a rank."""
         pairs = self.pairs[pp_rank] if self.pairs else ()
         first = position if position in pairs else position - 1
@@ -191,20 +191,20 @@ class StepWork(NamedTuple):
         key = actions[first].virtual_stage, actions[first + 1].virtual_stage
         return self.ranks[pp_rank].hidden[key][position - first]
 
-    def all_hidden_ps(self, pp_rank: int) -> int:
+    def total_overlap_saving_ps(self, pp_rank: int) -> int:
         """Return the picoseconds that F/B overlap saves for all passes of a rank."""
         if not self.pairs:
             return 0
         order, pairs = self.actions[pp_rank], self.pairs[pp_rank]
         if not isinstance(order, Periodic):
             return sum(
-                self.hidden_of(pp_rank, each) for each in chain(pairs, (i + 1 for i in pairs))
+                self.pass_saving_ps(pp_rank, each) for each in chain(pairs, (i + 1 for i in pairs))
             )
         once = range(pairs.start, pairs.stop - order.copies * order.size, pairs.step)
         period = range(order.end - order.size, order.end)
         return sum(
             # A pass of the period counts once for each copy.
-            self.hidden_of(pp_rank, order.place(each)) * (1 + order.copies * (each in period))
+            self.pass_saving_ps(pp_rank, order.place(each)) * (1 + order.copies * (each in period))
             for each in chain(once, (i + 1 for i in once))
         )
 

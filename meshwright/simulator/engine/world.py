@@ -14,7 +14,7 @@ from meshwright.simulator.engine.run import (
     RankProgress,
     SimulatedRank,
     StepRun,
-    collective_meeting,
+    collective_barrier,
 )
 from meshwright.simulator.engine.steady import run_shorter
 from meshwright.simulator.engine.work import StepWork, check_passes, with_overhead
@@ -99,7 +99,7 @@ def _simulated_ranks(clock: UntimedEnvironment, work: StepWork, mesh: Mesh) -> l
             barriers[Axis.TP, tp_first] = GroupBarrier(clock, sizes[0], max)
         if dp_first not in streams:
             stream = CollectiveStream()
-            barrier = collective_meeting(clock, sizes[1], stream, shared_port=work.shared_port)
+            barrier = collective_barrier(clock, sizes[1], stream, shared_port=work.shared_port)
             streams[dp_first] = stream, barrier
         is_tied = has_tied_embedding and pp_rank in (0, work.pp - 1)
         # Only the first and the last stage hold the tied embedding.
@@ -166,7 +166,7 @@ def _rank_times(run: StepRun, state: RankProgress, place: SimulatedRank) -> Rank
         gather_wait_ps=state.gather_wait_ps,
         copy_waits_ps=copies.waits_ps,
         copies=[span for phase in Phase for span in copies.spans.get(phase, ())],
-        copies_behind=copies.most_behind,
+        pending_offloads=copies.most_behind,
         passes_end_ps=state.passes_end_ps,
         reduce_end_ps=state.reduce_end_ps,
         reduce_wait_ps=state.reduce_wait_ps,

@@ -179,7 +179,7 @@ def _heads_first(block: Block, x: Tensor) -> Tensor:
     """Return *x* as [batch, heads, tokens]: with more than one sequence PyTorch copies."""
     batch = x.sizes[x.dims[1]]
     # Megatron-Core keeps tokens first, so that baddbmm reads a view.
-    if block.lowering.fuses_places or not np.all(batch > 1):
+    if block.lowering.fuses_redistribute or not np.all(batch > 1):
         return x
     return copy(block, x, f"{x.name} by heads", copies_back=False)
 

@@ -166,7 +166,7 @@ class Backward:
                     of.like(f"sum of {of.name} gradients", width=first.token.width)
                 )
                 self._pending[of] = PendingGradient(self._new_sums[-1], first.at)
-            elif of in self._redistributed and not self.tape.block.lowering.fuses_places:
+            elif of in self._redistributed and not self.tape.block.lowering.fuses_redistribute:
                 # DTensor adds out of place: for a moment the sum is a third tensor.
                 self._sums.append(arrived.token.like("sum of gradients"))
         else:
@@ -249,7 +249,7 @@ def _redistribute_gradient(
         collectives, op.outputs[0], of, cast_from=width, scaled=scaled, copies=copies
     )
     is_sum = {each for each, _ in collectives} == {CollectiveOp.ALL_REDUCE}
-    return work, not collectives or (block.lowering.fuses_places and is_sum)
+    return work, not collectives or (block.lowering.fuses_redistribute and is_sum)
 
 
 def _unconverted(tape: Tape, op: Operator, gradient: Gradient) -> list[Tensor]:

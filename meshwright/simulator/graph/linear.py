@@ -78,7 +78,9 @@ def place(
     if not block.mesh:
         return x
     # Megatron all-reduces a partial sum in place.
-    stays = at == dict(x.at) or (at == gradient_placement(x.at) and block.lowering.fuses_places)
+    stays = at == dict(x.at) or (
+        at == gradient_placement(x.at) and block.lowering.fuses_redistribute
+    )
     base = x.storage if stays else None
     if buffered and not stays:
         # Allocated before the pass, as weights are.
@@ -188,7 +190,7 @@ def columns(
     with (
         saved_input(block, x, linear) as saved,
         block.merged_gemm(),
-        block.autograd_node(fused=lowering.fuses_places),
+        block.autograd_node(fused=lowering.fuses_redistribute),
     ):
         in_fp8 = _gathers_in_fp8(block, linear)
         if lowering.redistributes_each_input:
@@ -197,10 +199,10 @@ def columns(
             ]
         # Gate and up, or q, k and v, share one gathered input.
         gathered = place(block, saved, whole, eight_bits=in_fp8, buffered=linear.buffered)
-        if not lowering.fuses_places:
+        if not lowering.fuses_redistribute:
             block.argument(gathered)
         # Megatron saves the shard and gathers it again in backward: no fp8 copy of the whole stays.
-        again = in_fp8 and gathered.storage is not saved.storage and lowering.fuses_places
+        again = in_fp8 and gathered.storage is not saved.storage and lowering.fuses_redistribute
         fuses = linear.fuses or (lowering.fuses_gate if packed else lowering.fuses_products)
         if not fuses or len(outs) == 1:
             return [_column(block, gathered, out, linear, again=again) for out in outs]
@@ -242,7 +244,7 @@ def row(
     if block.lowering.fuses_residual:
         linear = linear._replace(bias=False)  # `residual` adds it
     # Megatron-Core's own RowParallelLinear reduce-scatters in an autograd function of its own.
-    fused = block.lowering.fuses_places and not block.lowering.is_local
+    fused = block.lowering.fuses_redistribute and not block.lowering.is_local
     with (
         saved_input(block, x, linear) as saved,
         block.merged_gemm(),

@@ -46,14 +46,14 @@ class Lowering:
 
     Args:
         kernels: Element-wise kernels: eager, compiled or fused by hand.
-        spells_out: Eager layers are those of Hugging Face transformers, which write RMS norm,
-            GELU and RoPE (rotate_half) in PyTorch's operators.
+        uses_transformers_ops: Eager layers are those of Hugging Face transformers, which write
+            RMS norm, GELU and RoPE (rotate_half) in PyTorch's operators.
         indexes_rope_cache: Eager layers index the RoPE cache by position ids, and save the result.
         fuses_products: Queries, keys and values are one GEMM, split afterwards.
         fuses_gate: Gate and up projection of an MLP are one GEMM.
-        fuses_places: A tp collective is part of its linear layer's autograd node, which saves the
-            shard, gathers again in backward, and reduces in place (Megatron); else a node of
-            its own (DTensor), where tokens are the second dim, so that gather and scatter copy.
+        fuses_redistribute: A tp collective is part of its linear layer's autograd node, which
+            saves the shard, gathers again in backward, and reduces in place (Megatron); else a node
+            of its own (DTensor), where tokens are the second dim, so that gather and scatter copy.
         redistributes_each_input: Each linear layer redistributes its input itself, also where
             others read it.
         fuses_norms: A norm that one linear layer reads is part of it (LayerNormLinear).
@@ -71,11 +71,11 @@ class Lowering:
     """
 
     kernels: Kernels = Kernels.FUSED
-    spells_out: bool = False
+    uses_transformers_ops: bool = False
     indexes_rope_cache: bool = False
     fuses_products: bool
     fuses_gate: bool
-    fuses_places: bool
+    fuses_redistribute: bool
     redistributes_each_input: bool = False
     fuses_norms: bool = False
     fuses_residual: bool
@@ -107,4 +107,4 @@ class Lowering:
     @property
     def is_local(self) -> bool:
         """True for Megatron-Core's local spec: no Transformer Engine kernels."""
-        return self.is_eager and self.fuses_places
+        return self.is_eager and self.fuses_redistribute

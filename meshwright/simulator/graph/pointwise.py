@@ -56,7 +56,7 @@ def pointwise(
     return block.add([*inputs, *beside], [out], gradients, block.traffic(*inputs, *beside, out))
 
 
-def handed_on(block: Block, parts: Sequence[Tensor], out: Tensor, *work: Work) -> Tensor:
+def pass_through(block: Block, parts: Sequence[Tensor], out: Tensor, *work: Work) -> Tensor:
     """Return *out*, the sum or concatenation of *parts*: each gets a view of its gradient."""
     return block.add(parts, [out], [Gradient(each, passes_through=True) for each in parts], *work)
 
@@ -126,7 +126,7 @@ def norm(
         formula: RMS norm of transformers' code.
         weighted: Whether it has weights.
     """
-    if block.lowering.is_eager and block.lowering.spells_out and not centers:
+    if block.lowering.is_eager and block.lowering.uses_transformers_ops and not centers:
         return _rms_norm(block, x, name, formula, weighted=weighted)
     width = x.dims[-1]
     parts = ("weight", *(["bias"] if centers else [])) if weighted else ()
@@ -250,7 +250,7 @@ def activation(
     gate, up = inner if len(inner) == len(parts) else cut(block, inner[0], *parts)
     opened = pointwise(block, "opened gate", gate)
     if lowering.is_local:
-        up = handed_on(block, [up], up.like(f"{up.name} shifted"), block.traffic(up, up))
+        up = pass_through(block, [up], up.like(f"{up.name} shifted"), block.traffic(up, up))
     return pointwise(block, "activation", opened, up, last=last)
 
 
@@ -259,7 +259,7 @@ def _ungated_activation(
 ) -> Tensor:
     """Return an activation without a gate, or a fused SwiGLU."""
     is_eager = block.lowering.is_eager
-    if is_eager and block.lowering.spells_out and kind is Activation.USUAL:
+    if is_eager and block.lowering.uses_transformers_ops and kind is Activation.USUAL:
         return _gelu(block, inner[0], last)
     if is_eager and kind is Activation.SQUARED_RELU:
         return _squared_relu(block, *inner, last=last)
@@ -292,7 +292,7 @@ def _gelu(block: Block, x: Tensor, last: Dim) -> Tensor:
     summed = block.add([x, scaled], [wide.like("sum")], both, two)
     scaled = pointwise(block, "sum scaled", summed, reads=Reads.NOTHING)
     tanh = pointwise(block, "tanh", scaled, reads=Reads.OUTPUT)
-    share = handed_on(block, [tanh], tanh.like("share"), one)
+    share = pass_through(block, [tanh], tanh.like("share"), one)
     wider = None if _same_width(x, wide) else wide.like("slope")
     slopes = [
         Gradient(half, (share,), (block.traffic(half, share, half, half),), makes=wider),

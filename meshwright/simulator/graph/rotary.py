@@ -11,7 +11,7 @@ from meshwright.simulator.graph.pointwise import (
     Reads,
     cast,
     cut,
-    handed_on,
+    pass_through,
     pointwise,
 )
 from meshwright.simulator.graph.tensors import Dim, Tensor
@@ -74,7 +74,9 @@ def rotary(block: Block, *queries_keys: Tensor, how: Rotary = WHOLE_HEADS) -> li
         rotated = _cast_complex_rope(block, queries_keys)
     elif formula is RotaryFormula.INDEXED_COS_SIN:
         rotated = _indexed_cos_sin_rope(block, queries_keys)
-    elif formula is RotaryFormula.TABLE or (formula is RotaryFormula.LLAMA and lowering.spells_out):
+    elif formula is RotaryFormula.TABLE or (
+        formula is RotaryFormula.LLAMA and lowering.uses_transformers_ops
+    ):
         rotated = [_rotate_half_rope(block, x, *angles) for x in queries_keys]
     elif formula in {RotaryFormula.LLAMA, RotaryFormula.COMPLEX, RotaryFormula.INDEXED_COMPLEX}:
         is_looked_up = formula is RotaryFormula.INDEXED_COMPLEX
@@ -246,7 +248,7 @@ def _rotate_half_rope(
     slope = Gradient(rotated, tuple(read[1:]), (one,))
     inputs = [rotated, *read[1:]]
     across = block.add(inputs, [wide.like("across")], [slope], one, scratch=((), product))
-    return handed_on(block, [along, across], wide.like(f"rotated {x.name}"), two)
+    return pass_through(block, [along, across], wide.like(f"rotated {x.name}"), two)
 
 
 def _split_halves_rope(block: Block, x: Tensor, *, by_slices: bool = False) -> Tensor:

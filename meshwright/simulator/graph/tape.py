@@ -175,7 +175,7 @@ class Tape:
     def copy_tokens(self, one: Tensor, other: Tensor, work: Iterable[Work]) -> None:
         """Allocate the temporary copy of all tokens that DTensor's gather or scatter makes."""
         ops = {each.op for each in work if isinstance(each, Transfer)}
-        if self.block.lowering.fuses_places or not ops.intersection(COPIED):
+        if self.block.lowering.fuses_redistribute or not ops.intersection(COPIED):
             return
         # all_gather_into_tensor concatenates dim 0; DTensor copies to bring shards to dim 1.
         is_sum = CollectiveOp.REDUCE_SCATTER in ops

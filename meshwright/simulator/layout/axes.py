@@ -157,7 +157,7 @@ def _tokens_refusal(job: TrainingJob, degree: int) -> str | None:
 def check_inner(cp: int, cp_type: ContextParallel | None, inner: int | None) -> None:
     """Raise PlanError unless *inner* is a size of Ulysses groups of *cp* ranks.
 
-    >>> check_inner(8, ContextParallel.RING_OF_SWAPS, 3)
+    >>> check_inner(8, ContextParallel.HYBRID_RING, 3)
     Traceback (most recent call last):
     meshwright.simulator.errors.PlanError: cp_inner=3 does not divide cp=8; nearest: 2
     """
@@ -167,7 +167,7 @@ def check_inner(cp: int, cp_type: ContextParallel | None, inner: int | None) -> 
 
 
 def _inner_refusal(cp: int, cp_type: ContextParallel | None, inner: int | None) -> str | None:
-    hybrid = ContextParallel.RING_OF_SWAPS
+    hybrid = ContextParallel.HYBRID_RING
     if cp_type is not hybrid:
         name = cp_type or "the stack's"
         refusal = f"cp_inner={inner} does not go with cp_type={name}; allowed: {hybrid}"
@@ -266,7 +266,7 @@ def check_offloaded(number: int | None, modules: tuple[OffloadModule, ...]) -> N
         )
 
 
-def repeated_modules(
+def recomputed_modules(
     recompute: Recompute, modules: tuple[RecomputeModule, ...]
 ) -> tuple[RecomputeModule, ...]:
     """Return the modules that are recomputed; selective recomputation defaults to attention."""

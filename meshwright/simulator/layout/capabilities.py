@@ -388,7 +388,7 @@ def _cp_types(facts: Facts, model: ModelSpec) -> Iterator[Gap]:
         if cp_type not in known:
             when, words = f"cp > 1 and cp_type == '{cp_type}'", f"cp_type={cp_type} {said}"
             yield of_latent(_gap(facts, "cp_type", when, known, words))
-    if ContextParallel.RING_OF_SWAPS in known and ContextParallel.ALL_TO_ALL not in known:
+    if ContextParallel.HYBRID_RING in known and ContextParallel.ALL_TO_ALL not in known:
         when, allowed = "cp > 1 and cp_inner == cp", ("a smaller divisor of cp",)
         yield of_latent(_gap(facts, "cp_inner", when, allowed, f"cp_inner=cp {said}"))
 

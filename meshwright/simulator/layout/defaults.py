@@ -25,15 +25,15 @@ from meshwright.simulator.layout.mesh import default_inner
 from meshwright.simulator.layout.plan import PLAN_FIELDS
 from meshwright.simulator.layout.refusals import default_attention
 from meshwright.simulator.layout.splits import (
-    check_predictions,
-    num_predictions,
+    check_mtp_layers,
+    count_mtp_layers,
+    layout_mtp_stage,
     parse_stages,
-    prediction_place,
 )
 from meshwright.simulator.layout.stages import resolve_stages
 from meshwright.simulator.schedules import get_schedule
 
-Said: TypeAlias = Mapping[str, object]
+UserOptions: TypeAlias = Mapping[str, object]
 """User options: plan fields that were given, by name; fields left to defaults are absent."""
 
 
@@ -48,7 +48,7 @@ class PartialPlan(NamedTuple):
     cluster: Cluster | None
     stack: StackProfile
     num_gpus: int | None
-    options: Said
+    options: UserOptions
     resolved: dict[str, object]
 
     def number(self, name: str) -> int:
@@ -76,7 +76,7 @@ class PartialPlan(NamedTuple):
         return read(self, option) if read else _read(field, option)
 
 
-def implied_recompute(options: Said) -> Recompute:
+def implied_recompute(options: UserOptions) -> Recompute:
     """Return the recomputation that options imply: full of layers, selective of modules."""
     if "recompute_layers" in options:
         return Recompute.FULL
@@ -149,7 +149,7 @@ def _others(partial: PartialPlan) -> tuple[int, str]:
 def _default_cp_inner(partial: PartialPlan) -> int | None:
     """Return the Ulysses group of hybrid context parallelism: all-to-alls stay within a node."""
     cp = partial.number("cp")
-    is_hybrid = partial.resolved["cp_type"] is ContextParallel.RING_OF_SWAPS
+    is_hybrid = partial.resolved["cp_type"] is ContextParallel.HYBRID_RING
     if cp == 1 or not is_hybrid or partial.cluster is None:
         return None
     node_size = partial.cluster.devices_per_node
@@ -197,7 +197,7 @@ def _read_stages(partial: PartialPlan, value: object) -> tuple[int, ...]:
     job = partial.job
     num_stages = partial.number("pp") * partial.number("num_virtual_stages")
     if isinstance(value, str) and value not in list(StageSplit):
-        check_predictions(value, job.prediction_layers)
+        check_mtp_layers(value, job.prediction_layers)
     wanted = parse_stages(value) if isinstance(value, str) else cast("tuple[int, ...]", value)
     return resolve_stages(job.model, job.seq_len, num_stages, wanted)
 
@@ -217,8 +217,8 @@ def _default_prediction_stage(partial: PartialPlan) -> object:
 def _mtp_stage(partial: PartialPlan, chosen: int | None) -> object:
     """Return the virtual stage of MTP layers: that of a layout's text, if it places them."""
     text = partial.options.get("stages", "")
-    if isinstance(text, str) and num_predictions(text):
-        return prediction_place(text, chosen)
+    if isinstance(text, str) and count_mtp_layers(text):
+        return layout_mtp_stage(text, chosen)
     return chosen
 
 
@@ -229,7 +229,7 @@ def _read_servers(partial: PartialPlan, value: object) -> ParameterServer | None
         PlanError: If a value is invalid, or the stack has no servers.
     """
     stack = partial.stack
-    options = dict(cast("Said", value)) if isinstance(value, Mapping) else None
+    options = dict(cast("UserOptions", value)) if isinstance(value, Mapping) else None
     if stack.strategy is not Strategy.PARAMETER_SERVER:
         for name, each in (options or {"servers": getattr(value, "servers", None)}).items():
             raise PlanError(

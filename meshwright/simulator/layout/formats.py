@@ -56,7 +56,7 @@ class Formats(NamedTuple):
     reduced: Precision | None
 
 
-STACKS_OWN = Formats(None, None)
+STACK_FORMATS = Formats(None, None)
 
 
 class Casts(NamedTuple):
@@ -246,14 +246,14 @@ def main_gradient_bytes(
 
     >>> from meshwright.hwprofiles import load_stack
     >>> core, half = load_stack("megatron-core"), Formats(Precision.BF16, None)
-    >>> [main_gradient_bytes(core, Precision.BF16, wanted) for wanted in (STACKS_OWN, half)]
+    >>> [main_gradient_bytes(core, Precision.BF16, wanted) for wanted in (STACK_FORMATS, half)]
     [0, 4]
     """
     is_narrow = stack.main_precision is Precision.FP16
     if moments is not None and (is_narrow or not precision.is_eight_bit):
         return 0
     kept, _ = gradient_bytes(stack, precision, wanted)
-    usual, _ = gradient_bytes(stack, precision, STACKS_OWN)
+    usual, _ = gradient_bytes(stack, precision, STACK_FORMATS)
     return FULL_BYTES if kept < usual else 0
 
 

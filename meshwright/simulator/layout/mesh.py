@@ -221,7 +221,7 @@ class Mesh:
         ) or (size > self.node_size and abs(distance) > 0)
 
 
-def context_way(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | None:
+def context_parallel_type(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | None:
     """Return the type of context parallelism that runs, None without context parallelism.
 
     By default it is the stack's, or a ring where the stack has none.  A hybrid with inner groups
@@ -229,8 +229,8 @@ def context_way(plan: ResolvedPlan, stack: StackProfile) -> ContextParallel | No
     (attn_forward_func_with_cp).
 
     >>> from meshwright.hwprofiles import load_stack
-    >>> plan = ResolvedPlan(cp=8, cp_type=ContextParallel.RING_OF_SWAPS, cp_inner=8)
-    >>> context_way(plan, load_stack("megatron-core"))
+    >>> plan = ResolvedPlan(cp=8, cp_type=ContextParallel.HYBRID_RING, cp_inner=8)
+    >>> context_parallel_type(plan, load_stack("megatron-core"))
     <ContextParallel.ALL_TO_ALL: 'all-to-all'>
     """
     if plan.cp == 1:

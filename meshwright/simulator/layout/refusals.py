@@ -38,7 +38,7 @@ from meshwright.simulator.layout.formats import (
 )
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, ResolvedPlan
-from meshwright.simulator.model import AnyModel, ModelSpec, predicts_further
+from meshwright.simulator.model import AnyModel, ModelSpec, has_mtp_layers
 
 
 def check_sharding(job: TrainingJob, plan: ResolvedPlan) -> None:
@@ -71,7 +71,7 @@ def check_sharding(job: TrainingJob, plan: ResolvedPlan) -> None:
         )
 
 
-def usual_zero_stages(stack: StackProfile) -> tuple[int, ...]:
+def searched_zero_stages(stack: StackProfile) -> tuple[int, ...]:
     """Return the ZeRO stages of *stack* that are searched by default.
 
     Megatron-FSDP is another wrapper than Megatron-Core's DistributedDataParallel, with options and
@@ -107,7 +107,7 @@ def default_attention(device: Device, job: TrainingJob, stack: StackProfile) -> 
     return stack.attention
 
 
-def known_values(field: PlanField, model: AnyModel) -> tuple[object, ...] | None:
+def applicable_values(field: PlanField, model: AnyModel) -> tuple[object, ...] | None:
     """Return the values of *field* that *model* may have, None for all."""
     if field.declaration.of_experts and model.experts is None:
         return (field.default,)
@@ -128,7 +128,7 @@ def experts_refusal(model: AnyModel, ep: int, etp: int) -> str | None:
 
 def model_refusal(field: PlanField, value: object, model: AnyModel) -> str | None:
     """Return the reason *value* of *field* does not apply to *model*, or None."""
-    known = known_values(field, model)
+    known = applicable_values(field, model)
     if known is None or value in known:
         return None
     allowed = ", ".join(str(each) for each in known) or "leave it out"
@@ -214,7 +214,7 @@ def _job_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> s
     """Return the reason no plan runs *job*, or that a field does not apply to its model."""
     for field in PLAN_FIELDS.values():
         refusal = model_refusal(field, getattr(plan, field.name), job.model)
-        if refusal is not None and known_values(field, job.model):
+        if refusal is not None and applicable_values(field, job.model):
             return refusal
     return job_refusal(job, stack)
 
@@ -318,7 +318,7 @@ def mtp_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -> st
     if stage is None:
         return None
     said, usual = f"prediction_stage={stage}", "leave it out, for that of the loss"
-    if not predicts_further(job.model):
+    if not has_mtp_layers(job.model):
         return (
             f"{said} does not go with {job.model.name}, which predicts none; allowed: leave it out"
         )

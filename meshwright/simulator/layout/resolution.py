@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from meshwright.hwprofiles import Cluster, StackProfile, StageSplit
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.layout.defaults import PartialPlan, Said, implied_recompute
+from meshwright.simulator.layout.defaults import PartialPlan, UserOptions, implied_recompute
 from meshwright.simulator.layout.fields import written
 from meshwright.simulator.layout.job import TrainingJob
 from meshwright.simulator.layout.plan import PLAN_FIELDS, PlanFields, ResolvedPlan
@@ -67,7 +67,7 @@ def resolve(
     job: TrainingJob,
     cluster: Cluster | None,
     stack: StackProfile,
-    plan: ParallelPlan | ResolvedPlan | Said,
+    plan: ParallelPlan | ResolvedPlan | UserOptions,
     *,
     num_gpus: int | None = None,
 ) -> ResolvedPlan:
@@ -94,11 +94,11 @@ def resolve(
     """
     is_users = isinstance(plan, _Partial)
     if isinstance(plan, _Partial):
-        given: Said = plan.said
+        given: UserOptions = plan.said
     elif isinstance(plan, ResolvedPlan):
         given = {name: getattr(plan, name) for name in PLAN_FIELDS if getattr(plan, name) != ()}
     else:
-        given = cast("Said", plan)
+        given = cast("UserOptions", plan)
     options = {name: value for name, value in given.items() if value is not None}
     # Files and searches have all fields: only a user means one that does not apply to the model.
     for name, value in options.items() if is_users else ():
@@ -111,7 +111,7 @@ def resolve(
     return ResolvedPlan.of(partial.resolved)
 
 
-def said_of(
+def minimal_options(
     job: TrainingJob, cluster: Cluster | None, stack: StackProfile, plan: ResolvedPlan
 ) -> dict[str, object]:
     """Return the fewest options from which `resolve` gives *plan*.
@@ -137,7 +137,7 @@ def without_defaults(job: TrainingJob, stack: StackProfile, plan: ResolvedPlan) 
 
     Tables and pages then show only departures from defaults.
     """
-    said = said_of(job, None, stack, plan)
+    said = minimal_options(job, None, stack, plan)
     departures = {
         name: said.get(name) if each.is_optional and name != "cp_inner" else getattr(plan, name)
         for name, each in PLAN_FIELDS.items()
@@ -146,7 +146,7 @@ def without_defaults(job: TrainingJob, stack: StackProfile, plan: ResolvedPlan) 
 
 
 def overridden(
-    base: Said, given: Said, resolved: ResolvedPlan, *, keeps_model: bool
+    base: UserOptions, given: UserOptions, resolved: ResolvedPlan, *, keeps_model: bool
 ) -> dict[str, object]:
     """Return the options of *base* overridden by *given*.
 
@@ -184,7 +184,7 @@ def overridden(
     return said
 
 
-def _recompute_of(said: Said, given: Said) -> object:
+def _recompute_of(said: UserOptions, given: UserOptions) -> object:
     """Return the recomputation that *given* asks for, else that of all options *said*."""
     asked = {"recompute_modules", "recompute_layers"} & given.keys()
     if "recompute" in given or asked:

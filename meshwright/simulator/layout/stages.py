@@ -25,11 +25,11 @@ from meshwright.simulator.model import (
     ModelSpec,
     OffloadedLayer,
     cut_runs,
+    has_mtp_layers,
     join_runs,
     layer_flops,
-    prediction_flops,
-    predicts_further,
-    shares_table,
+    mtp_flops,
+    shares_embedding,
 )
 
 
@@ -134,7 +134,7 @@ class LayerOffload(NamedTuple):
         if plan.offload_layers is not None:
             return cls(plan.offload_layers, model.num_layers - plan.offload_layers)
         if plan.offload_modules:
-            return cls(model.num_layers - (not predicts_further(model)), AHEAD, waits=False)
+            return cls(model.num_layers - (not has_mtp_layers(model)), AHEAD, waits=False)
         return cls()
 
     def present(self, place: int) -> range:
@@ -161,7 +161,7 @@ class LayerOffload(NamedTuple):
 
 
 AHEAD = 2  # the layer that runs, and the previous one, which is fetched meanwhile
-ALL_ALONE, NO_OFFLOAD = Checkpoints(), LayerOffload()
+DEFAULT_CHECKPOINTS, NO_OFFLOAD = Checkpoints(), LayerOffload()
 ONE_EMBEDDING = (BlockRun(EMBEDDING, 1),)
 BEHIND_LAYERS = tuple(BlockRun(kind, 1) for kind in (FINAL_NORM, PREDICTIONS, HEAD))
 
@@ -178,7 +178,7 @@ class Stage(NamedTuple):
     layers: tuple[BlockRun, ...]
     has_embedding: bool
     has_head: bool
-    checkpoints: Checkpoints = ALL_ALONE
+    checkpoints: Checkpoints = DEFAULT_CHECKPOINTS
     copies: BlockKind | None = None
     has_norm: bool = False
     has_predictions: bool = False
@@ -243,7 +243,7 @@ class Stage(NamedTuple):
 
 def whole_model(model: AnyModel) -> Stage:
     """Return all of *model* as one stage."""
-    has_mtp = predicts_further(model)
+    has_mtp = has_mtp_layers(model)
     return Stage(
         model.layer_runs,
         has_embedding=True,
@@ -253,7 +253,7 @@ def whole_model(model: AnyModel) -> Stage:
     )
 
 
-def repeated_layers(model: AnyModel, plan: ResolvedPlan) -> tuple[BlockRun, ...]:
+def recomputed_layers(model: AnyModel, plan: ResolvedPlan) -> tuple[BlockRun, ...]:
     """Return the layers of *model* to which the plan's recomputation applies."""
     if not Checkpoints.of(plan).keeps_layers:
         return model.layer_runs
@@ -290,7 +290,7 @@ def model_stages(
     """
     last = len(layers) - 1
     last_with_layers = max((index for index, count in enumerate(layers) if count), default=last)
-    has_mtp = predicts_further(model)
+    has_mtp = has_mtp_layers(model)
     mtp_stage = last if prediction_stage is None else prediction_stage
     return tuple(
         Stage(
@@ -307,18 +307,18 @@ def model_stages(
     )
 
 
-def reads_table(model: AnyModel, stage: Stage) -> bool:
+def reads_embedding(model: AnyModel, stage: Stage) -> bool:
     """Return True if the head or MTP layers of *stage* read the shared embedding weight.
 
     On another stage than the embedding's they read a copy.
     """
     if not (stage.has_head or stage.has_predictions):
         return False
-    reads = stage.has_predictions if predicts_further(model) else stage.has_head
-    return reads and shares_table(model)
+    reads = stage.has_predictions if has_mtp_layers(model) else stage.has_head
+    return reads and shares_embedding(model)
 
 
-def table_rank(plan: ResolvedPlan) -> int:
+def tied_embedding_rank(plan: ResolvedPlan) -> int:
     """Return the pipeline rank with the second copy of a shared embedding: of the head, or of MTP.
 
     It is 0 where no other rank reads it.
@@ -326,15 +326,15 @@ def table_rank(plan: ResolvedPlan) -> int:
     return plan.pp - 1 if plan.prediction_stage is None else plan.prediction_stage % plan.pp
 
 
-def receives_streams(model: AnyModel, stage: Stage) -> bool:
+def receives_mtp_states(model: AnyModel, stage: Stage) -> bool:
     """Return True if *stage* receives the hidden states of MTP layers from an earlier stage."""
-    has_losses = predicts_further(model) and stage.has_head and not stage.has_predictions
+    has_losses = has_mtp_layers(model) and stage.has_head and not stage.has_predictions
     return has_losses or stage.copies == COPY_OF_STREAMS
 
 
-def copies_table(model: AnyModel, stage: Stage) -> bool:
+def copies_embedding(model: AnyModel, stage: Stage) -> bool:
     """Return True if *stage* has a copy of the embedding weight."""
-    return reads_table(model, stage) and not stage.has_embedding
+    return reads_embedding(model, stage) and not stage.has_embedding
 
 
 def plan_stages(model: AnyModel, plan: ResolvedPlan) -> tuple[Stage, ...]:
@@ -371,7 +371,7 @@ def head_cost_layers(model: ModelSpec, seq_len: int) -> float:
     """
     runs = model.layer_runs
     layers = sum(count * layer_flops(model, kind, seq_len) for kind, count in runs)
-    head = 2 * model.hidden_size * model.vocab_size + prediction_flops(model, seq_len)
+    head = 2 * model.hidden_size * model.vocab_size + mtp_flops(model, seq_len)
     return head * model.num_layers / layers
 
 

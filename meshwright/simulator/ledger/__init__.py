@@ -5,9 +5,9 @@ from meshwright.simulator.ledger.closing import (
     deferred_sums,
     gradient_norm,
     sums_first,
-    tied_table,
+    tied_embedding_sums,
 )
-from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective, price
+from meshwright.simulator.ledger.collectives import LedgerEntry, StepCollective, StepPoint, price
 from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.rank import (
     closing_entries,
@@ -25,8 +25,8 @@ from meshwright.simulator.ledger.setting import StepSetting
 __all__ = [
     "NORM_BYTES",
     "LedgerEntry",
-    "Moment",
     "StepCollective",
+    "StepPoint",
     "StepSetting",
     "bucket_exchanges",
     "closing_entries",
@@ -40,5 +40,5 @@ __all__ = [
     "rank_ledger",
     "stage_entries",
     "sums_first",
-    "tied_table",
+    "tied_embedding_sums",
 ]

@@ -27,7 +27,7 @@ from meshwright.simulator.layout import (
     Stage,
     pair_span,
     strided_span,
-    table_rank,
+    tied_embedding_rank,
 )
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.memory import StateBytes
@@ -71,7 +71,7 @@ class DeferredSums(IntEnum):
 def deferred_sums(shape: BlockShape) -> DeferredSums:
     """Return the gradients whose tensor-parallel sums are deferred to the end of a step."""
     # DTensor has already summed each gradient where it was reduced.
-    if shape.stack.sums_norms_each_microbatch and not shape.defers_sums:
+    if shape.stack.sums_norms_each_microbatch and not shape.defers_norm_all_reduce:
         return DeferredSums.NONE
     if shape.sequence_parallel:
         return DeferredSums.ALL
@@ -120,16 +120,16 @@ def _tensor_sums(
         yield model.head_dim * each_bytes, 2 * num_layers * vectors
 
 
-def tied_table(
+def tied_embedding_sums(
     shape: BlockShape, wire: WireBytes, mesh: Mesh, plan: ResolvedPlan
 ) -> list[StepCollective]:
     """Return the all-reduce of a tied embedding's gradient between its two stages.
 
     FSDP units are reduced first: each rank has its shard of the sum, in the format of the shards.
     """
-    other = table_rank(plan)
+    other = tied_embedding_rank(plan)
     # With both ends on one rank autograd adds the two gradients.
-    if other == 0 or not shape.copied_parameters:
+    if other == 0 or not shape.tied_embedding_parameters:
         return []
     rows, width_bytes = shape.local_vocab_size, wire.reduce_bytes
     if shape.stack.is_fully_sharded:

@@ -10,7 +10,7 @@ from meshwright.simulator.layout import GroupSpan, MeshAxis
 from meshwright.simulator.replication import StagePart
 
 
-class Moment(StrEnum):
+class StepPoint(StrEnum):
     """Point of a step at which collectives may start.
 
     In passes: ``OPERATORS`` of a block run between its kernels; ``GATHER`` comes before a part of a
@@ -60,7 +60,7 @@ class LedgerEntry(NamedTuple):
     ``part`` is the part they serve: of a virtual stage in a pass, of the rank at the end.
     """
 
-    moment: Moment
+    moment: StepPoint
     part: StagePart
     collectives: tuple[StepCollective, ...]
     num_times: int = 1

@@ -13,17 +13,17 @@ from meshwright.simulator.layout import (
     ExpertAxis,
     Stage,
     join_stages,
-    reads_table,
+    reads_embedding,
 )
 from meshwright.simulator.ledger.closing import (
     batch_calls,
     expert_tokens,
     gradient_norm,
     tensor_sums,
-    tied_table,
+    tied_embedding_sums,
     weight_scales,
 )
-from meshwright.simulator.ledger.collectives import LedgerEntry, Moment, StepCollective
+from meshwright.simulator.ledger.collectives import LedgerEntry, StepCollective, StepPoint
 from meshwright.simulator.ledger.messages import message_collectives
 from meshwright.simulator.ledger.replicas import (
     Exchange,
@@ -52,7 +52,7 @@ class RankLedger(NamedTuple):
     virtual_stages: tuple[tuple[LedgerEntry, ...], ...]
     closing: tuple[LedgerEntry, ...]
 
-    def at(self, moment: Moment) -> LedgerEntry:
+    def at(self, moment: StepPoint) -> LedgerEntry:
         """Return the entry of a *moment* that closes the step."""
         return next(entry for entry in self.closing if entry.moment is moment)
 
@@ -95,11 +95,11 @@ def pass_entries(setting: StepSetting, blocks: BlockTable, pp_rank: int) -> Iter
                 if isinstance(each, Collective | RingMessages)
                 for op, size_bytes, num_calls in each.collectives
             )
-            yield LedgerEntry(Moment.OPERATORS, part, calls, count)
+            yield LedgerEntry(StepPoint.OPERATORS, part, calls, count)
         # A stage sends forward unless it is the last, and backward unless it is the first.
         for size_bytes in filter(None, stage_messages(sizes, stage)):
             calls = message_collectives(shape, size_bytes, spans[Axis.TP], crosses_nodes=crosses)
-            yield LedgerEntry(Moment.MESSAGE, part, calls, count)
+            yield LedgerEntry(StepPoint.MESSAGE, part, calls, count)
 
 
 def stage_entries(
@@ -125,15 +125,15 @@ def stage_entries(
     reduced = [(part, setting.num_reductions) for part in parts]
     summed = [(part, 1) for part in parts if replication.sums_replicas_last]
     return (
-        *_part_entries(setting, Moment.GATHER, parameter_gathers, gathered),
-        *_part_entries(setting, Moment.AHEAD, parameter_gathers, unused),
-        *_part_entries(setting, Moment.REDUCE, gradient_reductions, reduced),
-        *_part_entries(setting, Moment.REPLICAS, replica_sums, summed),
+        *_part_entries(setting, StepPoint.GATHER, parameter_gathers, gathered),
+        *_part_entries(setting, StepPoint.AHEAD, parameter_gathers, unused),
+        *_part_entries(setting, StepPoint.REDUCE, gradient_reductions, reduced),
+        *_part_entries(setting, StepPoint.REPLICAS, replica_sums, summed),
     )
 
 
 def _part_entries(
-    setting: StepSetting, moment: Moment, exchange: Exchange, parts: list[tuple[StagePart, int]]
+    setting: StepSetting, moment: StepPoint, exchange: Exchange, parts: list[tuple[StagePart, int]]
 ) -> Iterator[LedgerEntry]:
     """Yield the *exchange* of each of *parts*, so many times each; layers share theirs."""
     by_sizes: dict[object, tuple[StepCollective, ...]] = {}
@@ -145,32 +145,36 @@ def _part_entries(
 
 
 def closing_entries(setting: StepSetting, stages: tuple[Stage, ...]) -> Iterator[LedgerEntry]:
-    """Yield the collectives that close the step of a rank with *stages*, in order of `Moment`."""
+    """Yield the collectives that close the step of a rank with *stages*, by `StepPoint`."""
     shape, wire, replication = setting.shape, setting.wire, setting.replication
     parameters = parameters_by_group(shape, stages)
     closing = {
-        Moment.PASSES_DONE: batch_calls(shape, setting.mesh.span(Axis.DP), setting.num_reductions),
-        Moment.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
-        Moment.TIED_TABLE: [],
-        Moment.TOKENS: expert_tokens(shape, stages, setting.mesh),
-        Moment.NORM: gradient_norm(shape, stages, setting.mesh, replication),
-        Moment.UPDATED: scale_maxima(shape, stages, replication),
+        StepPoint.PASSES_DONE: batch_calls(
+            shape, setting.mesh.span(Axis.DP), setting.num_reductions
+        ),
+        StepPoint.SUMS: tensor_sums(shape, stages, wire, setting.mesh.span(Axis.TP)),
+        StepPoint.TIED_TABLE: [],
+        StepPoint.TOKENS: expert_tokens(shape, stages, setting.mesh),
+        StepPoint.NORM: gradient_norm(shape, stages, setting.mesh, replication),
+        StepPoint.UPDATED: scale_maxima(shape, stages, replication),
     }
     # Gradients that no pass has reduced are reduced at once, when passes are done.
     if not any(setting.parts[stage] for stage in stages):
-        closing[Moment.PASSES_DONE] += rank_collectives(
+        closing[StepPoint.PASSES_DONE] += rank_collectives(
             gradient_reductions, parameters, wire, replication
         )
     if setting.plan.find_unused:
         # After all buckets (DDP's reducer), so that nothing hides it.
         used = CollectiveOp.ALL_REDUCE, used_map_bytes(shape, stages), replication.span
-        closing[Moment.PASSES_DONE].append(StepCollective(Axis.DP, *used))
-    if any(each.has_embedding or reads_table(shape.trained, each) for each in stages):
-        closing[Moment.TIED_TABLE] = tied_table(shape, wire, setting.mesh, setting.plan)
+        closing[StepPoint.PASSES_DONE].append(StepCollective(Axis.DP, *used))
+    if any(each.has_embedding or reads_embedding(shape.trained, each) for each in stages):
+        closing[StepPoint.TIED_TABLE] = tied_embedding_sums(shape, wire, setting.mesh, setting.plan)
     # Otherwise the next step's first forward gathers bucket by bucket, or units gather themselves.
     if not (shape.stack.overlap_parameter_gather or replication.gathers_units):
-        closing[Moment.UPDATED] = rank_collectives(parameter_gathers, parameters, wire, replication)
-    closing[Moment.UPDATED] += weight_scales(shape, stages, replication.span)
+        closing[StepPoint.UPDATED] = rank_collectives(
+            parameter_gathers, parameters, wire, replication
+        )
+    closing[StepPoint.UPDATED] += weight_scales(shape, stages, replication.span)
     # What closes a step is for all parameters of the rank.
     part = StagePart(join_stages(stages), (sum(parameters),))
     for moment, collectives in closing.items():

@@ -8,7 +8,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import Axis, Stage
 from meshwright.simulator.ledger.collectives import StepCollective
 from meshwright.simulator.replication import (
-    HeldParameters,
+    ParametersByGroup,
     Replication,
     StagePart,
     WireBytes,
@@ -85,7 +85,7 @@ def scale_maxima(
 
 
 def rank_collectives(
-    exchange: Exchange, held: HeldParameters, wire: WireBytes, replication: Replication
+    exchange: Exchange, held: ParametersByGroup, wire: WireBytes, replication: Replication
 ) -> list[StepCollective]:
     """Return the *exchange* of all *held* parameters of a rank, experts after all others."""
     return [

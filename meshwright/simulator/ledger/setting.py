@@ -15,7 +15,12 @@ from meshwright.simulator.replication import (
     replication_of,
     wire_bytes,
 )
-from meshwright.simulator.schedules import MOST_GATHERED, NO_REFETCHES, Refetches, count_refetches
+from meshwright.simulator.schedules import (
+    MAX_ACTIVE_STAGES,
+    NO_REFETCHES,
+    Refetches,
+    count_refetches,
+)
 
 
 class StepSetting(NamedTuple):
@@ -95,7 +100,7 @@ class StepSetting(NamedTuple):
         """Return the repeated gathers of each virtual stage of a rank, for want of room."""
         plan, vpp = self.plan, self.plan.num_virtual_stages
         # Few virtual stages all stay gathered from pass to pass.
-        if not self.replication.keeps_units or vpp <= MOST_GATHERED:
+        if not self.replication.keeps_units or vpp <= MAX_ACTIVE_STAGES:
             return [NO_REFETCHES] * vpp
         schedule = plan.schedule_of(self.shape.stack.pipeline_runtime)
         order = schedule.order(pp_rank, plan.pp, self.num_microbatches, vpp)

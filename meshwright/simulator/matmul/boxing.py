@@ -117,7 +117,7 @@ class Boxing(NamedTuple):
         return tuple(step.change.op.value for step in self.steps if step.change.op is not None)
 
 
-def change_cost(change: Redistribution, size_bytes: int, mesh: DeviceMesh, axis: int) -> Cost:
+def redistribute_cost(change: Redistribution, size_bytes: int, mesh: DeviceMesh, axis: int) -> Cost:
     """Return the cost of a redistribution on one axis: that of its collective.
 
     Across nodes a collective reaches the fraction of the line rate that nccl-tests measures.
@@ -256,5 +256,5 @@ def _step(
         axis,
         change,
         change.sent_bytes(size_bytes, mesh.sizes[axis]),
-        change_cost(change, size_bytes, mesh, axis),
+        redistribute_cost(change, size_bytes, mesh, axis),
     )

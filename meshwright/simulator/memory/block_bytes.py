@@ -10,8 +10,8 @@ from meshwright.simulator.blocks import (
     ADDED,
     BlockShape,
     BlockTable,
-    Ending,
-    makes_gradients,
+    BorderGradients,
+    materializes_weight_gradients,
 )
 from meshwright.simulator.graph import NUMBER_BYTES, BlockMemory, larger, several
 from meshwright.simulator.graph import Size as Bytes
@@ -22,8 +22,8 @@ from meshwright.simulator.model import (
     PREDICTIONS,
     BlockKind,
     BlockRun,
+    has_mtp_layers,
     linear_shapes,
-    predicts_further,
 )
 
 OUTPUTS_WITHOUT_EXPERTS = 2
@@ -52,7 +52,7 @@ Size = TypeVar("Size", bound=Addable)
 def block_bytes(
     table: BlockTable,
     shape: BlockShape,
-    ending: Ending = ADDED,
+    ending: BorderGradients = ADDED,
     *,
     others: Iterable[BlockKind] = (),
 ) -> dict[BlockKind, BlockMemory[int]]:
@@ -65,7 +65,7 @@ def block_bytes(
     # Kept logits count as saved, so that they are no workspace of the forward pass.
     head, logits = blocks[HEAD], kept_logits_bytes(shape)
     blocks[HEAD] = head._replace(saved=head.saved + logits, forward=head.forward - logits)
-    reader = PREDICTIONS if predicts_further(shape.trained) else HEAD
+    reader = PREDICTIONS if has_mtp_layers(shape.trained) else HEAD
     blocks[reader] = blocks[reader]._replace(waiting=tied_gradient_bytes(shape))
     return _with_graphs(shape, blocks)
 
@@ -180,9 +180,9 @@ def tied_gradient_bytes(shape: BlockShape) -> int:
     Autograd adds both, in place, before it accumulates them into the kept gradient. A gradient of
     rows that the head looks up is a tensor in any case, also with fused accumulation.
     """
-    if shape.trained.tied_embeddings and not makes_gradients(shape):
+    if shape.trained.tied_embeddings and not materializes_weight_gradients(shape):
         return 0
-    return shape.copied_parameters * shape.residual_bytes
+    return shape.tied_embedding_parameters * shape.residual_bytes
 
 
 class ReloadedBytes(NamedTuple, Generic[Size]):
@@ -285,7 +285,7 @@ def pass_workspace_bytes(
     return forward[0] + forward[1], backward[0] + backward[1]
 
 
-def stand_in_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
+def dummy_gradient_bytes(shape: BlockShape, blocks: Iterable[BlockRun]) -> int:
     """Return the dummy gradients of a rank's *blocks*, 0 where its stack keeps none.
 
     With fused weight-gradient accumulation autograd still expects a ``.grad`` of the weight, and

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from meshwright.simulator.graph import Size
 from meshwright.simulator.memory.held_messages import (
     MODULE_TENSORS,
-    PipelinePlace,
-    message_counts,
+    PipelinePosition,
+    live_message_counts,
 )
 from meshwright.simulator.memory.rank import PassPeak, VirtualStageMemory
 from meshwright.simulator.schedules import Action, Phase, next_virtual_stages
@@ -76,7 +76,7 @@ def pass_sizes(stage: VirtualStageMemory) -> list[Size]:
     nothing = 0 * stage.saved_bytes
     return [
         stage.saved_bytes,
-        stage.late_gradients_bytes,
+        stage.reallocated_gradients_bytes,
         stage.after_forward_bytes,
         stage.after_backward_bytes,
         nothing if kept is None else kept.ahead_bytes,
@@ -97,17 +97,17 @@ class RankOrder(NamedTuple):
         keeps_units: Whether units stay gathered from a backward pass to the next pass.
         reshards: Whether they are freed after a forward pass.
         sums: Whether the last backward pass reduces accumulated gradients.
-        holds_sent: Whether sent p2p buffers live until the step ends, with *keeps_units*.
+        keeps_sent_buffers: Whether sent p2p buffers live until the step ends, with *keeps_units*.
         pairs: Positions of forward passes that overlap with the backward pass behind them.
     """
 
     kinds: tuple[int, ...]
-    place: PipelinePlace | None = None
+    place: PipelinePosition | None = None
     moves_states: bool = True
     keeps_units: bool = False
     reshards: bool = False
     sums: bool = False
-    holds_sent: bool = False
+    keeps_sent_buffers: bool = False
     pairs: range = NO_PAIRS
 
     @property
@@ -299,7 +299,7 @@ def _count_messages(counts: Counts, order: RankOrder, passes: RankPasses, own: C
     """Count p2p buffers kept alive: between two actions as many as in the second."""
     sizes = MESSAGES
     if order.place is not None:
-        held = message_counts(passes.actions, order.place, len(order.kinds))
+        held = live_message_counts(passes.actions, order.place, len(order.kinds))
         # Modules hold their last inputs, and the gradients of these, over the step's end.
         held = np.concatenate([held, [[0, MODULE_TENSORS] * len(order.kinds)]])
         of_kinds = np.eye(counts.shape[1], dtype=np.int64)[[*order.kinds]].T
@@ -308,7 +308,7 @@ def _count_messages(counts: Counts, order: RankOrder, passes: RankPasses, own: C
         counts[0::2, :, sizes] = each[:-1]
         counts[1::2, :, sizes] = each[1:]
     elif order.keeps_units:
-        kept = kept_until_end if order.holds_sent else kept_until_next
+        kept = kept_until_end if order.keeps_sent_buffers else kept_until_next
         for size, each in zip(sizes, kept(passes.is_backward, own), strict=True):
             counts[0::2, :, size] = each[:-1]
             counts[1::2, :, size] = each[1:]

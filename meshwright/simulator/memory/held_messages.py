@@ -25,7 +25,7 @@ MODULE_TENSORS = 2
 """Tensors as large as its input that a module holds over the step's end."""
 
 
-class PipelinePlace(NamedTuple):
+class PipelinePosition(NamedTuple):
     """Position of a rank in the pipeline, counted from 0."""
 
     pp_rank: int
@@ -45,7 +45,9 @@ class LiveSpans(NamedTuple):
     times: int = 1
 
 
-def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) -> NDArray[np.int16]:
+def live_message_counts(
+    actions: Sequence[Action], place: PipelinePosition, vpp: int
+) -> NDArray[np.int16]:
     """Return the number of p2p buffers alive in each action beside activations and workspaces.
 
     A backward pass itself needs the gradient of its output, from its first operator to its last.
@@ -61,7 +63,7 @@ def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) ->
     >>> from meshwright.simulator.schedules import Phase
     >>> order = [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
     >>> actions = [Action(Phase(name), 0, index) for name, index in order]
-    >>> message_counts(actions, PipelinePlace(1, 3), 1).tolist()
+    >>> live_message_counts(actions, PipelinePosition(1, 3), 1).tolist()
     [[0, 0], [0, 0], [0, 0], [1, 2], [0, 1], [0, 1]]
     """
     if vpp == 1:
@@ -72,7 +74,7 @@ def message_counts(actions: Sequence[Action], place: PipelinePlace, vpp: int) ->
 
 @lru_cache(maxsize=2048)
 def _interleaved_counts(
-    place: PipelinePlace, num_microbatches: int, group: int, vpp: int
+    place: PipelinePosition, num_microbatches: int, group: int, vpp: int
 ) -> NDArray[np.int16]:
     """Return the counts of a rank that runs an interleaved order."""
     spans = _Interleaved.of(place, num_microbatches, group, vpp).spans()
@@ -91,11 +93,11 @@ def _counted(spans: Iterable[LiveSpans], num_sources: int, num_actions: int) -> 
     # Sums of small whole numbers, which are exact as floats.
     num_places = num_sources * (num_actions + 1)
     changes = np.bincount(places.ravel(), weights.ravel(), minlength=num_places)
-    held_at = changes.reshape(-1, num_sources).cumsum(axis=0)[:-1]
-    return held_at.astype(np.int16)  # orders are kept: few are ever held
+    p2p_position = changes.reshape(-1, num_sources).cumsum(axis=0)[:-1]
+    return p2p_position.astype(np.int16)  # orders are kept: few are ever held
 
 
-def most_messages(vpp: int, larger: int) -> int:
+def max_live_messages(vpp: int, larger: int) -> int:
     """Return an upper bound of the p2p buffers that a rank keeps alive.
 
     Modules of its *vpp* virtual stages hold an input and its gradient each, three more wait for
@@ -178,7 +180,7 @@ class _Interleaved:
         backward: Its backward passes.
     """
 
-    place: PipelinePlace
+    place: PipelinePosition
     num_microbatches: int
     group: int
     warmup: int
@@ -187,7 +189,7 @@ class _Interleaved:
 
     @classmethod
     def of(
-        cls, place: PipelinePlace, num_microbatches: int, group: int, vpp: int
+        cls, place: PipelinePosition, num_microbatches: int, group: int, vpp: int
     ) -> "_Interleaved":
         """Return the variables of a rank."""
         num_passes = vpp * num_microbatches

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple, Self
 
-from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
+from meshwright.simulator.blocks import BlockShape, BlockTable, BorderGradients
 from meshwright.simulator.graph import BlockMemory, Size
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory.block_bytes import block_bytes
@@ -12,7 +12,7 @@ from meshwright.simulator.memory.rank import PEAK_BYTES, PassPeak, VirtualStageM
 from meshwright.simulator.model import BlockKind
 
 
-class LateGradients(NamedTuple):
+class ReallocatedGradients(NamedTuple):
     """Bytes of blocks in the first backward pass of a step, which allocates the gradients.
 
     Args:
@@ -30,7 +30,7 @@ class LateGradients(NamedTuple):
         if shape.stack.gradient_as_bucket_view:
             return None
         # Gradients stay, so that they are part of each block's workspace.
-        blocks = block_bytes(table, shape, Ending(keeps_gradients=True))
+        blocks = block_bytes(table, shape, BorderGradients(keeps_gradients=True))
         sizes = {kind: gradient_bytes * count for kind, count in shape.parameters.items()}
         return cls(blocks, sizes)
 
@@ -59,4 +59,6 @@ class LateGradients(NamedTuple):
     def added_to(self, virtual_stage: VirtualStageMemory, stage: Stage) -> VirtualStageMemory:
         """Return the memory of *stage* with its gradients allocated in the first backward pass."""
         late_bytes, fullest = self.total_bytes(stage), PassPeak[Size](*self.fullest(stage))
-        return replace(virtual_stage, late_gradients_bytes=late_bytes, first_backward=fullest)
+        return replace(
+            virtual_stage, reallocated_gradients_bytes=late_bytes, first_backward=fullest
+        )

@@ -13,10 +13,10 @@ from meshwright.simulator.layout import (
     Mesh,
     ResolvedPlan,
     TrainingJob,
-    table_rank,
+    tied_embedding_rank,
 )
 from meshwright.simulator.memory.block_bytes import Size
-from meshwright.simulator.model import AnyModel, ModelSpec, shares_table
+from meshwright.simulator.model import AnyModel, ModelSpec, shares_embedding
 
 # What symmetric memory follows from.
 SYMMETRIC = "tp", "cp", "microbatch_size"
@@ -113,7 +113,7 @@ class Overheads(NamedTuple):
     ) -> Self:
         """Return the overheads of a rank of *plan*."""
         # Tied ends of a pipeline have a communicator for the embedding's gradient.
-        is_tied = shares_table(job.model) and table_rank(plan) > 0
+        is_tied = shares_embedding(job.model) and tied_embedding_rank(plan) > 0
         count = num_communicators(Mesh.of(plan), is_tied=is_tied)
         found = cls.of(cluster.device, stack, job.model, count)
         symmetric = int(symmetric_bytes(job, stack, *map(plan.number, SYMMETRIC)))

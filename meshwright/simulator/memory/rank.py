@@ -10,7 +10,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.graph import BlockMemory, chosen, largest
 from meshwright.simulator.graph import Size as Bytes
 from meshwright.simulator.layout import (
-    STACKS_OWN,
+    STACK_FORMATS,
     Formats,
     Stage,
     gradient_bytes,
@@ -26,7 +26,7 @@ from meshwright.simulator.memory.block_bytes import (
     pass_workspace_bytes,
     stage_messages,
 )
-from meshwright.simulator.memory.held_messages import PipelinePlace
+from meshwright.simulator.memory.held_messages import PipelinePosition
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.schedules import Action
 
@@ -71,7 +71,7 @@ class StateBytes:
         cls,
         stack: StackProfile,
         precision: Precision,
-        formats: Formats = STACKS_OWN,
+        formats: Formats = STACK_FORMATS,
         moments: Precision | None = None,
     ) -> "StateBytes":
         """Return the bytes of *stack*; fp32 needs no master copy: weight, gradient, two moments.
@@ -227,19 +227,19 @@ class VirtualStageMemory:
 
     ``sent`` is what it sends in each microbatch; ``buffer_bytes`` live once a rank, from its first
     pass on.
-    ``late_gradients_bytes`` are those of the gradients that the virtual stage's first backward pass
-    makes, ``first_backward`` is the fullest instant of that pass; None where it is as the others.
-    ``last_backward`` is likewise that of the last one, where it reduces sums of gradients, of
-    which ``reduced_gradients_bytes`` are gone then.
-    ``after_forward_bytes`` and ``after_backward_bytes`` of gathered weights live while other
-    virtual stages run; the workspaces of its own passes include them.  With ``kept_units`` these
-    are the workspaces of passes that gather the units themselves.
+    ``reallocated_gradients_bytes`` are those of the gradients that the virtual stage's first
+    backward pass makes, ``first_backward`` is the fullest instant of that pass; None where it is as
+    the others. ``last_backward`` is likewise that of the last one, where it reduces sums of
+    gradients, of which ``reduced_gradients_bytes`` are gone then. ``after_forward_bytes`` and
+    ``after_backward_bytes`` of gathered weights live while other virtual stages run; the workspaces
+    of its own passes include them.  With ``kept_units`` these are the workspaces of passes that
+    gather the units themselves.
     """
 
     saved_bytes: Bytes
     forward_workspace_bytes: Bytes
     backward_workspace_bytes: Bytes
-    late_gradients_bytes: Bytes = 0
+    reallocated_gradients_bytes: Bytes = 0
     first_backward: PassPeak[Bytes] | None = None
     last_backward: PassPeak[Bytes] | None = None
     reduced_gradients_bytes: Bytes = 0
@@ -255,18 +255,18 @@ class RankMemory(RankStates[int]):
     """Memory of one pipeline rank on its device, and its bytes on the host.
 
     ``buffers_bytes`` live throughout: p2p buffers, buffers that blocks share, and dummy gradients;
-    ``holds_sent`` says that sent p2p buffers live until the step ends. ``overlapped_bytes`` are
-    added by a forward pass through the first virtual stage and a backward pass through the second
-    while they overlap. ``held_at`` is the position of a rank whose p2p buffers are kept alive as by
-    Megatron-Core.
+    ``keeps_sent_buffers`` says that sent p2p buffers live until the step ends.
+    ``overlapped_bytes`` are added by a forward pass through the first virtual stage and a backward
+    pass through the second while they overlap. ``p2p_position`` is the position of a rank whose p2p
+    buffers are kept alive as by Megatron-Core.
     """
 
     virtual_stages: tuple[VirtualStageMemory, ...] = ()
     host_bytes: int = 0
     buffers_bytes: int = 0
-    holds_sent: bool = False
+    keeps_sent_buffers: bool = False
     overlapped_bytes: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    held_at: PipelinePlace | None = None
+    p2p_position: PipelinePosition | None = None
 
     @property
     def sent(self) -> list[SentBytes]:
@@ -275,7 +275,7 @@ class RankMemory(RankStates[int]):
 
     def growth_bytes(self, period: Iterable[Action]) -> int:
         """Return the bytes by which live memory grows over a *period* of a long step."""
-        if not self.holds_sent or self.virtual_stages[0].kept_units is None:
+        if not self.keeps_sent_buffers or self.virtual_stages[0].kept_units is None:
             return 0
         # Each backward pass sends one gradient, and its output is no activation any more.
         done = (each.virtual_stage for each in period if each.phase.direction < 0)

@@ -24,7 +24,7 @@ from meshwright.simulator.memory.counts import (
     pass_counts,
     pass_sizes,
 )
-from meshwright.simulator.memory.held_messages import MODULE_TENSORS, most_messages
+from meshwright.simulator.memory.held_messages import MODULE_TENSORS, max_live_messages
 from meshwright.simulator.memory.rank import RankMemory, VirtualStageMemory
 from meshwright.simulator.schedules import Action
 
@@ -99,7 +99,7 @@ def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[Vir
     kinds = range(len(stages)) if pairs else map(indices.__getitem__, stages)
     order = RankOrder(
         kinds=tuple(kinds),
-        place=memory.held_at,
+        place=memory.p2p_position,
         moves_states=any(
             each.after_forward_bytes or each.after_backward_bytes or each.first_backward is not None
             for each in stages
@@ -107,7 +107,7 @@ def _order_of(memory: RankMemory, pairs: range) -> tuple[RankOrder, Sequence[Vir
         keeps_units=stages[0].kept_units is not None,
         reshards=memory.reshards,
         sums=any(stage.last_backward is not None for stage in stages),
-        holds_sent=memory.holds_sent,
+        keeps_sent_buffers=memory.keeps_sent_buffers,
         pairs=pairs,
     )
     return order, stages if pairs else [*indices]
@@ -156,7 +156,7 @@ def peak_upper_bound(memory: RankMemory, in_flight: tuple[int, int], larger_by: 
     stages = memory.virtual_stages
     if stages[0].kept_units is not None or memory.overlapped_bytes:
         return None
-    messages = 0 if memory.held_at is None else most_messages(len(stages), larger_by)
+    messages = 0 if memory.p2p_position is None else max_live_messages(len(stages), larger_by)
     sizes = {stage: pass_sizes(stage) for stage in stages}
     named = {stage: {name: each[name] for name in DYNAMIC} for stage, each in sizes.items()}
     dynamic = dynamic_upper_bound([named[stage] for stage in stages], in_flight, messages)
@@ -169,7 +169,7 @@ def update_level(memory: RankMemory) -> tuple[int, int, int]:
     reduced = sum(pass_sizes(stage)[PassSize.REDUCED] for stage in memory.virtual_stages)
     # Modules keep their last input and its gradient over the step's end.
     module_inputs = 0
-    if memory.held_at is not None:
+    if memory.p2p_position is not None:
         module_inputs = sum(MODULE_TENSORS * int(each.gradient) for each in memory.sent)
     return memory.buffers_bytes + module_inputs, memory.update_temporary_bytes, int(reduced)
 
@@ -204,7 +204,7 @@ class PeriodGrowth(NamedTuple):
 NO_GROWTH = PeriodGrowth(0, 0)
 
 
-def fullest_event(
+def peak_event(
     memory: RankMemory,
     actions: Sequence[Action],
     ran: Callable[[int], RanAction],

@@ -119,7 +119,7 @@ def layer_flops(model: ModelSpec, kind: BlockKind, seq_len: int) -> int:
     return 2 * (sum(weights) + attention)
 
 
-def prediction_flops(model: ModelSpec, seq_len: int) -> int:
+def mtp_flops(model: ModelSpec, seq_len: int) -> int:
     """Return the forward FLOPs of a token in all MTP layers, their logits included.
 
     Each has a projection from ``2 h`` to ``h``, a layer of the last one's kind and the head's GEMM.
@@ -170,7 +170,7 @@ def parameters_by_kind(
     >>> parameters_by_kind(gpt3)["layer"], parameters_by_kind(gpt3, tp=8)["layer"]
     (1812099072, 226576896)
     """
-    counts = dict.fromkeys([EMBEDDING, *layer_kinds(model), *kinds_apart(model), HEAD], 0)
+    counts = dict.fromkeys([EMBEDDING, *layer_kinds(model), *mtp_kinds(model), HEAD], 0)
     for tensor in parameter_tensors(model, vocab_size=vocab_size):
         ranks = tp if ends_tp is None or tensor.block not in ENDS else ends_tp
         counts[tensor.block] += prod(local_shape(model, tensor, tp=ranks, ep=ep, etp=etp))
@@ -241,7 +241,7 @@ def linear_shapes(
     return {kind: frozenset(shapes) for kind, shapes in shapes_of.items()}
 
 
-def predicts_further(model: AnyModel) -> bool:
+def has_mtp_layers(model: AnyModel) -> bool:
     """Return True if the model has MTP layers (multi-token prediction).
 
     The final norm is then on the stage of the last layer, wherever the head is
@@ -251,18 +251,18 @@ def predicts_further(model: AnyModel) -> bool:
     return isinstance(model, ModelSpec) and model.prediction_layers > 0
 
 
-def kinds_apart(model: AnyModel) -> tuple[BlockKind, ...]:
+def mtp_kinds(model: AnyModel) -> tuple[BlockKind, ...]:
     """Return the kinds of blocks between the layers of *model* and its head, in model order."""
-    return APART if predicts_further(model) else ()
+    return APART if has_mtp_layers(model) else ()
 
 
-def shares_table(model: AnyModel) -> bool:
+def shares_embedding(model: AnyModel) -> bool:
     """Return True if another block than the embedding reads its weight.
 
     A tied head multiplies by it, MTP layers look tokens up. In a pipeline both stages then have a
     copy, and all-reduce its gradients.
     """
-    return model.tied_embeddings or predicts_further(model)
+    return model.tied_embeddings or has_mtp_layers(model)
 
 
 def is_expert(tensor: ParameterTensor) -> bool:

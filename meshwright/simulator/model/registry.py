@@ -43,14 +43,14 @@ def built_in_model(data: Mapping[str, object], *, origin: str) -> AnyModel:  # n
     return KINDS[str(data.get("kind", TRANSFORMER))].trusted(data)
 
 
-def with_predictions(model: AnyModel, number: int) -> AnyModel:
+def with_mtp_layers(model: AnyModel, number: int) -> AnyModel:
     """Return *model* with *number* MTP layers.
 
     Raises:
         PlanError: If it is no transformer, or cannot have MTP layers.
 
     >>> from meshwright.simulator.model.catalogue import load_model
-    >>> with_predictions(load_model("glm4.5"), 1).prediction_layers
+    >>> with_mtp_layers(load_model("glm4.5"), 1).prediction_layers
     1
     """
     if not isinstance(model, ModelSpec):

@@ -18,7 +18,7 @@ from meshwright.simulator.model.kinds import WINDOWED_LAYERS, BlockKind, BlockRu
 from meshwright.simulator.model.parts import Experts, LatentAttention, product_sizes
 
 MAX_FFN_WIDTH = 4_194_304
-MAX_VOCABULARY, MAX_PREDICTION_LAYERS = 16_777_216, 64
+MAX_VOCABULARY, MAX_MTP_LAYERS = 16_777_216, 64
 
 Spelling = Literal[
     "llama",
@@ -111,7 +111,7 @@ class ModelSpec(Model):
     window: int = rare(0, ge=0, le=MAX_TOKENS)
     layer_pattern: str = rare("F", pattern=r"^[WF]+$", max_length=MAX_LAYERS)
     chunked_window: bool = rare(usual=False)
-    prediction_layers: int = rare(0, ge=0, le=MAX_PREDICTION_LAYERS)
+    prediction_layers: int = rare(0, ge=0, le=MAX_MTP_LAYERS)
     rotary_layers: Literal["all", "windowed"] = rare("all")
     scaled_angles: bool = rare(usual=False)
     attention_sinks: bool = rare(usual=False)

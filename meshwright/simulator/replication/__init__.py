@@ -9,7 +9,7 @@ from meshwright.simulator.replication.cast_memory import bucket_cast_peak
 from meshwright.simulator.replication.data_parallel import (
     EIGHT_BIT_BYTES,
     FP32_UPDATE_TRAFFIC_BYTES,
-    HeldParameters,
+    ParametersByGroup,
     Replication,
     WireBytes,
     blocks_of,
@@ -46,7 +46,7 @@ __all__ = [
     "EIGHT_BIT_BYTES",
     "FP32_UPDATE_TRAFFIC_BYTES",
     "EndUnits",
-    "HeldParameters",
+    "ParametersByGroup",
     "Replication",
     "Rows",
     "StagePart",

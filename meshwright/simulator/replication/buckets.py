@@ -14,8 +14,8 @@ from math import prod
 from operator import itemgetter
 
 from meshwright.hwprofiles import Kernels, StackProfile
-from meshwright.simulator.blocks import BlockShape, fuses_qkv, spelling_of
-from meshwright.simulator.layout import Stage, copies_table, reads_table
+from meshwright.simulator.blocks import BlockShape, fuses_qkv, layer_code_of
+from meshwright.simulator.layout import Stage, copies_embedding, reads_embedding
 from meshwright.simulator.model import (
     HEAD,
     PREDICTIONS,
@@ -24,7 +24,7 @@ from meshwright.simulator.model import (
     in_engine_order,
     is_expert,
     rank_tensors,
-    shares_table,
+    shares_embedding,
 )
 from meshwright.simulator.replication.data_parallel import stage_parameters
 from meshwright.simulator.replication.parts import GradientBucket, StagePart, cut_at
@@ -129,8 +129,8 @@ def _shared_embedding_index(shape: BlockShape, stage: Stage, num_tensors: int) -
     """
     model = shape.trained
     is_whole = stage.has_embedding and stage.has_head
-    has_table = stage.has_embedding or reads_table(model, stage)
-    if is_whole or not (has_table and shares_table(model)):
+    has_table = stage.has_embedding or reads_embedding(model, stage)
+    if is_whole or not (has_table and shares_embedding(model)):
         return None
     return 0 if stage.has_head and model.tied_embeddings else num_tensors - 1
 
@@ -144,8 +144,8 @@ def _backward_blocks(
     Megatron-Core has it; its gradient arrives after theirs.
     """
     sizes = _arriving_sizes(shape, experts=experts)
-    embedding_copy = [shape.copied_parameters] * (
-        copies_table(shape.trained, stage) and not experts
+    embedding_copy = [shape.tied_embedding_parameters] * (
+        copies_embedding(shape.trained, stage) and not experts
     )
     if embedding_copy and not stage.has_predictions:
         sizes = {**sizes, HEAD: [*embedding_copy, *sizes[HEAD]]}
@@ -237,7 +237,7 @@ def separate_widths(shape: BlockShape, name: str) -> tuple[int, ...]:
     """Return the outputs of each GEMM into which the module *name* is split, if several."""
     if name == "qkv" and not fuses_qkv(shape):
         return (shape.local_kv_width, shape.local_kv_width, shape.local_width)
-    if name == "mlp_in" and shape.model.gated_mlp and not spelling_of(shape).fuses_mlp:
+    if name == "mlp_in" and shape.model.gated_mlp and not layer_code_of(shape).fuses_mlp:
         return (shape.local_ffn_width,) * 2
     if name == "shared_in" and shape.model.experts is not None:
         return (shape.model.experts.shared_hidden_size // shape.tp,) * 2

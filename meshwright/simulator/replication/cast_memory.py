@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from meshwright.simulator.layout import Stage
-from meshwright.simulator.memory import PEAK_BYTES, BlockMemory, LateGradients, PassPeak
+from meshwright.simulator.memory import PEAK_BYTES, BlockMemory, PassPeak, ReallocatedGradients
 from meshwright.simulator.model import EMBEDDING, BlockKind
 from meshwright.simulator.replication.parts import StagePart
 
@@ -13,7 +13,7 @@ def bucket_cast_peak(
     stage: Stage,
     parts: tuple[StagePart, ...],
     cast_bytes: Callable[[int], int],
-    late: LateGradients | None = None,
+    late: ReallocatedGradients | None = None,
 ) -> PassPeak[int]:
     """Return the peak of a backward pass, beyond saved activations, while a bucket is cast.
 

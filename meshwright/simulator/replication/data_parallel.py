@@ -15,7 +15,7 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, CostModel, PhaseCost
 from meshwright.simulator.layout import (
     REPLICATED,
-    STACKS_OWN,
+    STACK_FORMATS,
     Axis,
     Casts,
     ExpertAxis,
@@ -25,7 +25,7 @@ from meshwright.simulator.layout import (
     ResolvedPlan,
     Stage,
     casts_of,
-    copies_table,
+    copies_embedding,
     gradient_bytes,
     is_unwrapped,
     main_gradient_bytes,
@@ -241,7 +241,7 @@ class WireBytes(NamedTuple):
         cls, stack: StackProfile, precision: Precision, plan: ResolvedPlan | None = None
     ) -> "WireBytes":
         """Return the bytes of *stack*, with the formats of *plan*; fp32 gathers fp32."""
-        wanted = STACKS_OWN if plan is None else plan.gradient_formats
+        wanted = STACK_FORMATS if plan is None else plan.gradient_formats
         kept_bytes, reduce_bytes = gradient_bytes(stack, precision, wanted)
         casts = casts_of(stack, precision, wanted)
         copies = 0 if stack.gradient_as_bucket_view else BUCKET_COPY_TRAFFIC_BYTES
@@ -286,8 +286,8 @@ def stage_parameters(shape: BlockShape, stage: Stage) -> int:
     The embedding that a head reads on another stage is a copy.
     """
     total = sum([count * shape.parameters[kind] for kind, count in stage.blocks])
-    if copies_table(shape.trained, stage):
-        total += shape.copied_parameters
+    if copies_embedding(shape.trained, stage):
+        total += shape.tied_embedding_parameters
     return total
 
 
@@ -324,7 +324,7 @@ def unit_buffer_copies(
     return BufferCopies(unpack.time_ps, pack.time_ps)
 
 
-class HeldParameters(NamedTuple):
+class ParametersByGroup(NamedTuple):
     """Parameters of a rank: those that its replicas hold, too, and those of experts."""
 
     of_replicas: int
@@ -340,7 +340,7 @@ class HeldParameters(NamedTuple):
 
 def update_cost(
     costs: CostModel,
-    held: HeldParameters,
+    held: ParametersByGroup,
     wire: WireBytes,
     replication: Replication,
     cast_bytes: int = 0,
@@ -357,13 +357,13 @@ def update_cost(
     return PhaseCost.total([(Category.OPTIMIZER, cost)])
 
 
-def parameters_by_group(shape: BlockShape, stages: Sequence[Stage]) -> HeldParameters:
+def parameters_by_group(shape: BlockShape, stages: Sequence[Stage]) -> ParametersByGroup:
     """Return the parameters of a rank that holds *stages*, by data-parallel group."""
     counts, experts = shape.expert_parameters, 0
     # Empty unless experts have a data-parallel group of their own.
     if counts:
         experts = sum(n * counts.get(kind, 0) for stage in stages for kind, n in stage.blocks)
-    return HeldParameters(sum_parameters(shape, stages) - experts, experts)
+    return ParametersByGroup(sum_parameters(shape, stages) - experts, experts)
 
 
 def blocks_of(stages: Sequence[Stage]) -> list[BlockRun]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Recompute, RecomputeModule
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Stage, repeated_modules
+from meshwright.simulator.layout import Stage, recomputed_modules
 from meshwright.simulator.model import (
     EMBEDDING,
     FINAL_NORM,
@@ -128,14 +128,14 @@ def flat_parts(shape: BlockShape, stage: Stage, replication: Replication) -> tup
             sizes = tuple(each.size for each in ends)
             held = nothing if units else one
             gathers = (tuple(gathered), ())
-            parts.append(StagePart(held, sizes, stays=True, is_once=True, gathers=gathers))
+            parts.append(StagePart(held, sizes, stays=True, gathered_once=True, gathers=gathers))
     return tuple(parts)
 
 
 def _unit_part(walk: UnitWalk, stage: Stage, units: Sequence[int], *, apart: bool) -> StagePart:
     """Return the part of a *stage*'s block that holds *units*."""
     every = [each for unit in units for each in walk.units[unit].buckets]
-    vain = [each for unit in units for each in walk.vain_gathers[unit]]
+    vain = [each for unit in units for each in walk.repeated_gathers[unit]]
     sizes = [each.size for each in every]
     gathered = [each.size * each.width for each in every]
     once = (1,) * len(every)
@@ -220,7 +220,7 @@ def flat_walk(
         num_parameters // len(units),
         shape.stack.unit_gather_parameters,
         is_pooled=shape.stack.doubles_unit_buffers,
-        ends_go_ahead=shape.stack.ends_gather_ahead,
+        ends_prefetch=shape.stack.ends_gather_ahead,
     )
     return walk.walked(settings)
 
@@ -323,7 +323,7 @@ def _recomputed_buckets(shape: BlockShape, buckets: Sequence[FlatBucket]) -> tup
     """Return the buckets of a layer whose weights recomputation reads."""
     is_full, modules = (
         shape.recompute is Recompute.FULL,
-        {*repeated_modules(shape.recompute, shape.modules)},
+        {*recomputed_modules(shape.recompute, shape.modules)},
     )
     routes = any(each.is_expert for each in buckets)
     inner = (

@@ -32,7 +32,7 @@ class StagePart(NamedTuple):
     In backward the first block of the part, in model order, completes the ``buckets``; in forward
     it is the first one to need their parameters. A part that ``stays`` is not resharded between a
     forward pass and its backward. ``expert_buckets`` are those of experts with a data-parallel
-    group of their own. A part that ``is_once`` gathered stays so to the end of a step; ``unused``
+    group of their own. A part ``gathered_once`` stays gathered to the end of a step; ``unused``
     are buckets, and such experts', that each microbatch gathers once more, and frees again, in
     bytes; ``gathers`` are bytes gathered in another format than the wire's. Backward makes
     transposes of ``transposed`` bytes of weights.
@@ -42,7 +42,7 @@ class StagePart(NamedTuple):
     buckets: tuple[int, ...]
     stays: bool = False
     expert_buckets: tuple[int, ...] = ()
-    is_once: bool = False
+    gathered_once: bool = False
     unused: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     gathers: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     transposed: int = 0
@@ -113,7 +113,7 @@ def part_gathers(
     refetches: Refetches = NO_REFETCHES,
 ) -> int:
     """Return the number of all-gathers of the parameters of *part* in a step."""
-    if part.is_once:
+    if part.gathered_once:
         return 1
     # Without reshard_after_forward backward finds the parameters of its forward pass.
     stays = part.stays or not replication.reshards

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from meshwright.hwprofiles import Units
 from meshwright.simulator.blocks import BlockShape
-from meshwright.simulator.layout import Stage, copies_table
+from meshwright.simulator.layout import Stage, copies_embedding
 from meshwright.simulator.model import (
     BlockKind,
     ParameterTensor,
@@ -23,7 +23,7 @@ from meshwright.simulator.model import (
 )
 from meshwright.simulator.replication.buckets import module_of, separate_widths
 from meshwright.simulator.replication.data_parallel import (
-    HeldParameters,
+    ParametersByGroup,
     Replication,
     parameters_by_group,
     stage_parameters,
@@ -224,14 +224,14 @@ def num_weights(shape: BlockShape, unit: Stage, *, of_experts: bool = False) -> 
 
 def filled_parameters(
     shape: BlockShape, stages: Sequence[Stage], replication: Replication
-) -> HeldParameters:
+) -> ParametersByGroup:
     """Return `parameters_by_group` with their `shard_padding`."""
     found = []
     for count, holders in parameters_by_group(shape, stages).by_holders(replication):
         num_ranks, apart = holders.span.num_ranks, holders is not replication
         paddings = (shard_padding(shape, each, num_ranks, of_experts=apart) for each in stages)
         found.append(count + sum(paddings))
-    return HeldParameters(*found)
+    return ParametersByGroup(*found)
 
 
 def shard_padding(
@@ -277,7 +277,7 @@ def _counted_weights(
     for kind, weights in _module_weights(shape, of_experts=of_experts):
         if counts[kind]:
             yield from ((weight, counts[kind]) for weight in weights)
-    if copies_table(shape.trained, unit) and not of_experts:
+    if copies_embedding(shape.trained, unit) and not of_experts:
         yield Rows(shape.local_vocab_size, shape.model.hidden_size), 1
 
 

@@ -89,12 +89,12 @@ class WalkSettings(NamedTuple):
     Args:
         size: Limit of elements that are gathered ahead, or wait to be freed.
         is_pooled: Whether units share two buffers (double buffering).
-        ends_go_ahead: Whether modules outside all units prefetch, as up to core 0.17.1.
+        ends_prefetch: Whether modules outside all units prefetch, as up to core 0.17.1.
     """
 
     size: int = LEAST_ELEMENTS
     is_pooled: bool = False
-    ends_go_ahead: bool = True
+    ends_prefetch: bool = True
 
     @classmethod
     def of(
@@ -103,10 +103,10 @@ class WalkSettings(NamedTuple):
         size: int = 0,
         *,
         is_pooled: bool = False,
-        ends_go_ahead: bool = True,
+        ends_prefetch: bool = True,
     ) -> "WalkSettings":
         """Return the settings for a *mean_unit* of so many parameters, and a user's *size*."""
-        return cls(size or max(LEAST_ELEMENTS, 2 * mean_unit), is_pooled, ends_go_ahead)
+        return cls(size or max(LEAST_ELEMENTS, 2 * mean_unit), is_pooled, ends_prefetch)
 
 
 class UnitWalk(NamedTuple):
@@ -121,7 +121,7 @@ class UnitWalk(NamedTuple):
         backward: The same in backward, in the order of the model.
         gradients: Elements of whole gradients at the same moments.
         kept_gradients: Elements of these whose buffers are never freed.
-        vain_gathers: Gathers of each bucket of each unit in a microbatch beyond once a pass.
+        repeated_gathers: Gathers of each bucket of each unit in a microbatch beyond once a pass.
     """
 
     ends: tuple[EndBucket, ...]
@@ -133,7 +133,7 @@ class UnitWalk(NamedTuple):
     backward: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     kept_gradients: int = 0
-    vain_gathers: tuple[tuple[int, ...], ...] = ()
+    repeated_gathers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -154,7 +154,7 @@ class UnitWalk(NamedTuple):
             backward=tuple(backward),
             gradients=tuple(kept + each for each in gradient_sizes),
             kept_gradients=kept,
-            vain_gathers=gathers.vain(),
+            repeated_gathers=gathers.vain(),
         )
 
     def _pool(self, pooled: Sequence[int]) -> tuple[FlatBucket, ...]:
@@ -181,8 +181,8 @@ class _Gathers:
         self._walk, self._ahead = walk, settings.size // 2
         # Whether modules of units ask one by one in backward, and then no more ahead in forward.
         has_columns_copy = any(each.has_columns for unit in walk.units for each in unit.buckets)
-        self._is_by_module = has_columns_copy and settings.ends_go_ahead
-        self._ends_go_ahead = settings.ends_go_ahead and not has_columns_copy
+        self._is_by_module = has_columns_copy and settings.ends_prefetch
+        self._ends_go_ahead = settings.ends_prefetch and not has_columns_copy
         self.pooled = walk.largest_alike() if settings.is_pooled else ()
         self._buckets: list[FlatBucket] = []
         self._unit_of: list[int | None] = []

@@ -5,7 +5,7 @@ from functools import cache
 
 from meshwright.hwprofiles import PipelineRuntime
 from meshwright.simulator.errors import PlanError
-from meshwright.simulator.schedules.actions import Action, Phase, Schedule, moved_actions
+from meshwright.simulator.schedules.actions import Action, Phase, Schedule, shifted_actions
 from meshwright.simulator.schedules.gpipe import GPIPE
 from meshwright.simulator.schedules.interleaved import (
     any_core_group,
@@ -15,7 +15,7 @@ from meshwright.simulator.schedules.interleaved import (
     interleaved,
 )
 from meshwright.simulator.schedules.lookahead import (
-    MOST_GATHERED,
+    MAX_ACTIVE_STAGES,
     NO_REFETCHES,
     Refetches,
     count_refetches,
@@ -27,10 +27,10 @@ from meshwright.simulator.schedules.one_f_one_b import (
     OVERLAPPED_ONE_F_ONE_B,
     PYTORCH_ONE_F_ONE_B,
 )
-from meshwright.simulator.schedules.periodic import Periodic, moved_times, total_ps
+from meshwright.simulator.schedules.periodic import Periodic, shifted_times, total_ps
 
 __all__ = [
-    "MOST_GATHERED",
+    "MAX_ACTIVE_STAGES",
     "NO_REFETCHES",
     "RUNTIMES",
     "SCHEDULES",
@@ -45,10 +45,10 @@ __all__ = [
     "first_passes",
     "get_schedule",
     "group_passes",
-    "moved_actions",
-    "moved_times",
     "next_virtual_stages",
     "refetched",
+    "shifted_actions",
+    "shifted_times",
     "total_ps",
 ]
 

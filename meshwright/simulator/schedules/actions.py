@@ -96,7 +96,7 @@ class Schedule(NamedTuple):
         warmup: ``(pp_rank, pp, num_microbatches, vpp) -> `` the forward passes of a rank before
             1F1B alternation begins; None for schedules without alternation.
         interleaves: Whether it takes more than one virtual stage a rank.
-        holds_sent: Whether PyTorch's runtime keeps sent p2p buffers alive until the step ends.
+        keeps_sent_buffers: Whether the runtime keeps sent p2p buffers alive until the step ends.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Schedule(NamedTuple):
     group: Callable[[int, int], int] = one_of_each_rank
     warmup: Callable[[int, int, int, int], int] | None = None
     interleaves: bool = False
-    holds_sent: bool = False
+    keeps_sent_buffers: bool = False
 
     def actions(self, pp: int, num_microbatches: int, vpp: int = 1) -> list[Sequence[Action]]:
         """Return the ordered actions of each pipeline rank, those of long steps as `Periodic`."""
@@ -128,7 +128,7 @@ class Schedule(NamedTuple):
         end = self.warmup(pp_rank, pp, once, vpp) + size
         group_of = self.group if self.interleaves else None
         make = partial(_extended, self.rank_actions, group_of, (pp_rank, pp, vpp), (once, group))
-        return Periodic(actions, end, size, copies, group, moved_actions, make)
+        return Periodic(actions, end, size, copies, group, shifted_actions, make)
 
     def _microbatches_once(self, pp: int, num_microbatches: int, vpp: int) -> int:
         """Return the smallest number of microbatches at which each rank runs one whole period.
@@ -211,7 +211,7 @@ def _extended(
     return rank_actions(pp_rank, pp, count, vpp)
 
 
-def moved_actions(actions: Sequence[Action], distance: int) -> list[Action]:
+def shifted_actions(actions: Sequence[Action], distance: int) -> list[Action]:
     """Return *actions* with *distance* added to the microbatch of each."""
     return [Action(phase, stage, microbatch + distance) for phase, stage, microbatch in actions]
 

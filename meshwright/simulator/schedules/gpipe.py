@@ -38,5 +38,5 @@ GPIPE = Schedule(
     around_last=all_passes,
     bubble_fraction=plain_bubble_fraction,
     refusal=refuse_virtual_stages,
-    holds_sent=True,
+    keeps_sent_buffers=True,
 )

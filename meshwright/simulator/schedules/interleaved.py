@@ -149,7 +149,7 @@ def interleaved(
         group=order.group,
         warmup=order.warmup,
         interleaves=True,
-        holds_sent=True,
+        keeps_sent_buffers=True,
     )
 
 

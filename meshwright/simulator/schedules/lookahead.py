@@ -7,7 +7,7 @@ from meshwright.simulator.schedules.actions import Action, Phase
 from meshwright.simulator.schedules.periodic import Periodic
 
 # max_active_stages of _add_unshard_reshard (torch.distributed.pipelining.schedules, PyTorch 2.13)
-MOST_GATHERED = 3
+MAX_ACTIVE_STAGES = 3
 
 
 class Refetches(NamedTuple):
@@ -40,7 +40,7 @@ def next_virtual_stages(actions: Sequence[Action]) -> list[tuple[int, ...]]:
             if action.virtual_stage in coming:
                 coming.remove(action.virtual_stage)
             coming.insert(0, action.virtual_stage)
-            upcoming.append(tuple(coming[:MOST_GATHERED]))
+            upcoming.append(tuple(coming[:MAX_ACTIVE_STAGES]))
         else:
             upcoming.append(upcoming[-1])
     return upcoming[::-1]
@@ -53,7 +53,7 @@ def refetched(actions: Sequence[Action], num_virtual_stages: int) -> list[bool]:
     >>> refetched(order, 4)
     [False, False, False, False, True]
     """
-    if num_virtual_stages <= MOST_GATHERED:
+    if num_virtual_stages <= MAX_ACTIVE_STAGES:
         return [False] * len(actions)
     active: set[int] = set()  # unsharded by an earlier pass, and not resharded since
     passed: set[int] = set()

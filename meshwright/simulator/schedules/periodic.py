@@ -24,7 +24,7 @@ class Periodic(Sequence[T]):
         move: Shifts entries by a distance.
         make: Builds all entries for a number of copies, if that is faster, or returns None.
 
-    >>> list(Periodic([0, 10, 12, 50], 3, 2, 2, 5, moved_times))
+    >>> list(Periodic([0, 10, 12, 50], 3, 2, 2, 5, shifted_times))
     [0, 10, 12, 15, 17, 20, 22, 60]
     """
 
@@ -83,7 +83,7 @@ class Periodic(Sequence[T]):
         return list(replace(self, copies=copies)) if made is None else made
 
 
-def moved_times(times_ps: Sequence[int], distance_ps: int) -> list[int]:
+def shifted_times(times_ps: Sequence[int], distance_ps: int) -> list[int]:
     """Return *times_ps* with *distance_ps* added to each."""
     return [each + distance_ps for each in times_ps]
 
@@ -91,7 +91,7 @@ def moved_times(times_ps: Sequence[int], distance_ps: int) -> list[int]:
 def total_ps(times_ps: Sequence[int]) -> int:
     """Return the sum of times, in closed form where they are periodic.
 
-    >>> total_ps(Periodic([0, 10, 12, 50], 3, 2, 2, 5, moved_times))
+    >>> total_ps(Periodic([0, 10, 12, 50], 3, 2, 2, 5, shifted_times))
     156
     """
     if not isinstance(times_ps, Periodic):

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 from meshwright.hwprofiles import ExpertOverlap, Source
-from meshwright.simulator.blocks import is_exchange
+from meshwright.simulator.blocks import is_expert_all_to_all
 from meshwright.simulator.costs import (
     CostModel,
     LayerNodes,
-    hidden_exchange_ps,
-    hideable_ps,
     layer_nodes,
+    overlap_limit_ps,
+    overlap_saving_ps,
 )
-from meshwright.simulator.engine import Hidden
+from meshwright.simulator.engine import OverlapSavings
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.ledger import StepSetting
 from meshwright.simulator.model import BlockRun
@@ -20,7 +20,7 @@ from meshwright.simulator.model import BlockRun
 
 def overlapped_all_to_alls(
     setting: StepSetting, costs: CostModel, stages: Sequence[Stage]
-) -> Mapping[tuple[int, int], Hidden]:
+) -> Mapping[tuple[int, int], OverlapSavings]:
     """Return the all-to-all time that overlapped passes of a rank's virtual *stages* hide.
 
     The stack's fraction of the possible overlap, as all-to-all and computation take resources from
@@ -35,7 +35,7 @@ def overlapped_all_to_alls(
     delays = overlap is ExpertOverlap.DELAYED_WEIGHTS
     layers = [_layers(setting, costs, stage, delays=delays) for stage in stages]
     numbers = range(len(stages))
-    by_stages: dict[tuple[Stage, Stage], Hidden] = {}
+    by_stages: dict[tuple[Stage, Stage], OverlapSavings] = {}
     for pair in product(numbers, numbers):
         key = stages[pair[0]], stages[pair[1]]
         if key not in by_stages:
@@ -54,7 +54,7 @@ def exchange_source(costs: CostModel, setting: StepSetting) -> Source:
         costs.operator_cost(each, setting.shape)[1].source
         for kind in kinds
         for each in costs.blocks.operators(setting.shape, kind).forward
-        if is_exchange(each)
+        if is_expert_all_to_all(each)
     )
     return next(sources)
 
@@ -79,14 +79,14 @@ def _layers(
 
 def _overlap(
     forward: Sequence[LayerNodes], backward: Sequence[LayerNodes], fraction: float
-) -> Hidden:
+) -> OverlapSavings:
     """Return the overlapped time of two passes, split by their all-to-all times."""
     forward_ps = sum(each.forward_exchange_ps for each in forward)
     backward_ps = sum(each.backward_exchange_ps for each in backward)
     if not forward_ps + backward_ps:
-        return Hidden()
-    overlapped_ps = int(fraction * hidden_exchange_ps(forward, backward))
+        return OverlapSavings()
+    overlapped_ps = int(fraction * overlap_saving_ps(forward, backward))
     # No more than each pass has computation to overlap with.
-    overlapped_ps = min(overlapped_ps, hideable_ps(forward, backward))
+    overlapped_ps = min(overlapped_ps, overlap_limit_ps(forward, backward))
     of_forward_ps = overlapped_ps * forward_ps // (forward_ps + backward_ps)
-    return Hidden(of_forward_ps, overlapped_ps - of_forward_ps)
+    return OverlapSavings(of_forward_ps, overlapped_ps - of_forward_ps)

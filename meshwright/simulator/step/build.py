@@ -10,25 +10,25 @@ from typing import NamedTuple
 from meshwright.hwprofiles import CudaGraphs, Source, StackProfile
 from meshwright.simulator.blocks import (
     BlockShape,
-    angle_table_bytes,
-    beside_weights_bytes,
-    num_angle_tables,
+    extra_weight_bytes,
+    num_rope_caches,
+    rope_cache_bytes,
 )
 from meshwright.simulator.costs import Cost, CostModel, PhaseCost
 from meshwright.simulator.engine import StepWork, check_passes
 from meshwright.simulator.layout import REPLICATED, ResolvedPlan, Stage, TrainingJob
-from meshwright.simulator.ledger import Moment, StepSetting, sums_first
+from meshwright.simulator.ledger import StepPoint, StepSetting, sums_first
 from meshwright.simulator.memory import (
-    LateGradients,
-    PipelinePlace,
+    PipelinePosition,
     RankMemory,
     RankStates,
+    ReallocatedGradients,
     VirtualStageMemory,
     block_bytes,
+    dummy_gradient_bytes,
     overlapped_pass_bytes,
     rank_memory,
     stage_messages,
-    stand_in_bytes,
     virtual_stage_memory,
     with_copies,
 )
@@ -83,7 +83,7 @@ class BuiltStep:
     evidence: TimeSources
     virtual_stage_costs: tuple[tuple[Mapping[Phase, PhaseCost], ...], ...]
     update_costs: tuple[PhaseCost, ...]
-    closing_costs: tuple[Mapping[Moment, Cost], ...]
+    closing_costs: tuple[Mapping[StepPoint, Cost], ...]
     memory: tuple[RankMemory, ...]
     host_shares: tuple[Fraction, ...]
 
@@ -98,7 +98,7 @@ def build_step(job: TrainingJob, plan: ResolvedPlan, costs: CostModel) -> BuiltS
     setting = StepSetting.of(job, plan, costs.stack, costs.cluster.devices_per_node)
     host = HostSide(costs, setting.wire, setting.state, setting.replication)
     shape, table = setting.shape, costs.blocks
-    late = LateGradients.of(table, shape, setting.state.gradient)
+    late = ReallocatedGradients.of(table, shape, setting.state.gradient)
     kinds = (kind for stage in setting.parts for kind, _ in stage.passes)
     blocks = block_bytes(table, shape, others=kinds)
     context = StepContext(setting, costs, blocks, host, late)
@@ -161,7 +161,7 @@ def _step_work(context: StepContext, ranks: Sequence[PricedRank]) -> StepWork:
         keeps_units=replication.keeps_units,
         sums_first=sums_first(stack),
         norm_ps=max(
-            sum(rank.exchanges.closing[each].time_ps for each in (Moment.TOKENS, Moment.NORM))
+            sum(rank.exchanges.closing[each].time_ps for each in (StepPoint.TOKENS, StepPoint.NORM))
             for rank in ranks
         ),
         overhead_per_million=overhead_per_million(stack),
@@ -189,7 +189,7 @@ def _at_rank(context: StepContext, memory: RankMemory, pp_rank: int) -> RankMemo
     # Buffers kept alive while passes overlap (combined_1f1b.py) are not modelled.
     if plan.pp == 1 or plan.expert_overlap is not None or not context.costs.stack.holds_messages:
         return memory
-    return replace(memory, held_at=PipelinePlace(pp_rank, plan.pp))
+    return replace(memory, p2p_position=PipelinePosition(pp_rank, plan.pp))
 
 
 def _memory_of_units(
@@ -205,16 +205,16 @@ def _memory_of_units(
     memory = replace(
         memory,
         buffers_bytes=microbatches * memory.buffers_bytes + _rope_cache_bytes(shape, stages),
-        holds_sent=get_schedule(context.setting.plan.schedule).holds_sent,
+        keeps_sent_buffers=get_schedule(context.setting.plan.schedule).keeps_sent_buffers,
     )
     memory = _offloaded(context, memory, stages)
     # fp8 copies of weights stay on the device when the rest is offloaded: they come after.
-    return with_copies(memory, beside_weights_bytes(shape, blocks_of(stages)))
+    return with_copies(memory, extra_weight_bytes(shape, blocks_of(stages)))
 
 
 def _rope_cache_bytes(shape: BlockShape, stages: tuple[Stage, ...]) -> int:
     """Return the RoPE cos/sin caches that layers of *stages* share."""
-    return angle_table_bytes(shape) * num_angle_tables(shape.trained, stages)
+    return rope_cache_bytes(shape) * num_rope_caches(shape.trained, stages)
 
 
 def _stage_memory(context: StepContext, stage: Stage) -> VirtualStageMemory:
@@ -244,9 +244,9 @@ def _memory_of_stages(
     memory = rank_memory(reduce(RankStates.beside, states), virtual_stages)
     memory = _offloaded(context, memory, stages)
     blocks = blocks_of(stages)
-    shared_buffers = stand_in_bytes(shape, blocks) + _rope_cache_bytes(shape, stages)
+    shared_buffers = dummy_gradient_bytes(shape, blocks) + _rope_cache_bytes(shape, stages)
     memory = replace(memory, buffers_bytes=memory.buffers_bytes + shared_buffers)
-    memory = with_copies(memory, beside_weights_bytes(shape, blocks))
+    memory = with_copies(memory, extra_weight_bytes(shape, blocks))
     if replication.has_flat_units:
         memory = with_copies(memory, narrow_shard_bytes(shape, blocks, *shards_of(replication)))
     if context.setting.plan.expert_overlap is not None:

@@ -13,7 +13,7 @@ from meshwright.simulator.engine import UnitWork
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.ledger import (
     LedgerEntry,
-    Moment,
+    StepPoint,
     StepSetting,
     closing_entries,
     price,
@@ -76,7 +76,7 @@ class RankExchanges(NamedTuple):
     """
 
     virtual_stages: tuple[StageExchanges, ...]
-    closing: Mapping[Moment, Cost]
+    closing: Mapping[StepPoint, Cost]
     update: PhaseCost
     copied_back_ps: int
 
@@ -84,12 +84,12 @@ class RankExchanges(NamedTuple):
     def source(self) -> Source:
         """Source of the times of gradient reductions."""
         sources = (each.source for each in self.virtual_stages if each.source is not None)
-        return next(sources, self.closing[Moment.PASSES_DONE].source)
+        return next(sources, self.closing[StepPoint.PASSES_DONE].source)
 
     @property
     def updated_ps(self) -> int:
         """Time between the update and the next step."""
-        return self.copied_back_ps + self.closing[Moment.UPDATED].time_ps
+        return self.copied_back_ps + self.closing[StepPoint.UPDATED].time_ps
 
     def host_share(self, setting: StepSetting, pp_rank: int) -> Fraction:
         """Return the share of host copies in a rank's data-parallel stream over a step.
@@ -104,12 +104,12 @@ class RankExchanges(NamedTuple):
         for stage, each in zip(self.virtual_stages, refetches, strict=True):
             for part, forward, backward, copies in stage.units:
                 # The first reduction has no earlier gradients on the host to add to.
-                gathers, again_ps = 0, (count - 1) * copies.again_ps
+                gathers, accumulate_ps = 0, (count - 1) * copies.accumulate_ps
                 if replication.gathers_units:
                     gathers = part_gathers(part, replication, count, each)
                 reductions = setting.num_reductions
-                host_ps += gathers * copies.in_ps + reductions * copies.out_ps + again_ps
-                busy_ps += gathers * (forward.gather_ps + forward.unpack_ps) + again_ps
+                host_ps += gathers * copies.in_ps + reductions * copies.out_ps + accumulate_ps
+                busy_ps += gathers * (forward.gather_ps + forward.unpack_ps) + accumulate_ps
                 busy_ps += reductions * (backward.reduce_ps + backward.pack_ps)
         return Fraction(host_ps, busy_ps)
 
@@ -144,7 +144,7 @@ def _stage_exchanges(setting: StepSetting, side: HostSide, stage: Stage) -> Stag
     replication, entries = setting.replication, stage_entries(setting, stage)
     gathers, ahead, reductions, sums = (
         _priced(side.costs, [entry for entry in entries if entry.moment is moment])
-        for moment in (Moment.GATHER, Moment.AHEAD, Moment.REDUCE, Moment.REPLICAS)
+        for moment in (StepPoint.GATHER, StepPoint.AHEAD, StepPoint.REDUCE, StepPoint.REPLICAS)
     )
     units: list[PartExchanges] = []
     if replication.in_units:
@@ -199,14 +199,14 @@ def _unit(
         gather_ps + copies.in_ps,
         unpack_ps=buffer_times.unpack_ps,
         stays=part.stays or not replication.reshards,
-        is_once=part.is_once,
+        gathered_once=part.gathered_once,
     )
     # Backward writes transposes of weights, each of which is read once.
     transposes = 2 * part.transposed
     written_ps = side.costs.memory_traffic(transposes).time_ps if transposes else 0
     backward = forward._replace(
         reduce_ps=reduce_ps + copies.out_ps,
-        again_ps=copies.again_ps,
+        accumulate_ps=copies.accumulate_ps,
         last_ps=last_ps,
         unpack_ps=buffer_times.unpack_ps + written_ps,
         pack_ps=buffer_times.pack_ps,

@@ -16,7 +16,7 @@ from meshwright.hwprofiles import Cluster, Offload, Source, StackProfile
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.costs import Category, Cost, CostModel, PhaseCost
 from meshwright.simulator.layout import (
-    STACKS_OWN,
+    STACK_FORMATS,
     Axis,
     Mesh,
     ResolvedPlan,
@@ -33,7 +33,7 @@ from meshwright.simulator.memory import (
 )
 from meshwright.simulator.replication import (
     FP32_UPDATE_TRAFFIC_BYTES,
-    HeldParameters,
+    ParametersByGroup,
     Replication,
     StagePart,
     WireBytes,
@@ -60,12 +60,12 @@ NO_HOST = (
 class UnitCopies(NamedTuple):
     """Host times of a unit: before its gather, after its reduction, and to accumulate.
 
-    ``again_ps`` follows a reduction that is added to earlier microbatches' gradients on the host.
+    ``accumulate_ps`` follows a reduction that is added to earlier gradients on the host.
     """
 
     in_ps: int = 0
     out_ps: int = 0
-    again_ps: int = 0
+    accumulate_ps: int = 0
 
 
 class HostSide(NamedTuple):
@@ -111,7 +111,7 @@ def _format_refusal(job: TrainingJob, plan: ResolvedPlan, stack: StackProfile) -
 
     On the host a gradient has the format of its parameter, as PyTorch's Adam expects.
     """
-    default_format = chosen_formats(stack, job.precision, STACKS_OWN).kept
+    default_format = chosen_formats(stack, job.precision, STACK_FORMATS).kept
     if plan.offload is not Offload.PARAMETERS or plan.gradient_precision in (None, default_format):
         return None
     state = StateBytes.of(stack, job.precision, plan.gradient_formats)
@@ -216,7 +216,7 @@ def owned_share(num_parameters: int, replication: Replication) -> int:
 
 def rank_update_cost(
     costs: CostModel,
-    held: HeldParameters,
+    held: ParametersByGroup,
     wire: WireBytes,
     replication: Replication,
     cast_bytes: int,

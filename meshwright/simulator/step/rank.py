@@ -16,8 +16,8 @@ from meshwright.simulator.engine import (
     RankWork,
 )
 from meshwright.simulator.layout import Axis, Stage
-from meshwright.simulator.ledger import Moment, StepSetting, message_collectives, price
-from meshwright.simulator.memory import BlockMemory, LateGradients, stage_messages
+from meshwright.simulator.ledger import StepPoint, StepSetting, message_collectives, price
+from meshwright.simulator.memory import BlockMemory, ReallocatedGradients, stage_messages
 from meshwright.simulator.model import BlockKind
 from meshwright.simulator.schedules import Phase
 from meshwright.simulator.step.activations import backward_points, copied_bytes, forward_points
@@ -43,7 +43,7 @@ class StepContext:
     costs: CostModel
     blocks: Mapping[BlockKind, BlockMemory[int]]
     host: HostSide
-    late: LateGradients | None = None
+    late: ReallocatedGradients | None = None
     exchanges: dict[Stage, StageExchanges] = field(default_factory=dict)
     _passes: dict[Stage, Mapping[Phase, PhaseCost]] = field(default_factory=dict)
     _messages: dict[tuple[int, bool], Message] = field(default_factory=dict)
@@ -130,9 +130,9 @@ def _priced_rank(context: StepContext, pp_rank: int, hops: Hops) -> PricedRank:
     }
     work = RankWork(
         virtual_stages=tuple(virtual_stages[stage] for stage in stages),
-        reduce_ps=closing[Moment.PASSES_DONE].time_ps,
-        sums_ps=closing[Moment.SUMS].time_ps,
-        shared_embedding_ps=closing[Moment.TIED_TABLE].time_ps,
+        reduce_ps=closing[StepPoint.PASSES_DONE].time_ps,
+        norm_all_reduce_ps=closing[StepPoint.SUMS].time_ps,
+        shared_embedding_ps=closing[StepPoint.TIED_TABLE].time_ps,
         optimizer_ps=exchanges.update.time_ps,
         gather_ps=exchanges.updated_ps,
         hidden=overlapped_all_to_alls(setting, context.costs, stages),
@@ -179,7 +179,7 @@ def _virtual_stage_work(
                 for each in reversed(exchanges.units)
             ),
             copies=backward_copies,
-            reduces_always=replication.reduces_each_microbatch,
+            reduces_every_microbatch=replication.reduces_each_microbatch,
         ),
     }
 

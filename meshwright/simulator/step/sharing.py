@@ -10,8 +10,8 @@ from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import (
     PEAK_BYTES,
     BlockMemory,
-    LateGradients,
     PassPeak,
+    ReallocatedGradients,
     StateBytes,
     VirtualStageMemory,
     with_workspace,
@@ -51,7 +51,7 @@ class PassSharing(NamedTuple):
         stage: Stage,
         blocks: Blocks,
         parts: Sequence[StagePart],
-        late: LateGradients | None,
+        late: ReallocatedGradients | None,
     ) -> VirtualStageMemory:
         """Return *virtual_stage*, the memory without data parallelism, with that added.
 

@@ -4,10 +4,10 @@ A replica's gradients are those of weight copies: they stay until all of them ar
 torch/nn/parallel/_functions.py: `Broadcast` is one node of the graph, its backward one reduction).
 """
 
-from meshwright.simulator.blocks import OUTPUT, BlockShape, BlockTable, Ending
+from meshwright.simulator.blocks import OUTPUT, BlockShape, BlockTable, BorderGradients
 from meshwright.simulator.model import EMBEDDING
 
-STAYS = Ending(keeps_gradients=True)
+STAYS = BorderGradients(keeps_gradients=True)
 
 
 def saved_bytes(table: BlockTable, shape: BlockShape) -> int:
@@ -37,7 +37,7 @@ def backward_workspace_bytes(table: BlockTable, shape: BlockShape, slope_bytes: 
         shape: Sizes of the blocks.
         slope_bytes: Gradient of the logits as it arrives.
     """
-    output = table.memory(shape, OUTPUT, STAYS._replace(arriving_bytes=slope_bytes))
+    output = table.memory(shape, OUTPUT, STAYS._replace(output_gradient_bytes=slope_bytes))
     embedding = table.memory(shape, EMBEDDING, STAYS)
     level = output.left - output.saved
     most = output.backward

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from meshwright.hwprofiles import LossKernel, StackProfile, Units
-from meshwright.simulator.blocks import BlockShape, BlockTable, Ending
+from meshwright.simulator.blocks import BlockShape, BlockTable, BorderGradients
 from meshwright.simulator.graph import NestedMemory, Size, several
 from meshwright.simulator.layout import Stage
 from meshwright.simulator.memory import kept_logits_bytes
@@ -23,7 +23,11 @@ from meshwright.simulator.units.weights import LayerWeights, StageWeights, UnitW
 
 # Weight gradients are accumulated at once, or stay, also where the arriving gradient is in a p2p
 # buffer.
-ENDINGS = (Ending(), Ending(keeps_gradients=True), Ending(keeps_gradients=True, arriving_bytes=0))
+ENDINGS = (
+    BorderGradients(),
+    BorderGradients(keeps_gradients=True),
+    BorderGradients(keeps_gradients=True, output_gradient_bytes=0),
+)
 
 
 class LayerBytes(NamedTuple):

@@ -75,7 +75,7 @@ class StageUnits(NamedTuple):
             saved_bytes=stage_pass.saved_layers() + ends + kept_output_bytes(shape, sent),
             forward_workspace_bytes=forward.total_bytes,
             backward_workspace_bytes=later.total_bytes,
-            late_gradients_bytes=stage_pass.late_bytes,
+            reallocated_gradients_bytes=stage_pass.late_bytes,
             first_backward=first,
             after_forward_bytes=always_gathered if sharding.reshards else gathered,
             after_backward_bytes=gathered if sharding.keeps_units else 0,
@@ -104,7 +104,7 @@ def _summing(
     sharding, (first, later, last) = stage_pass.sharding, SummingPeaks.of(stage_pass, sums)
     memory = replace(memory, backward_workspace_bytes=later.total_bytes, first_backward=first)
     if sharding.sums:
-        reduced = memory.late_gradients_bytes - sums.shard
+        reduced = memory.reallocated_gradients_bytes - sums.shard
         return replace(memory, last_backward=last, reduced_gradients_bytes=reduced)
     if not sharding.keeps_units:
         return memory
@@ -125,7 +125,7 @@ def _kept_units(memory: VirtualStageMemory, stage_pass: StagePass, *, is_alone: 
     fetch: Size = stage_pass.gathered_bytes + copied * is_sharded
     moments: PassPeaks[Size] = PassPeaks(
         PassPeak(fetch - memory.saved_bytes, 0),
-        PassPeak(fetch, memory.late_gradients_bytes),
+        PassPeak(fetch, memory.reallocated_gradients_bytes),
         PassPeak(fetch, 0),
     )
     return KeptUnits(

@@ -12,8 +12,8 @@ from meshwright.planner.cli import (
     STEP_WIDTH,
     check_outputs,
     print_report,
+    print_written,
     progress_bar,
-    say_written,
     show,
 )
 from meshwright.simulator import PlanError
@@ -69,13 +69,13 @@ def _check_program(saved: "SavedPlan") -> None:
 def _fake(options: ValidateOptions, saved: "SavedPlan") -> "Validation":
     """Return the comparison of some ranks, each in a fake cluster."""
     from meshwright.validate.comparison import Validation, rank_kinds
-    from meshwright.validate.ranks import capped, num_members, usual_members
+    from meshwright.validate.ranks import capped, num_members, representative_members
     from meshwright.validate.runs import measure_fakes
 
     most = num_members(saved) - 1
     if options.rank is not None and not 0 <= options.rank <= most:
         raise PlanError(f"--rank {options.rank} is out of range; allowed 0 to {most}")
-    ranks = usual_members(saved) if options.rank is None else (options.rank,)
+    ranks = representative_members(saved) if options.rank is None else (options.rank,)
     # Counts scale exactly with microbatches: few of them make the same comparison.
     capped_plan = capped(saved, ranks)
     measurements = {}
@@ -218,7 +218,7 @@ def _probe(
     if folder is not None:
         write_probe(result, folder)
     show(output.json, lambda: probe_document(result), lambda: probe_report(result), STEP_WIDTH)
-    say_written(output)
+    print_written(output)
     return 0 if result.agrees else DISAGREES
 
 
@@ -234,7 +234,7 @@ def _finish(validation: "Validation", output: ValidateOutput, folder: Path | Non
         write_validation(validation, folder)
     report = validation_report(validation)
     show(output.json, lambda: validation_document(validation), lambda: report, STEP_WIDTH)
-    say_written(output)
+    print_written(output)
     return 0 if validation.agrees else DISAGREES
 
 

@@ -3,7 +3,7 @@
 import shlex
 
 from meshwright.hwprofiles import shown
-from meshwright.planner.cli import read_setting, resolve_plan, with_buckets
+from meshwright.planner.cli import read_setting, resolve_plan, with_bucket_size
 from meshwright.planner.options import (
     LAYOUT,
     REPLICATION,
@@ -15,21 +15,21 @@ from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError
 
 
-def plan_of_words(options: str, cluster_name: str) -> SavedPlan:
+def plan_of_options(options: str, cluster_name: str) -> SavedPlan:
     """Return the plan that ``simulate OPTIONS --cluster CLUSTER`` writes with ``--out``.
 
     Raises:
         PlanError: If no plan can be so.
         ProfileError: If there is no such cluster or stack.
 
-    >>> plan_of_words("gpt2 --gpus 8 --global-batch 8 --stack ddp", "dgx-h200").plan.dp
+    >>> plan_of_options("gpt2 --gpus 8 --global-batch 8 --stack ddp", "dgx-h200").plan.dp
     8
     """
     plans: list[SavedPlan] = []
 
     # The parsed command calls this with its options; it keeps the plan.
     def keep(job: JobOptions, layout: Given, replication: Given) -> int:
-        setting = with_buckets(read_setting(job), replication)
+        setting = with_bucket_size(read_setting(job), replication)
         plan = resolve_plan(setting, {**layout, **replication})
         cluster, stack = setting.cluster, setting.stack
         plans.append(SavedPlan(job=setting.job, plan=plan, cluster=cluster, stack=stack))

@@ -12,7 +12,12 @@ from meshwright.validate.comparison.checks import (
     has_failed,
 )
 from meshwright.validate.launch import rank_words
-from meshwright.validate.ranks import RankMeasurement, member_kind, predict_members, usual_members
+from meshwright.validate.ranks import (
+    RankMeasurement,
+    member_kind,
+    predict_members,
+    representative_members,
+)
 
 MOST_SHOWN = 12
 
@@ -76,7 +81,7 @@ class Validation:
 
     def shown_kinds(self) -> list[RankKind]:
         """Return the kinds to print: those that fail, and one for each kind of stage."""
-        usual = {member_kind(self.saved, rank) for rank in usual_members(self.saved)}
+        usual = {member_kind(self.saved, rank) for rank in representative_members(self.saved)}
         fake = self.backend == "fake"
         return [
             kind

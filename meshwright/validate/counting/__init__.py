@@ -1,7 +1,7 @@
 """FLOPs, communication and live bytes of one rank of a PyTorch program, counted exactly."""
 
 from meshwright.validate.counting.absent_ranks import fake_ranks
-from meshwright.validate.counting.accelerator import IdleEvent, IdleStream, stand_in
+from meshwright.validate.counting.accelerator import IdleEvent, IdleStream, dummy_accelerator
 from meshwright.validate.counting.fake_cluster import fake_cluster
 from meshwright.validate.counting.gpu_kernels import gpu_kernels
 from meshwright.validate.counting.internals import (
@@ -28,6 +28,7 @@ __all__ = [
     "clear_sharding_cache",
     "communication_of",
     "current_fake_mode",
+    "dummy_accelerator",
     "fake_cluster",
     "fake_ranks",
     "fake_store",
@@ -37,7 +38,6 @@ __all__ = [
     "library_on_fakes",
     "measurement_of",
     "pipeline_patches",
-    "stand_in",
     "storage_identity",
     "tensors_in",
 ]

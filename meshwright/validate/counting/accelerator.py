@@ -77,7 +77,7 @@ class IdleStream:
         return IdleEvent()
 
 
-class StandIn:
+class DummyAccelerator:
     """Device module: ``torch.cuda`` of a machine with one GPU that does nothing."""
 
     Stream = IdleStream
@@ -122,7 +122,7 @@ class StandIn:
         return nullcontext()
 
 
-def stand_in() -> torch.device:
+def dummy_accelerator() -> torch.device:
     """Return the dummy device of a fake cluster, for tensors that are not on the host.
 
     It stays for the rest of the process, in which nothing may have run backward before: autograd
@@ -138,7 +138,7 @@ def stand_in() -> torch.device:
             "allowed: a later release, or --backend gloo"
         )
     if not hasattr(torch, NAME):
-        register(rename=NAME, backend_module=StandIn())
+        register(rename=NAME, backend_module=DummyAccelerator())
         # The fake backend serves only the device types that are listed for it.
         dist.Backend.backend_capability[dist.Backend.FAKE].append(NAME)
     return torch.device(NAME, 0)

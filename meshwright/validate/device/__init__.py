@@ -1,7 +1,7 @@
 """The device under a program: what it is, what it holds, how it computes attention."""
 
 from meshwright.validate.device.attention_kernels import (
-    Attended,
+    SavedAttention,
     attention_backward,
     attention_forward,
     flash_backward,
@@ -11,8 +11,8 @@ from meshwright.validate.device.facts import device_facts, driver_version
 from meshwright.validate.device.memory import DeviceMemory
 
 __all__ = [
-    "Attended",
     "DeviceMemory",
+    "SavedAttention",
     "attention_backward",
     "attention_forward",
     "device_facts",

@@ -17,7 +17,7 @@ ALIGNED_WIDTH = 8  # FlashAttention-2 takes multiples of it; PyTorch pads others
 ALIGNED_TOKENS = 32  # of the statistics of the kernel for fp32, in both directions
 
 
-class Attended(NamedTuple):
+class SavedAttention(NamedTuple):
     """Inputs and outputs of a forward pass; the log-sum-exp is ``[batch, heads, tokens]``."""
 
     query: Tensor
@@ -51,7 +51,12 @@ def attention_forward(
 
 
 def attention_backward(
-    gradient: Tensor, attended: Attended, *, causal: bool, window: int = 0, softcap: float = 0.0
+    gradient: Tensor,
+    attended: SavedAttention,
+    *,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     if not gradient.is_cuda:
@@ -76,7 +81,7 @@ def flash_forward(
 
 
 def flash_backward(
-    gradient: Tensor, attended: Attended, *, causal: bool
+    gradient: Tensor, attended: SavedAttention, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run FlashAttention-2 backward."""
     width = gradient.shape[-1]
@@ -122,7 +127,7 @@ def wide_forward(
 
 
 def wide_backward(
-    gradient: Tensor, attended: Attended, *, causal: bool
+    gradient: Tensor, attended: SavedAttention, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the memory-efficient kernel backward."""
     heads, tokens = attended.query.shape[1:3]
@@ -186,7 +191,7 @@ def _masked(scores: Tensor, window: int) -> Tensor:
 
 
 def _plain_backward(
-    gradient: Tensor, attended: Attended, *, causal: bool, window: int, softcap: float
+    gradient: Tensor, attended: SavedAttention, *, causal: bool, window: int, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, groups = attended.query.shape[1], attended.key.shape[1]
     query, key, value, out = (each.float() for each in attended[:4])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from meshwright.hwprofiles import Kernels, LayerFact, StackProfile, suggestion
 from meshwright.simulator import ModelSpec, PlanError, ResolvedPlan, TrainingJob
-from meshwright.simulator.layout import usual_zero_stages
+from meshwright.simulator.layout import searched_zero_stages
 from meshwright.validate.programs.contract import ProgramRequest, RankProgram
 from meshwright.validate.programs.megatron import MegatronProgram
 from meshwright.validate.programs.pytorch import build_ddp, build_fully_sharded
@@ -124,8 +124,8 @@ def check_program(stack: StackProfile, plan: ResolvedPlan | None = None) -> None
         setting = f"parameter_precision={stack.parameter_precision} has no PyTorch program"
         raise PlanError(f"{setting}; allowed: leave it out")
     wraps_alone = stack.is_fully_sharded and plan is not None and plan.dp_cp == 1
-    if plan is not None and not wraps_alone and plan.zero_stage not in usual_zero_stages(stack):
-        known = ", ".join(map(str, usual_zero_stages(stack)))
+    if plan is not None and not wraps_alone and plan.zero_stage not in searched_zero_stages(stack):
+        known = ", ".join(map(str, searched_zero_stages(stack)))
         setting = f"zero_stage={plan.zero_stage} has no PyTorch program on stack {stack.name}"
         raise PlanError(f"{setting}; allowed: {known}")
     if plan is not None and plan.tp > 1 and stack.tp_plan:

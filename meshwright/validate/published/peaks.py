@@ -243,7 +243,7 @@ def _context(row: PublishedPeak) -> dict[str, object]:
     sizes = row.switches.get("hierarchical-context-parallel-sizes")
     if sizes is None:
         return {}
-    return {"cp_type": ContextParallel.RING_OF_SWAPS, "cp_inner": int(sizes.split("/")[0])}
+    return {"cp_type": ContextParallel.HYBRID_RING, "cp_inner": int(sizes.split("/")[0])}
 
 
 def _attention(row: PublishedPeak) -> Attention:

@@ -27,7 +27,7 @@ from meshwright.simulator import (
     parse_stages,
     resolve_stages,
 )
-from meshwright.simulator.layout import num_predictions, prediction_place
+from meshwright.simulator.layout import count_mtp_layers, layout_mtp_stage
 from meshwright.simulator.model import parse_model
 from meshwright.validate.published.families import FAMILY_FIELDS, ROUTING, Family
 from meshwright.validate.published.rows import (
@@ -193,7 +193,7 @@ class PublishedRun(_ModelRow):
     @property
     def extra_fields(self) -> dict[str, object]:
         """Routed experts and MTP layers of the model, if it has any."""
-        predictions = {"prediction_layers": num_predictions(self.stages)}
+        predictions = {"prediction_layers": count_mtp_layers(self.stages)}
         if not self.num_experts:
             return {**predictions}
         sizes = {
@@ -228,7 +228,7 @@ class PublishedRun(_ModelRow):
             "reduce_precision": kept,
             "moment_precision": moments,
             "stages": resolve_stages(self.model, self.seq_len, self.pp * self.vpp, split),
-            "prediction_stage": prediction_place(self.stages),
+            "prediction_stage": layout_mtp_stage(self.stages),
         }
         return ResolvedPlan.of({**self.plan_columns, **settings})
 

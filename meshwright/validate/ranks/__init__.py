@@ -31,7 +31,7 @@ from meshwright.validate.ranks.members import (
     num_members,
     predict_members,
     predicted_async_run,
-    usual_members,
+    representative_members,
 )
 from meshwright.validate.ranks.prediction import (
     SEND,
@@ -74,9 +74,9 @@ __all__ = [
     "predicted_async_run",
     "read_measurement",
     "read_record",
+    "representative_members",
     "stage_ranks",
     "tied_embedding_ranks",
-    "usual_members",
     "without_dropout",
     "write_measurement",
 ]

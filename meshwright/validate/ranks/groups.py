@@ -1,7 +1,7 @@
 """The process groups that a rank of a plan is in, by the axes of its mesh."""
 
 from meshwright.simulator import ResolvedPlan
-from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, Mesh, table_rank
+from meshwright.simulator.layout import Axis, ContextAxis, ExpertAxis, Mesh, tied_embedding_rank
 
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "tp")
 _AXES = ("pp", "replica", "dp", "tp")  # of these dims, as measurements name them
@@ -106,7 +106,7 @@ def stage_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
 def tied_embedding_ranks(plan: ResolvedPlan, rank: int) -> tuple[int, ...]:
     """Return the ranks of a pipeline that may share an embedding, if *rank* is one of them."""
     pipeline = _along(rank, mesh_shape(plan), 0)
-    ends = (pipeline[0], pipeline[table_rank(plan)])
+    ends = (pipeline[0], pipeline[tied_embedding_rank(plan)])
     return ends if ends[0] != ends[1] and rank in ends else ()
 
 

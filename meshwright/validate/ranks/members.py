@@ -41,7 +41,7 @@ def member_kind(saved: SavedPlan, rank: int) -> int:
     return pipeline_rank(saved.plan, rank)
 
 
-def usual_members(saved: SavedPlan) -> tuple[int, ...]:
+def representative_members(saved: SavedPlan) -> tuple[int, ...]:
     """Return one rank of each kind."""
     if saved.stack.strategy is Strategy.MESH:
         return default_ranks(saved.plan)

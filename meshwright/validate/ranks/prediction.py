@@ -21,7 +21,7 @@ from meshwright.simulator.account import (
     rank_traffic,
     token_traffic,
 )
-from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, MeshAxis, context_way
+from meshwright.simulator.layout import Axis, ExpertAxis, Mesh, MeshAxis, context_parallel_type
 from meshwright.simulator.ledger import NORM_BYTES
 from meshwright.validate.ranks.measurement import ByteKind, CollectiveCount
 
@@ -150,7 +150,7 @@ def _spread_bytes(saved: SavedPlan, cp_rank: int) -> int:
     In a window of gathered tokens: its tokens are in the middle, before the first ones are none.
     """
     job, plan = saved.job, saved.plan
-    if context_way(plan, saved.stack) is not ContextParallel.ALL_GATHER:
+    if context_parallel_type(plan, saved.stack) is not ContextParallel.ALL_GATHER:
         return 0
     model = job.transformer
     if LayerFact.WINDOW not in model.layer_facts(job.seq_len):

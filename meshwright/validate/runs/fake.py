@@ -107,9 +107,9 @@ def _device(saved: SavedPlan) -> "torch.device":
 
     if saved.plan.offload is Offload.NONE:
         return torch.device("cpu")
-    from meshwright.validate.counting import stand_in
+    from meshwright.validate.counting import dummy_accelerator
 
-    return stand_in()
+    return dummy_accelerator()
 
 
 def run_counted(

@@ -12,7 +12,7 @@ from meshwright.simulator import PlanError
 from meshwright.validate.counting import pipeline_patches
 
 
-class Letter(NamedTuple):
+class ObjectKey(NamedTuple):
     """Key of an object: source, target, and its number among those between the two."""
 
     source: int
@@ -26,7 +26,7 @@ class MissingObjectError(BaseException):
     No `Exception`, so that no script catches it.
     """
 
-    def __init__(self, letter: Letter) -> None:
+    def __init__(self, letter: ObjectKey) -> None:
         super().__init__(letter)
         self.letter = letter
 
@@ -42,10 +42,10 @@ class ObjectExchange:
     """
 
     def __init__(self) -> None:
-        self._sent: dict[Letter, object] = {}
+        self._sent: dict[ObjectKey, object] = {}
 
     @contextmanager
-    def delivered(self, rank: int, wanted: Letter | None) -> Iterator[None]:
+    def delivered(self, rank: int, wanted: ObjectKey | None) -> Iterator[None]:
         """Let the code inside send and receive as *rank*, until *wanted* is sent.
 
         Raises:
@@ -55,10 +55,10 @@ class ObjectExchange:
         """
         numbers: dict[tuple[int, int], int] = {}
 
-        def letter(source: int, target: int) -> Letter:
+        def letter(source: int, target: int) -> ObjectKey:
             number = numbers.get((source, target), 0)
             numbers[source, target] = number + 1
-            return Letter(source, target, number)
+            return ObjectKey(source, target, number)
 
         def send(
             objects: Sequence[object], dst: int | None = None, *rest: object, **named: object

@@ -30,9 +30,9 @@ from meshwright.validate.scripts.gpu import (
 )
 from meshwright.validate.scripts.libraries import libraries_answered
 from meshwright.validate.scripts.mail import (
-    Letter,
     MissingObjectError,
     ObjectExchange,
+    ObjectKey,
     ObjectSentError,
 )
 from meshwright.validate.scripts.process_groups import GroupNames, groups_on_demand
@@ -125,7 +125,7 @@ def count_script(run: ScriptRun, progress: Callable[[int], None]) -> ScriptCount
         ScriptFailedError: If it raises, or ends with a status of failure.
         PlanError: If it ends before it has made its steps, or asks for what only data can answer.
     """
-    mail, wanted = ObjectExchange(), list[Letter]()
+    mail, wanted = ObjectExchange(), list[ObjectKey]()
     while True:
         key = wanted[-1] if wanted else None
         runner = replace(run, rank=key.source) if key else run

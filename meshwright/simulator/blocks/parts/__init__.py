@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.faces import late_name
+from meshwright.faces import lazy_name
 from meshwright.simulator.blocks.parts.chunks import Chunks, chunk_tokens
 from meshwright.simulator.blocks.parts.feed_forward import Shared, Widths, feed_forward
 from meshwright.simulator.blocks.parts.routed_dims import EXPERTS, ExpertMesh, hottest_share
@@ -30,4 +30,4 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Return a part that most layers lack, imported when first read."""
-    return late_name(__name__, ("context", "latent", "experts"), name)
+    return lazy_name(__name__, ("context", "latent", "experts"), name)

@@ -9,7 +9,7 @@ from meshwright.simulator.graph import (
     Traffic,
     activation,
     cut,
-    handed_on,
+    pass_through,
     pointwise,
 )
 
@@ -36,7 +36,7 @@ def clamped(
     scaled = pointwise(block, "scaled gate", gate, reads=Reads.NOTHING)
     opened = pointwise(block, "opened gate", scaled, reads=Reads.OUTPUT)
     glu = pointwise(block, "glu", gate, opened)
-    shifted = handed_on(block, [up], up.like("value and one"), block.traffic(up, up))
+    shifted = pass_through(block, [up], up.like("value and one"), block.traffic(up, up))
     factors = (shifted, glu) if by_slices else (glu, shifted)
     out = pointwise(block, "activation", *factors, last=last)
     block.hold(gate, up, glu)

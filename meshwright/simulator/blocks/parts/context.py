@@ -25,9 +25,9 @@ from meshwright.simulator.graph import (
     attended,
     copy,
     flash,
-    handed_on,
     larger,
     last_dim,
+    pass_through,
     several,
     smaller,
 )
@@ -73,7 +73,7 @@ def _p2p_ring(
     """
     ranks, result = heads.ranks, _attention_output(query, value)
     key_value = _key_value(key, value)
-    handed_on(block, [key, value], key_value, block.traffic(key_value, key_value))
+    pass_through(block, [key, value], key_value, block.traffic(key_value, key_value))
     steps, others = Dim("steps", ranks), Dim("other steps", ranks - 1)
     # Backward's first message is keys and values alone, its last one gradients alone.
     moves = (
@@ -338,7 +338,7 @@ _ENGINES: dict[ContextParallel, Attend] = {
     ContextParallel.RING: _p2p_ring,
     ContextParallel.ALL_GATHER: _all_gather_kv,
     ContextParallel.ALL_TO_ALL: _ulysses,
-    ContextParallel.RING_OF_SWAPS: _hybrid_ring,
+    ContextParallel.HYBRID_RING: _hybrid_ring,
 }
 _PYTORCHS: dict[ContextParallel, Attend] = {
     ContextParallel.RING: _all_to_all_ring,

@@ -30,10 +30,10 @@ def routed(
     """
     dims = RoutedDims.of(x, experts, mesh)
     with block.module(x):
-        if block.lowering.fuses_places:
+        if block.lowering.fuses_redistribute:
             return megatron(block, x, experts, dims, shared)
         x = place(block, x, replicated(x.at, Axis.TP))
-        if block.lowering.spells_out:
+        if block.lowering.uses_transformers_ops:
             return place(block, transformers(block, x, dims, experts, shared), outside)
         if block.lowering.pads_rows:
             return padded_torchtitan(block, x, experts, dims, outside, shared)

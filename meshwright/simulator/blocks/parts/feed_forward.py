@@ -79,7 +79,7 @@ def gated(block: Block, x: Tensor, out: Tensor) -> Tensor:
     weight = block.weight("shared_gate.weight", one, x.dims[-1])
     logit = product(block, "shared gate", (x, weight), *x.dims[:-1], one)
     share = pointwise(block, "share of shared experts", logit, reads=Reads.OUTPUT)
-    if block.lowering.fuses_places:  # a local variable of Megatron-Core
+    if block.lowering.fuses_redistribute:  # a local variable of Megatron-Core
         block.argument(logit)
     weighted, gate_gradient = out.like("weighed shared out"), out.like("gradient of a gate")
     traffic, read = block.traffic(out, weighted), (share, out)

@@ -98,9 +98,9 @@ def latent_attention(
         core: Core attention and RoPE.
     """
     dims, hidden = LatentDims.of(latent, num_heads), x.dims[-1]
-    spells_out = block.lowering.is_eager and block.lowering.spells_out
+    uses_transformers_ops = block.lowering.is_eager and block.lowering.uses_transformers_ops
     with block.module(x):
-        if spells_out:
+        if uses_transformers_ops:
             query, key, value, named_tensors = _transformers_projected(
                 block, x, latent, dims, core.rope
             )
@@ -110,7 +110,7 @@ def latent_attention(
             with block.part(OffloadModule.QKV_LINEAR):
                 query, key, value, named_tensors = _projected(block, x, latent, dims)
         context = core.attend(query, key, value)
-        if spells_out:  # attention's input and output have heads first
+        if uses_transformers_ops:  # attention's input and output have heads first
             context = copy(block, context, "attention by tokens", copies_back=False)
         for each in (query, key, value):
             block.discard(RecomputeModule.MLA_UP_PROJ, each)

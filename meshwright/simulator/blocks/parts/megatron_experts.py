@@ -38,8 +38,8 @@ from meshwright.simulator.graph import (
     biased,
     cast,
     common,
-    handed_on,
     last_dim,
+    pass_through,
     place,
     pointwise,
     product,
@@ -65,7 +65,7 @@ def megatron(
     out = view(block, out, *x.dims, renamed=(dims.tokens, x.dims[0]))
     if shared_output is not None:
         traffic = block.traffic(x, x, x)
-        out = handed_on(block, [out, shared_output], out.like("all experts out"), traffic)
+        out = pass_through(block, [out, shared_output], out.like("all experts out"), traffic)
     block.hold(*named)
     return out
 
@@ -102,7 +102,7 @@ def _gather_counts(block: Block, shares: Tensor, dims: RoutedDims) -> Tensor:
         return shares
     size = NUMBER_BYTES * dims.experts.size * block.mesh[axis]
     gathered = shares.like(shares.name, base=shares.storage)
-    return handed_on(block, [shares], gathered, Transfer(CollectiveOp.ALL_GATHER, axis, size))
+    return pass_through(block, [shares], gathered, Transfer(CollectiveOp.ALL_GATHER, axis, size))
 
 
 def _fused_permutation(
@@ -191,7 +191,7 @@ def _with_biases(block: Block, made: Tensor, weights: Tensor, dims: RoutedDims) 
     ]
     work = Traffic(apart.nbytes, apart.numel), Traffic(2 * apart.nbytes + made.nbytes)
     added = block.add([made, weights, weight], [added], gradients, *work)
-    joined = handed_on(block, [added], joined, Traffic(added.nbytes + joined.nbytes))
+    joined = pass_through(block, [added], joined, Traffic(added.nbytes + joined.nbytes))
     return cast(block, joined, "outputs cast", made.width)
 
 
@@ -207,7 +207,7 @@ def _fused_activation(
     is_free = bits is not None and bits.fuses_expert_activation
     if experts.activation == "clamped" and not is_free:
         parts = bounded(block, inner, (dims.gate, dims.up), by_slices=False)
-        inner = handed_on(block, parts, inner.like("bounded"), block.traffic(inner, inner))
+        inner = pass_through(block, parts, inner.like("bounded"), block.traffic(inner, inner))
     out = last_dim(inner, "activation", dims.inner)
     traffic = () if is_free else (block.traffic(inner, out),)
     back = () if is_free else (block.traffic(inner, inner, out),)
@@ -340,7 +340,7 @@ def _sequential_experts(
     parts = [_rows(block, each, part, num) for each in read]
     outs = [_expert(block, row, weight, dims, experts) for row, weight in zip(*parts, strict=True)]
     made = outs[0].like("outputs", dims=(dims.arrived, hidden))
-    made = handed_on(block, outs, made, block.traffic(made, made))
+    made = pass_through(block, outs, made, block.traffic(made, made))
     block.hold(*outs, *read)
     made = _combined(block, made, rows, at, dims, counts if dims.mesh.group in block.mesh else ())
     out = permute(block, made, "experts out", flat.dims, RowIndices((order,)), flat.at)
@@ -389,7 +389,7 @@ def _with_bias(block: Block, out: Tensor, weights: Tensor) -> Tensor:
     ]
     spread = block.add([weights, vector], [spread], gradients, work, scratch=((), products))
     made = out.like("outputs with bias", base=out.storage)
-    return handed_on(block, [out, spread], made, block.traffic(out, out, out))
+    return pass_through(block, [out, spread], made, block.traffic(out, out, out))
 
 
 def _linear(block: Block, x: Tensor, out: Dim, split: Dim, dims: RoutedDims) -> Tensor:

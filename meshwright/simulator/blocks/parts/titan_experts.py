@@ -31,7 +31,7 @@ from meshwright.simulator.graph import (
     Tensor,
     activation,
     cast,
-    handed_on,
+    pass_through,
     place,
     pointwise,
     product_gradients,
@@ -70,7 +70,7 @@ def torchtitan(
     if shared is not None:
         out = shared.write(block, x)
         made = out.like("all experts out")
-        result = handed_on(block, [result, out], made, block.traffic(out, out))
+        result = pass_through(block, [result, out], made, block.traffic(out, out))
     block.hold(scores, chosen.row_indices, shares, mask, counts)
     return result
 
@@ -134,13 +134,13 @@ def padded_torchtitan(
     unsorted = permute(block, back, "rows of tokens", (dims.rows, hidden), indices)
     if experts.weighs_inputs:
         result = unsorted.like("sums of one row", dims=(dims.tokens, hidden))
-        result = handed_on(block, [unsorted], result, block.traffic(unsorted, result))
+        result = pass_through(block, [unsorted], result, block.traffic(unsorted, result))
     else:
         result = _weighted(block, shares, unsorted, dims)
     result = place(block, view(block, result, *x.dims), outside)
     if out is not None:
         made = out.like("all experts out")
-        result = handed_on(block, [out, result], made, block.traffic(out, out))
+        result = pass_through(block, [out, result], made, block.traffic(out, out))
     block.hold(shares, rows, back, unsorted, *names)
     return result
 
@@ -183,7 +183,7 @@ def _padded_experts(block: Block, rows: Tensor, x: Tensor, dims: RoutedDims) -> 
     received = all_to_all_rows(block, rows, dims)
     one_more = Dim("rows and an empty one", dims.arrived.size + 1)
     more = received.like(one_more.name, dims=(one_more, hidden))
-    more = handed_on(block, [received], more, block.traffic(received, received))
+    more = pass_through(block, [received], more, block.traffic(received, received))
     local_experts = Dim("own experts", dims.num_local)
     space = dims.arrived.size + ALIGNED_ROWS * local_experts.size
     padded = Dim("padded rows", rounded_up(space, ALIGNED_ROWS))

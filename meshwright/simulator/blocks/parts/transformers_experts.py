@@ -35,7 +35,7 @@ from meshwright.simulator.graph import (
     Tensor,
     activation,
     cast,
-    handed_on,
+    pass_through,
     pointwise,
     view,
 )
@@ -77,7 +77,7 @@ def transformers(
 
 def _sum_of_experts(block: Block, result: Tensor, shared_output: Tensor) -> Tensor:
     made = result.like("all experts out")
-    return handed_on(block, [result, shared_output], made, block.traffic(made, made, made))
+    return pass_through(block, [result, shared_output], made, block.traffic(made, made, made))
 
 
 def _sorted(
@@ -169,7 +169,7 @@ def _local_experts(
         block, wide, "rows in order", (dims.arrived, hidden), RowIndices(read=(inverse,))
     )
     out = wide.like("sums of one row")
-    out = handed_on(block, [wide], out, block.traffic(wide, out))
+    out = pass_through(block, [wide], out, block.traffic(wide, out))
     block.hold(cleared, made, wide, order, *names)
     return out
 
@@ -277,5 +277,5 @@ def _add_biases(block: Block, x: Tensor, *biases: Tensor) -> Tensor:
     """Return *x* plus *biases*, if any, in place."""
     for each in biases:
         out = x.like(f"{x.name} biased", base=x.storage)
-        x = handed_on(block, [x, each], out, block.traffic(x, x, each))
+        x = pass_through(block, [x, each], out, block.traffic(x, x, each))
     return x

@@ -2,18 +2,18 @@
 
 from meshwright.simulator.layout.splits.rules import split_layers
 from meshwright.simulator.layout.splits.texts import (
-    check_predictions,
-    num_predictions,
+    check_mtp_layers,
+    count_mtp_layers,
+    layout_mtp_stage,
     parse_stages,
-    prediction_place,
     read_layout,
 )
 
 __all__ = [
-    "check_predictions",
-    "num_predictions",
+    "check_mtp_layers",
+    "count_mtp_layers",
+    "layout_mtp_stage",
     "parse_stages",
-    "prediction_place",
     "read_layout",
     "split_layers",
 ]

@@ -41,7 +41,7 @@ def read_layout(text: str) -> tuple[int, ...]:
     It has a letter for the embedding (E), each layer (t), each MTP layer (m)
     and the loss (L), separates stages by ``|``, and repeats letters and groups, as ``t*4`` and
     ``(t|)*4``; commas are ignored (`PipelineParallelLayerLayout` of megatron/core/transformer, core
-    0.16).  `check_predictions` checks the number of m, `prediction_place` gives their stage.
+    0.16).  `check_mtp_layers` checks the number of m, `layout_mtp_stage` gives their stage.
 
     Raises:
         PlanError: If it is no such text, or has m ahead of layers or on several stages.
@@ -63,36 +63,36 @@ def read_layout(text: str) -> tuple[int, ...]:
     return tuple(part.count("t") for part in plain.split("|"))
 
 
-def check_predictions(text: str, number: int) -> None:
+def check_mtp_layers(text: str, number: int) -> None:
     """Raise PlanError unless a layout has as many m as the model has MTP layers.
 
     Megatron-Core requires it (`validate_layer_layout` of its PipelineParallelLayerLayout).
 
-    >>> check_predictions("Et*3|t*2mL", 1), check_predictions("3,2", 1)
+    >>> check_mtp_layers("Et*3|t*2mL", 1), check_mtp_layers("3,2", 1)
     (None, None)
     """
-    found = num_predictions(text) if LAYOUT_TEXT.fullmatch(text) else number
+    found = count_mtp_layers(text) if LAYOUT_TEXT.fullmatch(text) else number
     if found != number:
         said = f"stages={shown(text)} has {counted(found, 'layer')} m"
         raise PlanError(f"{said}; allowed: prediction_layers={number}")
 
 
-def num_predictions(text: str) -> int:
+def count_mtp_layers(text: str) -> int:
     """Return the number of MTP layers in a layout; 0 for a rule or counts.
 
-    >>> num_predictions("Et*3|t*2mL"), num_predictions("3,2")
+    >>> count_mtp_layers("Et*3|t*2mL"), count_mtp_layers("3,2")
     (1, 0)
     """
     return _spelled_out(text).count("m") if LAYOUT_TEXT.fullmatch(text) else 0
 
 
-def prediction_place(text: str, told: object = None) -> int | None:
+def layout_mtp_stage(text: str, told: object = None) -> int | None:
     """Return the virtual stage of a layout's MTP layers, in model order; None if it is the loss's.
 
     Raises:
         PlanError: If ``prediction_stage``, *told*, is another one.
 
-    >>> prediction_place("Et*3|t*2|m|L"), prediction_place("Et*3|t*2mL")
+    >>> layout_mtp_stage("Et*3|t*2|m|L"), layout_mtp_stage("Et*3|t*2mL")
     (2, None)
     """
     is_layout = LAYOUT_TEXT.fullmatch(text) is not None

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.hwprofiles import MEBI, Precision
 from meshwright.validate.calibration.rows import BenchmarkCase, CaseGroup, tensor_bytes
-from meshwright.validate.device import Attended, flash_backward, flash_forward
+from meshwright.validate.device import SavedAttention, flash_backward, flash_forward
 
 DTYPES = {
     Precision.FP32: torch.float32,
@@ -92,7 +92,7 @@ def _flash(way: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     if way == "forward":
         return lambda: flash_forward(query, key, value, causal=True)
     out, log_sum_exp = flash_forward(query, key, value, causal=True)
-    attended = Attended(query, key, value, out, log_sum_exp)
+    attended = SavedAttention(query, key, value, out, log_sum_exp)
     gradient = torch.randn_like(out)
     return lambda: flash_backward(gradient, attended, causal=True)
 

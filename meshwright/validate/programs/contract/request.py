@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.hwprofiles import Offload, StackProfile
 from meshwright.planner.reports import SavedPlan
 from meshwright.simulator import PlanError, ResolvedPlan, TrainingJob
-from meshwright.simulator.blocks import BlockShape, angle_table_bytes
+from meshwright.simulator.blocks import BlockShape, rope_cache_bytes
 from meshwright.simulator.model import padded_vocab_size
 from meshwright.validate.ranks import ByteKind
 
@@ -88,7 +88,7 @@ class ProgramRequest:
     def num_rope_elements(self) -> int:
         """Elements in fp32 with as many bytes as the stack's RoPE cos/sin cache."""
         shape = BlockShape.of(self.job, self.plan, self.stack)
-        return angle_table_bytes(shape) // torch.float32.itemsize
+        return rope_cache_bytes(shape) // torch.float32.itemsize
 
 
 class RankProgram(Protocol):

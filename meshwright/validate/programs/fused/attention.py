@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from meshwright.validate.device import Attended, attention_backward, attention_forward
+from meshwright.validate.device import SavedAttention, attention_backward, attention_forward
 from meshwright.validate.programs.fused.autograd_function import AutogradFunction, Context
 
 
@@ -95,7 +95,7 @@ def flash_attention_backward(
         softcap: As there.
     """
     query, key, value, out = (_to_heads_first(each, seq_dim) for each in saved[:4])
-    attended = Attended(query, key, value, out, saved[4])
+    attended = SavedAttention(query, key, value, out, saved[4])
     incoming = _to_heads_first(gradient, seq_dim)
     gradients = attention_backward(
         incoming, attended, causal=causal, window=window, softcap=softcap

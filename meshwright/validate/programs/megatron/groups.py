@@ -13,8 +13,8 @@ from meshwright.simulator.layout import (
     ExpertAxis,
     Mesh,
     MeshAxis,
-    context_way,
-    table_rank,
+    context_parallel_type,
+    tied_embedding_rank,
 )
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
@@ -74,7 +74,7 @@ def megatron_groups(request: ProgramRequest) -> MegatronGroups:
     dp_rank = rank // plan.tp % plan.dp_cp
     columns = [tuple(range(first, plan.world_size, stride)) for first in range(stride)]
     own = columns[rank % stride]
-    other, messages = table_rank(plan), {}
+    other, messages = tied_embedding_rank(plan), {}
     pairs: list[tuple[int, ...]] = [(ranks[0], ranks[other]) for ranks in columns]
     ends = _own_group(pairs, (own[0], own[other])) if other else None
     if plan.pp > 1:
@@ -126,7 +126,7 @@ def _context_group(
     request: ProgramRequest, groups: Mapping[str, dist.ProcessGroup], rank: int
 ) -> ContextGroup:
     plan, num_tokens = request.plan, request.job.seq_len
-    way, inner = context_way(plan, request.stack), plan.cp_inner or 1
+    way, inner = context_parallel_type(plan, request.stack), plan.cp_inner or 1
     group = ContextGroup(groups.get(Axis.CP), rank, plan.cp, num_tokens, way)
     if ContextAxis.INNER not in groups:
         return group

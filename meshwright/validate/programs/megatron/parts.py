@@ -242,7 +242,7 @@ class MegatronParts:
         if self.cp.way is ContextParallel.ALL_TO_ALL:
             sinks, core.sinks = core.sinks, None  # of all heads: a core has some of them
             return UlyssesAttention(core, self.cp, sinks)
-        if self.cp.way is ContextParallel.RING_OF_SWAPS:
+        if self.cp.way is ContextParallel.HYBRID_RING:
             inner, outer = self.cp.levels
             return UlyssesAttention(RingAttention(outer), inner)
         if self.cp.way is ContextParallel.ALL_GATHER:

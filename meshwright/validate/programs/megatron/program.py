@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from meshwright.hwprofiles import Precision, StackProfile
 from meshwright.simulator import PlanError
-from meshwright.simulator.blocks import num_angle_tables
+from meshwright.simulator.blocks import num_rope_caches
 from meshwright.simulator.layout import gradient_bytes, rank_stages
-from meshwright.simulator.model import in_engine_order, shares_table
+from meshwright.simulator.model import in_engine_order, shares_embedding
 from meshwright.simulator.schedules import Action, Phase
 from meshwright.validate.programs.contract import ProgramRequest, refuse_offload, token_batch
 from meshwright.validate.programs.experts import refuse_routing, update_routing_biases
@@ -266,7 +266,7 @@ def _virtual_stages(
         parts.loss, parts.copies_operands = stack.loss, stack.transformer_engine
         with default_dtype(DTYPES[precision]), request.device:
             layers = range(first, first + share.num_layers)
-            angles = request.num_rope_elements * num_angle_tables(model, [share])
+            angles = request.num_rope_elements * num_rope_caches(model, [share])
             ends = Ends(share.has_embedding, share.has_head, share.has_predictions, angles)
             stage = VirtualStage(model, layers, options, parts, ends)
         if request.initialise:
@@ -359,7 +359,7 @@ def _unsplit_weights(stages: list[VirtualStage], request: ProgramRequest) -> lis
 
 def _tied_embedding(stages: list[VirtualStage], request: ProgramRequest) -> nn.Parameter | None:
     """Return the tied embedding that two stages share, on these."""
-    if request.plan.pp == 1 or not shares_table(request.job.model):
+    if request.plan.pp == 1 or not shares_embedding(request.job.model):
         return None
     tables = [table for stage in stages for table in _tables(stage, request)]
     return tables[0] if tables else None

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from meshwright.hwprofiles import Precision, StackProfile, Units
-from meshwright.simulator.layout import STACKS_OWN, Formats, chosen_formats
+from meshwright.simulator.layout import STACK_FORMATS, Formats, chosen_formats
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.experts import GroupedExperts, TransformersGroupedExperts
 from meshwright.validate.programs.layers import VirtualStage
@@ -27,7 +27,7 @@ from meshwright.validate.programs.pytorch.precision import DTYPES
 
 
 def mixed_precision(
-    precision: Precision, stack: StackProfile, formats: Formats = STACKS_OWN
+    precision: Precision, stack: StackProfile, formats: Formats = STACK_FORMATS
 ) -> MixedPrecisionPolicy:
     """Return the FSDP2 mixed-precision policy of a job on *stack*.
 

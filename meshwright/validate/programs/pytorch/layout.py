@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.simulator import ResolvedPlan
-from meshwright.simulator.layout import Axis, Mesh, context_way
+from meshwright.simulator.layout import Axis, Mesh, context_parallel_type
 from meshwright.validate.programs.context import ContextGroup
 from meshwright.validate.programs.contract import ProgramRequest
 from meshwright.validate.programs.experts import ExpertGroup
@@ -144,7 +144,7 @@ def _context(request: ProgramRequest, groups: dict[tuple[int, ...], str]) -> Con
         return None
     ranks = Mesh.of(plan).group(request.rank, Axis.CP)
     group = _group(ranks, groups, plan.world_size)
-    way = context_way(plan, request.stack)
+    way = context_parallel_type(plan, request.stack)
     return ContextGroup(group, ranks.index(request.rank), plan.cp, request.job.seq_len, way)
 
 

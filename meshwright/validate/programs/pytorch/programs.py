@@ -18,7 +18,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.hwprofiles import MEBI, Offload, Precision
 from meshwright.simulator import PlanError
-from meshwright.simulator.blocks import BlockShape, spelling_of
+from meshwright.simulator.blocks import BlockShape, layer_code_of
 from meshwright.simulator.graph import RotaryFormula
 from meshwright.simulator.layout import (
     chosen_formats,
@@ -333,7 +333,7 @@ def _whole_stage(
             layout.experts, request.routing, of_transformers=request.stack.transformers_layers
         ),
     )
-    spelling = spelling_of(BlockShape.of(request.job, request.plan, request.stack))
+    spelling = layer_code_of(BlockShape.of(request.job, request.plan, request.stack))
     parts.casts_rope_cache = spelling.rotary is RotaryFormula.TABLE
     parts.fuses_gate = spelling.fuses_mlp
     return build_stage(request, index, parts, device)

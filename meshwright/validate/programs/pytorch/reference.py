@@ -4,7 +4,7 @@ from torch.optim import Optimizer
 
 from meshwright.hwprofiles import Attention, Recompute
 from meshwright.simulator import TrainingJob
-from meshwright.simulator.model import padded_vocab_size, predicts_further
+from meshwright.simulator.model import has_mtp_layers, padded_vocab_size
 from meshwright.validate.programs.contract import token_batch
 from meshwright.validate.programs.experts import update_routing_biases
 from meshwright.validate.programs.layers import Ends, LayerOptions, VirtualStage
@@ -56,7 +56,7 @@ def reference_losses(
         layers,
         options,
         parts,
-        Ends(embedding=True, head=True, predictions=predicts_further(model)),
+        Ends(embedding=True, head=True, predictions=has_mtp_layers(model)),
     )
     if model.tied_embeddings:
         tie_embeddings(stage)
