@@ -55,6 +55,7 @@ def install() -> None:
             "forward": softmax,
             "backward": softmax_backward,
         },
+        # Megatron-Core asks whether its batch is a multiple of this.
         "scaled_masked_softmax_cuda": {"get_batch_per_block": lambda *_: 4},
         "fused_weight_gradient_mlp_cuda": {
             "wgrad_gemm_accum_fp32": add_weight_gradient,

@@ -68,6 +68,7 @@ def count_rank(plan: OutsidePlan, rank: int) -> OutsideCount:
             rank=rank,
             world_size=world_size,
             backend="fake",
+            # Without data no kernel skips rows of padding, as it does on a GPU.
             flops=oracle.flops - getattr(program, "unpriced_flops", 0),
             collectives=_messages_named(oracle.collectives),
             peak_bytes=oracle.peak_bytes,

@@ -38,6 +38,7 @@ def torchtitan_llama(model: ModelSpec, tokens: int, _sequences: int) -> DenseLay
     )
     # It takes two thirds of the width that it is given.
     layer.feed_forward = llama3.FeedForward(width, model.ffn_hidden_size * 3 // 2, 1, None)
+    # freqs_cis: a complex number for each pair of a head's elements.
     angles = torch.empty(tokens, model.head_dim // 2, dtype=torch.complex64)
     return DenseLayer(layer, (angles, None))
 

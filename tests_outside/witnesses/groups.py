@@ -17,6 +17,7 @@ def groups_of(plan: ResolvedPlan, rank: int) -> Mapping[tuple[int, ...], str]:
         return plan_groups(plan, rank, is_tied=False)
     tp, dp, pp, shards = plan.tp, plan.dp, plan.pp, plan.num_shards
     stage = rank // (tp * dp) * tp * dp
+    # Tensor ranks vary fastest, then data ranks, then pipeline ranks.
     own_tp, own_dp = rank % tp, rank // tp % dp
     first = own_dp // shards * shards
     found = {

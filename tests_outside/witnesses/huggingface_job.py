@@ -173,6 +173,7 @@ class DistributedJob:
         self._model = PreTrainedModel.maybe_distribute_model(model, config, meshes)
         groups: dict[object, list[nn.Parameter]] = {}
         for each in self._model.parameters():
+            # One fused operator takes the DTensors of one mesh alone.
             groups.setdefault(each.device_mesh, []).append(each)
         chosen = [{"params": group} for group in groups.values()]
         self._optimizer = torch.optim.AdamW(chosen, lr=1e-3, fused=True)
