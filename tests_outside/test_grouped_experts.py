@@ -23,7 +23,7 @@ from meshwright.hwprofiles import Attention, Precision, Recompute, RecomputeModu
 from meshwright.simulator import ResolvedPlan, TrainingJob
 from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.blocks.kinds import lowering_of
-from meshwright.simulator.blocks.parts.megatron_experts import _multiplied
+from meshwright.simulator.blocks.parts.megatron_experts import _grouped_mlp
 from meshwright.simulator.blocks.parts.routed_dims import ExpertMesh, RoutedDims
 from meshwright.simulator.graph import (
     Backward,
@@ -165,7 +165,7 @@ def walked(experts: Experts, modules: tuple[RecomputeModule, ...], shares: Preci
     mesh = ExpertMesh()
     dims = RoutedDims.of(tokens, experts, mesh)
     with block.module(x):
-        _multiplied(block, x, weights, dims, experts)
+        _grouped_mlp(block, x, weights, dims, experts)
     tape = Tape(block, Repetition(frozenset(modules), held=frozenset(modules)))
     tape.run_forward(x, weights)
     backward = Backward(tape, WeightGradients.KEPT)
