@@ -187,6 +187,11 @@ IN_TURN = ROUTED.model_copy(
 )
 WIDE = spec("wide", num_layers=4, hidden_size=4096, num_heads=32, vocab_size=250_000)
 
+
+def facts_of(stack: StackProfile) -> tuple[tuple[str, object], ...]:
+    return tuple((name, getattr(stack, name)) for name in stack.model_fields)
+
+
 _, HALF = with_facts(
     load_cluster("dgx-h100"), load_stack("torchtitan@0.2"), ["parameter_precision=bf16"]
 )
@@ -232,7 +237,7 @@ CASES = {
         4,
         16,
         limits=SpaceLimits(recompute=(Recompute.NONE,), max_tp=2, max_microbatch_size=2),
-        changes=tuple(dict(HALF).items()),
+        changes=facts_of(HALF),
     ),
     "weights gathered in 8 bits": Case(
         GROUPED,
@@ -242,7 +247,7 @@ CASES = {
         32,
         precision=Precision.FP8,
         limits=SpaceLimits(recompute=(Recompute.NONE,), max_tp=2, max_microbatch_size=4),
-        changes=tuple(dict(NARROW).items()),
+        changes=facts_of(NARROW),
     ),
     "tokens move in pieces": Case(
         GROUPED,
