@@ -71,7 +71,7 @@ def test_every_field_of_a_plan_is_turned_or_left_out_with_a_reason() -> None:
             assert LEFT_OUT[name]
         else:
             assert len([*turns(field, plan, job)]) > 1
-    new = replace(PLAN_FIELDS["cp_inner"], name="number_of_a_new_field")
+    new = PLAN_FIELDS["cp_inner"]._replace(name="number_of_a_new_field")
     with pytest.raises(KeyError, match=new.name):
         turns(new, plan, job)
 

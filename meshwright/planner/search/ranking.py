@@ -87,9 +87,10 @@ class Ranked(NamedTuple):
         best, most_passes = next(iter(rows), None), runs.num_passes + FRONTIER_PASSES
         frontier = find_frontier(finalists, best, max_passes=most_passes, tell=tell)
         space = runs.space
+        launched = np.flatnonzero(~(lacks(space) | cannot_be_expressed(space)))
 
         def numbers(name: str) -> Column:
-            return space.column(name)[~(lacks(space) | cannot_be_expressed(space))]
+            return space.column(name)[launched]
 
         results = finalists, rejections, density, proof, rows, frontier, len(space), numbers
         return cls(field, candidates, *results)

@@ -197,7 +197,6 @@ class Choices:
         job, stack, limits = self.job, self.stack, self.limits
         names = [each.name for each in SEARCHED_FIELDS if each.declaration.axis]
         free = [Axis(name) for name in names if not AXES[Axis(name)].takes_rest]
-        # One axis takes the devices that the others leave: no degree of it is tried.
         (rest,) = (axis for axis, known in AXES.items() if known.takes_rest)
 
         def chosen(left: int, known: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -222,7 +221,6 @@ class Choices:
         pp, limits, num_layers = degrees["pp"], self.limits, self.job.model.num_layers
         is_needed = pp > 1 and lays_out_unequal(num_layers, prod(degrees.values()), limits)
         divides_all = is_needed and offers(self.stack, self.job, degrees)
-        # A virtual stage has at least one layer; without a pipeline there is one stage.
         for vpp in range(1, num_layers // pp + 1 if pp > 1 else 2):
             if vpp > 1 and not (divides_all or are_equal(num_layers, pp * vpp)):
                 continue
@@ -241,7 +239,6 @@ class Choices:
         ]
         if pp > 1:
             return schedules
-        # No pipeline: all are one, which is called as usual where the stack has it.
         usual = PLAN_FIELDS["schedule"].default
         names = sorted(self.stack.schedules, key=lambda name: name != usual)
         offered = [index for name in names for index in schedules if known[index] == name]
@@ -253,7 +250,6 @@ class Choices:
         Returns:
             Rows of `OF_VIRTUAL_STAGES`, the first constant, in the order of layouts.
         """
-        # Of tensor and context parallelism none decides these rows.
         key = degrees["pp"], degrees["dp"], vpp
         if key not in self._passes:
             rules = self._stage_rules(degrees["pp"] * vpp)
@@ -312,7 +308,6 @@ class Choices:
             is_stage = field.name == "zero_stage"
             values = values[: stages_of_one_rank(self.limits) if is_stage else 1]
         tokens = degrees["tp"] * degrees["cp"]
-        # Each rank needs as many tokens of a sequence as all others.
         if field.name == "sequence_parallel" and self.job.seq_len % tokens:
             values = tuple(value for value in values if not value)
         codes = [field.code(value) for value in values]

@@ -29,7 +29,7 @@ from meshwright.planner.space.rules import offered, take_out, told
 from meshwright.planner.space.space import Space, slices_shards
 from meshwright.planner.space.switches import SWITCHES
 from meshwright.simulator import PlanError, TrainingJob
-from meshwright.simulator.layout import SEARCHED_FIELDS, model_refusal, stack_gaps
+from meshwright.simulator.layout import JOINT_AXES, SEARCHED_FIELDS, model_refusal, stack_gaps
 
 Mask = NDArray[np.bool_]
 Cells = tuple[NDArray[np.int64], ...]
@@ -74,9 +74,11 @@ class PartialLayouts:
         own = {name: column[:, None] for name, column in self.columns.items()}
         columns = own | {name: row[None] for name, row in self.choices.items()}
         grid = replace(self.space, columns=columns)
+        products = (name for name, axes in JOINT_AXES.items() if {*axes} <= columns.keys())
+        names = {*columns, *products}
         lacks = np.zeros((len(self), len(self.choices["zero_stage"])), np.bool_)
         for gap in stack_gaps(self.space.stack, self.space.job):
-            if gap.fields <= grid.names:
+            if gap.fields <= names:
                 lacks |= gap.lacks(grid.column)
         return lacks
 

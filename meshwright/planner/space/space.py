@@ -75,12 +75,6 @@ class Space:
         """Return the number of layouts."""
         return len(next(iter(self.columns.values())))
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Fields that have a column, and products of them."""
-        own = self.columns.keys()
-        return frozenset([*own, *(name for name, axes in JOINT_AXES.items() if {*axes} <= own)])
-
     def chosen(self, rows: Column) -> Self:
         """Return the space of the layouts in *rows*, which may repeat."""
         columns = {name: chosen_rows(column, rows) for name, column in self.columns.items()}
@@ -124,7 +118,6 @@ class Space:
     @cached_property
     def sharing(self) -> Column:
         """Number of each layout's setting of the other fields, whatever its shard groups' size."""
-        # Whether there are replicate groups matters, their number does not.
         has_sets = np.asarray(self.num_shards < self.column(DP_CP), np.int64)
         others = [self.column(name) for name in SWITCHES if name != "dp_shard"]
         return distinct([has_sets, *others])[1]
@@ -158,7 +151,6 @@ class Space:
         columns = [self.column(name)[first].tolist() for name in OF_PIPELINES]
         keys = list(zip(*columns, strict=True)) if first else []
         new = [index for index, key in zip(first, keys, strict=True) if key not in laid_out]
-        # Plans are resolved for new pipelines alone.
         plans = iter(self.plans(new))
         for key in keys:
             if key not in laid_out:
@@ -177,7 +169,6 @@ class Space:
             or stages[-1].copies
             for stages in all_stages
         )
-        # Stages are walked only where some plan derives kinds of its own.
         return block_kinds(self.job.model, chain(*all_stages) if derived else ())
 
     def plan(self, index: int) -> ResolvedPlan:

@@ -2,9 +2,8 @@
 
 Names of variables are those of megatron/core/pipeline_parallel/schedules.py (core 0.16). Four kinds
 of tensors are meant: the input that a virtual stage receives in a pass, its gradient, the output
-that it sends, and the gradient of that, which it receives. A module holds an input until its next
-forward pass (`set_input_tensor`), over the step's end, too, and with it its ``grad``; so does a
-variable that holds the pass's output, by the output's graph.
+that it sends, and the gradient of that, which it receives. A module holds an input and its ``grad``
+until its next forward pass (`set_input_tensor`), over the step's end, too, as a variable does.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,11 +89,10 @@ def _counted(spans: Iterable[LiveSpans], num_sources: int, num_actions: int) -> 
     lasts = ends > starts
     places = num_sources * np.stack([starts, ends])[:, lasts] + sources[lasts]
     weights = np.stack([times, -times])[:, lasts]
-    # Sums of small whole numbers, which are exact as floats.
     num_places = num_sources * (num_actions + 1)
     changes = np.bincount(places.ravel(), weights.ravel(), minlength=num_places)
-    p2p_position = changes.reshape(-1, num_sources).cumsum(axis=0)[:-1]
-    return p2p_position.astype(np.int16)  # orders are kept: few are ever held
+    alive = changes.reshape(-1, num_sources).cumsum(axis=0)[:-1]
+    return alive.astype(np.int16)  # orders are kept: few are ever held
 
 
 def max_live_messages(vpp: int, larger: int) -> int:
@@ -282,7 +280,6 @@ class _Interleaved:
         yield LiveSpans(starts, [*inputs.values()], sources, 2)
         for place, until in zip(places, inputs.values(), strict=True):
             begins[place] = max(begins[place], until)
-        # "input_tensor_grad" until the next backward pass is over, and "send_prev_wait_handle".
         ends = [*over[1:], self.end]
         if self.alternating:
             ends[self.alternating - 1] = self.end
@@ -297,7 +294,6 @@ def _pending_spans(rank: _Interleaved) -> Iterator[LiveSpans]:
     running = backward.positions[: rank.alternating]
     if running and not rank.is_last:
         yield LiveSpans([rank.warmup], running[:1], backward.order.outputs[:1])
-    # The output that is being sent is kept until the next forward pass.
     yield LiveSpans(running, [at + 1 for at in running], forward.order.outputs[rank.warmup :])
 
 

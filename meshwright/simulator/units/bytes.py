@@ -301,7 +301,6 @@ class UnitBytes(NamedTuple):
         table, head = (_end(units, sharding) for units in (weights.table, weights.head))
         makes_whole = stage.has_embedding and shape.stack.whole_table_gradient
         stays_whole = sharding.keeps_whole_gradients and makes_whole and not is_tied(shape, stage)
-        # Until they are reduced, all ranks hold them beside their own rows.
         others = (weights.tp - 1) * weights.matrix * stays_whole  # rows of the other tensor ranks
         one_table: Size = weights.matrix * shape.element_bytes
         # Positions follow the table: their first copy in the other format is made later.

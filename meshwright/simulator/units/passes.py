@@ -154,9 +154,7 @@ class StagePass(NamedTuple):
         live: Size = work + self.held.gathered(place, whole=whole)
         if not sharding.reshards or whole:
             return shared + live + units.table.weights
-        # Before the layer runs: its gathered buffer, and the weights copied out of it.
         gathered = self.held.total(weights_of, place + 1) if sharding.keeps_units else 0
-        # A received gradient is in a p2p buffer, which counts there.
         gradient = 0 if receives_gradient else passes.message
         if units.keeps_last and not done:
             return shared + live

@@ -138,7 +138,6 @@ class _SummingPass(NamedTuple):
         units, sums, stage = self.stage_pass.units, self.sums, self.stage_pass.stage
         if self.is_first:
             return self._late - units.head.kept - self.stage_pass.held.total(kept_of, first)
-        # A pass in between finds all gradients, and frees none.
         if not self.is_last:
             return 0
         # Once a unit is reduced its whole sum has gone, but for this rank's shard.
