@@ -8,10 +8,11 @@ COPY meshwright meshwright
 RUN python -m pip install --no-cache-dir --disable-pip-version-check \
         ${EXTRAS:+--extra-index-url="$TORCH_INDEX"} --constraint constraints-test.txt \
         ".${EXTRAS:+[$EXTRAS]}" \
-    && useradd --create-home --uid 1000 meshwright
+    && useradd --create-home --uid 1000 meshwright \
+    && install --directory --mode 1777 /var/cache/matplotlib
 USER 1000
 # The folder of the caller is mounted here; with --user there is no home to cache fonts in.
 WORKDIR /work
-ENV MPLCONFIGDIR=/tmp/matplotlib
+ENV MPLCONFIGDIR=/var/cache/matplotlib
 ENTRYPOINT ["meshwright"]
 CMD ["--help"]

@@ -94,11 +94,8 @@ def apart(
 @pytest.fixture(autouse=True)
 def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tables know the kinds: several layers' operators, tensors and kept bytes."""
-    operators, memory, of_layer = (
-        BlockTable.operators,
-        BlockTable.memory,
-        LAYER_TENSORS["layer"],
-    )
+    operators, memory = BlockTable.operators, BlockTable.memory
+    of_layer = LAYER_TENSORS["layer"]
 
     def repeated(table: BlockTable, shape: BlockShape, kind: str) -> BlockOperators:
         count = MADE[kind].layers if kind in MADE else 1

@@ -129,7 +129,6 @@ def search_result() -> SearchResult:
         evaluated=tuple(evaluated),
         frontier=frontier,
         density=layout_density(*places.T),
-        nearest=None,
     )
 
 

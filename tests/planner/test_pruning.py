@@ -13,6 +13,7 @@ from meshwright.planner import SpaceLimits, search
 from meshwright.planner.bounds import StepBounds
 from meshwright.planner.footprint import device_bytes_column, peak_bytes
 from meshwright.planner.search import ranking
+from meshwright.planner.search.finalists import Runs
 from meshwright.planner.search.pruning import Pruning
 from meshwright.planner.search.search import with_kernels
 from meshwright.planner.space import PartialSpace, ShapeTable
@@ -89,6 +90,7 @@ def test_a_search_finds_the_same_whether_or_not_all_is_laid_out(
         assert point.bound_gap_fraction <= known.bound_gap_fraction
     assert (found.unlaunchable, found.optimal) == (whole.unlaunchable, whole.optimal)
     assert found.feasible <= whole.feasible
+    assert all(found.rejections.values())
     memory, others = "needs more memory than a device has", whole.rejections
     assert found.rejections.get(memory, 0) <= others.get(memory, 0)
     assert {**found.rejections, memory: 0} == {**others, memory: 0}
@@ -101,6 +103,21 @@ def test_where_nothing_fits_all_is_laid_out(monkeypatch: pytest.MonkeyPatch) -> 
     found = search(job, CLUSTER, "megatron-core", 2)
     assert (found.nearest, found.verdict) == (whole.nearest, whole.verdict)
     assert found.nearest is not None
+
+
+def test_where_none_of_the_first_few_can_be_simulated_all_is_laid_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = asked("gpt2", 16, 1024)
+    whole = search(job, CLUSTER, "megatron-core", 8, top=1)
+    monkeypatch.setattr(ranking, "FEW_LAYOUTS", 0)
+
+    def is_too_long(runs: Runs, _index: int) -> bool:
+        return len(runs.space) < whole.space_size
+
+    monkeypatch.setattr(Runs, "is_too_long", is_too_long)
+    found = search(job, CLUSTER, "megatron-core", 8, top=1)
+    assert (found.plans, found.looked_at) == (whole.plans, whole.space_size)
 
 
 def test_what_is_not_counted_says_so(

@@ -25,7 +25,7 @@ from meshwright.planner.space import (
     cannot_be_expressed,
     lacks,
 )
-from meshwright.simulator import MAX_PASSES, CostModel, PlanError
+from meshwright.simulator import CostModel
 from meshwright.simulator.memory import PeakBytes, usable_bytes
 
 # Budgets of simulation in forward and backward passes: for the proof of the best layout (beyond
@@ -64,18 +64,9 @@ class Ranked(NamedTuple):
     space_size: int
     numbers: Numbers
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every layout was laid out."""
-        return self.space_size == len(self.field.runs.space)
-
     @classmethod
     def of(cls, field: Field, memory_limit_bytes: int | None, top: int, tell: Progress) -> Self:
-        """Return the ranking when *top* rows and the frontier have been simulated.
-
-        Raises:
-            PlanError: If all that fit have too many passes to simulate.
-        """
+        """Return the ranking when *top* rows and the frontier have been simulated."""
         runs, costs = field.runs, field.runs.costs
         tell(f"bounding the time of {counted(len(runs.space), 'layout')}", 0, 0)
         candidates = field.candidates(costs.cluster, memory_limit_bytes)
@@ -127,7 +118,7 @@ def rank_mesh(
     pruning = Pruning(known, costs, limit_bytes)
     few, order = known.layouts(pruning.first())
     first = Ranked.of(mesh_field(few, costs, limit_bytes, tell), memory_limit_bytes, top, tell)
-    # Nothing fits of the first few: no time to compare with.
+    # None of the first few fits, or is short enough to simulate: no time to compare with.
     if not first.rows:
         return rank_mesh(known, costs, memory_limit_bytes, top=top, counts=True, tell=tell)
     best_known = BestKnown.by(first.finalists, [*first.rows], top)
@@ -137,7 +128,8 @@ def rank_mesh(
     ranked = Ranked.of(field, memory_limit_bytes, top, tell)
     # Layouts that bounds excluded count with the rule that excluded them.
     lacking = ranked.rejections.get(LACKS_MEMORY, 0) + pruning.num_lacking
-    rejections = ranked.rejections | known.rejections | {LACKS_MEMORY: lacking}
+    by_memory = {LACKS_MEMORY: lacking} if lacking else {}
+    rejections = ranked.rejections | known.rejections | by_memory
     return ranked._replace(rejections=rejections, space_size=len(known), numbers=known.numbers)
 
 
@@ -176,12 +168,6 @@ def _rank(finalists: Finalists, top: int, tell: Progress) -> tuple[Proof, dict[i
     """
     runs = finalists.runs
     proof = finalists.fastest(1, PROOF_PASSES, tell)
-    if len(finalists.indices) and not proof.indices:
-        raise PlanError(
-            f"every layout that fits has more than {MAX_PASSES} stages x microbatches, too many to "
-            f"simulate: global_batch_size={runs.space.job.global_batch_size} is too large for "
-            f"{runs.space.num_gpus} GPUs"
-        )
     if top == 1 or not proof.indices:
         return proof, {index: [] for index in proof.indices}
     tell("simulating runners-up", 0, 0)

@@ -28,6 +28,7 @@ from meshwright.planner.space import (
     launcher_of,
 )
 from meshwright.simulator import (
+    MAX_PASSES,
     CostModel,
     ModelSpec,
     PlanError,
@@ -80,7 +81,6 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     user_limits, tell = limits or SpaceLimits(), progress or (lambda _what, _done, _total: None)
     limits = with_kernels(job, user_limits, cluster, stack)
     tell("laying out the space", 0, 0)
-    # One cost model for all layouts: most blocks are priced once.
     costs = CostModel(cluster, stack, num_gpus)
     if stack.strategy is Strategy.MESH:
         known = PartialSpace.of(job, stack, num_gpus, limits)
@@ -88,6 +88,7 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     else:
         field = strategy_field(job, cluster, stack, num_gpus, limits)
         ranked = Ranked.of(field, memory_limit_bytes, top, tell)
+    _check_simulated(ranked)
     proof, runs = ranked.proof, ranked.field.runs
     space = runs.space
     result = SearchResult(
@@ -115,6 +116,17 @@ def search(  # noqa: PLR0913 -- the public entry; what is optional is keyword-on
     )
     seeks = tell if explains else None
     return result if ranked.rows else _explained(result, ranked, user_limits, seeks)
+
+
+def _check_simulated(ranked: Ranked) -> None:
+    """Raise PlanError if all layouts that fit have too many passes to simulate."""
+    if len(ranked.finalists.indices) and not ranked.proof.indices:
+        space = ranked.field.runs.space
+        raise PlanError(
+            f"every layout that fits has more than {MAX_PASSES} stages x microbatches, too many to "
+            f"simulate: global_batch_size={space.job.global_batch_size} is too large for "
+            f"{space.num_gpus} GPUs"
+        )
 
 
 def _explained(
