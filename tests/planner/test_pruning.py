@@ -120,6 +120,17 @@ def test_where_none_of_the_first_few_can_be_simulated_all_is_laid_out(
     assert (found.plans, found.looked_at) == (whole.plans, whole.space_size)
 
 
+@pytest.mark.parametrize("asked_for", [{"max_recompute_layers": 2}, {"recompute_layers": (2,)}])
+def test_layers_of_other_kinds_are_all_laid_out(
+    asked_for: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranking, "FEW_LAYOUTS", 0)
+    limits = SpaceLimits(**asked_for, pp=(1,))
+    found = search(asked("gpt2", 16, 1024), CLUSTER, "megatron-core", 4, limits=limits, top=1)
+    assert found.plans
+    assert found.looked_at == found.space_size
+
+
 def test_what_is_not_counted_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,11 +27,8 @@ from meshwright.simulator.blocks import BlockShape
 from meshwright.simulator.layout import PLAN_FIELDS
 from meshwright.simulator.step import overhead_per_million
 
-# Where one of these is asked for, blocks differ from the default, or are overlapped.
-OTHER_BLOCKS = (
-    *("recompute_layers", "expert_overlap", "offload_layers", "offload_modules"),
-    *("cp_type", "cp_inner", "dispatcher", "gradient_precision"),
-)
+# Where one of these is asked for, blocks differ from the default.
+OTHER_BLOCKS = ("cp_type", "cp_inner", "dispatcher", "gradient_precision")
 NO_RECOMPUTE = PLAN_FIELDS["recompute"].code(Recompute.NONE)
 DEGREES = ("tp", "cp", "ep", "etp", "microbatch_size")
 PIPELINE = ("pp", "num_virtual_stages", "schedule", "stages")

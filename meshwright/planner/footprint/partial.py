@@ -23,8 +23,6 @@ from meshwright.planner.space import (
 from meshwright.simulator.blocks import BlockShape, BlockTable
 from meshwright.simulator.layout import PLAN_FIELDS
 
-# Where one of these is asked for, blocks save less than by default.
-OF_BLOCKS = ("recompute_layers", "expert_overlap", "offload_layers", "offload_modules")
 SEQUENCES = 1, 2, 4
 FULL = PLAN_FIELDS["recompute"].code(Recompute.FULL)
 
@@ -55,12 +53,9 @@ class PartialMemory:
 
     def _least_bytes(self, nodes: Nodes, shapes: NodeShapes, most_bytes: int) -> Column:
         """Return the bounds of *nodes* with such block shapes."""
-        family = nodes.family
         all_rows = np.arange(len(nodes.rows))
         example = nodes.examples(self._space, all_rows)
-        is_default = not any(map(family.limits.asks_for, OF_BLOCKS))
-        # With other blocks than by default only states are bounded.
-        saved = self._saved_bytes(shapes, nodes) * is_default
+        saved = self._saved_bytes(shapes, nodes)
         passes = PassColumns.with_bytes(example, saved, all_rows, all_rows)
         table = ShapeTable(shapes.of_groups, shapes.group, example.kinds)
 

@@ -17,6 +17,9 @@ from meshwright.simulator.memory import Fragmentation, PeakBytes
 # memory.  Better ones leave less for later; none changes the result.
 NUM_LEVELS, FEW = 48, 8
 
+# Where one of these is asked for, layers are of kinds that no bound of partial layouts knows.
+OTHER_KINDS = ("recompute_layers", "expert_overlap", "offload_layers", "offload_modules")
+
 
 class BestKnown(NamedTuple):
     """Simulated layouts, of which others are faster only with more memory.
@@ -92,6 +95,12 @@ class Pruning:
                 if offered.any()
             ]
         )
+
+    @staticmethod
+    def bounds(space: PartialSpace) -> bool:
+        """Whether there are bounds of a space's partial layouts."""
+        limits = (each.limits for each in space.families)
+        return not any(each.asks_for(name) for each in limits for name in OTHER_KINDS)
 
     def _bounded(self, parts: Sequence[Nodes]) -> list[Bounded]:
         """Return the bounds of nodes that may fit."""

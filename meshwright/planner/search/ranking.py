@@ -111,7 +111,7 @@ def rank_mesh(
         tell: Called with the name of the work, the number done, and the total.
     """
     limit_bytes = usable_bytes(costs.cluster, memory_limit_bytes)
-    if counts or len(known) <= FEW_LAYOUTS:
+    if counts or len(known) <= FEW_LAYOUTS or not Pruning.bounds(known):
         space, _ = known.layouts(known.every)
         return Ranked.of(mesh_field(space, costs, limit_bytes, tell), memory_limit_bytes, top, tell)
     tell(f"bounding partial layouts of {counted(len(known), 'layout')}", 0, 0)
